@@ -1,0 +1,1 @@
+"""The values that stages exchange: frozen, serializable, free of any framework."""

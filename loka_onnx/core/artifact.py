@@ -1,0 +1,124 @@
+"""The model as it travels through the stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar
+
+from loka_onnx.core.serde import STRICT
+from loka_onnx.core.site import Site, SiteKind
+
+
+class OutputKind(StrEnum):
+    """What an output means; decides its loss."""
+
+    LOGIT = "logit"
+    PROBABILITY = "probability"
+    REGRESSION = "regression"
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One output that is judged.
+
+    Attributes:
+        name: Name of the graph output.
+        kind: How it is read: a logit, a probability (clipped to [clip, 1-clip] and turned into a logit)
+            or a regression.
+        label: Column of the data that holds the label.
+        weight: Column of per-row weights, or None.
+        budget: Largest accepted relative loss increase (0.0002 is 0.02 %).
+        clip: Clipping of probabilities.
+    """
+
+    name: str
+    kind: OutputKind
+    label: str
+    weight: str | None = None
+    budget: float = 0.0002
+    clip: float = 1e-7
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A graph input or output.
+
+    Attributes:
+        name: Name in the graph.
+        dtype: numpy name, for example ``float32``.
+        shape: None where dynamic; the batch is axis 0.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Agreement of the exported graph with the module it came from.
+
+    Attributes:
+        rows: Rows compared.
+        max_abs: Largest absolute difference of any output.
+        rms: Root mean square difference.
+        tolerance: What `max_abs` was held against.
+    """
+
+    rows: int
+    max_abs: float
+    rms: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class ModelArtifact:
+    """An ONNX model with named sites.
+
+    Attributes:
+        path: The ``.onnx`` file, relative to the run directory.
+        digest: SHA-256 over the graph and its external data.
+        opset: Version of the default operator set.
+        inputs: Graph inputs.
+        outputs: Graph outputs.
+        sites: Every site, in topological order.
+        producer: What wrote the original model.
+        parity: Agreement with the torch module; None when the model entered as ONNX.
+        notes: What was converted on the way in.
+    """
+
+    SCHEMA: ClassVar[str] = "model/1"
+    __pydantic_config__ = STRICT
+
+    path: Path
+    digest: str
+    opset: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    sites: tuple[Site, ...]
+    producer: str
+    parity: Parity | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def site(self, name: str) -> Site:
+        """The site of that name.
+
+        Raises:
+            KeyError: There is none.
+        """
+        for site in self.sites:
+            if site.name == name:
+                return site
+        raise KeyError(name)
+
+    @property
+    def linear_sites(self) -> tuple[Site, ...]:
+        """Sites with one constant operand."""
+        return tuple(s for s in self.sites if s.kind is SiteKind.LINEAR)
+
+    @property
+    def fp8_able_flops(self) -> int:
+        """2·M·N·K per example over the linear sites with K, N ≥ 16."""
+        return sum(s.flops_per_example for s in self.sites if s.is_fp8_able)

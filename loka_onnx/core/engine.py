@@ -1,0 +1,88 @@
+"""Built engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar
+
+from loka_onnx.core.serde import STRICT
+
+
+class BuildStatus(StrEnum):
+    """How far a candidate came."""
+
+    READY = "built and run here"
+    BUILT_NOT_RUN = "built, not run"
+    """The engine is for a device that this host does not have."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SitePrecision:
+    """What a built engine really runs a planned site in.
+
+    Attributes:
+        site: Name of the site.
+        planned: Precision that the plan asked for.
+        operands: Element type of each operand in the compiled engine, as the engine names them.
+        engaged: Whether the engine honours the plan at this site.
+        evidence: Where that was read.
+    """
+
+    site: str
+    planned: str
+    operands: tuple[str, ...]
+    engaged: bool
+    evidence: str
+
+
+@dataclass(frozen=True)
+class EngineArtifact:
+    """One engine: a backend's build of one plan for one device.
+
+    Attributes:
+        backend: ``onnxruntime``, ``tensorrt_rtx``, …
+        plan: Id of the plan.
+        target: Device it was built for, as named in the run file.
+        architecture: Device architecture as the backend names it (``sm89``, ``cpu``).
+        status: How far it came.
+        simulated: FP8 is simulated: accuracy counts, speed never enters the choice.
+        path: Engine file relative to the run directory; None when the build failed.
+        bytes: Size of the engine file.
+        digest: SHA-256 of the engine file.
+        backend_version: Version of the library that built it.
+        sites: What the compiled engine runs each planned site in.
+        build_seconds: Wall time of the build.
+        detail: Failure with its evidence, or why it was not run.
+        portability: Where the engine file may be loaded.
+    """
+
+    SCHEMA: ClassVar[str] = "engine/1"
+    __pydantic_config__ = STRICT
+
+    backend: str
+    plan: str
+    target: str
+    architecture: str
+    status: BuildStatus
+    simulated: bool
+    path: Path | None
+    bytes: int
+    digest: str
+    backend_version: str
+    sites: tuple[SitePrecision, ...]
+    build_seconds: float
+    detail: str = ""
+    portability: str = ""
+
+    @property
+    def id(self) -> str:
+        """``<target>-<backend>-<plan>``, with the architecture when the target holds several."""
+        return f"{self.target}-{self.backend}-{self.architecture}-{self.plan}"
+
+    @property
+    def fallbacks(self) -> tuple[SitePrecision, ...]:
+        """Planned sites that the engine does not run as planned."""
+        return tuple(s for s in self.sites if not s.engaged)

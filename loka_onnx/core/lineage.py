@@ -1,0 +1,48 @@
+"""Where every file of a run directory came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from loka_onnx.core.serde import STRICT
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """One finished stage.
+
+    Attributes:
+        stage: Name of the stage.
+        key: Digest of everything the stage depends on; a stage whose key is unchanged is not run again.
+        parents: Digests of the documents and models that it read, by name.
+        files: SHA-256 of every file it wrote, by path relative to the run directory.
+        seconds: Wall time.
+    """
+
+    stage: str
+    key: str
+    parents: dict[str, str]
+    files: dict[str, str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The lineage of a run directory (`run.json`).
+
+    Attributes:
+        config: The run file as it was understood.
+        versions: Version of this package and of every library that took part.
+        stages: Finished stages in order.
+        directory: The run directory.
+    """
+
+    SCHEMA: ClassVar[str] = "run/1"
+    __pydantic_config__ = STRICT
+
+    config: dict[str, object]
+    versions: dict[str, str]
+    stages: tuple[StageRecord, ...]
+    directory: Path

@@ -1,0 +1,106 @@
+"""Which precision each site runs in, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.serde import STRICT
+
+
+class Verdict(StrEnum):
+    """Accuracy verdict of a recipe at a site."""
+
+    SAFE = "safe"
+    UNSAFE = "unsafe"
+    UNDECIDED = "undecided"
+    NOT_JUDGED = "not judged"
+    """No recipe applies to the site, or the user decided for it."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The precision of one site.
+
+    Attributes:
+        site: Name of the site.
+        precision: What it runs in; FP8 comes with a recipe.
+        recipe: How it is quantized; None unless FP8.
+        verdict: Accuracy verdict behind the decision.
+        reason: One sentence a reader can act on.
+        activation_scale: Scale of the activation; None unless FP8.
+        weight_scale: One scale, or one per output channel; empty unless FP8.
+    """
+
+    site: str
+    precision: Precision
+    recipe: Recipe | None
+    verdict: Verdict
+    reason: str
+    activation_scale: float | None = None
+    weight_scale: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """One precision assignment of the whole model.
+
+    Attributes:
+        id: ``fp32``, ``bf16``, ``fp16``, ``fp8-all``, ``fp8-safe``, ``fp8-fast`` or a numbered refinement.
+        model_digest: Digest of the model that it is for.
+        base: Precision of everything that is not FP8.
+        decisions: One per site.
+        predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from
+            calibration; empty for plans without FP8.
+        fp8_share: Share of the FP8-able FLOPs that run in FP8.
+    """
+
+    SCHEMA: ClassVar[str] = "plan/1"
+    __pydantic_config__ = STRICT
+
+    id: str
+    model_digest: str
+    base: Precision
+    decisions: tuple[Decision, ...]
+    predicted_kl: dict[str, float]
+    fp8_share: float
+
+    @property
+    def fp8_sites(self) -> tuple[str, ...]:
+        """Names of the sites that run in FP8."""
+        return tuple(d.site for d in self.decisions if d.precision is Precision.FP8)
+
+    def decision(self, site: str) -> Decision:
+        """The decision for a site.
+
+        Raises:
+            KeyError: The plan does not name the site.
+        """
+        for decision in self.decisions:
+            if decision.site == site:
+                return decision
+        raise KeyError(site)
+
+
+@dataclass(frozen=True)
+class PlanSet:
+    """Every plan of a run, in the order they compete."""
+
+    SCHEMA: ClassVar[str] = "plans/1"
+    __pydantic_config__ = STRICT
+
+    plans: tuple[PrecisionPlan, ...]
+
+    def plan(self, plan_id: str) -> PrecisionPlan:
+        """The plan of that id.
+
+        Raises:
+            KeyError: There is none.
+        """
+        for plan in self.plans:
+            if plan.id == plan_id:
+                return plan
+        raise KeyError(plan_id)

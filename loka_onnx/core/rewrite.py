@@ -1,0 +1,70 @@
+"""What a transform did, and what it declined to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from loka_onnx.core.serde import STRICT
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One place a transform rewrote.
+
+    Attributes:
+        at: Node, site or tensor.
+        what: What was done.
+    """
+
+    at: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Declined:
+    """One place that a transform looked at and left alone.
+
+    Attributes:
+        at: Node, site or tensor.
+        reason: Why.
+    """
+
+    at: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RewriteRecord:
+    """The result of one transform.
+
+    Attributes:
+        transform: Name of the transform.
+        applied: What it rewrote.
+        declined: What it left alone, and why.
+        max_abs: Largest change of any output on the check rows; None when it was not checked (precision
+            transforms change the output on purpose).
+        tolerance: What `max_abs` was held against.
+        rolled_back: Whether the result was discarded because it moved the output too far.
+        seconds: Wall time of matching and rewriting.
+        check_seconds: Wall time of the check on data.
+    """
+
+    transform: str
+    applied: tuple[Applied, ...]
+    declined: tuple[Declined, ...]
+    max_abs: float | None = None
+    tolerance: float | None = None
+    rolled_back: bool = False
+    seconds: float = 0.0
+    check_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RewriteLog:
+    """The records of a sequence of transforms."""
+
+    SCHEMA: ClassVar[str] = "rewrites/1"
+    __pydantic_config__ = STRICT
+
+    records: tuple[RewriteRecord, ...]

@@ -1,0 +1,131 @@
+"""Versioned JSON for the values that stages exchange.
+
+A document is ``{"schema": "loka-onnx/<kind>/<version>", "value": {...}}``. Reading is strict: an unknown
+schema, key or type is refused. Documents are written atomically and byte for byte the same for equal
+values, so that their digests can serve as cache keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from loka_onnx.errors import OutputError, UserError
+
+T = TypeVar("T")
+
+STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+"""Assign to `__pydantic_config__` of a dataclass that is a document."""
+
+
+@functools.cache
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def schema_id(kind: type[Any]) -> str:
+    """``loka-onnx/<kind>/<version>`` of a document type, from its `SCHEMA` attribute."""
+    return f"loka-onnx/{kind.SCHEMA}"
+
+
+def json_schema(kind: type[Any]) -> dict[str, Any]:
+    """JSON Schema (2020-12) of a document type."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": schema_id(kind),
+        "type": "object",
+        "required": ["schema", "value"],
+        "additionalProperties": False,
+        "properties": {"schema": {"const": schema_id(kind)}, "value": _adapter(kind).json_schema()},
+    }
+
+
+def dumps(value: Any) -> str:
+    """Serialize a document; equal values give equal text."""
+    kind = type(value)
+    body = _adapter(kind).dump_python(value, mode="json")
+    return json.dumps({"schema": schema_id(kind), "value": body}, indent=1, sort_keys=True) + "\n"
+
+
+def loads(kind: type[T], text: str, *, where: str = "document") -> T:
+    """Parse a document of the given type.
+
+    Raises:
+        UserError: Not JSON, another schema or version, an unknown key, or a value of the wrong type.
+    """
+    expected = schema_id(kind)
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError("not a JSON document", where=where, evidence=str(error)) from error
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != expected or set(document) != {"schema", "value"}:
+        raise UserError(
+            "unknown schema",
+            where=where,
+            evidence=f"schema is {found!r}, this version reads {expected!r}",
+            remedy="write the file again with this version of loka-onnx",
+        )
+    try:
+        return cast(T, _adapter(kind).validate_json(json.dumps(document["value"])))
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = ".".join(str(part) for part in first["loc"])
+        raise UserError(
+            f"not a valid {expected} document", where=where, evidence=f"at {at or 'the top'}: {first['msg']}"
+        ) from error
+
+
+def write(value: Any, path: Path) -> None:
+    """Write a document atomically."""
+    write_text(dumps(value), path)
+
+
+def read(kind: type[T], path: Path) -> T:
+    """Read a document of the given type.
+
+    Raises:
+        UserError: The file is missing or is not such a document.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot read the {schema_id(kind)} document", where=str(path), evidence=str(error)
+        ) from error
+    return loads(kind, text, where=str(path))
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write text so that a reader sees the old file or the whole new one.
+
+    Raises:
+        OutputError: The place cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OutputError(f"cannot write '{path}'", evidence=str(error)) from error
+
+
+def to_plain(value: Any) -> Any:
+    """The value as dicts, lists, strings and numbers."""
+    return cast(Any, _adapter(type(value)).dump_python(value, mode="json"))

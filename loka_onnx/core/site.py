@@ -1,0 +1,85 @@
+"""Sites: the places of a model whose precision is a question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class SiteKind(StrEnum):
+    """What a site computes."""
+
+    LINEAR = "linear"
+    """A matrix product with one constant operand."""
+    INTERACTION = "interaction"
+    """A matrix product of two activations."""
+    NORM = "norm"
+    """A normalization; its question is which precision it may run in."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of a site.
+
+    Attributes:
+        tensor: Name of the tensor in the graph.
+        index: Position among the node's inputs.
+        constant: Whether it is an initializer (a weight).
+        contracting_axis: Axis that the product sums over, counted from 0 in the stored shape; None for
+            the input of a norm.
+        shape: Stored shape; None where a dimension is dynamic.
+    """
+
+    tensor: str
+    index: int
+    constant: bool
+    contracting_axis: int | None
+    shape: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A matrix product that could run in FP8, or a normalization.
+
+    Attributes:
+        name: Stable name, which is also the name of its node in the graph; carries the module path of
+            the original model.
+        kind: Linear, interaction or norm.
+        op_type: ONNX operator.
+        operands: The activation first, then the weight for a linear; both activations for an interaction.
+        output: Name of the output tensor.
+        k: Length of the contraction (of the normalized axis for a norm).
+        n: Columns of the product, 0 for a norm.
+        rows: Rows of the product for each example of the batch.
+        merged_from: Names of the sites of the exported model that this one replaces.
+    """
+
+    name: str
+    kind: SiteKind
+    op_type: str
+    operands: tuple[Operand, ...]
+    output: str
+    k: int
+    n: int
+    rows: int
+    merged_from: tuple[str, ...] = ()
+
+    @property
+    def activation(self) -> Operand:
+        """The first operand that is not constant."""
+        return next(o for o in self.operands if not o.constant)
+
+    @property
+    def weight(self) -> Operand | None:
+        """The constant operand of a linear site, None otherwise."""
+        return next((o for o in self.operands if o.constant), None)
+
+    @property
+    def flops_per_example(self) -> int:
+        """2·M·N·K of one example; 0 for a norm."""
+        return 2 * self.rows * self.n * self.k
+
+    @property
+    def is_fp8_able(self) -> bool:
+        """Whether it counts in "FP8-able FLOPs": linear with K, N ≥ 16 (DESIGN, Words)."""
+        return self.kind is SiteKind.LINEAR and min(self.k, self.n) >= 16

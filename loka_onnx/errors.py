@@ -1,0 +1,134 @@
+"""Every exception that this package raises on purpose.
+
+LokaError
+├── UserError            the configuration or an input is wrong; exit code 2
+│   ├── ConfigError      a run file, an option or a combination of them
+│   ├── DataError        rows, columns, values of a data set
+│   ├── ModelError       a model file, module or checkpoint
+│   ├── OutputError      a place that cannot be written
+│   └── MissingPackage   an optional package that the request needs
+├── StageError           a stage could not finish; exit code 1
+│   ├── ExportError
+│   ├── CalibrationError
+│   ├── TransformError
+│   ├── PlanningError
+│   ├── EngineError
+│   ├── EvaluationError
+│   └── BundleError
+├── CheckFailed          the check that was asked for did not hold; exit code 3
+│   ├── DriftFound
+│   ├── BundleInvalid
+│   └── BudgetMissed
+└── InternalError        a bug in this package; exit code 1, with a traceback
+
+An error says *what* is wrong, *where*, on which *evidence*, and the *remedy*::
+
+    DataError: column 'age' of 'day-08.parquet' holds NaN.
+      evidence: 3 of 60000 rows, the first is row 17
+      remedy: drop or fill the rows; a model input must be finite
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class LokaError(Exception):
+    """Base of everything raised on purpose.
+
+    Args:
+        what: What is wrong, as a sentence without its final stop; says where as well when that
+            reads better in one sentence.
+        where: File, line, site, node or key, when `what` does not name it.
+        evidence: The values that show it.
+        remedy: What the reader can do.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str = "", evidence: str = "", remedy: str = "") -> None:
+        self.what, self.where, self.evidence, self.remedy = what, where, evidence, remedy
+        lines = [f"{where}: {what}" if where else what]
+        lines += [f"  evidence: {evidence}"] if evidence else []
+        lines += [f"  remedy: {remedy}"] if remedy else []
+        super().__init__("\n".join(lines))
+
+
+class UserError(LokaError):
+    """The configuration or an input is wrong."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A run file, an option, or a combination of them."""
+
+
+class DataError(UserError):
+    """Rows, columns or values of a data set."""
+
+
+class ModelError(UserError):
+    """A model file, module or checkpoint."""
+
+
+class OutputError(UserError):
+    """A place that cannot be written."""
+
+
+class MissingPackage(UserError):
+    """An optional package that the request needs is not installed."""
+
+
+class StageError(LokaError):
+    """A stage could not finish."""
+
+
+class ExportError(StageError):
+    """A module could not be exported to ONNX."""
+
+
+class CalibrationError(StageError):
+    """Statistics could not be collected."""
+
+
+class TransformError(StageError):
+    """A rewrite broke its contract."""
+
+
+class PlanningError(StageError):
+    """No plan could be made."""
+
+
+class EngineError(StageError):
+    """An engine could not be built, loaded or run."""
+
+
+class EvaluationError(StageError):
+    """An engine could not be evaluated."""
+
+
+class BundleError(StageError):
+    """A bundle could not be written or read."""
+
+
+class CheckFailed(LokaError):
+    """The check that was asked for did not hold."""
+
+    exit_code = 3
+
+
+class DriftFound(CheckFailed):
+    """Live data has moved away from the profile."""
+
+
+class BundleInvalid(CheckFailed):
+    """A bundle does not verify."""
+
+
+class BudgetMissed(CheckFailed):
+    """No FP8 engine is inside the budget, and one was required."""
+
+
+class InternalError(LokaError):
+    """A bug in this package."""

@@ -1,0 +1,1 @@
+"""Loading and running a model or an engine."""
