@@ -7,11 +7,9 @@ values, so that their digests can serve as cache keys.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import tempfile
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,9 +23,13 @@ STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 """Assign to `__pydantic_config__` of a dataclass that is a document."""
 
 
-@functools.cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
 def schema_id(kind: type[Any]) -> str:
