@@ -1,0 +1,226 @@
+"""The Probe stage: ranges, then FP8 error under the scales that the ranges give, then sensitivity.
+
+Three passes, because FP8 error depends on the scale and the scale on the final range. Every pass streams:
+a batch leaves behind a few numbers a site (ranges, errors) or one loss change a row (sensitivity, whose rows
+are capped), so memory does not grow with the number of batches.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.calibration.sensitivity import measure_sensitivities
+from loka_onnx.calibration.switchable import Switch, SwitchableModel
+from loka_onnx.calibration.taps import STATISTICS, ErrorTap, RangeTap, recipes_for, tap_errors, tap_ranges
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.profile import ErrorStats, Profile, RangeStats, SiteProfile
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
+from loka_onnx.core.site import Site
+from loka_onnx.data.dataset import Dataset
+from loka_onnx.errors import CalibrationError
+from loka_onnx.graph.model import GraphModel, values_of
+from loka_onnx.numerics.scales import amax_scale
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """How calibration runs.
+
+    Attributes:
+        recipes: Recipes whose error is measured; the first is the one whose sensitivity is measured.
+        batch_size: Rows of one pass through the graph.
+        rows: Rows for ranges and errors; None for all.
+        sensitivity_rows: Most rows for the sensitivity pass.
+        threads: Threads of one operator, 0 for ONNX Runtime's choice.
+        group: Column of rows that belong together; None where rows are independent.
+        synthetic: Whether the data was generated.
+        only: Sites to calibrate; None for all.
+    """
+
+    recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
+    batch_size: int = 1024
+    rows: int | None = None
+    sensitivity_rows: int = 16384
+    threads: int = 0
+    group: str | None = None
+    synthetic: bool = False
+    only: frozenset[str] | None = field(default=None)
+
+
+def calibrate(
+    model: ModelArtifact,
+    outputs: tuple[OutputSpec, ...],
+    data: Dataset,
+    scratch: Path,
+    options: ProbeOptions | None = None,
+    progress: Progress = silent,
+) -> Profile:
+    """Measure every site on real rows.
+
+    Args:
+        model: The model; its path must be readable from here.
+        outputs: Judged outputs.
+        data: The calibration split.
+        scratch: Directory for instrumented models, on the file system of the model.
+        options: How to run.
+        progress: Called as rows are done.
+
+    Raises:
+        CalibrationError: An activation is not finite.
+    """
+    options = options or ProbeOptions()
+    sites = tuple(s for s in model.sites if options.only is None or s.name in options.only)
+    probe = _Probe(model, sites, data, options, progress)
+    began = time.perf_counter()
+    ranges = probe.ranges(scratch)
+    after_ranges = time.perf_counter()
+    scales = scales_of(ranges, options.recipes)
+    errors = probe.errors(scratch, scales)
+    after_errors = time.perf_counter()
+    sensitivity_rows = min(options.sensitivity_rows, probe.rows)
+    switches = [Switch(site, _first_recipe(site, options.recipes)) for site in sites]
+    switchable = SwitchableModel(GraphModel.load(model.path), switches, scales, scratch, options.threads)
+    measured = measure_sensitivities(
+        switchable,
+        data.batches(options.batch_size, stop=sensitivity_rows),
+        outputs,
+        options.group,
+        _counted(progress, sensitivity_rows),
+    )
+    finished = time.perf_counter()
+    graph = GraphModel.load(model.path)
+    return Profile(
+        model_digest=model.digest,
+        data_digest=data.digest,
+        rows=probe.rows,
+        sensitivity_rows=sensitivity_rows,
+        synthetic=options.synthetic,
+        sites=tuple(
+            SiteProfile(
+                site=site.name,
+                operands=_operand_ranges(graph, site, ranges),
+                errors=tuple(errors[site.name]),
+                sensitivities=measured.by_site[site.name],
+                origins=site.merged_from,
+            )
+            for site in sites
+        ),
+        baseline_loss=measured.baseline_loss,
+        seconds={
+            "ranges": after_ranges - began,
+            "errors": after_errors - after_ranges,
+            "sensitivity": finished - after_errors,
+        },
+    )
+
+
+def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
+    """Activation scale of every tensor, by format name and tensor name."""
+    return {
+        recipe.format: {name: amax_scale(stats.amax, recipe.format) for name, stats in ranges.items()}
+        for recipe in recipes
+    }
+
+
+class _Probe:
+    """The passes over the calibration split."""
+
+    def __init__(
+        self,
+        model: ModelArtifact,
+        sites: tuple[Site, ...],
+        data: Dataset,
+        options: ProbeOptions,
+        progress: Progress,
+    ) -> None:
+        self.model, self.sites, self.data, self.options, self.progress = model, sites, data, options, progress
+        self.rows = data.rows if options.rows is None else min(options.rows, data.rows)
+
+    def ranges(self, scratch: Path) -> dict[str, RangeStats]:
+        """Range of every activation that a site reads."""
+        graph = GraphModel.load(self.model.path)
+        taps = tap_ranges(graph, self.sites)
+        totals: dict[str, RangeStats] = {}
+        for number, statistics in enumerate(self._statistics(graph, scratch / "ranges.onnx", "ranges")):
+            for tap in taps:
+                stats = tap.read(statistics)
+                self._check_finite(tap, stats, number)
+                totals[tap.tensor] = totals[tap.tensor].merge(stats) if tap.tensor in totals else stats
+        return totals
+
+    def errors(self, scratch: Path, scales: dict[str, dict[str, float]]) -> dict[str, list[ErrorStats]]:
+        """Output error of every site under every recipe."""
+        graph = GraphModel.load(self.model.path)
+        taps = tap_errors(graph, self.sites, self.options.recipes, scales)
+        totals: dict[ErrorTap, ErrorStats] = {}
+        for statistics in self._statistics(graph, scratch / "errors.onnx", "fp8 error"):
+            for tap in taps:
+                stats = tap.read(statistics)
+                totals[tap] = totals[tap].merge(stats) if tap in totals else stats
+        by_site: dict[str, list[ErrorStats]] = {site.name: [] for site in self.sites}
+        for tap, stats in totals.items():
+            by_site[tap.site].append(stats)
+        return by_site
+
+    def _statistics(self, graph: GraphModel, path: Path, task: str) -> Iterator[npt.NDArray[np.float64]]:
+        graph.save(path)
+        session = OnnxSession(path, SessionOptions(threads=self.options.threads))
+        done = 0
+        for batch in self.data.batches(self.options.batch_size, stop=self.rows):
+            yield session.run(batch.inputs)[STATISTICS]
+            done += batch.rows
+            self.progress(task, done, self.rows)
+
+    def _check_finite(self, tap: RangeTap, stats: RangeStats, batch: int) -> None:
+        if math.isfinite(stats.amax) and math.isfinite(stats.total_squares):
+            return
+        batches = -(-self.rows // self.options.batch_size)
+        raise CalibrationError(
+            f"site '{tap.site}': its input '{tap.tensor}' is not finite in batch {batch + 1} of {batches} "
+            f"of '{self.data.name}'",
+            evidence=f"amax {stats.amax:g}, sum of squares {stats.total_squares:g}, {stats.count} elements",
+            remedy="an FP8 scale needs a finite range: drop those rows, or clamp the input in the model",
+        )
+
+
+def _first_recipe(site: Site, recipes: Sequence[Recipe]) -> Recipe:
+    applicable = recipes_for(site, recipes)
+    return applicable[0] if applicable else recipes[0]
+
+
+def _counted(progress: Progress, total: int) -> Callable[[int], None]:
+    return lambda done: progress("sensitivity", done, total)
+
+
+def _operand_ranges(
+    graph: GraphModel, site: Site, activations: Mapping[str, RangeStats]
+) -> dict[str, RangeStats]:
+    node = graph.node(site.name)
+    return {
+        operand.tensor: _weight_range(values_of(node.inputs[operand.index]))
+        if operand.constant
+        else activations[operand.tensor]
+        for operand in site.operands
+    }
+
+
+def _weight_range(values: npt.NDArray[Any]) -> RangeStats:
+    wide = values.astype(np.float64)
+    return RangeStats(
+        count=wide.size,
+        amax=float(np.abs(wide).max()),
+        minimum=float(wide.min()),
+        maximum=float(wide.max()),
+        total=float(wide.sum()),
+        total_squares=float(np.square(wide).sum()),
+    )

@@ -1,0 +1,1 @@
+"""From a torch module or a foreign ONNX file to a model with named sites."""

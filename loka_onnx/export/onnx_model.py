@@ -1,0 +1,84 @@
+"""Taking in an ONNX file: the common end of both ways in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity, TensorSpec
+from loka_onnx.errors import ModelError
+from loka_onnx.graph.entry import canonicalize
+from loka_onnx.graph.model import GraphModel, Tensor, element_type
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+
+def import_onnx(
+    source: Path, target: Path, outputs: tuple[OutputSpec, ...], parity: Parity | None = None
+) -> ModelArtifact:
+    """Bring an ONNX file into canonical form and name its sites.
+
+    Args:
+        source: The foreign model.
+        target: Where the canonical model is written.
+        outputs: Outputs that will be judged; each must exist.
+        parity: Agreement with the torch module, when there is one.
+
+    Raises:
+        ModelError: The model is truncated, has no sites, a static batch, a custom operator, or lacks an
+            output that is to be judged; or ONNX Runtime refuses it.
+    """
+    canonical = canonicalize(source)
+    model = canonical.model
+    _check_outputs(model, outputs, source)
+    _check_batch(model, source)
+    sites = find_sites(model)
+    if not any(site.n for site in sites):
+        raise ModelError(
+            f"'{source}' has no sites",
+            evidence=f"none of its {len(model.nodes)} nodes is a MatMul or Gemm of an activation",
+            remedy="FP8 has nothing to offer to a model without matrix products",
+        )
+    digest = model.save(target)
+    OnnxSession(target, SessionOptions(threads=1, optimize=False))
+    return ModelArtifact(
+        path=target,
+        digest=digest,
+        opset=model.opset,
+        inputs=tuple(tensor_spec(tensor) for tensor in model.inputs),
+        outputs=tuple(tensor_spec(tensor) for tensor in model.outputs),
+        sites=sites,
+        producer=canonical.producer,
+        parity=parity,
+        notes=canonical.notes,
+    )
+
+
+def tensor_spec(tensor: Tensor) -> TensorSpec:
+    """Name, type and shape of a graph input or output."""
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
+    shape = tuple(int(d) if isinstance(d, int) and d >= 0 else None for d in tensor.shape or ())
+    return TensorSpec(tensor.name, np.dtype(dtype).name, shape)
+
+
+def _check_outputs(model: GraphModel, outputs: tuple[OutputSpec, ...], source: Path) -> None:
+    present = [tensor.name for tensor in model.outputs]
+    for spec in outputs:
+        if spec.name not in present:
+            raise ModelError(
+                f"'{source}' has no output named '{spec.name}'",
+                evidence=f"its outputs are {', '.join(present)}",
+                remedy="name one of them under `outputs`",
+            )
+
+
+def _check_batch(model: GraphModel, source: Path) -> None:
+    for tensor in model.inputs:
+        if not tensor.shape or isinstance(tensor.shape[0], int):
+            raise ModelError(
+                f"input '{tensor.name}' of '{source}' has no dynamic batch",
+                evidence=f"its shape is {list(tensor.shape or ())}",
+                remedy="export the model with a dynamic first dimension",
+            )

@@ -1,0 +1,157 @@
+"""Bringing a foreign ONNX file into canonical form.
+
+Canonical: the default operator set at version 21 or later, no model-local functions, no constant
+expressions, every node named after the module that it came from, every site node by its site name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx.inliner
+from onnx.external_data_helper import uses_external_data
+
+from loka_onnx.errors import ModelError
+from loka_onnx.graph.model import GraphModel, external_files, read_proto
+from loka_onnx.graph.naming import module_path, name_sites
+from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
+
+OPSET = 21
+"""Lowest operator set written: FP8 Q/DQ is complete there in every engine."""
+OLDEST_OPSET = 17
+"""Oldest operator set accepted: LayerNormalization became an operator there."""
+STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A model in canonical form.
+
+    Attributes:
+        model: The graph.
+        producer: What wrote the original.
+        notes: What was converted, for the reader of the report.
+    """
+
+    model: GraphModel
+    producer: str
+    notes: tuple[str, ...]
+
+
+def canonicalize(path: Path) -> Canonical:
+    """Read a foreign model.
+
+    Raises:
+        ModelError: Truncated, too old, with custom operators, or not convertible.
+    """
+    proto = read_proto(path)
+    _check_external_files(proto, path)
+    notes: list[str] = []
+    if proto.functions:
+        proto = onnx.inliner.inline_local_functions(proto)
+        notes.append("model-local functions inlined")
+    _check_operators(proto, path)
+    _name_nodes(proto.graph)
+    original = _opset(proto)
+    proto = _convert(proto, path)
+    if _opset(proto) != original:
+        notes.append(f"converted from opset {original} to {_opset(proto)}")
+    model = GraphModel.from_proto(proto, path.parent)
+    before = len(model.nodes)
+    model.graph.fold_constants(error_ok=True).cleanup(remove_unused_graph_inputs=False)
+    folded = before - len(model.nodes)
+    if folded:
+        notes.append(f"{folded} constant nodes folded")
+    return Canonical(model, f"{proto.producer_name} {proto.producer_version}".strip(), tuple(notes))
+
+
+def _opset(proto: onnx.ModelProto) -> int:
+    versions = [int(entry.version) for entry in proto.opset_import if entry.domain in STANDARD_DOMAINS]
+    return versions[0] if versions else 0
+
+
+def _check_external_files(proto: onnx.ModelProto, path: Path) -> None:
+    for name in external_files(proto):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ModelError(
+                f"'{path}' refers to weights outside its directory", evidence=f"location '{name}'"
+            )
+        if not (path.parent / name).is_file():
+            raise ModelError(
+                f"the weights of '{path}' are missing",
+                evidence=f"it stores tensors in '{name}', which is not beside it",
+                remedy="copy the external data file next to the model",
+            )
+
+
+def _check_operators(proto: onnx.ModelProto, path: Path) -> None:
+    version = _opset(proto)
+    if version < OLDEST_OPSET:
+        raise ModelError(
+            f"'{path}' uses opset {version}",
+            evidence=f"opsets {OLDEST_OPSET} and up are converted to {OPSET}",
+            remedy=f"export the model again with opset_version={OPSET}",
+        )
+    pending = [proto.graph]
+    while pending:
+        graph = pending.pop()
+        for node in graph.node:
+            pending += [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+            if node.domain not in STANDARD_DOMAINS or not onnx.defs.has(node.op_type, node.domain):
+                raise ModelError(
+                    f"'{path}' uses the custom operator '{node.domain or 'ai.onnx'}::{node.op_type}'",
+                    where=f"node '{node.name}'",
+                    evidence="no standard operator set defines it, so its FP8 error cannot be measured",
+                    remedy="export it as standard operators, or cut it off in front of the model",
+                )
+
+
+def _name_nodes(graph: onnx.GraphProto) -> None:
+    """Give site nodes their site names, and every other node ``<module path>/<op>``."""
+    candidates = {
+        index: node.op_type in PRODUCT_OPS or node.op_type in NORM_OPS
+        for index, node in enumerate(graph.node)
+    }
+    sites = name_sites(graph, candidates)
+    ordinals: defaultdict[str, int] = defaultdict(int)
+    for index, node in enumerate(graph.node):
+        if index in sites:
+            node.name = sites[index]
+            continue
+        base = f"{module_path(node)}/{node.op_type.lower()}"
+        ordinals[base] += 1
+        node.name = base if ordinals[base] == 1 else f"{base}_{ordinals[base] - 1}"
+
+
+def _convert(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Convert to opset 21; the weights do not take part."""
+    if _opset(proto) >= OPSET:
+        return proto
+    light = onnx.ModelProto()
+    light.CopyFrom(proto)
+    inputs = {i.name for i in proto.graph.input}
+    heavy = {t.name: t for t in proto.graph.initializer if uses_external_data(t) and t.name not in inputs}
+    kept = [t for t in light.graph.initializer if t.name not in heavy]
+    del light.graph.initializer[:]
+    light.graph.initializer.extend(kept)
+    for name, tensor in heavy.items():
+        light.graph.input.append(
+            onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
+        )
+    try:
+        converted = onnx.version_converter.convert_version(light, OPSET)
+    except Exception as error:
+        # the converter is a C++ extension that raises RuntimeError and its own ConvertError.
+        raise ModelError(
+            f"'{path}' cannot be converted from opset {_opset(proto)} to {OPSET}",
+            evidence=str(error).splitlines()[0][:300],
+            remedy=f"export the model again with opset_version={OPSET}",
+        ) from error
+    remaining = [i for i in converted.graph.input if i.name not in heavy]
+    del converted.graph.input[:]
+    converted.graph.input.extend(remaining)
+    converted.graph.initializer.extend(heavy.values())
+    return converted

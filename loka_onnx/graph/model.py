@@ -1,0 +1,437 @@
+"""An ONNX graph that can be edited, and the way in and out of it.
+
+Weights over 2 GB work because embedding tables are never read: an initializer that is stored outside the
+model file and is used only as the data of Gather stays a reference into that file, and a saved copy links
+the file instead of writing it again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_graphsurgeon as gs
+from onnx.external_data_helper import load_external_data_for_tensor, set_external_data, uses_external_data
+
+from loka_onnx.core.digests import digest_file, digest_json
+from loka_onnx.errors import InternalError, ModelError
+from loka_onnx.graph.shapes import infer_shapes
+
+INLINE_LIMIT_BYTES = 1 << 30
+"""Dense weights beyond this are stored beside the model; protobuf ends at 2 GiB."""
+
+FLOAT_TYPES: Mapping[int, Any] = {
+    onnx.TensorProto.FLOAT: np.float32,
+    onnx.TensorProto.DOUBLE: np.float64,
+    onnx.TensorProto.FLOAT16: np.float16,
+    onnx.TensorProto.BFLOAT16: ml_dtypes.bfloat16,
+}
+
+Node = Any
+"""A node: `op`, `name`, `attrs`, `inputs`, `outputs` (lists of tensors), `domain`."""
+Tensor = Any
+"""A tensor: `name`, `dtype`, `shape`, `inputs` (its producer) and `outputs` (its consumers)."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Nodes that compute one tensor and may read tensors of the main graph."""
+
+    nodes: list[Node]
+    output: Tensor
+
+
+def element_type(dtype: Any) -> int:
+    """Value of `onnx.TensorProto.DataType` for a numpy type; an ONNX type passes through."""
+    if isinstance(dtype, int):
+        return dtype
+    return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
+class GraphModel:
+    """An ONNX model whose main graph can be edited.
+
+    Args:
+        graph: The graph.
+        tables: Embedding tables that stay outside, by name; their locations are absolute paths.
+        ir_version: ONNX IR version to write.
+    """
+
+    def __init__(self, graph: gs.Graph, tables: Mapping[str, onnx.TensorProto], ir_version: int) -> None:
+        self.graph = graph
+        self.tables = dict(tables)
+        self._ir_version = ir_version
+        self._names: set[str] = set()
+        self._sink: list[Node] = graph.nodes
+
+    @classmethod
+    def load(cls, path: Path) -> GraphModel:
+        """Read a model; element types and shapes are inferred.
+
+        Raises:
+            ModelError: The file is missing, truncated or not an ONNX model.
+        """
+        return cls.from_proto(read_proto(path), path.parent)
+
+    @classmethod
+    def from_proto(cls, proto: onnx.ModelProto, directory: Path) -> GraphModel:
+        """Take over a parsed model whose external data lies in `directory`; `proto` is consumed."""
+        tables = _take_tables(proto, directory)
+        for tensor in proto.graph.initializer:
+            if uses_external_data(tensor):
+                load_external_data_for_tensor(tensor, os.fspath(directory))
+                tensor.data_location = onnx.TensorProto.DEFAULT
+                del tensor.external_data[:]
+        inferred = infer_shapes(proto)
+        return cls(gs.import_onnx(inferred), tables, proto.ir_version)
+
+    def save(self, path: Path) -> str:
+        """Write the model and whatever it keeps outside; returns the digest of its content.
+
+        The graph is cleaned of unused nodes and sorted. Tables are linked, or copied across file systems.
+        """
+        self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
+        proto = gs.export_onnx(self.graph)
+        proto.ir_version = max(self._ir_version, 10)
+        proto.producer_name = "loka-onnx"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        used = {name for node in proto.graph.node for name in node.input} | _names_in_subgraphs(proto.graph)
+        for name, table in self.tables.items():
+            if name in used:
+                proto.graph.initializer.append(_link_table(table, path.parent))
+        kept = [info for info in proto.graph.value_info if info.name not in self.tables]
+        del proto.graph.value_info[:]
+        proto.graph.value_info.extend(kept)
+        dense = sum(len(t.raw_data) for t in proto.graph.initializer)
+        if dense > INLINE_LIMIT_BYTES:
+            _move_outside(proto, path)
+        path.write_bytes(proto.SerializeToString(deterministic=True))
+        return model_digest(path)
+
+    def copy(self) -> GraphModel:
+        """A deep copy that shares the weights."""
+        return GraphModel(self.graph.copy(), self.tables, self._ir_version)
+
+    # Reading ---------------------------------------------------------------------------------------
+
+    @property
+    def opset(self) -> int:
+        """Version of the default operator set."""
+        return int(self.graph.opset)
+
+    @opset.setter
+    def opset(self, version: int) -> None:
+        self.graph.opset = version
+        for entry in self.graph.import_domains or ():
+            if entry.domain in {"", "ai.onnx"}:
+                entry.version = version
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Nodes of the main graph."""
+        return list(self.graph.nodes)
+
+    def sorted_nodes(self) -> list[Node]:
+        """Nodes of the main graph, producers before consumers."""
+        return list(self.graph.toposort().nodes)
+
+    def node(self, name: str) -> Node:
+        """The node of that name.
+
+        Raises:
+            InternalError: There is none: a transform lost a site.
+        """
+        for node in self.graph.nodes:
+            if node.name == name:
+                return node
+        raise InternalError(f"the graph has no node named '{name}'")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the main graph by name."""
+        return dict(self.graph.tensors())
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Graph inputs."""
+        return list(self.graph.inputs)
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Graph outputs."""
+        return list(self.graph.outputs)
+
+    def is_output(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a graph output."""
+        return any(tensor is output for output in self.graph.outputs)
+
+    # Editing ---------------------------------------------------------------------------------------
+
+    def fresh_name(self, base: str) -> str:
+        """A tensor or node name that is not in use."""
+        if not self._names:
+            self._names = set(self.graph.tensors()) | {node.name for node in self.graph.nodes}
+        name, count = base, 0
+        while name in self._names:
+            count += 1
+            name = f"{base}_{count}"
+        self._names.add(name)
+        return name
+
+    def constant(self, base: str, values: npt.NDArray[Any]) -> Tensor:
+        """A new initializer."""
+        return gs.Constant(self.fresh_name(base), np.ascontiguousarray(values).reshape(np.shape(values)))
+
+    def add(
+        self,
+        op: str,
+        inputs: Sequence[Tensor],
+        name: str,
+        dtype: Any = None,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Append a node with one output and return that output.
+
+        Args:
+            op: Operator of the default domain.
+            inputs: Input tensors; an empty optional input is `self.absent()`.
+            name: Base of the node's and the output's name.
+            dtype: Element type of the output, numpy or ONNX; that of the first input when None.
+            attrs: Attributes.
+        """
+        unique = self.fresh_name(name)
+        out_type = dtype if dtype is not None else inputs[0].dtype
+        output = gs.Variable(self.fresh_name(f"{unique}.out"), dtype=out_type)
+        self._sink.append(gs.Node(op, unique, attrs=dict(attrs or {}), inputs=list(inputs), outputs=[output]))
+        return output
+
+    def add_like(self, node: Node, inputs: Sequence[Tensor], name: str) -> Tensor:
+        """Append a copy of a one-output node that reads other inputs; returns its output."""
+        return self.add(node.op, inputs, name, node.outputs[0].dtype, node.attrs)
+
+    def absent(self) -> Tensor:
+        """An optional input that is left out."""
+        return gs.Variable.empty()
+
+    def add_output(self, tensor: Tensor, dtype: Any, shape: Sequence[int | str] | None) -> None:
+        """Make a tensor a graph output."""
+        tensor.dtype = dtype
+        tensor.shape = shape
+        self.graph.outputs.append(tensor)
+
+    def add_input(self, name: str, dtype: Any, shape: Sequence[int | str]) -> Tensor:
+        """Add a graph input."""
+        tensor = gs.Variable(self.fresh_name(name), dtype=dtype, shape=list(shape))
+        self.graph.inputs.append(tensor)
+        return tensor
+
+    def replace_uses(self, old: Tensor, new: Tensor, consumers: Sequence[Node] | None = None) -> None:
+        """Let consumers read `new` where they read `old`; all of them when None.
+
+        A graph output keeps its name: if `old` is one, the two tensors trade names.
+        """
+        for node in list(old.outputs) if consumers is None else consumers:
+            for index, tensor in enumerate(node.inputs):
+                if tensor is old:
+                    node.inputs[index] = new
+        if consumers is None and self.is_output(old):
+            position = next(i for i, output in enumerate(self.graph.outputs) if output is old)
+            new.dtype, new.shape = old.dtype, old.shape
+            old.name, new.name = self.fresh_name(f"{old.name}.inner"), old.name
+            self.graph.outputs[position] = new
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Node]]:
+        """Let `add` collect nodes for a branch instead of appending them to the main graph."""
+        outer, self._sink = self._sink, []
+        try:
+            yield self._sink
+        finally:
+            self._sink = outer
+
+    def choose(self, condition: Tensor, yes: Branch, no: Branch, name: str) -> Tensor:
+        """Append an If over two branches with one output each; returns its output."""
+        attrs = {
+            "then_branch": gs.Graph(yes.nodes, outputs=[yes.output], opset=self.opset, name=f"{name}.then"),
+            "else_branch": gs.Graph(no.nodes, outputs=[no.output], opset=self.opset, name=f"{name}.else"),
+        }
+        return self.add("If", [condition], name, yes.output.dtype, attrs)
+
+    def is_table(self, tensor: Tensor) -> bool:
+        """Whether the tensor is an embedding table that stays outside."""
+        return tensor.name in self.tables
+
+
+def is_constant(tensor: Tensor) -> bool:
+    """Whether the tensor is an initializer."""
+    return isinstance(tensor, gs.Constant)
+
+
+def values_of(tensor: Tensor) -> npt.NDArray[Any]:
+    """Values of an initializer.
+
+    Raises:
+        InternalError: The tensor is not an initializer.
+    """
+    if not isinstance(tensor, gs.Constant):
+        raise InternalError(f"tensor '{tensor.name}' is not constant")
+    return np.asarray(tensor.values)
+
+
+def producer(tensor: Tensor) -> Node | None:
+    """The node that computes a tensor, None for inputs and initializers."""
+    return tensor.inputs[0] if tensor.inputs else None
+
+
+def consumers(tensor: Tensor) -> list[Node]:
+    """The nodes that read a tensor, each once."""
+    seen: list[Node] = []
+    for node in tensor.outputs:
+        if not any(node is other for other in seen):
+            seen.append(node)
+    return seen
+
+
+def read_proto(path: Path) -> onnx.ModelProto:
+    """Parse a model file without loading what it keeps outside.
+
+    Raises:
+        ModelError: The file is missing, truncated or not an ONNX model.
+    """
+    try:
+        model = onnx.load(os.fspath(path), load_external_data=False)
+    except OSError as error:
+        raise ModelError(f"cannot read the model '{path}'", evidence=str(error)) from error
+    except Exception as error:
+        # protobuf's DecodeError is not importable under one name across its implementations.
+        raise ModelError(
+            f"'{path}' is not an ONNX model, or is truncated",
+            evidence=f"{path.stat().st_size} bytes; {error}",
+            remedy="export or copy the file again",
+        ) from error
+    if not model.graph.node:
+        raise ModelError(
+            f"'{path}' is not an ONNX model, or is truncated",
+            evidence=f"{path.stat().st_size} bytes hold a graph without nodes",
+            remedy="export or copy the file again",
+        )
+    return model
+
+
+def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Names of the files that hold external data, relative to the model."""
+    locations = {
+        entry.value
+        for tensor in _all_initializers(model.graph)
+        if uses_external_data(tensor)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    return tuple(sorted(locations))
+
+
+def model_files(path: Path) -> tuple[Path, ...]:
+    """The model file and every file that holds its external data."""
+    return (path, *(path.parent / name for name in external_files(read_proto(path))))
+
+
+def model_digest(path: Path) -> str:
+    """SHA-256 over the model file and the files it refers to."""
+    return digest_json([digest_file(file) for file in model_files(path)])
+
+
+def _all_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _all_initializers(attribute.g)
+
+
+def _names_in_subgraphs(graph: onnx.GraphProto) -> set[str]:
+    names: set[str] = set()
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                names |= {name for inner in attribute.g.node for name in inner.input}
+                names |= _names_in_subgraphs(attribute.g)
+    return names
+
+
+def _take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.TensorProto]:
+    """Move external initializers that only Gather reads out of the graph, as references."""
+    uses: dict[str, set[str]] = {}
+    for node in proto.graph.node:
+        for index, name in enumerate(node.input):
+            uses.setdefault(name, set()).add("table" if node.op_type == "Gather" and index == 0 else "value")
+    for name in _names_in_subgraphs(proto.graph):
+        uses.setdefault(name, set()).add("value")
+    tables: dict[str, onnx.TensorProto] = {}
+    for tensor in proto.graph.initializer:
+        if uses_external_data(tensor) and uses.get(tensor.name) == {"table"}:
+            table = onnx.TensorProto()
+            table.CopyFrom(tensor)
+            for entry in table.external_data:
+                if entry.key == "location":
+                    entry.value = os.fspath((directory / entry.value).resolve())
+            tables[tensor.name] = table
+    kept = [tensor for tensor in proto.graph.initializer if tensor.name not in tables]
+    if len(kept) != len(proto.graph.initializer):
+        del proto.graph.initializer[:]
+        proto.graph.initializer.extend(kept)
+        known = {info.name for info in proto.graph.value_info}
+        for name, table in tables.items():
+            if name not in known:
+                proto.graph.value_info.append(
+                    onnx.helper.make_tensor_value_info(name, table.data_type, list(table.dims))
+                )
+    return tables
+
+
+def _link_table(table: onnx.TensorProto, directory: Path) -> onnx.TensorProto:
+    linked = onnx.TensorProto()
+    linked.CopyFrom(table)
+    for entry in linked.external_data:
+        if entry.key == "location":
+            source = Path(entry.value)
+            target = directory / source.name
+            if not target.exists():
+                link_or_copy(source, target)
+            elif not target.samefile(source) and digest_file(target) != digest_file(source):
+                raise InternalError(f"'{target}' exists and is not the table file '{source}'")
+            entry.value = source.name
+    return linked
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name; copy it where the file system cannot."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _move_outside(proto: onnx.ModelProto, path: Path) -> None:
+    """Write dense weights over 1 KiB to ``<name>.data`` beside the model."""
+    location = f"{path.name}.data"
+    offset = 0
+    with (path.parent / location).open("wb") as stream:
+        for tensor in proto.graph.initializer:
+            if uses_external_data(tensor) or len(tensor.raw_data) < 1024:
+                continue
+            padding = -offset % 4096
+            stream.write(b"\0" * padding)
+            offset += padding
+            length = stream.write(tensor.raw_data)
+            set_external_data(tensor, location, offset, length)
+            tensor.ClearField("raw_data")
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            offset += length

@@ -1,0 +1,115 @@
+"""Stable site names.
+
+The exporter's own node names (`node_linear_3`) shift whenever the model changes. What stays is the module
+path that PyTorch's exporter writes into each node's metadata (`pkg.torch.onnx.name_scopes`), or, in models
+of other producers, a node name that carries a path, or the name of the weight.
+
+A name is the path of the innermost module. Where one module holds several products, the name of the
+weight (`interaction.left`), or the ordinal of the product within that module (`interaction.matmul_1`), is
+added: an edit elsewhere in the model moves neither.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+import onnx
+
+NAME_SCOPES = "pkg.torch.onnx.name_scopes"
+CLASS_HIERARCHY = "pkg.torch.onnx.class_hierarchy"
+
+_WEIGHT_SUFFIX = re.compile(r"[./](weight|kernel|W)(:0)?$")
+_GENERATED = re.compile(r"^(node_)?[A-Za-z]+(_\d+)+$|^n\d+$|^\d+$")
+
+
+def name_sites(graph: onnx.GraphProto, is_site: Mapping[int, bool]) -> dict[int, str]:
+    """A unique, stable name for each site node.
+
+    Args:
+        graph: The main graph as its producer wrote it.
+        is_site: Whether the node at each index is a site.
+
+    Returns:
+        Names by node index.
+    """
+    initializers = {tensor.name for tensor in graph.initializer}
+    bases: dict[int, str] = {}
+    for index, node in enumerate(graph.node):
+        if is_site.get(index):
+            bases[index] = module_path(node)
+    counts = Counter(bases.values())
+    names: dict[int, str] = {}
+    ordinals: defaultdict[str, int] = defaultdict(int)
+    for index, base in bases.items():
+        node = graph.node[index]
+        if base and counts[base] == 1 and not _is_container(node):
+            names[index] = base
+            continue
+        leaf = _weight_leaf(node, initializers, base)
+        if not leaf:
+            kind = node.op_type.lower()
+            key = f"{base}/{kind}"
+            leaf = kind if ordinals[key] == 0 else f"{kind}_{ordinals[key]}"
+            ordinals[key] += 1
+        names[index] = f"{base}.{leaf}" if base else leaf
+    return _unique(names)
+
+
+def module_path(node: onnx.NodeProto) -> str:
+    """Path of the innermost module that the node came from; empty when nothing tells it."""
+    metadata = {entry.key: entry.value for entry in node.metadata_props}
+    if NAME_SCOPES in metadata:
+        scopes = [str(scope) for scope in ast.literal_eval(metadata[NAME_SCOPES])]
+        return scopes[-2] if len(scopes) > 1 else ""
+    return _path_from_name(node.name)
+
+
+def _path_from_name(name: str) -> str:
+    """Module path in a node name such as ``/over_arch/fc2/MatMul`` or ``model/dense/MatMul``."""
+    parts = [part for part in name.split("/") if part]
+    if len(parts) > 1:
+        return ".".join(parts[:-1])
+    return "" if not parts or _GENERATED.match(parts[0]) else parts[0]
+
+
+def _is_container(node: onnx.NodeProto) -> bool:
+    """Whether the node's innermost module is not itself a linear or a norm layer.
+
+    A product written inside a larger module (``x @ self.left``) takes the weight's name as well, so that a
+    second product added there later does not rename it.
+    """
+    metadata = {entry.key: entry.value for entry in node.metadata_props}
+    if CLASS_HIERARCHY not in metadata:
+        return False
+    classes = [str(name) for name in ast.literal_eval(metadata[CLASS_HIERARCHY])]
+    innermost = classes[-2] if len(classes) > 1 else ""
+    return not innermost.startswith("torch.nn.modules.")
+
+
+def _weight_leaf(node: onnx.NodeProto, initializers: set[str], base: str) -> str:
+    """Name of the constant operand relative to the module, without ``.weight``."""
+    for name in node.input[:2]:
+        if name in initializers:
+            leaf = _WEIGHT_SUFFIX.sub("", name)
+            if base and leaf.startswith(f"{base}."):
+                return leaf[len(base) + 1 :]
+            if leaf == base or _GENERATED.match(leaf):
+                return ""
+            return leaf if not base else leaf.rsplit(".", 1)[-1]
+    return ""
+
+
+def _unique(names: Mapping[int, str]) -> dict[int, str]:
+    taken: set[str] = set()
+    result: dict[int, str] = {}
+    for index, name in names.items():
+        candidate, count = name, 1
+        while candidate in taken:
+            candidate = f"{name}_{count}"
+            count += 1
+        taken.add(candidate)
+        result[index] = candidate
+    return result

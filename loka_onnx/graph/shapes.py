@@ -1,0 +1,41 @@
+"""Shape and type inference that does not copy the weights.
+
+`onnx.shape_inference` serializes the whole model, which fails beyond 2 GiB and is slow before that. The
+values of large initializers decide no shape, so inference runs on a copy without them.
+"""
+
+from __future__ import annotations
+
+import onnx
+
+STRIP_BYTES = 4096
+"""Initializers beyond this hold weights, never a shape or an axis."""
+
+
+def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same model with `value_info` for every tensor whose type and shape can be inferred."""
+    light = onnx.ModelProto()
+    light.ir_version = model.ir_version
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    graph = light.graph
+    graph.name = model.graph.name or "main"
+    graph.node.extend(model.graph.node)
+    graph.input.extend(model.graph.input)
+    graph.output.extend(model.graph.output)
+    graph.value_info.extend(model.graph.value_info)
+    inputs = {i.name for i in model.graph.input}
+    for tensor in model.graph.initializer:
+        if len(tensor.raw_data) > STRIP_BYTES and tensor.name not in inputs:
+            graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+            )
+        else:
+            graph.initializer.append(tensor)
+    inferred = onnx.shape_inference.infer_shapes(light, strict_mode=False, data_prop=True)
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    del result.graph.value_info[:]
+    result.graph.value_info.extend(v for v in inferred.graph.value_info if v.name not in weights)
+    return result

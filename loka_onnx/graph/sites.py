@@ -1,0 +1,121 @@
+"""Finding the sites of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
+
+NORM_OPS = frozenset(
+    {
+        "LayerNormalization",
+        "RMSNormalization",
+        "SimplifiedLayerNormalization",
+        "GroupNormalization",
+        "InstanceNormalization",
+        "LpNormalization",
+    }
+)
+PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
+
+
+def is_site(node: Node) -> bool:
+    """Whether the node is a matrix product or a normalization."""
+    return node.op in NORM_OPS or (
+        node.op in PRODUCT_OPS and not all(is_constant(tensor) for tensor in node.inputs[:2])
+    )
+
+
+def find_sites(model: GraphModel, merged_from: dict[str, tuple[str, ...]] | None = None) -> tuple[Site, ...]:
+    """Every site of the main graph, in topological order.
+
+    Args:
+        model: A graph whose site nodes carry their site names.
+        merged_from: Origins of sites that a mod created, by site name.
+    """
+    origins = merged_from or {}
+    return tuple(describe(node, origins.get(node.name, ())) for node in model.sorted_nodes() if is_site(node))
+
+
+def describe(node: Node, merged_from: tuple[str, ...] = ()) -> Site:
+    """The site of one node."""
+    if node.op in NORM_OPS:
+        return _describe_norm(node, merged_from)
+    left, right = node.inputs[0], node.inputs[1]
+    axes = _contracting_axes(node)
+    operands = tuple(
+        _operand(tensor, index, axis)
+        for index, (tensor, axis) in enumerate(zip((left, right), axes, strict=True))
+    )
+    if operands[0].constant:
+        operands = operands[::-1]
+    kind = SiteKind.LINEAR if operands[1].constant else SiteKind.INTERACTION
+    k = _contraction_length(operands)
+    n, rows = _columns_and_rows(node, operands)
+    return Site(node.name, kind, node.op, operands, node.outputs[0].name, k, n, rows, merged_from)
+
+
+def channel_axis(operand: Operand) -> int:
+    """Output-channel axis of a product's operand: the last two axes are one contracting, one channel."""
+    if operand.contracting_axis is None:
+        raise ValueError("a norm has no output channels")
+    rank = len(operand.shape)
+    if rank == 1:
+        return 0
+    return rank - 2 if operand.contracting_axis == rank - 1 else rank - 1
+
+
+def _describe_norm(node: Node, merged_from: tuple[str, ...]) -> Site:
+    source = node.inputs[0]
+    shape = _shape(source)
+    axis = int(node.attrs.get("axis", -1)) if shape else 0
+    normalized = shape[axis:]
+    k = prod(d for d in normalized if d is not None) if normalized else 0
+    rows = prod(d for d in shape[1 : len(shape) - len(normalized)] if d is not None)
+    operand = Operand(source.name, 0, False, None, shape)
+    return Site(node.name, SiteKind.NORM, node.op, (operand,), node.outputs[0].name, k, 0, rows, merged_from)
+
+
+def _contracting_axes(node: Node) -> tuple[int | None, int | None]:
+    """Contracting axis of each operand in its stored shape."""
+    left, right = (len(_shape(tensor)) for tensor in node.inputs[:2])
+    if node.op == "Gemm":
+        return (0 if node.attrs.get("transA", 0) else 1), (1 if node.attrs.get("transB", 0) else 0)
+    return max(left - 1, 0), max(right - 2, 0)
+
+
+def _operand(tensor: Tensor, index: int, axis: int | None) -> Operand:
+    return Operand(tensor.name, index, is_constant(tensor), axis, _shape(tensor))
+
+
+def _shape(tensor: Tensor) -> tuple[int | None, ...]:
+    if tensor.shape is None:
+        return ()
+    return tuple(int(d) if isinstance(d, int) and d >= 0 else None for d in tensor.shape)
+
+
+def _contraction_length(operands: Sequence[Operand]) -> int:
+    for operand in reversed(operands):
+        if operand.shape and operand.contracting_axis is not None:
+            length = operand.shape[operand.contracting_axis]
+            if length is not None:
+                return length
+    return 0
+
+
+def _columns_and_rows(node: Node, operands: Sequence[Operand]) -> tuple[int, int]:
+    """Output channels, and products per example that share one weight.
+
+    The output of a product is (batch, …, rows, columns); when the weight stands on the left its channels
+    are the rows of that output.
+    """
+    output = _shape(node.outputs[0])
+    weight = operands[1]
+    if weight.constant and weight.shape:
+        channels = weight.shape[channel_axis(weight)] or 0
+    else:
+        channels = (output[-1] or 0) if output else 0
+    per_example = prod(d for d in output[1:] if d is not None) if output else channels
+    return channels, max(per_example // channels, 1) if channels else 1
