@@ -23,7 +23,7 @@ from loka_onnx.calibration.taps import STATISTICS, ErrorTap, RangeTap, recipes_f
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.profile import ErrorStats, Profile, RangeStats, SiteProfile
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
 from loka_onnx.core.site import Site
 from loka_onnx.data.dataset import Dataset
 from loka_onnx.errors import CalibrationError
@@ -37,7 +37,9 @@ class ProbeOptions:
     """How calibration runs.
 
     Attributes:
-        recipes: Recipes whose error is measured; the first is the one whose sensitivity is measured.
+        recipes: Recipes whose error is measured.
+        weight: Granularity of the recipe whose sensitivity is measured, and which the plan will use; None
+            takes the recipe with the smaller measured error, site by site.
         batch_size: Rows of one pass through the graph.
         rows: Rows for ranges and errors; None for all.
         sensitivity_rows: Most rows for the sensitivity pass.
@@ -48,6 +50,7 @@ class ProbeOptions:
     """
 
     recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
+    weight: Granularity | None = None
     batch_size: int = 1024
     rows: int | None = None
     sensitivity_rows: int = 16384
@@ -88,7 +91,7 @@ def calibrate(
     errors = probe.errors(scratch, scales)
     after_errors = time.perf_counter()
     sensitivity_rows = min(options.sensitivity_rows, probe.rows)
-    switches = [Switch(site, _first_recipe(site, options.recipes)) for site in sites]
+    switches = [Switch(site, _planned_recipe(site, options, errors[site.name])) for site in sites]
     switchable = SwitchableModel(GraphModel.load(model.path), switches, scales, scratch, options.threads)
     measured = measure_sensitivities(
         switchable,
@@ -193,9 +196,12 @@ class _Probe:
         )
 
 
-def _first_recipe(site: Site, recipes: Sequence[Recipe]) -> Recipe:
-    applicable = recipes_for(site, recipes)
-    return applicable[0] if applicable else recipes[0]
+def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorStats]) -> Recipe:
+    """The recipe that a plan will use at the site: the one with the smallest error among those allowed."""
+    applicable = recipes_for(site, options.recipes)
+    allowed = [r for r in applicable if options.weight in (None, r.weight)] or list(applicable)
+    measured = {error.recipe: error.relative_error for error in errors}
+    return min(allowed, key=lambda recipe: measured.get(recipe.id, math.inf))
 
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:

@@ -100,7 +100,7 @@ class GraphModel:
         The graph is cleaned of unused nodes and sorted. Tables are linked, or copied across file systems.
         """
         self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
-        proto = gs.export_onnx(self.graph)
+        proto = gs.export_onnx(self.graph, do_type_check=False)
         proto.ir_version = max(self._ir_version, 10)
         proto.producer_name = "loka-onnx"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,11 @@ class GraphModel:
         for name, table in self.tables.items():
             if name in used:
                 proto.graph.initializer.append(_link_table(table, path.parent))
-        kept = [info for info in proto.graph.value_info if info.name not in self.tables]
+        kept = [
+            info
+            for info in proto.graph.value_info
+            if info.name not in self.tables and info.type.tensor_type.elem_type
+        ]
         del proto.graph.value_info[:]
         proto.graph.value_info.extend(kept)
         dense = sum(len(t.raw_data) for t in proto.graph.initializer)
@@ -233,6 +237,13 @@ class GraphModel:
         self.graph.inputs.append(tensor)
         return tensor
 
+    def make_output(self, old: Tensor, new: Tensor) -> None:
+        """Let `new` leave the graph in the place, and under the name, of the output `old`."""
+        position = next(i for i, output in enumerate(self.graph.outputs) if output is old)
+        new.dtype, new.shape = old.dtype, old.shape
+        old.name, new.name = self.fresh_name(f"{old.name}.inner"), old.name
+        self.graph.outputs[position] = new
+
     def replace_uses(self, old: Tensor, new: Tensor, consumers: Sequence[Node] | None = None) -> None:
         """Let consumers read `new` where they read `old`; all of them when None.
 
@@ -243,10 +254,7 @@ class GraphModel:
                 if tensor is old:
                     node.inputs[index] = new
         if consumers is None and self.is_output(old):
-            position = next(i for i, output in enumerate(self.graph.outputs) if output is old)
-            new.dtype, new.shape = old.dtype, old.shape
-            old.name, new.name = self.fresh_name(f"{old.name}.inner"), old.name
-            self.graph.outputs[position] = new
+            self.make_output(old, new)
 
     @contextmanager
     def collecting(self) -> Iterator[list[Node]]:

@@ -1,0 +1,1 @@
+"""From a profile to plans, and from measurements to a choice."""

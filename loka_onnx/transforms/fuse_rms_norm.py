@@ -1,0 +1,82 @@
+"""Fuse a decomposed RMSNorm into RMSNormalization.
+
+Over the trailing axes::
+
+    x / sqrt(mean(x·x) + ε) · γ   =   RMSNormalization(x, γ; axis, ε)
+
+which is the operator's definition (ONNX operator set 23, RMSNormalization; Zhang and Sennrich,
+arXiv 1910.07467, equation 4). The graph moves to operator set 23: between 21 and 23 operators gained types
+and none changed its meaning (ONNX changelog).
+"""
+
+from __future__ import annotations
+
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.graph.model import GraphModel, Node, producer
+from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.fuse_layer_norm import replace_by_norm
+from loka_onnx.transforms.norm_pattern import (
+    DecomposedNorm,
+    NotANorm,
+    is_private,
+    module_of,
+    normalized_shape,
+    read_quotient,
+    with_scale,
+)
+
+RMS_OPSET = 23
+
+
+class FuseRMSNorm(Mod[DecomposedNorm]):
+    """Decomposed RMSNorm → RMSNormalization."""
+
+    name = "fuse-rms-norm"
+
+    def match(self, model: GraphModel) -> Found[DecomposedNorm]:
+        """Find quotients of a tensor and the root of its own mean square."""
+        matches: list[DecomposedNorm] = []
+        declined: list[Declined] = []
+        for node in model.nodes:
+            if node.op not in {"Div", "Mul"}:
+                continue
+            try:
+                norm = _read(node)
+            except NotANorm:
+                continue
+            if _is_centred(norm):
+                continue
+            if normalized_shape(norm.source, norm.axis) is None:
+                declined.append(Declined(node.name, "RMSNorm over axes of unknown length"))
+            elif not is_private(model, norm):
+                declined.append(
+                    Declined(node.name, "an intermediate result of the RMSNorm is read elsewhere")
+                )
+            else:
+                matches.append(norm)
+        return Found(tuple(matches), tuple(declined))
+
+    def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
+        """Replace the primitives by one node."""
+        model.opset = max(model.opset, RMS_OPSET)
+        return replace_by_norm(model, match, "RMSNormalization")
+
+
+def _read(node: Node) -> DecomposedNorm:
+    source, root = read_quotient(node)
+    if root.squared is not source:
+        raise NotANorm("the divisor belongs to another tensor")
+    inner = (*root.nodes, node)
+    # RMSNormalization has no bias: an addition that follows stays where it is.
+    return with_scale(
+        DecomposedNorm(source, root.axis, root.epsilon, None, None, node.outputs[0], module_of(inner), inner)
+    )
+
+
+def _is_centred(norm: DecomposedNorm) -> bool:
+    """Whether the tensor had its own mean removed: then the whole is a LayerNorm."""
+    subtract = producer(norm.source)
+    if subtract is None or subtract.op != "Sub":
+        return False
+    average = producer(subtract.inputs[1])
+    return average is not None and average.op == "ReduceMean" and average.inputs[0] is subtract.inputs[0]

@@ -1,0 +1,65 @@
+"""Write a plan into a model file: Q/DQ first, then the base precision."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
+from loka_onnx.errors import InternalError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.transforms.explicit_casts import cast_to_base
+from loka_onnx.transforms.insert_qdq import insert_qdq
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model that carries a plan.
+
+    Attributes:
+        path: The model file.
+        digest: Its digest.
+        log: What was written where.
+    """
+
+    path: Path
+    digest: str
+    log: RewriteLog
+
+
+def apply_plan(model: ModelArtifact, plan: PrecisionPlan, base: Precision, target: Path) -> PlannedModel:
+    """Write a plan into a copy of the model.
+
+    Args:
+        model: The FP32 model that the plan is for.
+        plan: The plan.
+        base: Precision of everything that is not FP8, as the backend asks for it.
+        target: Where the planned model is written.
+
+    Raises:
+        InternalError: The plan was made for another model.
+        TransformError: The model cannot be typed in the base precision.
+    """
+    if plan.model_digest != model.digest:
+        raise InternalError(
+            f"plan '{plan.id}' was made for another model",
+            evidence=f"it names {plan.model_digest[:12]}, the model is {model.digest[:12]}",
+        )
+    graph = GraphModel.load(model.path)
+    records: list[RewriteRecord] = []
+    began = time.perf_counter()
+    if plan.fp8_sites:
+        records.append(_timed(insert_qdq(graph, model.sites, plan), began))
+    if base is not Precision.FP32:
+        began = time.perf_counter()
+        records.append(_timed(cast_to_base(graph, base, plan), began))
+    digest = graph.save(target)
+    return PlannedModel(target, digest, RewriteLog(tuple(records)))
+
+
+def _timed(record: RewriteRecord, began: float) -> RewriteRecord:
+    return replace(record, seconds=time.perf_counter() - began)
