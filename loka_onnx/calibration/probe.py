@@ -26,7 +26,7 @@ from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
 from loka_onnx.core.site import Site
 from loka_onnx.data.dataset import Dataset
-from loka_onnx.errors import CalibrationError
+from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.numerics.scales import amax_scale
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
@@ -58,6 +58,13 @@ class ProbeOptions:
     group: str | None = None
     synthetic: bool = False
     only: frozenset[str] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if not any(recipe.weight is Granularity.PER_TENSOR for recipe in self.recipes):
+            raise InternalError(
+                "calibration needs a recipe with per-tensor weights: interactions have no other",
+                evidence=f"recipes {', '.join(recipe.id for recipe in self.recipes) or '(none)'}",
+            )
 
 
 def calibrate(

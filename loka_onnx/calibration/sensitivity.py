@@ -90,7 +90,7 @@ def measure_sensitivities(
             switch.site.name: tuple(_summarize(tracks[spec.name], spec, switch, keys) for spec in outputs)
             for switch in model.switches
         },
-        baseline_loss={spec.name: float(np.concatenate(tracks[spec.name].loss).mean()) for spec in outputs},
+        baseline_loss={spec.name: _mean_loss(tracks[spec.name]) for spec in outputs},
     )
 
 
@@ -122,6 +122,11 @@ def _note_change(
     track.kl.setdefault(site, []).append(change.kl)
     track.labelled.setdefault(site, []).append(change.labelled)
     track.delta.setdefault(site, []).append(after - before)
+
+
+def _mean_loss(track: _Track) -> float:
+    weights = np.concatenate(track.weights) if track.weights else None
+    return float(np.average(np.concatenate(track.loss), weights=weights))
 
 
 def _summarize(

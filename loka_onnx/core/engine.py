@@ -50,8 +50,8 @@ class EngineArtifact:
         status: How far it came.
         simulated: FP8 is simulated: accuracy counts, speed never enters the choice.
         path: Engine file relative to the run directory; None when the build failed.
-        bytes: Size of the engine file.
-        digest: SHA-256 of the engine file.
+        bytes: Size of all of its files.
+        digest: SHA-256 of the engine file; over all of its files when weights are beside it.
         backend_version: Version of the library that built it.
         sites: What the compiled engine runs each planned site in.
         build_seconds: Wall time of the build.
@@ -86,3 +86,13 @@ class EngineArtifact:
     def fallbacks(self) -> tuple[SitePrecision, ...]:
         """Planned sites that the engine does not run as planned."""
         return tuple(s for s in self.sites if not s.engaged)
+
+
+@dataclass(frozen=True)
+class EngineSet:
+    """Every candidate of a run, failures included."""
+
+    SCHEMA: ClassVar[str] = "engines/1"
+    __pydantic_config__ = STRICT
+
+    engines: tuple[EngineArtifact, ...]

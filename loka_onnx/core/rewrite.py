@@ -68,3 +68,13 @@ class RewriteLog:
     __pydantic_config__ = STRICT
 
     records: tuple[RewriteRecord, ...]
+
+
+@dataclass(frozen=True)
+class RewriteLogs:
+    """The logs of a run: the mods, and the precision of each planned model."""
+
+    SCHEMA: ClassVar[str] = "rewrite-logs/1"
+    __pydantic_config__ = STRICT
+
+    logs: dict[str, RewriteLog]

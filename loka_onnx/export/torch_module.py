@@ -57,10 +57,11 @@ def load_builder(reference: str) -> Callable[[], Any]:
         )
     try:
         builder = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
+        # the user's module runs here, and may raise anything.
         raise ModelError(
             f"cannot import the model builder '{reference}'",
-            evidence=str(error),
+            evidence=f"{type(error).__name__}: {error}",
             remedy="run from a directory, or with a PYTHONPATH, in which the module can be imported",
         ) from error
     if not callable(builder):
@@ -92,7 +93,13 @@ def export_torch(
     tensors = tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in rows.values())
     with torch.no_grad():
         results = module(*tensors)
-    results = results if isinstance(results, tuple) else (results,)
+    results = tuple(results) if isinstance(results, tuple | list) else (results,)
+    wrong = [type(result).__name__ for result in results if not isinstance(result, torch.Tensor)]
+    if wrong:
+        raise ExportError(
+            f"{type(module).__name__} returns a {wrong[0]}, not a tensor or a tuple of tensors",
+            remedy="wrap it in a module whose forward() returns its judged outputs in order",
+        )
     if len(results) != len(outputs):
         raise ExportError(
             f"the module returns {len(results)} tensors, the configuration declares {len(outputs)} outputs",
@@ -146,10 +153,11 @@ def _export(
 def _parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor]) -> Parity:
     got = OnnxSession(path, SessionOptions(optimize=False)).run(rows)
     worst, squares, count, largest = 0.0, 0.0, 0, 1.0
+    _check_finite(expected)
     for name, tensor in expected.items():
         reference = tensor.detach().numpy().astype(np.float64)
         difference = np.abs(got[name].astype(np.float64) - reference)
-        worst = max(worst, float(difference.max()))
+        worst = float(np.maximum(worst, difference.max()))  # unlike max(), keeps NaN
         largest = max(largest, float(np.abs(reference).max()))
         squares += float((difference**2).sum())
         count += difference.size
@@ -161,3 +169,16 @@ def _parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor]) -> P
             remedy="look for randomness or data-dependent control flow in forward()",
         )
     return Parity(len(next(iter(rows.values()))), worst, (squares / count) ** 0.5, tolerance)
+
+
+def _check_finite(outputs: Mapping[str, torch.Tensor]) -> None:
+    """No comparison says anything about rows whose output is NaN or infinite."""
+    for name, tensor in outputs.items():
+        wrong = ~np.isfinite(tensor.detach().numpy().astype(np.float64))
+        if wrong.any():
+            raise ExportError(
+                f"the module's output '{name}' is not finite",
+                evidence=f"{int(wrong.sum())} of {wrong.size} values, the first in row "
+                f"{int(np.argwhere(wrong)[0][0])}",
+                remedy="check the checkpoint and the example rows",
+            )

@@ -15,7 +15,7 @@ import onnx.inliner
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import ModelError
-from loka_onnx.graph.model import GraphModel, external_files, read_proto
+from loka_onnx.graph.model import GraphModel, check_external_files, read_proto
 from loka_onnx.graph.naming import module_path, name_sites
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
 
@@ -48,7 +48,7 @@ def canonicalize(path: Path) -> Canonical:
         ModelError: Truncated, too old, with custom operators, or not convertible.
     """
     proto = read_proto(path)
-    _check_external_files(proto, path)
+    check_external_files(proto, path)
     notes: list[str] = []
     if proto.functions:
         proto = onnx.inliner.inline_local_functions(proto)
@@ -71,20 +71,6 @@ def canonicalize(path: Path) -> Canonical:
 def _opset(proto: onnx.ModelProto) -> int:
     versions = [int(entry.version) for entry in proto.opset_import if entry.domain in STANDARD_DOMAINS]
     return versions[0] if versions else 0
-
-
-def _check_external_files(proto: onnx.ModelProto, path: Path) -> None:
-    for name in external_files(proto):
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ModelError(
-                f"'{path}' refers to weights outside its directory", evidence=f"location '{name}'"
-            )
-        if not (path.parent / name).is_file():
-            raise ModelError(
-                f"the weights of '{path}' are missing",
-                evidence=f"it stores tensors in '{name}', which is not beside it",
-                remedy="copy the external data file next to the model",
-            )
 
 
 def _check_operators(proto: onnx.ModelProto, path: Path) -> None:
@@ -116,14 +102,18 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
         for index, node in enumerate(graph.node)
     }
     sites = name_sites(graph, candidates)
-    ordinals: defaultdict[str, int] = defaultdict(int)
+    taken = set(sites.values())
     for index, node in enumerate(graph.node):
         if index in sites:
             node.name = sites[index]
             continue
-        base = f"{module_path(node)}/{node.op_type.lower()}"
-        ordinals[base] += 1
-        node.name = base if ordinals[base] == 1 else f"{base}_{ordinals[base] - 1}"
+        base = name = f"{module_path(node)}/{node.op_type.lower()}"
+        count = 0
+        while name in taken:
+            count += 1
+            name = f"{base}_{count}"
+        taken.add(name)
+        node.name = name
 
 
 def _convert(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:

@@ -78,9 +78,11 @@ class GraphModel:
         """Read a model; element types and shapes are inferred.
 
         Raises:
-            ModelError: The file is missing, truncated or not an ONNX model.
+            ModelError: The file is missing, truncated or not an ONNX model, or its external data are.
         """
-        return cls.from_proto(read_proto(path), path.parent)
+        proto = read_proto(path)
+        check_external_files(proto, path)
+        return cls.from_proto(proto, path.parent)
 
     @classmethod
     def from_proto(cls, proto: onnx.ModelProto, directory: Path) -> GraphModel:
@@ -351,9 +353,56 @@ def model_files(path: Path) -> tuple[Path, ...]:
     return (path, *(path.parent / name for name in external_files(read_proto(path))))
 
 
+def check_external_files(model: onnx.ModelProto, path: Path) -> None:
+    """Make sure that what a model keeps outside is beside it, and whole.
+
+    Raises:
+        ModelError: A file lies outside the model's directory, is missing, or ends before its tensor.
+    """
+    for tensor in _all_initializers(model.graph):
+        if not uses_external_data(tensor):
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        name = entries.get("location", "")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ModelError(
+                f"'{path}' refers to weights outside its directory",
+                evidence=f"location '{name}' of tensor '{tensor.name}'",
+                remedy="save the model again with its weights beside it",
+            )
+        file = path.parent / name
+        if not file.is_file():
+            raise ModelError(
+                f"the weights of '{path}' are missing",
+                evidence=f"it stores tensors in '{name}', which is not beside it",
+                remedy="copy the external data file next to the model",
+            )
+        end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
+        if end > file.stat().st_size:
+            raise ModelError(
+                f"the weights of '{path}' are truncated",
+                evidence=f"tensor '{tensor.name}' ends at byte {end} of '{name}', which has "
+                f"{file.stat().st_size}",
+                remedy="copy the external data file again",
+            )
+
+
 def model_digest(path: Path) -> str:
     """SHA-256 over the model file and the files it refers to."""
-    return digest_json([digest_file(file) for file in model_files(path)])
+    model, *weights = model_files(path)
+    return digest_json([digest_file(model), *(_digest_weights(file) for file in weights)])
+
+
+def _digest_weights(path: Path) -> str:
+    """SHA-256 of a file of weights; one that many models link is read once."""
+    stat = path.stat()
+    key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    if key not in _DIGESTS:
+        _DIGESTS[key] = digest_file(path)
+    return _DIGESTS[key]
+
+
+_DIGESTS: dict[tuple[int, int, int, int], str] = {}
 
 
 def _all_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
@@ -410,13 +459,30 @@ def _link_table(table: onnx.TensorProto, directory: Path) -> onnx.TensorProto:
     for entry in linked.external_data:
         if entry.key == "location":
             source = Path(entry.value)
-            target = directory / source.name
-            if not target.exists():
-                link_or_copy(source, target)
-            elif not target.samefile(source) and digest_file(target) != digest_file(source):
-                raise InternalError(f"'{target}' exists and is not the table file '{source}'")
-            entry.value = source.name
+            entry.value = _linked_name(source, directory)
     return linked
+
+
+def _linked_name(source: Path, directory: Path) -> str:
+    """Name under which a directory holds the content of a table file, which is linked there if need be.
+
+    Where another file has that name already (an earlier version of the table, which other models in the
+    directory may use), the name takes the digest of its content.
+    """
+    name = source.name
+    if (directory / name).exists() and not _is_same_content(source, directory / name):
+        name = f"{_digest_weights(source)[:16]}-{name}"
+    if not (directory / name).exists():
+        link_or_copy(source, directory / name)
+    elif not _is_same_content(source, directory / name):
+        raise InternalError(f"'{directory / name}' is not the table file '{source}' that it is named after")
+    return name
+
+
+def _is_same_content(one: Path, other: Path) -> bool:
+    return one.samefile(other) or (
+        one.stat().st_size == other.stat().st_size and _digest_weights(one) == _digest_weights(other)
+    )
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -428,8 +494,16 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def _move_outside(proto: onnx.ModelProto, path: Path) -> None:
-    """Write dense weights over 1 KiB to ``<name>.data`` beside the model."""
+    """Write dense weights over 1 KiB to ``<name>.data`` beside the model.
+
+    That file may be a link to the source of the tables: it is replaced, never written into, and has another
+    name where the tables of this model are in it.
+    """
+    linked = set(external_files(proto))
     location = f"{path.name}.data"
+    while location in linked:
+        location = f"{location}.dense"
+    (path.parent / location).unlink(missing_ok=True)
     offset = 0
     with (path.parent / location).open("wb") as stream:
         for tensor in proto.graph.initializer:

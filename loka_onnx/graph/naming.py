@@ -22,7 +22,7 @@ NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 CLASS_HIERARCHY = "pkg.torch.onnx.class_hierarchy"
 
 _WEIGHT_SUFFIX = re.compile(r"[./](weight|kernel|W)(:0)?$")
-_GENERATED = re.compile(r"^(node_)?[A-Za-z]+(_\d+)+$|^n\d+$|^\d+$")
+_GENERATED = re.compile(r"^(onnx::|node_)?[A-Za-z]+(_\d+)+$|^n\d+$|^\d+$")
 
 
 def name_sites(graph: onnx.GraphProto, is_site: Mapping[int, bool]) -> dict[int, str]:

@@ -13,7 +13,7 @@ STRIP_BYTES = 4096
 
 
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same model with `value_info` for every tensor whose type and shape can be inferred."""
+    """The same model with type and shape of every inner tensor and output that can be inferred."""
     light = onnx.ModelProto()
     light.ir_version = model.ir_version
     light.opset_import.extend(model.opset_import)
@@ -38,4 +38,6 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     weights = {tensor.name for tensor in model.graph.initializer}
     del result.graph.value_info[:]
     result.graph.value_info.extend(v for v in inferred.graph.value_info if v.name not in weights)
+    del result.graph.output[:]
+    result.graph.output.extend(inferred.graph.output)
     return result

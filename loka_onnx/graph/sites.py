@@ -108,14 +108,15 @@ def _contraction_length(operands: Sequence[Operand]) -> int:
 def _columns_and_rows(node: Node, operands: Sequence[Operand]) -> tuple[int, int]:
     """Output channels, and products per example that share one weight.
 
-    The output of a product is (batch, …, rows, columns); when the weight stands on the left its channels
-    are the rows of that output.
+    The output of a product is (batch, …, rows, columns), or (experts, batch, columns); its only dynamic
+    dimension is the batch. When the weight stands on the left its channels are the rows of that output. A
+    weight of rank 1 has one channel.
     """
     output = _shape(node.outputs[0])
     weight = operands[1]
     if weight.constant and weight.shape:
-        channels = weight.shape[channel_axis(weight)] or 0
+        channels = (weight.shape[channel_axis(weight)] or 0) if len(weight.shape) > 1 else 1
     else:
         channels = (output[-1] or 0) if output else 0
-    per_example = prod(d for d in output[1:] if d is not None) if output else channels
+    per_example = prod(d for d in output if d is not None) if output else channels
     return channels, max(per_example // channels, 1) if channels else 1

@@ -49,12 +49,18 @@ def import_onnxruntime() -> Any:
 
 
 def holds_float8(model: onnx.ModelProto) -> bool:
-    """Whether any initializer, cast or quantization of the main graph has an FP8 type."""
-    if any(t.data_type in _FLOAT8_TYPES for t in model.graph.initializer):
+    """Whether an initializer, constant, cast or quantization has an FP8 type, subgraphs included."""
+    return _graph_holds_float8(model.graph)
+
+
+def _graph_holds_float8(graph: onnx.GraphProto) -> bool:
+    if any(tensor.data_type in _FLOAT8_TYPES for tensor in graph.initializer):
         return True
     return any(
-        attribute.name in {"to", "output_dtype"} and attribute.i in _FLOAT8_TYPES
-        for node in model.graph.node
+        (attribute.name in {"to", "output_dtype"} and attribute.i in _FLOAT8_TYPES)
+        or attribute.t.data_type in _FLOAT8_TYPES
+        or (attribute.type == onnx.AttributeProto.GRAPH and _graph_holds_float8(attribute.g))
+        for node in graph.node
         for attribute in node.attribute
     )
 

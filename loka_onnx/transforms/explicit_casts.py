@@ -1,31 +1,54 @@
 """Make the graph strongly typed in BF16 or FP16.
 
 Engine makers that type strongly take precision from the graph alone. Every FP32 constant that a node
-computes with is rounded to the base precision, graph inputs are cast after they enter and outputs cast back
-before they leave, so that the interface stays FP32. Sites that the plan keeps in FP32 get a Cast on each
-side. Embedding tables that stay outside the model are cast after the lookup, which gives the same values.
+computes with is rounded to the base precision; a tensor that stays in FP32 is cast for the readers that
+compute in the base precision, and the other way round. These stay in FP32:
 
-Scales of Q/DQ follow the activation's type; they are BF16 numbers already (`numerics.scales`), so no scale
-changes its value. The statistics of a norm stay in FP32 through its `stash_type`.
+- graph inputs and outputs, so that the interface is that of the exported model. Cast reads an input as it
+  enters: identifiers that arrive as floats would not survive the rounding;
+- sites that the plan keeps in FP32;
+- embedding tables outside the model, whose rows are cast after the lookup, which gives the same values;
+- operands that ONNX does not define in the base precision (Softplus has no BF16 form before operator set 22).
+
+A Q/DQ scale must keep its value: the FP8 weights were stored for it. Scales are BF16 numbers
+(`numerics.scales`), so BF16 always keeps them; FP16 does not below 2⁻¹⁴, where its numbers lose bits. The
+statistics of a norm stay in FP32 through its `stash_type`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import onnx
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.rewrite import Applied, RewriteRecord
 from loka_onnx.errors import TransformError
-from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    consumers,
+    element_type,
+    is_constant,
+    producer,
+    values_of,
+)
 
-_NUMPY = {Precision.BF16: ml_dtypes.bfloat16, Precision.FP16: np.float16, Precision.FP32: np.float32}
+_NUMPY = {Precision.BF16: ml_dtypes.bfloat16, Precision.FP16: np.float16}
+_ONNX_TYPE = {Precision.BF16: "tensor(bfloat16)", Precision.FP16: "tensor(float16)"}
+_FLOAT = onnx.TensorProto.FLOAT
 
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+_QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_READS_ANY_TYPE = frozenset({"Cast", "Shape", "Size"})
+"""Operators whose result depends on no precision, or should come from the exact input."""
+_TYPE_ATTRIBUTES = {"Cast": "to", "EyeLike": "dtype"}
 
 
 def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> RewriteRecord:
@@ -37,118 +60,234 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
         plan: Names the sites that stay in FP32.
 
     Raises:
-        TransformError: The graph has control flow, or a constant overflows FP16.
+        TransformError: The graph has control flow, a constant overflows, a Q/DQ scale would change its value,
+            or the type of a tensor is not known.
     """
-    dtype = _NUMPY[base]
     _refuse_control_flow(model, base)
-    exempt = {d.site for d in plan.decisions if d.precision is Precision.FP32}
-    converted: dict[int, Tensor] = {}
+    wide = _find_wide(model, base, plan)
+    applied = [_round_constants(model, base, wide), *wide.applied]
     for node in model.nodes:
-        if node.name in exempt:
-            continue
-        _retarget_attributes(model, node, base)
-        for index, tensor in enumerate(node.inputs):
-            if is_constant(tensor) and element_type(tensor.dtype) == onnx.TensorProto.FLOAT:
-                if id(tensor) not in converted:
-                    converted[id(tensor)] = _rounded(model, tensor, base)
-                node.inputs[index] = converted[id(tensor)]
-    applied = [Applied("model", f"{len(converted)} constants rounded to {base}")]
-    applied += _cast_inputs(model, dtype)
-    applied += _cast_lookups(model, dtype)
-    for name in sorted(exempt):
-        node = next((n for n in model.nodes if n.name == name), None)
-        if node is not None:
-            applied.append(_keep_in_fp32(model, node, dtype))
-    applied += _cast_outputs(model)
+        if node.name not in wide.nodes:
+            _retarget_attributes(model, node, base)
+    applied += _cast_for_readers(model, base, wide)
+    _widen_for_readers(model, wide)
+    applied += _cast_outputs(model, wide)
     _forget_types(model)
     return RewriteRecord(f"cast-to-{base}", tuple(applied), ())
 
 
-def _rounded(model: GraphModel, tensor: Tensor, base: Precision) -> Tensor:
-    values = values_of(tensor)
-    # The largest finite FP16 number; a larger constant would become an infinity.
-    if base is Precision.FP16 and values.size and float(np.abs(values).max()) > 65504.0:
-        raise TransformError(
-            f"constant '{tensor.name}' does not fit FP16",
-            evidence=f"its largest magnitude is {float(np.abs(values).max()):.4g}, FP16 ends at 65504",
-            remedy="use the base precision bf16",
+@dataclass(frozen=True)
+class _Wide:
+    """What stays in FP32.
+
+    Attributes:
+        nodes: Names of nodes of which every operand and result does.
+        operands: Node name and position of the inputs that must be FP32.
+        tensors: Computed tensors and graph inputs that are FP32, by name.
+        applied: Why, node by node.
+    """
+
+    nodes: frozenset[str]
+    operands: frozenset[tuple[str, int]]
+    tensors: dict[str, Tensor]
+    applied: tuple[Applied, ...]
+
+
+def _find_wide(model: GraphModel, base: Precision, plan: PrecisionPlan) -> _Wide:
+    kept = {d.site for d in plan.decisions if d.precision is Precision.FP32}
+    nodes: set[str] = set()
+    operands: set[tuple[str, int]] = set()
+    tensors = {tensor.name: tensor for tensor in model.inputs if _is_float(tensor)}
+    applied: list[Applied] = []
+    for name in kept:
+        model.node(name)
+    for node in model.nodes:
+        reason = _why_whole(model, node, kept)
+        if reason:
+            nodes.add(node.name)
+        inputs, outputs = _fp32_positions(node, base, model.opset, whole=bool(reason))
+        operands |= {(node.name, i) for i in inputs}
+        tensors |= {node.outputs[i].name: node.outputs[i] for i in outputs}
+        if not reason and (inputs or outputs):
+            reason = f"operator set {model.opset} defines no {base} for it: FP32 between casts"
+        if reason:
+            applied.append(Applied(node.name, reason))
+    return _Wide(frozenset(nodes), frozenset(operands), tensors, tuple(applied))
+
+
+def _why_whole(model: GraphModel, node: Node, kept: Iterable[str]) -> str:
+    """Why every operand and result of a node stays in FP32; empty when they do not."""
+    if node.name in kept:
+        return "kept in FP32 between casts"
+    if node.op == "Gather" and model.is_table(node.inputs[0]):
+        return "table stays in FP32, its rows are cast"
+    return "an FP32 constant, cast for its readers" if node.op == "Constant" else ""
+
+
+def _fp32_positions(node: Node, base: Precision, opset: int, *, whole: bool) -> tuple[list[int], list[int]]:
+    """Positions of the inputs and of the outputs of a node that are FP32 now and must stay so."""
+    domain = node.domain or ""
+    if whole or not onnx.defs.has(node.op, domain):
+        undefined: tuple[list[bool], list[bool]] = (
+            [whole] * len(node.inputs),
+            [whole] * len(node.outputs),
         )
-    return model.constant(f"{tensor.name}.{base}", values.astype(_NUMPY[base]))
+    else:
+        schema = onnx.defs.get_schema(node.op, opset, domain)
+        undefined = (
+            list(_undefined(schema.inputs, len(node.inputs), base)),
+            list(_undefined(schema.outputs, len(node.outputs), base)),
+        )
+    inputs = [i for i, tensor in enumerate(node.inputs) if undefined[0][i] and _is_float(tensor)]
+    outputs = [i for i, tensor in enumerate(node.outputs) if undefined[1][i] and _is_float(tensor)]
+    return inputs, outputs
+
+
+def _undefined(
+    parameters: Iterable[onnx.defs.OpSchema.FormalParameter], count: int, base: Precision
+) -> Iterator[bool]:
+    """Whether each of `count` operands may be FP32 but not of the base precision; the last is variadic."""
+    formal = list(parameters)
+    for position in range(count):
+        types = formal[min(position, len(formal) - 1)].types
+        yield "tensor(float)" in types and _ONNX_TYPE[base] not in types
+
+
+def _round_constants(model: GraphModel, base: Precision, wide: _Wide) -> Applied:
+    rounded: dict[int, Tensor] = {}
+    for node in model.nodes:
+        for index, tensor in enumerate(node.inputs):
+            if not is_constant(tensor) or element_type(tensor.dtype) != _FLOAT:
+                continue
+            if node.name in wide.nodes or (node.name, index) in wide.operands:
+                continue
+            values = values_of(tensor)
+            if node.op in _QUANTIZERS and index == 1:
+                _check_scale(node, values, base)
+            if id(tensor) not in rounded:
+                rounded[id(tensor)] = _rounded(model, tensor.name, values, base)
+            node.inputs[index] = rounded[id(tensor)]
+    return Applied("model", f"{len(rounded)} constants rounded to {base}")
+
+
+def _rounded(model: GraphModel, name: str, values: npt.NDArray[np.float32], base: Precision) -> Tensor:
+    with np.errstate(over="ignore"):
+        narrow = values.astype(_NUMPY[base])
+    lost = np.isfinite(values) & ~np.isfinite(narrow.astype(np.float32))
+    if lost.any():
+        largest = float(ml_dtypes.finfo(_NUMPY[base]).max)
+        raise TransformError(
+            f"constant '{name}' does not fit {base}",
+            evidence=f"it holds {float(values[lost].flat[0]):.4g}, {base} ends at {largest:.6g}",
+            remedy="use the base precision bf16"
+            if base is Precision.FP16
+            else "use a smaller constant, or plan fp32",
+        )
+    return model.constant(f"{name}.{base}", narrow)
+
+
+def _check_scale(node: Node, scales: npt.NDArray[np.float32], base: Precision) -> None:
+    with np.errstate(over="ignore"):
+        narrow = scales.astype(_NUMPY[base]).astype(np.float32)
+    # A subnormal that happens to be exact counts as lost too: devices flush it to zero and divide by it.
+    normal = float(ml_dtypes.finfo(_NUMPY[base]).smallest_normal)
+    lost = np.atleast_1d((narrow != scales) | (scales < normal))
+    if lost.any():
+        first = int(np.argmax(lost))
+        raise TransformError(
+            f"a Q/DQ scale is not exact in {base}",
+            where=f"node '{node.name}'",
+            evidence=f"scale {first} of {lost.size} is {float(scales.flat[first]):.4g}, "
+            f"normal {base} numbers begin at {normal:.4g}",
+            remedy="use the base precision bf16, which holds every scale exactly",
+        )
 
 
 def _retarget_attributes(model: GraphModel, node: Node, base: Precision) -> None:
-    """Let nodes that make FP32 tensors out of nothing make base-precision ones."""
-    target = element_type(_NUMPY[base])
-    if node.op == "Cast" and element_type(node.attrs["to"]) == onnx.TensorProto.FLOAT:
-        node.attrs["to"] = target
-    elif node.op in {"EyeLike", "RandomNormalLike", "RandomUniformLike"}:
-        if node.attrs.get("dtype", onnx.TensorProto.FLOAT) == onnx.TensorProto.FLOAT:
-            node.attrs["dtype"] = target
+    """Let nodes whose type is an attribute, and FP32, make tensors of the base precision."""
+    if any(output.name and _is_undefined_output(node, base, model.opset) for output in node.outputs):
+        return
+    attribute = _TYPE_ATTRIBUTES.get(node.op)
+    if attribute in node.attrs and element_type(node.attrs[attribute]) == _FLOAT:
+        node.attrs[attribute] = element_type(_NUMPY[base])
     elif node.op == "ConstantOfShape":
         value = node.attrs.get("value")
         values = np.zeros(1, np.float32) if value is None else values_of(value)
         if values.dtype == np.float32:
-            node.attrs["value"] = model.constant(f"{node.name}.value", values.astype(_NUMPY[base]))
+            node.attrs["value"] = _rounded(model, f"{node.name}.value", values, base)
 
 
-def _cast_inputs(model: GraphModel, dtype: type) -> list[Applied]:
+def _is_undefined_output(node: Node, base: Precision, opset: int) -> bool:
+    return bool(_fp32_positions(node, base, opset, whole=False)[1])
+
+
+def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> list[Applied]:
+    """Cast what is FP32 for the nodes that compute in the base precision."""
     applied = []
-    for tensor in model.inputs:
-        if element_type(tensor.dtype) != onnx.TensorProto.FLOAT:
+    dtype = _NUMPY[base]
+    inputs = {tensor.name for tensor in model.inputs}
+    for name, tensor in wide.tensors.items():
+        readers = [
+            (node, index)
+            for node in consumers(tensor)
+            for index, read in enumerate(node.inputs)
+            if read is tensor and node.op not in _READS_ANY_TYPE and (node.name, index) not in wide.operands
+        ]
+        if not readers:
             continue
-        readers = list(tensor.outputs)
-        cast = model.add("Cast", [tensor], f"{tensor.name}/cast", dtype, {"to": element_type(dtype)})
-        model.replace_uses(tensor, cast, readers)
-        applied.append(Applied(tensor.name, "input cast after it enters"))
+        cast = model.add("Cast", [tensor], f"{name}/cast", dtype, {"to": element_type(dtype)})
+        for node, index in readers:
+            node.inputs[index] = cast
+        if name in inputs:
+            applied.append(Applied(name, "input cast after it enters"))
     return applied
 
 
-def _cast_lookups(model: GraphModel, dtype: type) -> list[Applied]:
-    applied = []
+def _widen_for_readers(model: GraphModel, wide: _Wide) -> None:
+    """Cast what is in the base precision for the nodes that compute in FP32."""
+    casts: dict[str, Tensor] = {}
     for node in model.nodes:
-        if node.op == "Gather" and model.is_table(node.inputs[0]):
-            rows = node.outputs[0]
-            if element_type(rows.dtype) != onnx.TensorProto.FLOAT:
+        for index, tensor in enumerate(node.inputs):
+            is_ready = is_constant(tensor) or model.is_table(tensor) or tensor.name in wide.tensors
+            if (node.name, index) not in wide.operands or is_ready:
                 continue
-            readers = list(rows.outputs)
-            cast = model.add("Cast", [rows], f"{node.name}/cast", dtype, {"to": element_type(dtype)})
-            model.replace_uses(rows, cast, readers)
-            applied.append(Applied(node.name, "table stays in FP32, its rows are cast"))
-    return applied
+            if tensor.name not in casts:
+                casts[tensor.name] = model.add(
+                    "Cast", [tensor], f"{tensor.name}/to_fp32", np.float32, {"to": _FLOAT}
+                )
+            node.inputs[index] = casts[tensor.name]
 
 
-def _keep_in_fp32(model: GraphModel, node: Node, dtype: type) -> Applied:
-    for index, tensor in enumerate(node.inputs):
-        if not is_constant(tensor):
-            node.inputs[index] = model.add(
-                "Cast", [tensor], f"{node.name}/to_fp32", np.float32, {"to": onnx.TensorProto.FLOAT}
-            )
-    output = node.outputs[0]
-    readers = list(output.outputs)
-    if model.is_output(output):
-        return Applied(node.name, "kept in FP32; its output leaves as it is")
-    back = model.add("Cast", [output], f"{node.name}/from_fp32", dtype, {"to": element_type(dtype)})
-    model.replace_uses(output, back, readers)
-    return Applied(node.name, "kept in FP32 between casts")
-
-
-def _cast_outputs(model: GraphModel) -> list[Applied]:
+def _cast_outputs(model: GraphModel, wide: _Wide) -> list[Applied]:
     applied = []
     for tensor in model.outputs:
-        if element_type(tensor.dtype) != onnx.TensorProto.FLOAT:
-            continue
         name = tensor.name
-        cast = model.add("Cast", [tensor], f"{name}/cast_back", np.float32, {"to": onnx.TensorProto.FLOAT})
+        if not _is_float(tensor) or name in wide.tensors or producer(tensor) is None:
+            continue
+        cast = model.add("Cast", [tensor], f"{name}/cast_back", np.float32, {"to": _FLOAT})
         model.make_output(tensor, cast)
         applied.append(Applied(name, "cast back before it leaves"))
     return applied
 
 
+def _is_float(tensor: Tensor) -> bool:
+    """Whether the tensor is FP32 in the graph as it came; an optional input that is left out is not."""
+    if not tensor.name:
+        return False
+    if tensor.dtype is None:
+        raise TransformError(
+            f"the element type of tensor '{tensor.name}' is not known",
+            evidence="type inference of ONNX stops before it",
+            remedy="export the model again, or plan fp32",
+        )
+    return element_type(tensor.dtype) == _FLOAT
+
+
 def _forget_types(model: GraphModel) -> None:
     """Drop inferred types of inner tensors, which are stale now; loading infers them again."""
-    interface: Sequence[Tensor] = [*model.inputs, *model.outputs]
-    for tensor in model.tensors().values():
-        if not is_constant(tensor) and not any(tensor is other for other in interface):
+    interface = {tensor.name for tensor in (*model.inputs, *model.outputs)}
+    for name, tensor in model.tensors().items():
+        if not is_constant(tensor) and name not in interface:
             tensor.dtype = None
 
 

@@ -1,0 +1,305 @@
+"""Writes a bundle: copies, lists, verifies, then moves it into place as a whole.
+
+Layout::
+
+    manifest.json           what the bundle holds and why (`core.manifest.Manifest`)
+    plans.json              the plans of the engines, scales included
+    sample.npz              input/<name> and expected/<engine>/<output>
+    engines/<id>/…          one directory per engine
+    fallback/…              the exported FP32 model, external data beside it
+    report/…                the report's files
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
+from loka_onnx.bundle.replace import staged_directory
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.digests import CHUNK_BYTES, digest_files
+from loka_onnx.core.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    PLANS_NAME,
+    SAMPLE_NAME,
+    BundleFile,
+    EngineEntry,
+    Manifest,
+    path_problem,
+    sample_expected_key,
+    sample_input_key,
+)
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.errors import BundleError, OutputError
+from loka_onnx.sessions.bundle_files import external_data_locations, verify_bundle
+
+FALLBACK_ID = "fallback-fp32"
+
+
+def write_bundle(contents: BundleContents, directory: Path) -> Path:
+    """Writes a bundle atomically.
+
+    The bundle is staged beside `directory`, verified as a loader would, synced and moved into place; a
+    reader sees the old bundle or the new one. What an interrupted write left is removed by the next.
+
+    Args:
+        contents: What it is made of.
+        directory: Where it goes. An old bundle there is replaced as a whole.
+
+    Returns:
+        The bundle, with links resolved.
+
+    Raises:
+        BundleError: The contents contradict themselves: an engine without a file or altered since it was
+            built, a sample that does not fit the model, a name that a bundle may not hold.
+        OutputError: The place cannot be written, or holds something that is not a bundle.
+    """
+    destination = directory.resolve()
+    _check_destination(destination)
+    _check_sample(contents)
+    with staged_directory(destination) as stage:
+        writer = _Stage(stage)
+        manifest = _write_files(contents, writer)
+        text = serde.dumps(manifest)
+        if len(text.encode()) > MAX_MANIFEST_BYTES:
+            raise BundleError(
+                "the manifest is too large",
+                evidence=f"{len(text.encode())} bytes, the limit is {MAX_MANIFEST_BYTES}",
+                remedy="ship fewer engines",
+            )
+        (stage / MANIFEST_NAME).write_text(text, encoding="utf-8")
+        # What was just copied is read back: a bundle that does not verify never takes the place of one
+        # that does.
+        verify_bundle(stage)
+    return destination
+
+
+class _Stage:
+    """A bundle being filled; knows the digest of everything that was put in."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.files: dict[str, BundleFile] = {}
+
+    def copy(self, source: Path, path: str) -> BundleFile:
+        """Copies a file in chunks, so that weights of any size fit in memory."""
+        target = self._place(path)
+        state, size = hashlib.sha256(), 0
+        try:
+            with source.open("rb") as reader, target.open("wb") as writer:
+                while chunk := reader.read(CHUNK_BYTES):
+                    writer.write(chunk)
+                    state.update(chunk)
+                    size += len(chunk)
+        except FileNotFoundError as error:
+            raise BundleError(
+                f"'{source}' is missing",
+                evidence=str(error),
+                remedy="run the stage that writes it again",
+            ) from error
+        return self._record(path, size, state.hexdigest())
+
+    def write_text(self, text: str, path: str) -> BundleFile:
+        """Writes a text file."""
+        self._place(path).write_text(text, encoding="utf-8")
+        return self._record_written(path)
+
+    def write_arrays(self, arrays: Mapping[str, npt.NDArray[Any]], path: str) -> BundleFile:
+        """Writes an npz without pickled objects."""
+        # Keys hold names of the model; as keyword arguments they could shadow those of savez.
+        with self._place(path).open("wb") as stream:
+            np.savez(stream, allow_pickle=False, **dict(arrays))
+        return self._record_written(path)
+
+    def _place(self, path: str) -> Path:
+        problem = path_problem(path)
+        if problem is not None:
+            raise BundleError(
+                f"a bundle may not hold '{path}': the path {problem}",
+                remedy="rename the target, plan or file that it is made from",
+            )
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
+
+    def _record_written(self, path: str) -> BundleFile:
+        data = (self.root / path).read_bytes()
+        return self._record(path, len(data), hashlib.sha256(data).hexdigest())
+
+    def _record(self, path: str, size: int, digest: str) -> BundleFile:
+        if path in self.files:
+            raise BundleError(f"two files of the bundle would be '{path}'", remedy="give them distinct names")
+        (self.root / path).chmod(0o644)
+        self.files[path] = BundleFile(path, size, digest)
+        return self.files[path]
+
+
+def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:
+    engines = tuple(_write_engine(contents, engine, stage) for engine in contents.engines)
+    fallback = _write_fallback(contents, stage)
+    shipped = {e.plan for e in engines}
+    plans = PlanSet(tuple(p for p in contents.plans.plans if p.id in shipped))
+    if shipped - {p.id for p in plans.plans}:
+        raise BundleError(
+            "an engine's plan is not among the plans",
+            evidence=f"engines {sorted(shipped)}, plans {[p.id for p in contents.plans.plans]}",
+        )
+    stage.write_text(serde.dumps(plans), PLANS_NAME)
+    stage.write_arrays(_sample_arrays(contents), SAMPLE_NAME)
+    report = tuple(stage.copy(path, f"report/{path.name}").path for path in contents.report)
+    return Manifest(
+        created_by=f"loka-onnx {metadata.version('loka-onnx')}",
+        model_digest=contents.model.digest,
+        inputs=contents.model.inputs,
+        outputs=contents.model.outputs,
+        judged=contents.judged,
+        engines=engines,
+        fallback=fallback,
+        choice=contents.choice,
+        plans=PLANS_NAME,
+        sample=SAMPLE_NAME,
+        report=report,
+        lineage=contents.lineage,
+        versions=contents.versions,
+        files=tuple(stage.files[path] for path in sorted(stage.files)),
+    )
+
+
+def _write_engine(contents: BundleContents, engine: BundleEngine, stage: _Stage) -> EngineEntry:
+    artifact = engine.artifact
+    if artifact.path is None:
+        raise BundleError(
+            f"engine '{artifact.id}' has no file and cannot be shipped",
+            evidence=f"{artifact.status}: {artifact.detail}",
+            remedy="leave it out",
+        )
+    source = contents.root / artifact.path
+    copied = _copy_with_external_data(source, f"engines/{artifact.id}", stage)
+    file = copied[0]
+    digest = file.sha256 if len(copied) == 1 else digest_files(stage.root / f.path for f in copied)
+    if digest != artifact.digest:
+        raise BundleError(
+            f"engine '{artifact.id}' was altered since it was built",
+            where=str(source),
+            evidence=f"sha256 {digest[:16]}…, the build recorded {artifact.digest[:16]}…",
+            remedy="build it again",
+        )
+    return EngineEntry(
+        id=artifact.id,
+        backend=artifact.backend,
+        version=artifact.backend_version,
+        target=artifact.target,
+        architecture=artifact.architecture,
+        portability=artifact.portability,
+        plan=artifact.plan,
+        simulated=artifact.simulated,
+        batch=contents.batch,
+        path=file.path,
+        bytes=file.bytes,
+        digest=file.sha256,
+        tolerance=dict(engine.expectation.tolerance),
+        evaluation=engine.evaluation,
+    )
+
+
+def _write_fallback(contents: BundleContents, stage: _Stage) -> EngineEntry:
+    file = _copy_with_external_data(contents.root / contents.model.path, "fallback", stage)[0]
+    return EngineEntry(
+        id=FALLBACK_ID,
+        backend="onnxruntime",
+        version=contents.versions.get("onnxruntime", ""),
+        target="any",
+        architecture="cpu",
+        portability="any host with ONNX Runtime",
+        plan="fp32",
+        simulated=False,
+        batch=contents.batch,
+        path=file.path,
+        bytes=file.bytes,
+        digest=file.sha256,
+        tolerance=dict(contents.fallback.tolerance),
+        evaluation=None,
+    )
+
+
+def _copy_with_external_data(source: Path, folder: str, stage: _Stage) -> list[BundleFile]:
+    # The model first: a file that is not one must fail before its weights are copied.
+    file = stage.copy(source, f"{folder}/{source.name}")
+    locations = external_data_locations(source) if source.suffix == ".onnx" else ()
+    return [file, *(stage.copy(source.parent / name, f"{folder}/{name}") for name in locations)]
+
+
+def _sample_arrays(contents: BundleContents) -> dict[str, npt.NDArray[Any]]:
+    arrays = {sample_input_key(name): np.asarray(value) for name, value in contents.sample.items()}
+    for engine, expectation in _expectations(contents):
+        for name, value in expectation.outputs.items():
+            arrays[sample_expected_key(engine, name)] = np.asarray(value)
+    return arrays
+
+
+def _expectations(contents: BundleContents) -> list[tuple[str, Expectation]]:
+    engines = [(e.artifact.id, e.expectation) for e in contents.engines]
+    return [*engines, (FALLBACK_ID, contents.fallback)]
+
+
+def _check_sample(contents: BundleContents) -> None:
+    _check_arrays("sample", contents.sample, contents.model.inputs)
+    rows = {value.shape[0] for value in contents.sample.values()}
+    if len(rows) != 1 or not contents.batch.min <= min(rows) <= contents.batch.max:
+        raise BundleError(
+            "the sample is not one batch that the engines accept",
+            evidence=f"{sorted(rows)} rows, batches of {contents.batch.min} to {contents.batch.max}",
+            remedy="pass as many rows of every input as one request may have",
+        )
+    for engine, expectation in _expectations(contents):
+        _check_arrays(f"expected outputs of '{engine}'", expectation.outputs, contents.model.outputs)
+        names = {o.name for o in contents.model.outputs}
+        bounds = expectation.tolerance
+        if set(bounds) != names or not all(math.isfinite(t) and t >= 0 for t in bounds.values()):
+            raise BundleError(
+                f"engine '{engine}' needs one finite tolerance for each output",
+                evidence=f"tolerances {dict(bounds)}, outputs {sorted(names)}",
+            )
+
+
+def _check_arrays(what: str, arrays: Mapping[str, npt.NDArray[Any]], specs: tuple[TensorSpec, ...]) -> None:
+    if set(arrays) != {s.name for s in specs}:
+        raise BundleError(
+            f"the {what} do not fit the model",
+            evidence=f"arrays {sorted(arrays)}, the model has {sorted(s.name for s in specs)}",
+        )
+    for spec in specs:
+        value = arrays[spec.name]
+        if value.dtype != np.dtype(spec.dtype) or value.ndim == 0 or value.ndim != len(spec.shape):
+            raise BundleError(
+                f"array '{spec.name}' of the {what} does not fit the model",
+                evidence=f"{value.dtype}{value.shape}, the model has {spec.dtype}{spec.shape}",
+            )
+        if not np.all(np.isfinite(value)) if value.dtype.kind == "f" else False:
+            raise BundleError(
+                f"array '{spec.name}' of the {what} holds a value that is not finite",
+                remedy="pass rows that the model answers with finite numbers",
+            )
+
+
+def _check_destination(destination: Path) -> None:
+    if not os.path.lexists(destination):
+        return
+    if destination.is_dir() and ((destination / MANIFEST_NAME).exists() or not any(destination.iterdir())):
+        return
+    raise OutputError(
+        f"'{destination}' is in the way",
+        evidence="it exists and is not a bundle, so it is not replaced",
+        remedy="choose another directory, or move it away",
+    )

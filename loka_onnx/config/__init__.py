@@ -1,0 +1,50 @@
+"""The run file: its schema, its messages, and the presets."""
+
+from __future__ import annotations
+
+from loka_onnx.config.loading import build_run_config, load_run_file, parse_overrides
+from loka_onnx.config.presets import Preparation, Preset, load_preset, preset_names
+from loka_onnx.config.schema import (
+    Backend,
+    BatchConfig,
+    BuildConfig,
+    CalibrationConfig,
+    DataConfig,
+    ModelConfig,
+    OutputConfig,
+    PlanConfig,
+    PlanId,
+    RunConfig,
+    SplitBy,
+    SplitConfig,
+    SplitFractions,
+    TargetConfig,
+    WeightGranularity,
+    run_file_schema,
+)
+
+__all__ = [
+    "Backend",
+    "BatchConfig",
+    "BuildConfig",
+    "CalibrationConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OutputConfig",
+    "PlanConfig",
+    "PlanId",
+    "Preparation",
+    "Preset",
+    "RunConfig",
+    "SplitBy",
+    "SplitConfig",
+    "SplitFractions",
+    "TargetConfig",
+    "WeightGranularity",
+    "build_run_config",
+    "load_preset",
+    "load_run_file",
+    "parse_overrides",
+    "preset_names",
+    "run_file_schema",
+]

@@ -1,0 +1,205 @@
+"""Turns what pydantic found into one message: what, where, evidence, remedy."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from loka_onnx.config.schema import FAULT, run_file_schema
+from loka_onnx.config.yaml_tree import Document, Loc
+from loka_onnx.errors import ConfigError
+
+_WANTED = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "path_type": "a path",
+    "string_too_short": "text that is not empty",
+    "too_short": "a list with at least one entry",
+}
+_ENUMS = ("enum", "literal_error")
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def explain(error: ValidationError, document: Document) -> ConfigError:
+    """The one message for a run file that does not fit the schema.
+
+    An unknown key is told first: it is often the misspelt form of one that is then missing. Otherwise the
+    first mistake in the file's order is told.
+
+    Args:
+        error: What pydantic found.
+        document: The run file with its lines.
+    """
+    found = error.errors()
+    unknown = [item for item in found if item["type"] == "extra_forbidden"]
+    return _explain_one((unknown or found)[0], document)
+
+
+def key_path(loc: Loc) -> str:
+    """``outputs[0].kind`` for the path ("outputs", 0, "kind")."""
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def nearest(word: str, choices: list[str]) -> str:
+    """``did you mean 'x'?`` for the choice that is close to a word, or nothing."""
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f"did you mean '{close[0]}'?" if close else ""
+
+
+def describe(value: Any) -> str:
+    """A value of a run file in words."""
+    words = repr(value)
+    match value:
+        case None:
+            words = "nothing (null)"
+        case bool():
+            words = "true" if value else "false"
+        case str():
+            words = f"the text {value!r}"
+        case int() | float():
+            words = f"the number {value!r}"
+        case list() | tuple():
+            words = f"a list of {len(value)}"
+        case dict():
+            words = f"a mapping with the keys {', '.join(map(str, value)) or '(none)'}"
+    return words
+
+
+def _explain_one(item: ErrorDetails, document: Document) -> ConfigError:
+    loc, kind, context = tuple(item["loc"]), item["type"], item.get("ctx", {})
+    if kind == FAULT:
+        return ConfigError(
+            context["what"],
+            where=document.place((*loc, *context["at"])),
+            evidence=context["evidence"],
+            remedy=context["remedy"],
+        )
+    if kind == "extra_forbidden":
+        return _unknown_key(loc, document)
+    if kind == "missing":
+        parent = key_path(loc[:-1])
+        return ConfigError(
+            f"`{parent}` lacks the key '{loc[-1]}'" if parent else f"the run file lacks the key '{loc[-1]}'",
+            where=document.place(loc[:-1]),
+            evidence=f"it has {describe(_value_at(document.data, loc[:-1])).removeprefix('a mapping with ')}",
+            remedy=f"add `{loc[-1]}`: {_schema_at(loc).get('description', '')}",
+        )
+    wanted = f"`{key_path(loc)}` {_wanted(kind, loc, context)}"
+    pattern = f"; the pattern is {context['pattern']}" if "pattern" in context else ""
+    return ConfigError(
+        wanted if loc else "a run file is a mapping of keys to values",
+        where=document.place(loc),
+        evidence=f"found {describe(item['input'])}{pattern}",
+        remedy=_remedy(item, loc),
+    )
+
+
+def _wanted(kind: str, loc: Loc, context: dict[str, Any]) -> str:
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"must be {words} {context[name]:g}"
+    if kind in _ENUMS:
+        return f"must be one of {', '.join(_schema_at(loc).get('enum', []))}"
+    if kind == "string_pattern_mismatch":
+        return "has the wrong form"
+    return f"must be {_WANTED.get(kind, 'valid: ' + kind.replace('_', ' '))}"
+
+
+def _remedy(item: ErrorDetails, loc: Loc) -> str:
+    if item["type"] in _ENUMS and isinstance(item["input"], str):
+        suggestion = nearest(item["input"], _schema_at(loc).get("enum", []))
+        if suggestion:
+            return suggestion
+    # An entry of a list has no description of its own; the list has.
+    for end in range(len(loc), 0, -1):
+        if description := _schema_at(loc[:end]).get("description"):
+            return f"`{key_path(loc[:end])}`: {description}"
+    return f"the keys are {', '.join(_properties(()))}"
+
+
+def _unknown_key(loc: Loc, document: Document) -> ConfigError:
+    key, choices = str(loc[-1]), list(_properties(loc[:-1]))
+    parent = key_path(loc[:-1])
+    elsewhere = _homes(key)
+    suggestion = nearest(key, choices)
+    if not suggestion and elsewhere:
+        suggestion = f"'{key}' belongs under {' or '.join(f'`{home}`' for home in elsewhere)}"
+    return ConfigError(
+        f"unknown key '{key}'" + (f" in `{parent}`" if parent else ""),
+        where=document.place(loc),
+        evidence=f"the keys here are {', '.join(choices)}",
+        remedy=suggestion or "remove it, or correct its spelling",
+    )
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    return run_file_schema()
+
+
+def _deref(node: dict[str, Any]) -> dict[str, Any]:
+    """The schema that a reference or an optional stands for, described by the field and not by its type."""
+    outer = {key: node[key] for key in ("description",) if key in node}
+    for choice in node.get("anyOf", []):
+        if choice.get("type") != "null":
+            return {**_deref(choice), **outer}
+    if "$ref" in node:
+        name = node["$ref"].rsplit("/", 1)[1]
+        target = {key: value for key, value in _schema()["$defs"][name].items() if key != "description"}
+        return {**_deref(target), **outer}
+    return node
+
+
+def _schema_at(loc: Loc) -> dict[str, Any]:
+    """The part of the JSON Schema that rules the value at a path; empty where none does."""
+    node = _schema()
+    for part in loc:
+        node = _deref(node)
+        if isinstance(part, int):
+            node = node.get("items", {})
+        else:
+            extra = node.get("additionalProperties")
+            node = node.get("properties", {}).get(part) or (extra if isinstance(extra, dict) else {})
+    return _deref(node)
+
+
+def _properties(loc: Loc) -> dict[str, Any]:
+    properties: dict[str, Any] = _schema_at(loc).get("properties", {})
+    return properties
+
+
+def _homes(key: str) -> list[str]:
+    """Top-level keys under which a key is known."""
+    homes = []
+    for top in _properties(()):
+        inner = _schema_at((top,))
+        inner = _deref(inner["items"]) if "items" in inner else inner
+        if key in inner.get("properties", {}):
+            homes.append(top)
+    return homes
+
+
+def _value_at(data: Any, loc: Loc) -> Any:
+    for part in loc:
+        data = data[part]
+    return data

@@ -1,0 +1,189 @@
+"""From a run file, or a mapping, to a checked `RunConfig`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from loka_onnx.config.explain import explain, key_path, nearest
+from loka_onnx.config.schema import RunConfig
+from loka_onnx.config.yaml_tree import Document, Loc, read_yaml
+from loka_onnx.errors import ConfigError
+
+_FILE_KEYS: tuple[Loc, ...] = (
+    ("model", "onnx"),
+    ("model", "checkpoint"),
+    ("data", "calibration"),
+    ("data", "selection"),
+    ("data", "certification"),
+    ("data", "path"),
+)
+
+
+def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = None) -> RunConfig:
+    """Read and check a run file.
+
+    Args:
+        path: The YAML file. Relative paths inside of it start at its directory.
+        overrides: Values that replace those of the file, by dotted key (``batch.max``); see
+            `parse_overrides` for those of a command line.
+
+    Raises:
+        ConfigError: The file is missing, is not YAML, does not fit the schema, or names a missing file.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "cannot read the run file",
+            where=str(path),
+            evidence=error.strerror or str(error),
+            remedy="give the path of a YAML file; `loka-onnx demo` writes one to start from",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "the run file is not UTF-8 text", where=str(path), evidence=str(error), remedy="save it as UTF-8"
+        ) from error
+    document = read_yaml(text, str(path))
+    if document.data is None:
+        raise ConfigError(
+            "the run file is empty",
+            where=str(path),
+            evidence="it holds no keys",
+            remedy="a run file needs at least `model`, `outputs`, `data` and `targets`",
+        )
+    return _check(_overridden(document, overrides or {}), path.parent, _as_name(path.stem))
+
+
+def build_run_config(
+    values: Mapping[str, object], directory: str | Path, *, source: str = "run configuration"
+) -> RunConfig:
+    """Check a run configuration that was made in memory.
+
+    Args:
+        values: What a run file would hold. `Path` values are allowed where a file has text.
+        directory: What relative paths start at.
+        source: What the values are called in messages.
+
+    Raises:
+        ConfigError: They do not fit the schema, or name a missing file.
+    """
+    return _check(Document(source, _plain(values)), Path(directory), "run")
+
+
+def parse_overrides(assignments: Sequence[str]) -> dict[str, object]:
+    """Overrides given on a command line.
+
+    Args:
+        assignments: ``key=value`` each; the value is read as YAML, so that ``rows=null`` and
+            ``serve=[1, 8]`` mean what they say.
+
+    Raises:
+        ConfigError: No ``=``, an empty key, a key given twice, or a value that is not YAML.
+    """
+    result: dict[str, object] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        key = key.strip()
+        if not equals or not key or key in result:
+            raise ConfigError(
+                f"the override '{key}' is given twice" if key in result else "an override is `key=value`",
+                where=f"override '{assignment}'",
+                evidence=f"the earlier value is {result[key]!r}" if key in result else "no key or no '='",
+                remedy="write for example `calibration.rows=4096`",
+            )
+        result[key] = read_yaml(value, f"override '{key}'").data
+    return result
+
+
+def _overridden(document: Document, overrides: Mapping[str, object]) -> Document:
+    data, places = copy.deepcopy(document.data), dict(document.places)
+    for key, value in overrides.items():
+        place, parts = f"override '{key}'", key.split(".")
+        loc: Loc = ()
+        node = data
+        for part in parts[:-1]:
+            step: str | int = int(part) if isinstance(node, list) and part.isdecimal() else part
+            loc = (*loc, step)
+            if isinstance(node, dict):
+                if node.get(part) is None:
+                    node[part] = {}
+                    places[loc] = place
+                node = node[part]
+            elif isinstance(node, list) and isinstance(step, int) and step < len(node):
+                node = node[step]
+            else:
+                raise _no_such_place(place, loc, node)
+        last: str | int = int(parts[-1]) if isinstance(node, list) and parts[-1].isdecimal() else parts[-1]
+        loc = (*loc, last)
+        if not (isinstance(node, dict) or (isinstance(last, int) and last < len(node))):
+            raise _no_such_place(place, loc, node)
+        node[last] = _plain(value)
+        stale = [known for known in places if known[: len(loc)] == loc]
+        for known in stale:
+            del places[known]
+        places[loc] = place
+    return Document(document.source, data, places)
+
+
+def _no_such_place(place: str, loc: Loc, node: Any) -> ConfigError:
+    holds = f"`{key_path(loc[:-1])}` holds " + (
+        f"a list of {len(node)}" if isinstance(node, list) else f"{node!r}"
+    )
+    return ConfigError(
+        f"there is no `{key_path(loc)}` to override",
+        where=place,
+        evidence=holds if loc[:-1] else "the run file is not a mapping",
+        remedy="name a key of the run file; entries of a list are counted from 0, as in `outputs.0.budget`",
+    )
+
+
+def _as_name(stem: str) -> str:
+    return re.sub(r"[^\w.-]", "-", stem).lstrip(".-") or "run"
+
+
+def _plain(value: Any) -> Any:
+    """Data as YAML has it: paths become text, tuples lists."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _check(document: Document, directory: Path, default_name: str) -> RunConfig:
+    directory = directory.absolute()
+    data = document.data
+    if isinstance(data, dict):
+        name = data.get("name", default_name)
+        data = {"name": name, "output": f"runs/{name}", **data}
+    try:
+        # Strict validation of JSON refuses coercions but still takes lists for tuples and text for paths.
+        config = RunConfig.model_validate_json(
+            json.dumps(data, default=str), context={"directory": directory}
+        )
+    except ValidationError as error:
+        raise explain(error, document) from error
+    for loc in _FILE_KEYS:
+        file = getattr(getattr(config, str(loc[0])), str(loc[1]))
+        if file is not None and not file.is_file():
+            raise _missing_file(loc, file, document, directory)
+    return config
+
+
+def _missing_file(loc: Loc, file: Path, document: Document, directory: Path) -> ConfigError:
+    siblings = sorted(entry.name for entry in file.parent.iterdir()) if file.parent.is_dir() else []
+    suggestion = nearest(file.name, [name for name in siblings if name != file.name])
+    return ConfigError(
+        f"`{key_path(loc)}` names a file that does not exist",
+        where=document.place(loc),
+        evidence=f"'{file}' is a directory" if file.is_dir() else f"looked for '{file}'",
+        remedy=f"{suggestion} a relative path starts at '{directory}'".lstrip(),
+    )

@@ -1,0 +1,213 @@
+"""What a bundle says of itself: the manifest, and which names a bundled file may have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from loka_onnx.core.artifact import OutputSpec, TensorSpec
+from loka_onnx.core.evaluation import Choice, Evaluation
+from loka_onnx.core.lineage import StageRecord
+from loka_onnx.core.serde import STRICT
+
+MANIFEST_NAME = "manifest.json"
+SAMPLE_NAME = "sample.npz"
+PLANS_NAME = "plans.json"
+
+MAX_MANIFEST_BYTES = 16 << 20
+"""A manifest lists files and measurements; weights and scales are in files of their own."""
+
+MAX_PATH_CHARACTERS = 400
+MAX_PATH_DEPTH = 8
+
+_COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+@=-]*")
+# Windows opens a device instead of a file under these names, whatever the extension.
+_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class BundleFile:
+    """One file of a bundle.
+
+    Attributes:
+        path: Relative to the bundle, with ``/`` between components.
+        bytes: Its size.
+        sha256: SHA-256 of its content, hexadecimal.
+    """
+
+    __pydantic_config__ = STRICT
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class BatchRange:
+    """Rows per request that an engine accepts, both ends included."""
+
+    __pydantic_config__ = STRICT
+
+    min: int
+    max: int
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """One engine of a bundle.
+
+    Attributes:
+        id: Id of the engine; names its arrays in the sample.
+        backend: Backend that built it, and that loads it.
+        version: Version of the library that built it.
+        target: Device it was built for, as named in the run file.
+        architecture: Device architecture as the backend names it (``sm89``, ``cpu``).
+        portability: Where the engine file may be loaded.
+        plan: Id of its plan in the bundle's plans.
+        simulated: Its FP8 is simulated: it runs slower than high precision, not faster.
+        batch: Rows per request that it accepts.
+        path: The engine file; other files it needs lie beside it and are listed like any file.
+        bytes: Size of the engine file.
+        digest: SHA-256 of the engine file.
+        tolerance: Largest absolute difference from the expected outputs of the sample that the self-test
+            of a loader accepts, per output.
+        evaluation: Measured accuracy and latency; None when it was not measured.
+    """
+
+    __pydantic_config__ = STRICT
+
+    id: str
+    backend: str
+    version: str
+    target: str
+    architecture: str
+    portability: str
+    plan: str
+    simulated: bool
+    batch: BatchRange
+    path: str
+    bytes: int
+    digest: str
+    tolerance: dict[str, float]
+    evaluation: Evaluation | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest of a bundle (`manifest.json`); the only file that it does not list.
+
+    Attributes:
+        created_by: Package and version that wrote the bundle.
+        model_digest: Digest of the exported model.
+        inputs: What a request holds.
+        outputs: What an answer holds.
+        judged: The outputs whose accuracy was judged, with their budgets.
+        engines: Emitted engines, the preferred one of each target first.
+        fallback: The exported FP32 model, which runs wherever ONNX Runtime does.
+        choice: Why these engines were emitted.
+        plans: Path of the plans document.
+        sample: Path of the sample: an npz with ``input/<name>`` and ``expected/<engine>/<name>``.
+        report: Paths of the report's files.
+        lineage: Stages that led here.
+        versions: Version of every library that took part.
+        files: Every other file of the bundle, sorted by path.
+    """
+
+    SCHEMA: ClassVar[str] = "bundle/1"
+    __pydantic_config__ = STRICT
+
+    created_by: str
+    model_digest: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    judged: tuple[OutputSpec, ...]
+    engines: tuple[EngineEntry, ...]
+    fallback: EngineEntry
+    choice: Choice
+    plans: str
+    sample: str
+    report: tuple[str, ...]
+    lineage: tuple[StageRecord, ...]
+    versions: dict[str, str]
+    files: tuple[BundleFile, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all listed files."""
+        return sum(f.bytes for f in self.files)
+
+    @property
+    def candidates(self) -> tuple[EngineEntry, ...]:
+        """Engines in the order a loader tries them; the fallback is last."""
+        return (*self.engines, self.fallback)
+
+    def file(self, path: str) -> BundleFile:
+        """The entry of that path.
+
+        Raises:
+            KeyError: It is not listed.
+        """
+        for entry in self.files:
+            if entry.path == path:
+                return entry
+        raise KeyError(path)
+
+
+def sample_input_key(name: str) -> str:
+    """Key of an input in the sample."""
+    return f"input/{name}"
+
+
+def sample_expected_key(engine: str, output: str) -> str:
+    """Key of an engine's expected output in the sample."""
+    return f"expected/{engine}/{output}"
+
+
+def path_problem(path: str) -> str | None:
+    """Why a path may not stand in a manifest; None when it may.
+
+    A path is made of plain ASCII components, so that it means the same file on every system and cannot
+    leave the bundle.
+    """
+    if "\\" in path:
+        return "has a backslash"
+    if path.startswith("/") or re.match(r"[A-Za-z]:", path):
+        return "is absolute"
+    components = path.split("/")
+    if any(c in {".", ".."} for c in components):
+        return "leaves or repeats a directory with '.' or '..'"
+    if len(path) > MAX_PATH_CHARACTERS or len(components) > MAX_PATH_DEPTH:
+        return f"is longer than {MAX_PATH_CHARACTERS} characters or deeper than {MAX_PATH_DEPTH} directories"
+    if any(not _COMPONENT.fullmatch(c) or c.endswith(".") for c in components):
+        return "has characters other than letters, digits and ._+@=-, or an empty or hidden component"
+    return "is a reserved device name" if any(_DEVICE.fullmatch(c) for c in components) else None
+
+
+def paths_problem(paths: Iterable[str]) -> str | None:
+    """Why these paths may not stand together in a manifest; None when they may.
+
+    Systems that ignore case would lay two spellings over one another, so they are refused everywhere.
+    """
+    seen: dict[str, str] = {}
+    files: set[str] = set()
+    for path in paths:
+        problem = path_problem(path)
+        if problem is not None:
+            return f"path {path!r} {problem}"
+        if path in files:
+            return f"path {path!r} is listed twice"
+        files.add(path)
+        components = path.split("/")
+        for end in range(1, len(components) + 1):
+            prefix = "/".join(components[:end])
+            earlier = seen.setdefault(prefix.lower(), prefix)
+            if earlier != prefix:
+                return f"paths {earlier!r} and {prefix!r} differ only in case"
+    for path in files:
+        parents = path.split("/")[:-1]
+        for end in range(1, len(parents) + 1):
+            if "/".join(parents[:end]) in files:
+                return f"path {'/'.join(parents[:end])!r} is listed as a file and used as a directory"
+    return None

@@ -1,0 +1,28 @@
+"""Rows on disk as batches: binding of columns to model inputs, checks, splits, and built-in sources.
+
+Nothing here imports a deep-learning framework.
+"""
+
+from loka_onnx.data.batch import Batch
+from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.dataset import Dataset
+from loka_onnx.data.opening import open_dataset
+from loka_onnx.data.prepared import Part, PreparedData
+from loka_onnx.data.selection import HashRows, RowRange, RowSelection
+from loka_onnx.data.splits import SplitRule, Splits, ensure_disjoint, split_file
+
+__all__ = [
+    "Batch",
+    "Dataset",
+    "HashRows",
+    "InputBinding",
+    "Part",
+    "PreparedData",
+    "RowRange",
+    "RowSelection",
+    "SplitRule",
+    "Splits",
+    "ensure_disjoint",
+    "open_dataset",
+    "split_file",
+]

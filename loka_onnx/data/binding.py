@@ -1,0 +1,72 @@
+"""How columns of a file become inputs of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loka_onnx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class InputBinding:
+    """Which columns one model input is made of.
+
+    Attributes:
+        input: Name of the model input.
+        columns: Columns in order. Several scalar columns are stacked to (rows, len(columns)); one column
+            of lists of L values gives (rows, L).
+        dtype: NumPy name of the input's type, for example "float32" or "int64".
+        rank: 1 for (rows,), 2 for (rows, width).
+        upper: Exclusive upper bound of the ids of each column, which is the number of rows of its
+            embedding table; None where a column holds no ids.
+
+    Raises:
+        ConfigError: When the fields contradict one another.
+    """
+
+    input: str
+    columns: tuple[str, ...]
+    dtype: str
+    rank: int
+    upper: tuple[int | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        where = f"input '{self.input}'"
+        if self.rank not in (1, 2):
+            raise ConfigError(
+                "an input fed from columns has rank 1 or 2",
+                where=where,
+                evidence=f"its rank is {self.rank}",
+                remedy="reshape inside the model: (batch,) or (batch, width) is what a table can hold",
+            )
+        if not self.columns or (self.rank == 1 and len(self.columns) != 1):
+            raise ConfigError(
+                "the number of columns does not fit the rank",
+                where=where,
+                evidence=f"rank {self.rank} with {len(self.columns)} columns",
+                remedy="give a rank-1 input exactly one column, and a rank-2 input at least one",
+            )
+        if self.upper is not None and len(self.upper) != len(self.columns):
+            raise ConfigError(
+                "`upper` needs one bound for each column",
+                where=where,
+                evidence=f"{len(self.upper)} bounds for {len(self.columns)} columns",
+                remedy="list the embedding table's rows for each column, or null where it holds no ids",
+            )
+        try:
+            kind: str = np.dtype(self.dtype).kind
+        except TypeError:
+            kind = "?"
+        if kind not in "fiub":
+            raise ConfigError(
+                "the type of the input is not a number type that NumPy has",
+                where=where,
+                evidence=f"dtype is '{self.dtype}'",
+                remedy="use float32, float16, float64, int64, int32 or bool",
+            )
+
+    def upper_of(self, column: int) -> int | None:
+        """Exclusive upper bound of the ids of a column given by its position, or None."""
+        return None if self.upper is None else self.upper[column]

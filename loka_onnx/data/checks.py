@@ -1,0 +1,182 @@
+"""What a column must be like before a model may see it, and the error when it is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.data.batch import Array
+from loka_onnx.errors import DataError
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class RawColumn:
+    """Some rows of a column as stored.
+
+    Attributes:
+        values: (rows,) or (rows, width); where a value is null, any value.
+        nulls: (rows,) which rows hold a null, None when none does.
+    """
+
+    values: Array
+    nulls: Mask | None = None
+
+
+@dataclass(frozen=True)
+class ColumnRule:
+    """What a column must be like.
+
+    Attributes:
+        column: Name in the file.
+        dtype: NumPy name of the type to convert to; None keeps the stored type.
+        upper: Exclusive upper bound of ids for each of the values in a row, or one bound for all of
+            them; None where the column holds no ids.
+    """
+
+    column: str
+    dtype: str | None = None
+    upper: tuple[int | None, ...] = (None,)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Rows that break a rule.
+
+    Attributes:
+        rule: The rule.
+        what: The breach, as the end of a sentence that starts with the column.
+        count: Number of rows.
+        first_row: Index in the file of the first of them.
+        value: First offending value.
+        remedy: What the reader can do.
+    """
+
+    rule: ColumnRule
+    what: str
+    count: int
+    first_row: int
+    value: str
+    remedy: str
+
+    def plus(self, other: Fault | None) -> Fault:
+        """This fault with the rows of a later one of the same rule and breach added."""
+        same = other is not None and other.rule == self.rule and other.what == self.what
+        return replace(self, count=self.count + other.count) if other is not None and same else self
+
+    def error(self, file: str, rows: int) -> DataError:
+        """The exception that reports the fault.
+
+        Args:
+            file: Name of the file.
+            rows: Rows that were looked at.
+        """
+        return DataError(
+            f"column '{self.rule.column}' of '{file}' {self.what}",
+            evidence=f"{self.count} of {rows} rows, the first is row {self.first_row}: {self.value}",
+            remedy=self.remedy,
+        )
+
+
+def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
+    """Looks for rows that break a rule.
+
+    Args:
+        rule: The rule.
+        raw: The rows.
+        file_rows: (rows,) index in the file of each row.
+
+    Returns:
+        The first breach in this order: nulls, not finite, not whole, outside the type, outside the
+        embedding table; None when the rows are good.
+    """
+    if raw.nulls is not None and raw.nulls.any():
+        return _fault(rule, raw, raw.nulls, file_rows, "holds nulls", "drop the rows or fill the values")
+    values = raw.values
+    if values.dtype.kind == "f":
+        finite = np.isfinite(values)
+        if not finite.all():
+            bad = ~_per_row(finite, all_of=True)
+            nan = bool(np.isnan(values[int(np.argmax(bad))]).any())
+            return _fault(
+                rule,
+                raw,
+                bad,
+                file_rows,
+                f"holds {'NaN' if nan else 'infinity'}",
+                "drop or fill the rows; model inputs and labels must be finite",
+            )
+    if rule.dtype is None:
+        return None
+    return _conversion_fault(rule, raw, file_rows) or _id_fault(rule, raw, file_rows)
+
+
+def _conversion_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
+    target, values = np.dtype(rule.dtype), raw.values
+    if target.kind in "iu":
+        if values.dtype.kind == "f" and not (whole := values == np.trunc(values)).all():
+            return _fault(
+                rule,
+                raw,
+                ~_per_row(whole, all_of=True),
+                file_rows,
+                f"holds numbers that are not whole, where the model takes ids ({target})",
+                "store ids as integers, or bind a float input to this column",
+            )
+        limits = np.iinfo(target)
+        inside = (values >= limits.min) & (values <= limits.max)
+        # float64(2**63 - 1) rounds up to 2**63, which no int64 holds.
+        if values.dtype.kind == "f" and target == np.int64:
+            inside &= values < 2.0**63
+    elif target.kind == "f" and values.dtype.kind == "f":
+        inside = np.abs(values) <= float(np.finfo(target).max)
+    else:
+        return None
+    if inside.all():
+        return None
+    return _fault(
+        rule,
+        raw,
+        ~_per_row(inside, all_of=True),
+        file_rows,
+        f"holds values outside the range of {target}",
+        "clip or rescale the values when the data are prepared",
+    )
+
+
+def _id_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
+    bounds = [bound for bound in rule.upper if bound is not None]
+    if not bounds:
+        return None
+    limit = np.array([np.iinfo(np.int64).max if b is None else b for b in rule.upper])
+    checked = np.array([b is not None for b in rule.upper])
+    if raw.values.ndim == 1:
+        limit, checked = limit[:1].reshape(()), checked[:1].reshape(())
+    outside = ((raw.values < 0) | (raw.values >= limit)) & checked
+    if not outside.any():
+        return None
+    tables = " or ".join(sorted({f"{bound} rows (ids 0 to {bound - 1})" for bound in bounds}))
+    return _fault(
+        rule,
+        raw,
+        _per_row(outside, all_of=False),
+        file_rows,
+        f"holds ids outside its embedding table of {tables}",
+        "map unknown ids to a reserved row when the data are prepared, or export a model with a larger table",
+    )
+
+
+def _per_row(mask: Mask, *, all_of: bool) -> Mask:
+    if mask.ndim == 1:
+        return mask
+    return np.asarray(mask.all(axis=1) if all_of else mask.any(axis=1))
+
+
+def _fault(rule: ColumnRule, raw: RawColumn, bad: Mask, file_rows: Array, what: str, remedy: str) -> Fault:
+    first = int(np.argmax(bad))
+    null = raw.nulls is not None and bool(raw.nulls[first])
+    value = "null" if null else str(raw.values[first].tolist())[:80]
+    return Fault(rule, what, int(bad.sum()), int(file_rows[first]), value, remedy)

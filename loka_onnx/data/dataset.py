@@ -1,0 +1,364 @@
+"""A data set: rows of a file, read again and again in batches without ever holding all of them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loka_onnx.data.batch import Array, Batch
+from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.checks import ColumnRule, Fault, RawColumn, find_fault
+from loka_onnx.data.selection import HashRows, RowRange, RowSelection
+from loka_onnx.errors import ConfigError, DataError
+
+# Rows read from the file at once when the batch is smaller: enough to make per-chunk work vanish.
+_CHUNK_ROWS = 8192
+_KIND_NAMES = {
+    "U": "strings",
+    "O": "Python objects",
+    "M": "timestamps",
+    "m": "durations",
+    "?": "values of a type that cannot be read",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is read from a file.
+
+    Attributes:
+        bindings: How the model inputs are made of columns.
+        columns: Further columns, handed over as stored: labels, weights, group, slices.
+    """
+
+    bindings: tuple[InputBinding, ...]
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ColumnInfo:
+    """What a file says about a column before any row is read.
+
+    Attributes:
+        kind: NumPy kind character of the stored type; "?" for a type that cannot be read.
+        stored: Name of the stored type, for messages.
+        width: Values in a row of lists, None where the file does not state it; 0 for a scalar column.
+    """
+
+    kind: str
+    stored: str
+    width: int | None = 0
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows as stored: columns by name, and the index in the file of each row, (rows,)."""
+
+    columns: Mapping[str, RawColumn]
+    file_rows: Array
+
+
+class Dataset(ABC):
+    """Some rows of a file, in file order.
+
+    The base owns selection, checks, conversion and re-batching; a file format fills in `_describe` and
+    `_read`.
+
+    Args:
+        path: The file.
+        layout: What is read from it.
+        selection: Which rows; None for all.
+
+    Raises:
+        DataError: When the file is missing, unreadable or empty, lacks a column, or a column has a type
+            that the input cannot take.
+        ConfigError: When nothing is to be read.
+    """
+
+    def __init__(self, path: Path, layout: Layout, selection: RowSelection | None = None) -> None:
+        if not path.is_file():
+            raise DataError(
+                "the data file does not exist",
+                where=str(path),
+                evidence="the path is a directory" if path.is_dir() else f"looked in {path.parent.resolve()}",
+                remedy="correct the path, or create the file",
+            )
+        self.path, self.layout = path, layout
+        self.selection: RowSelection = RowRange() if selection is None else selection
+        self.file_rows, self._known = self._describe()
+        if self.file_rows == 0:
+            raise DataError(
+                "the data file holds no rows",
+                where=str(path),
+                evidence="its row count is 0",
+                remedy="point at a file with rows",
+            )
+        self._rules = self._plan()
+        self._start, self._stop = self._resolve()
+        self.rows = self._count()
+
+    @property
+    def name(self) -> str:
+        """File name and, unless it is the whole file, the selection."""
+        return self.path.name if self.selection == RowRange() else f"{self.path.name} {self.selection.id}"
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256, as hex, of the content of the file and of the selection."""
+        text = f"{self.file_digest}:{self.selection.id}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def file_digest(self) -> str:
+        """SHA-256, as hex, of the content of the whole file."""
+        stat = self.path.stat()
+        return _file_digest(str(self.path.resolve()), stat.st_size, stat.st_mtime_ns)
+
+    def batches(self, size: int, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+        """Reads rows in order; every call starts anew.
+
+        Args:
+            size: Rows of each batch but the last, which holds what is left.
+            start: First row, counted in the data set.
+            stop: Row after the last, or None for the end of the data set.
+
+        Yields:
+            Batches. Memory is bounded by the batch size, not by the number of rows.
+
+        Raises:
+            ConfigError: When `size` is below 1, or [start, stop) is not inside the data set.
+            DataError: When a value breaks the rules of its column, or the file breaks off.
+        """
+        end = self.rows if stop is None else stop
+        if size < 1 or not 0 <= start <= end <= self.rows:
+            raise ConfigError(
+                "batches need a size of at least 1 and rows inside the data set",
+                where=self.name,
+                evidence=f"size {size}, rows {start} to {end} of {self.rows}",
+                remedy="correct the batch size or the row range",
+            )
+        return self._batches(size, start, end)
+
+    def check(self) -> None:
+        """Reads every row once and raises the first fault, with a count over the whole data set.
+
+        Raises:
+            DataError: As `batches` does.
+        """
+        found: Fault | None = None
+        for chunk in self._chunks(0, self.rows, 8 * _CHUNK_ROWS):
+            if found is None:
+                found = self._first_fault(chunk)
+            else:
+                found = found.plus(find_fault(found.rule, chunk.columns[found.rule.column], chunk.file_rows))
+        if found is not None:
+            raise found.error(self.path.name, self.rows)
+
+    @abstractmethod
+    def _describe(self) -> tuple[int, Mapping[str, ColumnInfo]]:
+        """Rows of the file, and its columns, without reading rows."""
+
+    @abstractmethod
+    def _read(self, columns: Sequence[str], rows: range, size: int) -> Iterator[dict[str, RawColumn]]:
+        """Reads file rows in order, in pieces of at most `size` rows."""
+
+    def _sources(self, binding: InputBinding) -> tuple[str, ...]:
+        """Columns of the file that an input is read from."""
+        return binding.columns
+
+    def _plan(self) -> dict[str, ColumnRule]:
+        """The rule of each column that is read; checks names and types."""
+        rules = {name: self._typed(ColumnRule(name)) for name in self.layout.columns}
+        for binding in self.layout.bindings:
+            sources = self._sources(binding)
+            for position, name in enumerate(sources):
+                whole = len(sources) < len(binding.columns)
+                upper = (binding.upper or (None,)) if whole else (binding.upper_of(position),)
+                rules[name] = self._typed(ColumnRule(name, binding.dtype, upper))
+                self._fits(binding, name, len(sources))
+        if isinstance(self.selection, HashRows):
+            self._typed(ColumnRule(self.selection.column))
+        if not rules:
+            raise ConfigError(
+                "nothing is read from the data file",
+                where=str(self.path),
+                evidence="no input is bound to it and no column is named",
+                remedy="bind the model's inputs, or name columns",
+            )
+        return rules
+
+    def _typed(self, rule: ColumnRule) -> ColumnRule:
+        info = self._known.get(rule.column)
+        where = f"column '{rule.column}' of '{self.path.name}'"
+        if info is None:
+            near = difflib.get_close_matches(rule.column, self._known, n=1, cutoff=0.0)
+            raise DataError(
+                f"{where} does not exist",
+                evidence=f"the nearest of its {len(self._known)} columns is '{near[0]}'"
+                if near
+                else "the file has no columns",
+                remedy="correct the name, or map the model input to existing columns under `inputs:`",
+            )
+        kind_name = _KIND_NAMES.get(info.kind)
+        if info.kind in "O?" or (rule.dtype is not None and kind_name is not None):
+            wanted = f"the model takes {rule.dtype}" if rule.dtype else "a number or a string is wanted"
+            raise DataError(
+                f"{where} holds {kind_name}, where {wanted}",
+                evidence=f"its stored type is {info.stored}",
+                remedy="encode it as numbers when the data are prepared, or bind another column",
+            )
+        return rule
+
+    def _fits(self, binding: InputBinding, name: str, sources: int) -> None:
+        """Whether a column can be one of the sources of an input, by its width."""
+        width = self._known[name].width
+        where = f"column '{name}' of '{self.path.name}'"
+        if width != 0 and (sources > 1 or binding.rank == 1):
+            raise DataError(
+                f"{where} holds lists, where input '{binding.input}' takes one number a row",
+                evidence=f"its stored type is {self._known[name].stored}, {width or 'several'} values a row",
+                remedy="bind the list column alone to an input of rank 2",
+            )
+        if sources < len(binding.columns) != width:
+            raise DataError(
+                f"{where} does not fit the binding of input '{binding.input}'",
+                evidence=f"a row holds {width or 1} values, and {len(binding.columns)} columns are bound",
+                remedy="bind as many columns as the array is wide",
+            )
+
+    def _resolve(self) -> tuple[int, int]:
+        """File rows [start, stop) that have to be read."""
+        if isinstance(self.selection, HashRows):
+            return 0, self.file_rows
+        stop = self.file_rows if self.selection.stop is None else self.selection.stop
+        if not self.selection.start < stop <= self.file_rows:
+            raise DataError(
+                "the row range is not inside the file",
+                where=str(self.path),
+                evidence=f"{self.selection.id}, and the file has {self.file_rows} rows",
+                remedy="correct the row range",
+            )
+        return self.selection.start, stop
+
+    def _count(self) -> int:
+        if not isinstance(self.selection, HashRows):
+            return self._stop - self._start
+        column, rows = self.selection.column, 0
+        for piece in self._read((column,), range(self._start, self._stop), 8 * _CHUNK_ROWS):
+            rows += int(self.selection.mask(piece[column].values).sum())
+        if rows == 0:
+            raise DataError(
+                "no row was selected",
+                where=str(self.path),
+                evidence=f"{self.selection.id} selects none of {self.file_rows} rows",
+                remedy="split by a column with more distinct values, or give the split a larger fraction",
+            )
+        return rows
+
+    def _chunks(self, start: int, stop: int, size: int) -> Iterator[_Chunk]:
+        """Rows [start, stop) of the data set as stored."""
+        if isinstance(self.selection, HashRows):
+            yield from self._filtered(self.selection, start, stop, size)
+            return
+        row = self._start + start
+        for piece in self._read(tuple(self._rules), range(row, self._start + stop), size):
+            rows = _rows(piece)
+            yield _Chunk(piece, np.arange(row, row + rows))
+            row += rows
+
+    def _filtered(self, selection: HashRows, start: int, stop: int, size: int) -> Iterator[_Chunk]:
+        names = tuple(dict.fromkeys((*self._rules, selection.column)))
+        row = taken = 0
+        for piece in self._read(names, range(self.file_rows), size):
+            indices = np.flatnonzero(selection.mask(piece[selection.column].values))
+            keep = indices[max(start - taken, 0) : max(stop - taken, 0)]
+            if keep.size:
+                columns = {
+                    name: RawColumn(raw.values[keep], None if raw.nulls is None else raw.nulls[keep])
+                    for name, raw in piece.items()
+                }
+                yield _Chunk(columns, keep + row)
+            row += _rows(piece)
+            taken += indices.size
+            if taken >= stop:
+                return
+
+    def _first_fault(self, chunk: _Chunk) -> Fault | None:
+        for name, rule in self._rules.items():
+            fault = find_fault(rule, chunk.columns[name], chunk.file_rows)
+            if fault is not None:
+                return fault
+        return None
+
+    def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
+        row, waiting, held = start, list[Batch](), 0
+        for chunk in self._chunks(start, stop, size * max(1, _CHUNK_ROWS // size)):
+            fault = self._first_fault(chunk)
+            if fault is not None:
+                raise fault.error(self.path.name, chunk.file_rows.size)
+            waiting.append(self._convert(chunk))
+            held += chunk.file_rows.size
+            if held < size:
+                continue
+            whole = _joined(waiting)
+            for offset in range(0, held - held % size, size):
+                yield _part(whole, offset, offset + size, row)
+                row += size
+            rest = held % size
+            waiting = [_part(whole, held - rest, held, 0)] if rest else []
+            held = rest
+        if held:
+            yield _part(_joined(waiting), 0, held, row)
+
+    def _convert(self, chunk: _Chunk) -> Batch:
+        inputs = {binding.input: self._input(binding, chunk) for binding in self.layout.bindings}
+        columns = {name: chunk.columns[name].values for name in self.layout.columns}
+        return Batch(inputs, columns, 0)
+
+    def _input(self, binding: InputBinding, chunk: _Chunk) -> Array:
+        stored = [chunk.columns[name].values for name in self._sources(binding)]
+        if binding.rank == 1:
+            return np.ascontiguousarray(stored[0], dtype=binding.dtype)
+        if stored[0].ndim == 2:
+            return np.ascontiguousarray(stored[0], dtype=binding.dtype)
+        stacked: Array = np.empty((chunk.file_rows.size, len(stored)), dtype=binding.dtype)
+        for position, values in enumerate(stored):
+            stacked[:, position] = values
+        return stacked
+
+
+@functools.lru_cache(maxsize=256)
+def _file_digest(path: str, size: int, mtime_ns: int) -> str:
+    """Size and time are part of the key so that a rewritten file is hashed again."""
+    with Path(path).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _rows(piece: Mapping[str, RawColumn]) -> int:
+    return int(next(iter(piece.values())).values.shape[0])
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    return Batch(
+        {name: np.concatenate([b.inputs[name] for b in batches]) for name in first.inputs},
+        {name: np.concatenate([b.columns[name] for b in batches]) for name in first.columns},
+        first.first_row,
+    )
+
+
+def _part(batch: Batch, start: int, stop: int, first_row: int) -> Batch:
+    return Batch(
+        {name: array[start:stop] for name, array in batch.inputs.items()},
+        {name: array[start:stop] for name, array in batch.columns.items()},
+        first_row,
+    )

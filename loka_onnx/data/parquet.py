@@ -1,0 +1,155 @@
+"""Parquet files as data sets, read a few row groups' pages at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from loka_onnx.data.batch import Array
+from loka_onnx.data.checks import RawColumn
+from loka_onnx.data.dataset import ColumnInfo, Dataset
+from loka_onnx.errors import DataError
+
+# Bytes read ahead for each column; without a limit pyarrow holds the column chunks of a whole row group.
+_READ_AHEAD = 1 << 20
+
+
+class ParquetDataset(Dataset):
+    """Some rows of a Parquet file."""
+
+    def _describe(self) -> tuple[int, Mapping[str, ColumnInfo]]:
+        with self._open() as file:
+            schema: Any = file.schema_arrow
+            return int(file.metadata.num_rows), {field.name: _info(field.type) for field in schema}
+
+    def _open(self) -> Any:
+        try:
+            # Pre-buffering would hold a whole row group; checksums are verified where the writer left them.
+            return pq.ParquetFile(
+                self.path, buffer_size=_READ_AHEAD, pre_buffer=False, page_checksum_verification=True
+            )
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> DataError:
+        return DataError(
+            "the file is not a whole Parquet file",
+            where=str(self.path),
+            evidence=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            remedy="write it again; a copy that was interrupted leaves such a file",
+        )
+
+    def _read(self, columns: Sequence[str], rows: range, size: int) -> Iterator[dict[str, RawColumn]]:
+        with self._open() as file:
+            groups, skip = _groups(file.metadata, rows)
+            left = len(rows)
+            batches = file.iter_batches(batch_size=size, row_groups=groups, columns=list(columns))
+            while left > 0:
+                try:
+                    record = next(batches)
+                except (pa.ArrowException, OSError) as error:
+                    raise self._unreadable(error) from error
+                except StopIteration:
+                    raise self._unreadable(EOFError(f"{left} rows are missing")) from None
+                if skip >= record.num_rows:
+                    skip -= record.num_rows
+                    continue
+                record = record.slice(skip, left)
+                skip, left = 0, left - record.num_rows
+                yield {name: self._raw(name, record.column(name)) for name in columns}
+
+    def _raw(self, name: str, column: Any) -> RawColumn:
+        if _is_list(column.type):
+            if column.null_count:
+                return RawColumn(np.zeros(len(column)), np.asarray(column.is_null()))
+            lengths = np.asarray(pc.list_value_length(column))
+            if lengths.size and (lengths != lengths[0]).any():
+                raise DataError(
+                    f"column '{name}' of '{self.path.name}' holds lists of different lengths",
+                    evidence=f"lengths {lengths.min()} to {lengths.max()} within {lengths.size} rows",
+                    remedy="pad or cut the lists to one length when the data are prepared",
+                )
+            rows, width, column = len(column), int(lengths[0]), column.flatten()
+            values, nulls = _to_numpy(column)
+            shaped = None if nulls is None else np.asarray(nulls.reshape(rows, width).any(axis=1))
+            return RawColumn(values.reshape(rows, width), shaped)
+        values, nulls = _to_numpy(column)
+        return RawColumn(values, nulls)
+
+
+def write_parquet(table: pa.Table, path: Path, row_group_rows: int = 65536) -> None:
+    """Writes a Parquet file so that a reader sees the whole file or none.
+
+    Args:
+        table: A `pyarrow.Table`.
+        path: The file; its directory exists.
+        row_group_rows: Rows of a row group.
+
+    Raises:
+        OSError: When the directory cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        pq.write_table(table, temporary, row_group_size=row_group_rows, write_page_checksum=True)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _groups(metadata: Any, rows: range) -> tuple[list[int], int]:
+    """Row groups that hold the rows, and how many rows precede them in the first of these."""
+    groups, skip, first = list[int](), 0, 0
+    for group in range(metadata.num_row_groups):
+        stop = first + metadata.row_group(group).num_rows
+        if first < rows.stop and rows.start < stop:
+            skip = skip if groups else rows.start - first
+            groups.append(group)
+        first = stop
+    return groups, skip
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _info(kind: Any) -> ColumnInfo:
+    stored = str(kind)
+    width: int | None = 0
+    if _is_list(kind):
+        width = kind.list_size if pa.types.is_fixed_size_list(kind) else None
+        kind = kind.value_type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return ColumnInfo("U", stored, width)
+    if pa.types.is_decimal(kind):
+        return ColumnInfo("f", stored, width)
+    try:
+        code = np.dtype(kind.to_pandas_dtype()).kind
+    except (NotImplementedError, TypeError):
+        code = "?"
+    return ColumnInfo(code, stored, width)
+
+
+def _to_numpy(column: Any) -> tuple[Array, Array | None]:
+    """Values and the mask of nulls; null strings become empty strings, a slice or group of their own."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = column.dictionary_decode()
+        kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return np.asarray(column.fill_null("").to_numpy(zero_copy_only=False), dtype=np.str_), None
+    if pa.types.is_decimal(kind):
+        column = column.cast(pa.float64())
+    if not column.null_count:
+        return column.to_numpy(zero_copy_only=False), None
+    nulls = np.asarray(column.is_null())
+    if pa.types.is_temporal(kind):
+        return column.to_numpy(zero_copy_only=False), nulls
+    return column.fill_null(False if pa.types.is_boolean(kind) else 0).to_numpy(zero_copy_only=False), nulls

@@ -1,0 +1,157 @@
+"""The three disjoint splits: calibration, selection, certification."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.dataset import Dataset
+from loka_onnx.data.opening import open_dataset
+from loka_onnx.data.selection import HashRows, RowRange, RowSelection
+from loka_onnx.errors import ConfigError
+
+_WHY = {
+    "calibration": "ranges that have seen a split's rows make its accuracy look better than it is",
+    "selection": "plans are chosen on selection, so that it cannot also judge the choice",
+}
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The three splits, opened and known to be disjoint."""
+
+    calibration: Dataset
+    selection: Dataset
+    certification: Dataset
+
+    def __post_init__(self) -> None:
+        ensure_disjoint(self.calibration, self.selection, self.certification)
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """How one file is divided into the three splits.
+
+    Attributes:
+        by: "fraction" takes contiguous rows in file order, which suits rows in order of time; "hash"
+            takes the rows whose key hashes into an interval, so that the rows of one group stay together.
+        calibration: Fraction of the rows (of the keys, for "hash"), in (0, 1).
+        selection: As above.
+        certification: As above; the three sum to at most 1.
+        column: Key column, for "hash" only.
+        seed: Chooses the hash function.
+
+    Raises:
+        ConfigError: When the fields contradict one another.
+    """
+
+    by: Literal["fraction", "hash"] = "fraction"
+    calibration: float = 0.2
+    selection: float = 0.3
+    certification: float = 0.5
+    column: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        fractions = (self.calibration, self.selection, self.certification)
+        if min(fractions) <= 0 or sum(fractions) > 1 + 1e-9:
+            raise ConfigError(
+                "the fractions of a split rule must be positive and sum to at most 1",
+                evidence=f"calibration, selection and certification are {fractions}",
+                remedy="for example 0.2, 0.3 and 0.5",
+            )
+        if (self.by == "hash") != (self.column is not None):
+            raise ConfigError(
+                "a split rule needs a key column exactly when it splits by hash",
+                evidence=f"by '{self.by}', column {self.column!r}",
+                remedy="set `column` to the group column, or split by fraction",
+            )
+
+    def selections(self, rows: int) -> tuple[RowSelection, ...]:
+        """The rows of calibration, selection and certification, in this order.
+
+        Args:
+            rows: Rows of the file.
+
+        Raises:
+            ConfigError: When a split would hold no row.
+        """
+        edges = (0.0, *itertools.accumulate((self.calibration, self.selection, self.certification)))
+        if self.column is not None:
+            column, ends = self.column, [min(edge, 1.0) for edge in edges]
+            return tuple(HashRows(column, low, high, self.seed) for low, high in itertools.pairwise(ends))
+        # The small term keeps 0.2 + 0.3 + 0.5 of 10 rows from losing a row to rounding.
+        bounds = [min(math.floor(edge * rows + 1e-6), rows) for edge in edges]
+        if any(low == high for low, high in itertools.pairwise(bounds)):
+            raise ConfigError(
+                "a split would hold no row",
+                evidence=f"row bounds {bounds} of {rows} rows",
+                remedy="give a file with more rows, or larger fractions",
+            )
+        return tuple(RowRange(low, high) for low, high in itertools.pairwise(bounds))
+
+
+def split_file(
+    path: str | Path, rule: SplitRule, bindings: Sequence[InputBinding], columns: Sequence[str] = ()
+) -> Splits:
+    """Opens the three splits of one file.
+
+    Args:
+        path: The file.
+        rule: How it is divided.
+        bindings: How the model inputs are made of its columns.
+        columns: Further columns wanted.
+
+    Raises:
+        DataError: As `open_dataset` does.
+        ConfigError: When a split would hold no row.
+    """
+    whole = open_dataset(path, bindings, columns)
+    calibration, selection, certification = (
+        open_dataset(path, bindings, columns, rows) for rows in rule.selections(whole.file_rows)
+    )
+    return Splits(calibration, selection, certification)
+
+
+def ensure_disjoint(calibration: Dataset, selection: Dataset, certification: Dataset) -> None:
+    """Refuses splits that share rows.
+
+    Files are compared by content, so that a copy or a link does not slip through. Two files with
+    different content are taken as disjoint.
+
+    Raises:
+        ConfigError: When two splits are, or cannot be told not to be, the same rows of the same content.
+    """
+    named = {"calibration": calibration, "selection": selection, "certification": certification}
+    for (first, a), (second, b) in itertools.combinations(named.items(), 2):
+        if a.file_digest != b.file_digest or not _may_overlap(a, b):
+            continue
+        same = a.selection == b.selection
+        what = "are the same file" if same and a.selection == RowRange() else "share rows of the same file"
+        raise ConfigError(
+            f"{first} and {second} {what}; certification is looked at once, and {_WHY[first]}",
+            where="data",
+            evidence=f"{first} is '{a.name}', {second} is '{b.name}', content sha256 {a.file_digest[:12]}…",
+            remedy="give three files, or one file with a split rule",
+        )
+
+
+def _may_overlap(a: Dataset, b: Dataset) -> bool:
+    one, two = a.selection, b.selection
+    if isinstance(one, RowRange) and isinstance(two, RowRange):
+        one_stop = a.file_rows if one.stop is None else one.stop
+        two_stop = b.file_rows if two.stop is None else two.stop
+        return one.start < two_stop and two.start < one_stop
+    if (
+        isinstance(one, HashRows)
+        and isinstance(two, HashRows)
+        and (one.column, one.seed) == (two.column, two.seed)
+    ):
+        return one.low < two.high and two.low < one.high
+    # Different rules over one file: nothing short of reading it proves the rows distinct.
+    return True

@@ -1,0 +1,1 @@
+"""Engine makers, one backend each, behind one interface; every build runs in an isolated child process."""

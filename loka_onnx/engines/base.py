@@ -1,0 +1,344 @@
+"""What every engine maker shares: checking, isolation, timing, cleaning up.
+
+A concrete `Backend` says what it can do (`availability`, `devices`, `decline`, `base_precision`) and fills
+four hooks that run in the child process (`compile`, `read_precision`, `why_not_run`, `load`). It never sees
+limits, staging directories or half-written output.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import shutil
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import numpy.typing as npt
+import psutil
+
+from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_file, digest_files
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.engines import worker
+from loka_onnx.engines.isolation import Ending, run_child, tail
+from loka_onnx.engines.request import BuildRequest, BuildResponse
+from loka_onnx.errors import ConfigError, EngineError, ModelError, OutputError, UserError
+from loka_onnx.sessions.onnx_session import Arrays
+
+
+@dataclass(frozen=True)
+class Availability:
+    """What a backend can do on this machine.
+
+    Attributes:
+        installed: Its library imports.
+        version: Version of the library; empty when not installed.
+        can_build: It can build engines here.
+        can_run: It can run engines here, for at least one of its architectures.
+        devices: Devices of this machine that it can run on.
+        reason: Why it cannot build or run; empty when it can do both.
+        remedy: What would change that.
+    """
+
+    installed: bool
+    version: str
+    can_build: bool
+    can_run: bool
+    devices: tuple[str, ...]
+    reason: str
+    remedy: str
+
+
+class Runner(ABC):
+    """A loaded engine; a context manager that frees it."""
+
+    @abstractmethod
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Run one batch: one array per graph input, the batch on axis 0; one array per graph output.
+
+        Raises:
+            EngineError: The engine fails on this batch.
+        """
+
+    def close(self) -> None:
+        """Free the engine; the runner is unusable afterwards."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Backend(ABC):
+    """An engine maker."""
+
+    name: ClassVar[str]
+    """As run files name it."""
+    devices: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Architectures of each device that a run file can name."""
+    options: ClassVar[Mapping[str, range]] = {}
+    """Settings that `BuildRequest.options` may hold, and their values."""
+
+    @abstractmethod
+    def availability(self) -> Availability:
+        """What this backend can do on this machine; never raises."""
+
+    @abstractmethod
+    def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
+        """Why this backend cannot honour a plan on an architecture; None when it can."""
+
+    @abstractmethod
+    def base_precision(self, plan: PrecisionPlan) -> Precision:
+        """Precision of everything that is not FP8 in the graph that is handed to `build`."""
+
+    @abstractmethod
+    def portability(self, architecture: str) -> str:
+        """Where an engine for an architecture may be loaded, for the manifest."""
+
+    @abstractmethod
+    def compile(self, request: BuildRequest, into: Path) -> Path:
+        """Hook, in the child process: build the engine below `into` and return its main file."""
+
+    @abstractmethod
+    def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
+        """Hook, in the child process: what the engine runs each planned site in, read from the engine."""
+
+    @abstractmethod
+    def why_not_run(self, architecture: str) -> str:
+        """Hook: why an engine for an architecture cannot run on this machine; empty when it can."""
+
+    @abstractmethod
+    def load(self, engine: Path, architecture: str) -> Runner:
+        """Hook: load an engine of this backend that can run here."""
+
+    def is_simulated(self, plan: PrecisionPlan) -> bool:
+        """Whether the FP8 of a plan is simulated: accuracy counts, speed does not."""
+        return False
+
+    def files(self, engine: Path) -> tuple[Path, ...]:
+        """Every file that an engine consists of, the main file first."""
+        return (engine,)
+
+    def architectures(self, device: str) -> tuple[str, ...]:
+        """Architectures of a device as this backend names them, one engine each.
+
+        Raises:
+            ConfigError: The backend does not know the device.
+        """
+        if device in self.devices:
+            return self.devices[device]
+        near = difflib.get_close_matches(device, self.devices, n=1)
+        raise ConfigError(
+            f"backend '{self.name}' builds nothing for device '{device}'",
+            evidence=f"it knows {', '.join(sorted(self.devices))}",
+            remedy=f"did you mean '{near[0]}'?" if near else "name one of these, or another backend",
+        )
+
+    def build(self, request: BuildRequest) -> EngineArtifact:
+        """Build one engine in a child process, run its first batches there, and publish it.
+
+        `request.output` appears as a whole or not at all; the log of the child is beside it, with the
+        suffix ``.log``.
+
+        Returns:
+            READY, BUILT_NOT_RUN with the reason, or FAILED with the evidence.
+
+        Raises:
+            ModelError: The model or the sample is missing.
+            ConfigError: An unknown option or a value outside its range, or an architecture of no device.
+            OutputError: The output cannot be written.
+        """
+        started = time.monotonic()
+        self._check(request)
+        refusal = self._refusal(request)
+        if refusal:
+            return self._failed(request, f"declined: {refusal}", started)
+        log = request.output.with_name(f"{request.output.name}.log")
+        try:
+            staging = _make_staging(request.output)
+        except OSError as error:
+            raise OutputError(f"cannot write '{request.output}'", evidence=str(error)) from error
+        try:
+            response, detail = self._build_isolated(request, staging, log)
+            if response is None:
+                return self._failed(request, detail, started)
+            return self._publish(request, response, staging)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def open(self, artifact: EngineArtifact, path: Path) -> Runner:
+        """Load a built engine.
+
+        Args:
+            artifact: What `build` returned.
+            path: Its engine file.
+
+        Raises:
+            EngineError: The build failed, the file is not the one that was built, or the engine cannot
+                run on this machine.
+        """
+        where = f"engine '{artifact.id}'"
+        if artifact.backend != self.name or artifact.status is BuildStatus.FAILED:
+            raise EngineError(
+                "there is no such engine to load",
+                where=where,
+                evidence=f"backend {artifact.backend}, status {artifact.status}",
+                remedy="see the build's detail in the report",
+            )
+        reason = self.why_not_run(artifact.architecture)
+        if reason:
+            raise EngineError(f"cannot run here: {reason}", where=where, remedy=artifact.portability)
+        files = self.files(path) if path.is_file() else (path,)
+        if not all(file.is_file() for file in files) or _digest(files) != artifact.digest:
+            raise EngineError(
+                "the engine file is missing or is not the one that was built",
+                where=where,
+                evidence=f"'{path}' does not have digest {artifact.digest}",
+                remedy="build the engine again",
+            )
+        return self.load(path, artifact.architecture)
+
+    def _check(self, request: BuildRequest) -> None:
+        for path, what in ((request.model, "model"), (request.sample, "sample")):
+            if not path.is_file():
+                raise ModelError(f"the {what} to build from is missing", where=str(path))
+        known = {architecture for several in self.devices.values() for architecture in several}
+        if request.architecture not in known:
+            raise ConfigError(
+                f"backend '{self.name}' has no architecture '{request.architecture}'",
+                evidence=f"it builds for {', '.join(sorted(known))}",
+            )
+        for option, value in request.options.items():
+            if option not in self.options:
+                raise ConfigError(
+                    f"backend '{self.name}' has no option '{option}'",
+                    evidence=f"it takes {', '.join(sorted(self.options)) or 'none'}",
+                )
+            if value not in self.options[option]:
+                allowed = self.options[option]
+                raise ConfigError(
+                    f"option '{option}' of backend '{self.name}' is out of range",
+                    evidence=f"{value}; it takes {allowed.start} to {allowed.stop - 1}",
+                )
+
+    def _refusal(self, request: BuildRequest) -> str:
+        availability = self.availability()
+        if not availability.can_build:
+            return f"{availability.reason}; {availability.remedy}"
+        return self.decline(request.plan, request.architecture) or ""
+
+    def _build_isolated(
+        self, request: BuildRequest, staging: Path, log: Path
+    ) -> tuple[BuildResponse | None, str]:
+        """The child's response, or None and what became of it."""
+        serde.write(request, staging / worker.REQUEST)
+        outcome = run_child(worker.__name__, [worker.locate(self), str(staging)], log, request.limits)
+        phase_file = staging / worker.PHASE
+        phase = phase_file.read_text(encoding="utf-8") if phase_file.is_file() else "starting"
+        evidence = ""
+        if outcome.ending is Ending.EXITED and outcome.code == 0:
+            try:
+                response = serde.read(BuildResponse, staging / worker.RESPONSE)
+            except UserError as error:
+                evidence = f"the build process left no valid response: {error}"
+            else:
+                if not response.error:
+                    return response, ""
+                return None, f"{self.name} failed while {phase}: {response.error}\n  log: {log}"
+        detail = f"{self.name} failed while {phase}: {evidence or 'the build process'} "
+        detail += outcome.describe(request.limits)
+        lines = tail(log)
+        shown = "\n    ".join(lines.splitlines()) if lines else "(empty)"
+        return None, f"{detail}\n  log: {log}, its end:\n    {shown}"
+
+    def _publish(self, request: BuildRequest, response: BuildResponse, staging: Path) -> EngineArtifact:
+        built = staging / worker.ENGINE
+        files = tuple(built / name for name in response.files)
+        size, digest = sum(file.stat().st_size for file in files), _digest(files)
+        _replace_directory(built, request.output, staging)
+        engine = request.output / response.engine
+        return EngineArtifact(
+            backend=self.name,
+            plan=request.plan.id,
+            target=request.target,
+            architecture=request.architecture,
+            status=BuildStatus.BUILT_NOT_RUN if response.not_run else BuildStatus.READY,
+            simulated=self.is_simulated(request.plan),
+            path=engine.relative_to(request.relative_to or request.output),
+            bytes=size,
+            digest=digest,
+            backend_version=response.version,
+            sites=response.sites,
+            build_seconds=response.build_seconds,
+            detail=response.not_run,
+            portability=self.portability(request.architecture),
+        )
+
+    def _failed(self, request: BuildRequest, detail: str, started: float) -> EngineArtifact:
+        return EngineArtifact(
+            backend=self.name,
+            plan=request.plan.id,
+            target=request.target,
+            architecture=request.architecture,
+            status=BuildStatus.FAILED,
+            simulated=self.is_simulated(request.plan),
+            path=None,
+            bytes=0,
+            digest="",
+            backend_version=self.availability().version,
+            sites=(),
+            build_seconds=time.monotonic() - started,
+            detail=detail,
+        )
+
+
+def _digest(files: tuple[Path, ...]) -> str:
+    """SHA-256 of the one engine file; over all of them when the weights are beside it."""
+    return digest_file(files[0]) if len(files) == 1 else digest_files(files)
+
+
+def _make_staging(output: Path) -> Path:
+    """A directory beside the output to build in; those of processes that no longer exist are removed.
+
+    A process that was killed could not remove its own.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{output.name}.building-"
+    for stale in output.parent.glob(f"{glob.escape(prefix)}*"):
+        owner = stale.name.removeprefix(prefix).partition("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(stale, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
+
+
+def _replace_directory(source: Path, target: Path, staging: Path) -> None:
+    """Move a finished directory into place; an earlier one is set aside first, into the staging directory.
+
+    Raises:
+        OutputError: The place cannot be written.
+    """
+    replaced = staging / "replaced"
+    try:
+        if target.exists():
+            target.rename(replaced)
+        try:
+            source.rename(target)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(target)
+            raise
+    except OSError as error:
+        raise OutputError(f"cannot write '{target}'", evidence=str(error)) from error

@@ -1,0 +1,151 @@
+"""A child process that cannot take the parent with it.
+
+The child runs in a process group of its own, writes to a log file, and is watched by the parent for wall
+time and resident memory. An address-space limit (`RLIMIT_AS`) would be simpler, but CUDA reserves far more
+address space than it uses, and a build would fail under any limit that is worth setting. Whatever happens to
+the child comes back as a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from loka_onnx.engines.request import Limits
+
+POLL_SECONDS = 0.02
+TAIL_LINES = 20
+TAIL_CHARACTERS = 3000
+MIB = 1 << 20
+
+
+class Ending(StrEnum):
+    """How a child process ended."""
+
+    EXITED = "exited"
+    SIGNALLED = "signalled"
+    TIMED_OUT = "timed out"
+    OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class ChildOutcome:
+    """What became of a child process.
+
+    Attributes:
+        ending: How it ended.
+        code: Exit code, or the number of the signal.
+        seconds: Wall time.
+        peak_bytes: Largest resident memory seen, of the child and its descendants.
+    """
+
+    ending: Ending
+    code: int
+    seconds: float
+    peak_bytes: int
+
+    def describe(self, limits: Limits) -> str:
+        """One sentence on the ending, with its evidence and remedy where there is one."""
+        used = f"after {self.seconds:.1f} s, peak memory {self.peak_bytes / MIB:.0f} MiB"
+        if self.ending is Ending.TIMED_OUT:
+            return f"ended at the time limit of {limits.seconds:g} s ({used}); raise limits.seconds"
+        if self.ending is Ending.OUT_OF_MEMORY:
+            limit = f"{limits.memory_bytes / MIB:.0f} MiB"
+            return f"ended at the memory limit of {limit} ({used}); raise limits.memory_bytes"
+        if self.ending is Ending.SIGNALLED:
+            # Only the kernel and operators send SIGKILL; a build that ends so most often ran out of memory.
+            cause = "; SIGKILL is what the kernel sends when memory runs out" if self.code == 9 else ""
+            return f"died of {_signal_name(self.code)} ({used}){cause}"
+        return f"exited with code {self.code} ({used})"
+
+
+def _signal_name(number: int) -> str:
+    text = signal.strsignal(number) or "unknown signal"
+    try:
+        return f"{signal.Signals(number).name} ({text.lower()})"
+    except ValueError:
+        return f"signal {number} ({text.lower()})"
+
+
+def run_child(module: str, arguments: Sequence[str], log: Path, limits: Limits) -> ChildOutcome:
+    """Run ``python -m module arguments`` in a clean interpreter, under limits.
+
+    Nothing of the child's process group is left when this returns, or when it is interrupted.
+
+    Args:
+        module: Module to run.
+        arguments: Its arguments.
+        log: File that takes the child's output, standard error included.
+        limits: When to end it.
+    """
+    # The child sees the modules that the parent sees, and nothing from its working directory (-P).
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-P", "-X", "faulthandler", "-m", module, *arguments]
+    started = time.monotonic()
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        ended, peak = _watch(process, limits, started)
+    finally:
+        # While the leader is not yet reaped its number cannot be reused, so the group is certainly ours.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        returncode = process.wait()
+    seconds = time.monotonic() - started
+    if ended is not None:
+        return ChildOutcome(ended, returncode, seconds, peak)
+    if returncode < 0:
+        return ChildOutcome(Ending.SIGNALLED, -returncode, seconds, peak)
+    return ChildOutcome(Ending.EXITED, returncode, seconds, peak)
+
+
+def _watch(process: subprocess.Popen[bytes], limits: Limits, started: float) -> tuple[Ending | None, int]:
+    """Wait for the child, without reaping it; says which limit was hit, and the peak memory."""
+    peak = 0
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        peak = max(peak, _resident_bytes(process.pid))
+        if peak > limits.memory_bytes:
+            return Ending.OUT_OF_MEMORY, peak
+        if time.monotonic() - started > limits.seconds:
+            return Ending.TIMED_OUT, peak
+        time.sleep(POLL_SECONDS)
+    return None, peak
+
+
+def _resident_bytes(pid: int) -> int:
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                total += int(process.memory_info().rss)
+    return total
+
+
+def tail(log: Path) -> str:
+    """The end of a log, for a failure's evidence."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - 4 * TAIL_CHARACTERS))
+            text = stream.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-TAIL_LINES:])[-TAIL_CHARACTERS:].strip()

@@ -1,0 +1,173 @@
+"""What a product of an ONNX graph multiplies: element types, Q/DQ pairs and FP8 weights, read from the graph.
+
+Used on graphs that an engine maker has optimized, so nothing is taken from what was planned.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, numpy_helper
+
+FLOAT8_NAMES: dict[int, str] = {
+    TensorProto.FLOAT8E4M3FN: "float8e4m3fn",
+    TensorProto.FLOAT8E4M3FNUZ: "float8e4m3fnuz",
+    TensorProto.FLOAT8E5M2: "float8e5m2",
+    TensorProto.FLOAT8E5M2FNUZ: "float8e5m2fnuz",
+}
+LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+"""Ops that move values without changing them; an optimizer may put one between a DQ and its product."""
+PRODUCT_OPS = frozenset({"MatMul", "Gemm", "FusedMatMul", "FusedGemm", "TransposeMatMul"})
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an operand's values come from.
+
+    Attributes:
+        element_type: Name of the type that reaches the product.
+        float8: Name of the FP8 type that the values were rounded to; empty when they were not.
+        constant: Name of the float initializer that holds them, when they were folded; else empty.
+    """
+
+    element_type: str
+    float8: str = ""
+    constant: str = ""
+
+    def describe(self) -> str:
+        """For example ``float8e4m3fn dequantized to float``."""
+        return f"{self.float8} dequantized to {self.element_type}" if self.float8 else self.element_type
+
+
+class OperandReader:
+    """Reads the operands of products in one graph.
+
+    Args:
+        model: The ONNX file; external data is read only where a constant's values are asked for.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._folder = os.fspath(model.parent)
+        self._model = onnx.load(os.fspath(model), load_external_data=False)
+        graph = self._model.graph
+        self._initializers: dict[str, onnx.TensorProto] = {t.name: t for t in graph.initializer}
+        self._producers: dict[str, onnx.NodeProto] = {o: node for node in graph.node for o in node.output}
+        self._nodes: dict[str, onnx.NodeProto] = {node.name: node for node in graph.node if node.name}
+        inferred = onnx.shape_inference.infer_shapes(self._model).graph
+        self._types: dict[str, int] = {
+            value.name: value.type.tensor_type.elem_type
+            for group in (inferred.input, inferred.value_info, inferred.output)
+            for value in group
+        }
+
+    def product(self, site: str) -> onnx.NodeProto | None:
+        """The node that computes a site: the one of its name, or what an optimizer fused it into."""
+        exact = self._nodes.get(site)
+        if exact is not None:
+            return exact
+        # ONNX Runtime names a fused node after the first one, a slash, and the fusion.
+        for name, node in self._nodes.items():
+            if node.op_type in PRODUCT_OPS and name.startswith(f"{site}/") and "Fusion" in name[len(site) :]:
+                return node
+        return None
+
+    def operands(self, node: onnx.NodeProto) -> tuple[Source, ...]:
+        """The two factors of a product (the scale or bias of a Gemm is not one); one input of a norm."""
+        count = 2 if node.op_type in PRODUCT_OPS else 1
+        return tuple(self._source(tensor) for tensor in node.input[:count])
+
+    def float_types(self) -> frozenset[str]:
+        """Names of every floating-point type that a tensor of the graph has."""
+        floats: set[int] = {
+            TensorProto.FLOAT,
+            TensorProto.FLOAT16,
+            TensorProto.BFLOAT16,
+            TensorProto.DOUBLE,
+            *FLOAT8_NAMES,
+        }
+        found = {t.data_type for t in self._initializers.values()} | set(self._types.values())
+        return frozenset(_type_name(kind) for kind in found & floats)
+
+    def constant(self, name: str) -> npt.NDArray[Any]:
+        """Values of an initializer.
+
+        Raises:
+            KeyError: There is none of that name.
+        """
+        return numpy_helper.to_array(self._initializers[name], self._folder)
+
+    def dequantized_weight(self, site: str) -> npt.NDArray[np.float32] | None:
+        """The FP8 weight of a product times its scale; None when it has no FP8 initializer."""
+        node = self._nodes.get(site)
+        for tensor in node.input[:2] if node is not None else ():
+            dequantize = self._behind_layout(tensor)
+            if dequantize is None or dequantize.op_type != "DequantizeLinear":
+                continue
+            stored = self._initializers.get(dequantize.input[0])
+            if stored is None or stored.data_type not in FLOAT8_NAMES:
+                continue
+            values = self.constant(stored.name).astype(np.float32)
+            scale = self.constant(dequantize.input[1]).astype(np.float32)
+            axis = _integer(dequantize, "axis", 1)
+            if scale.ndim == 1:
+                shape = [1] * values.ndim
+                shape[axis] = -1
+                scale = scale.reshape(shape)
+            return np.asarray(values * scale, np.float32)
+        return None
+
+    def _behind_layout(self, tensor: str) -> onnx.NodeProto | None:
+        node = self._producers.get(tensor)
+        while node is not None and node.op_type in LAYOUT_OPS:
+            node = self._producers.get(node.input[0])
+        return node
+
+    def _source(self, tensor: str) -> Source:
+        initializer = self._initializers.get(tensor)
+        if initializer is not None:
+            return Source(_type_name(initializer.data_type), constant=tensor)
+        node = self._behind_layout(tensor)
+        element = _type_name(self._element_type(tensor, node))
+        if node is not None and node.op_type == "DequantizeLinear":
+            return Source(element, FLOAT8_NAMES.get(self._quantized_type(node), ""))
+        return Source(element)
+
+    def _element_type(self, tensor: str, node: onnx.NodeProto | None) -> int:
+        known = self._types.get(tensor, TensorProto.UNDEFINED)
+        if known == TensorProto.UNDEFINED and node is not None and node.op_type == "DequantizeLinear":
+            scale = self._initializers.get(node.input[1])
+            return scale.data_type if scale is not None else TensorProto.UNDEFINED
+        return known
+
+    def _quantized_type(self, dequantize: onnx.NodeProto) -> int:
+        stored = self._initializers.get(dequantize.input[0])
+        if stored is not None:
+            return stored.data_type
+        quantize = self._behind_layout(dequantize.input[0])
+        if quantize is None or quantize.op_type != "QuantizeLinear":
+            return TensorProto.UNDEFINED
+        if len(quantize.input) > 2 and quantize.input[2] in self._initializers:
+            return self._initializers[quantize.input[2]].data_type
+        return _integer(quantize, "output_dtype", TensorProto.UNDEFINED)
+
+
+def _integer(node: onnx.NodeProto, name: str, default: int) -> int:
+    return next((int(a.i) for a in node.attribute if a.name == name), default)
+
+
+def _type_name(kind: int) -> str:
+    if kind in FLOAT8_NAMES:
+        return FLOAT8_NAMES[kind]
+    names: dict[int, str] = {int(value): name for name, value in TensorProto.DataType.items()}
+    return names[kind].lower()
+
+
+def is_same_up_to_transpose(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
+    """Whether two matrices hold the same values, one possibly transposed (folding may transpose)."""
+    return bool(np.array_equal(left, right) or (left.ndim == 2 and np.array_equal(left.T, right)))

@@ -1,0 +1,42 @@
+"""Backends by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+
+from loka_onnx.engines.base import Backend
+from loka_onnx.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from loka_onnx.engines.tensorrt_rtx.backend import TensorRtRtxBackend
+from loka_onnx.errors import ConfigError
+
+BACKENDS: Mapping[str, Callable[[], Backend]] = {
+    OnnxRuntimeBackend.name: OnnxRuntimeBackend,
+    TensorRtRtxBackend.name: TensorRtRtxBackend,
+}
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names of every backend, installed or not."""
+    return tuple(BACKENDS)
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name in BACKENDS:
+        return BACKENDS[name]()
+    near = difflib.get_close_matches(name, BACKENDS, n=1)
+    raise ConfigError(
+        f"there is no backend '{name}'",
+        evidence=f"known backends: {', '.join(sorted(BACKENDS))}",
+        remedy=f"did you mean '{near[0]}'?" if near else "name one of these",
+    )
+
+
+def all_backends() -> tuple[Backend, ...]:
+    """Every backend, installed or not, in the order they compete."""
+    return tuple(make() for make in BACKENDS.values())

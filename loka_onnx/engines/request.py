@@ -1,0 +1,137 @@
+"""What is asked of an engine maker, and what its child process answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from loka_onnx.core.engine import SitePrecision
+from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.serde import STRICT
+from loka_onnx.core.site import Site
+from loka_onnx.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class BatchRange:
+    """Rows per request that an engine accepts.
+
+    Attributes:
+        minimum: Fewest rows.
+        serve: Rows that the engine is tuned for.
+        maximum: Most rows.
+
+    Raises:
+        ConfigError: Not 1 ≤ minimum ≤ serve ≤ maximum.
+    """
+
+    minimum: int
+    serve: int
+    maximum: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.serve <= self.maximum:
+            raise ConfigError(
+                "batch sizes are out of order",
+                where="batch",
+                evidence=f"min {self.minimum}, serve {self.serve}, max {self.maximum}",
+                remedy="choose 1 <= min <= serve <= max",
+            )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a build may take before it is ended.
+
+    Attributes:
+        seconds: Wall time.
+        memory_bytes: Resident memory of the child process and everything it started.
+
+    Raises:
+        ConfigError: A limit is not positive.
+    """
+
+    seconds: float = 900.0
+    memory_bytes: int = 32 * GIB
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0 or self.memory_bytes <= 0:
+            raise ConfigError(
+                "a limit of a build must be positive",
+                where="limits",
+                evidence=f"seconds {self.seconds}, memory_bytes {self.memory_bytes}",
+                remedy="leave it out for the default",
+            )
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """One engine to build.
+
+    Attributes:
+        model: ONNX file in the form that the backend takes: sites named, FP8 sites with Q/DQ, the rest in
+            `Backend.base_precision`; weights may be external data beside it.
+        plan: The precision assignment that the file was written for.
+        sites: Sites of the model; each is the name of a node.
+        target: Device as named in the run file.
+        architecture: One of `Backend.architectures` of it.
+        batch: Rows per request.
+        output: Directory for the engine; it appears only when the build has succeeded, and replaces an
+            earlier one as a whole.
+        sample: ``.npz`` with one array per graph input, rows on axis 0; the first batches of the engine
+            are run on it in the child process.
+        relative_to: Directory that `EngineArtifact.path` is relative to (the run directory); `output`
+            when None.
+        limits: What the build may take.
+        options: Settings of the backend, by `Backend.options`.
+    """
+
+    SCHEMA: ClassVar[str] = "build-request/1"
+    __pydantic_config__ = STRICT
+
+    model: Path
+    plan: PrecisionPlan
+    sites: tuple[Site, ...]
+    target: str
+    architecture: str
+    batch: BatchRange
+    output: Path
+    sample: Path
+    relative_to: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+    options: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def planned_sites(self) -> tuple[Site, ...]:
+        """Sites that the plan decides, in the order of the model."""
+        decided = {decision.site for decision in self.plan.decisions}
+        return tuple(site for site in self.sites if site.name in decided)
+
+
+@dataclass(frozen=True)
+class BuildResponse:
+    """What the child process of a build found.
+
+    Attributes:
+        engine: Engine file, relative to the directory it was built in.
+        files: Every file that the engine consists of, the engine first, relative to the same.
+        sites: What the engine runs each planned site in.
+        not_run: Why the engine was not run here; empty when it was.
+        build_seconds: Wall time of compiling.
+        version: Version of the library that built it.
+        error: What went wrong; empty on success. The other fields mean nothing then.
+    """
+
+    SCHEMA: ClassVar[str] = "build-response/1"
+    __pydantic_config__ = STRICT
+
+    engine: str = ""
+    files: tuple[str, ...] = ()
+    sites: tuple[SitePrecision, ...] = ()
+    not_run: str = ""
+    build_seconds: float = 0.0
+    version: str = ""
+    error: str = ""

@@ -1,0 +1,243 @@
+r"""Reads the compiled graph that a TensorRT engine carries as text.
+
+An engine built with `ProfilingVerbosity.DETAILED` holds, among its binary parts, the program that the graph
+compiler produced; it is the only account of what will be multiplied in which type that needs no GPU. Its
+form (seen in TensorRT for RTX 1.7.1)::
+
+    header {
+      version = 5
+      tf32=0
+      accelerators={sm89 }
+    }
+    descriptors {
+      tensor={ … const_payload_size=16384 dims={ 64 256 } name="Wq_constantFP8" … type=fp8_e4m3 }
+      sub_tensor={ base="x.1" … dims={ … } name="x^deref" … type=fp8_e4m3 }
+    }
+    main {
+     label bb1:
+      fully_connected={ name="fc1" output={"b" } input={"a" "Wq_constantFP8" … } … layers="[ONNX Layer: f]" }
+      function={ name=__myl_AddRelu … input_args={ "b" … } output_args={ "out.1" } … layers="…" }
+      runtime_fusion={ name=__myl_CastMulFc input_args={ … } output_args={ … } layers="…" backbone=gemm }
+    }
+
+`layers` names the ONNX nodes behind an operation, separated by the control character 0x1f. A `runtime_fusion`
+is a kernel generated on the device; what it computes is a second such text in the same engine (for
+accelerator ``*``), where its products appear as `fully_connected` again. An engine therefore holds one text
+or several.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loka_onnx.errors import EngineError
+
+SECTION_START = re.compile(rb"header \{\s+version ?= ?\d+\s")
+TEXT = re.compile(rb"[\t\n\r\x1f\x20-\x7e\x80-\xff]+")
+TOKEN = re.compile(r'"(?P<string>[^"]*)"|(?P<mark>[{}=])|(?P<word>[^\s{}="]+)')
+ANY_ARCHITECTURE = "*"
+LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=\x1f|$|\[ONNX Layer: )", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the compiled graph.
+
+    Attributes:
+        name: Its name there, which is not the name in the ONNX graph.
+        type: Element type as the compiler spells it: ``fp8_e4m3``, ``bf16``, ``half``, ``float``, …
+        constant_bytes: Size when it is stored in the engine, else 0.
+        base: The tensor that this one is a view of (a ``sub_tensor``); its own name when it is none.
+    """
+
+    name: str
+    type: str
+    constant_bytes: int
+    base: str
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of the compiled graph.
+
+    Attributes:
+        kind: ``fully_connected``, ``function``, ``runtime_fusion``, ``copy``, …
+        name: Its name.
+        inputs: Tensors it reads.
+        outputs: Tensors it writes.
+        layers: Names of the ONNX nodes behind it.
+    """
+
+    kind: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """One compiled program.
+
+    Attributes:
+        architectures: Devices that it was compiled for (``sm89``); ``*`` in the program of a fusion.
+        settings: Plain entries of the header.
+        tensors: Tensors by name.
+        operations: Operations in order.
+    """
+
+    architectures: tuple[str, ...]
+    settings: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+    operations: tuple[Operation, ...]
+
+    def type_of(self, tensor: str) -> str:
+        """Element type of a tensor; ``unknown`` when it is not described."""
+        known = self.tensors.get(tensor)
+        return known.type if known is not None else "unknown"
+
+    def base_of(self, tensor: str) -> str:
+        """The tensor that holds the values of this one: itself, or what it is a view of."""
+        known = self.tensors.get(tensor)
+        return known.base if known is not None else tensor
+
+
+@dataclass
+class _Block:
+    """A ``{…}``: entries ``key=value`` in order, and bare items."""
+
+    entries: list[tuple[str, str | _Block]] = field(default_factory=list)
+    items: list[str] = field(default_factory=list)
+
+    def text(self, key: str) -> str:
+        """Plain value of a key; empty when absent."""
+        return next((v for k, v in self.entries if k == key and isinstance(v, str)), "")
+
+    def names(self, *keys: str) -> tuple[str, ...]:
+        """Items of the first of these keys that is present and is a block."""
+        for key in keys:
+            for k, v in self.entries:
+                if k == key and isinstance(v, _Block):
+                    return tuple(v.items)
+        return ()
+
+
+def read_compiled_graphs(engine: Path) -> tuple[CompiledGraph, ...]:
+    """Every compiled graph of a serialized engine; empty when it carries none.
+
+    Raises:
+        EngineError: There is one that cannot be parsed.
+    """
+    with engine.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        texts = [
+            match.group().decode("latin-1")
+            for start in SECTION_START.finditer(data)
+            if (match := TEXT.match(data, start.start())) is not None
+        ]
+    return tuple(parse_compiled_graph(text) for text in texts)
+
+
+def parse_compiled_graph(text: str) -> CompiledGraph:
+    """Parse one compiled graph.
+
+    Args:
+        text: Starts with ``header {``; whatever follows the last section is ignored.
+
+    Raises:
+        EngineError: The text breaks off inside a section, or has no ``descriptors`` or ``main``.
+    """
+    sections = dict(_sections(text))
+    missing = [name for name in ("header", "descriptors", "main") if name not in sections]
+    if missing:
+        raise EngineError(
+            f"the compiled graph in the engine has no section '{missing[0]}'",
+            evidence=f"sections {', '.join(sections) or 'none'} in {len(text)} characters",
+            remedy="this version of the engine maker writes another form; its precision cannot be verified",
+        )
+    header = sections["header"]
+    tensors = {
+        name: Tensor(
+            name,
+            value.text("type"),
+            int(value.text("const_payload_size") or 0),
+            value.text("base") or name,
+        )
+        for key, value in sections["descriptors"].entries
+        if key in {"tensor", "sub_tensor"} and isinstance(value, _Block) and (name := value.text("name"))
+    }
+    operations = tuple(
+        Operation(
+            key,
+            value.text("name"),
+            value.names("input", "input_args"),
+            value.names("output", "output_args"),
+            tuple(LAYER.findall(value.text("layers"))),
+        )
+        for key, value in sections["main"].entries
+        if isinstance(value, _Block) and value.text("name")
+    )
+    settings = {key: value for key, value in header.entries if isinstance(value, str)}
+    return CompiledGraph(header.names("accelerators"), settings, tensors, operations)
+
+
+def _sections(text: str) -> Iterator[tuple[str, _Block]]:
+    """Top-level ``word { … }`` blocks, until something else follows."""
+    position = 0
+    opening = re.compile(r"\s*(\w+)\s*\{")
+    while (match := opening.match(text, position)) is not None:
+        block, position = _parse_block(text, match.end())
+        yield match.group(1), block
+
+
+def _parse_block(text: str, position: int) -> tuple[_Block, int]:
+    """Parse until the brace that closes the block; iterative, since graphs nest and Python's stack is short.
+
+    Raises:
+        EngineError: The text ends first.
+    """
+    root = _Block()
+    stack = [root]
+    key = ""
+    pending = ""
+    for match in TOKEN.finditer(text, position):
+        block = stack[-1]
+        mark = match["mark"]
+        if mark == "=":
+            key, pending = pending, ""
+            continue
+        if mark == "{":
+            inner = _Block()
+            block.entries.append((key, inner))
+            stack.append(inner)
+            key = ""
+            continue
+        if mark == "}":
+            _flush(block, key, pending)
+            key = pending = ""
+            stack.pop()
+            if not stack:
+                return root, match.end()
+            continue
+        value = match["string"] if match["string"] is not None else match["word"]
+        if key:
+            block.entries.append((key, value))
+            key = ""
+            continue
+        if pending:
+            block.items.append(pending)
+        pending = value
+    raise EngineError(
+        "the compiled graph in the engine breaks off", evidence=f"no closing brace in {len(text)} characters"
+    )
+
+
+def _flush(block: _Block, key: str, pending: str) -> None:
+    """Keep a bare item that a closing brace ended; ``key=}`` is an empty value."""
+    if pending:
+        block.items.append(pending)
+    if key:
+        block.entries.append((key, ""))

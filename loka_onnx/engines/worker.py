@@ -1,0 +1,146 @@
+"""The child process of a build: ``python -m loka_onnx.engines.worker BACKEND DIRECTORY``.
+
+Reads ``request.json`` from the directory, builds into ``engine/`` below it, runs the first batches, and
+leaves ``response.json``. ``phase`` always holds what is being done, so that the parent can say where a
+process died that had no time to say so itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+
+from loka_onnx.core import serde
+from loka_onnx.engines.request import BuildRequest, BuildResponse
+from loka_onnx.errors import DataError, EngineError, InternalError, LokaError
+
+if TYPE_CHECKING:
+    from loka_onnx.engines.base import Backend, Runner
+    from loka_onnx.sessions.onnx_session import Arrays
+
+REQUEST, RESPONSE, PHASE, ENGINE = "request.json", "response.json", "phase", "engine"
+PR_SET_PDEATHSIG = 1
+
+
+def locate(backend: Backend) -> str:
+    """The import path of a backend's class, as `resolve` takes it."""
+    return f"{type(backend).__module__}:{type(backend).__qualname__}"
+
+
+def resolve(path: str) -> Backend:
+    """A backend from ``module:class``.
+
+    Raises:
+        InternalError: The path names no backend.
+    """
+    from loka_onnx.engines.base import Backend
+
+    module, _, name = path.partition(":")
+    backend = getattr(importlib.import_module(module), name)()
+    if not isinstance(backend, Backend):
+        raise InternalError("not a backend", where=path, evidence=repr(backend))
+    return backend
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve one request; the exit code says whether there is a response."""
+    _die_with_parent()
+    path, directory = arguments[0], Path(arguments[1])
+    try:
+        backend = resolve(path)
+        response = _serve(backend, serde.read(BuildRequest, directory / REQUEST), directory)
+    except LokaError as error:
+        traceback.print_exc()
+        response = BuildResponse(error=str(error))
+    except Exception as error:
+        # Vendor libraries raise whatever they like; none of it may look like a success.
+        traceback.print_exc()
+        response = BuildResponse(error=f"{type(error).__name__}: {error}")
+    serde.write(response, directory / RESPONSE)
+    return 0
+
+
+def _serve(backend: Backend, request: BuildRequest, directory: Path) -> BuildResponse:
+    def enter(phase: str) -> None:
+        (directory / PHASE).write_text(phase, encoding="utf-8")
+
+    into = directory / ENGINE
+    into.mkdir()
+    started = time.monotonic()
+    enter("compiling")
+    engine = backend.compile(request, into)
+    seconds = time.monotonic() - started
+    enter("reading the precision of the sites")
+    sites = backend.read_precision(request, engine)
+    not_run = backend.why_not_run(request.architecture)
+    if not not_run:
+        enter("running the first batches")
+        with backend.load(engine, request.architecture) as runner:
+            _first_batches(runner, request)
+    return BuildResponse(
+        engine=engine.relative_to(into).as_posix(),
+        files=tuple(file.relative_to(into).as_posix() for file in backend.files(engine)),
+        sites=sites,
+        not_run=not_run,
+        build_seconds=seconds,
+        version=backend.availability().version,
+    )
+
+
+def _first_batches(runner: Runner, request: BuildRequest) -> None:
+    """Run the smallest batch and the largest that the sample has rows for.
+
+    Raises:
+        DataError: The sample has fewer rows than the smallest batch.
+        EngineError: An output does not have one row per row of the batch.
+    """
+    with np.load(request.sample, allow_pickle=False) as arrays:
+        sample = {name: np.asarray(arrays[name]) for name in arrays.files}
+    rows = min((len(value) for value in sample.values()), default=0)
+    if rows < request.batch.minimum:
+        raise DataError(
+            "the sample is too small for a first batch",
+            where=str(request.sample),
+            evidence=f"{rows} rows, the smallest batch has {request.batch.minimum}",
+        )
+    batched = _batched_outputs(request.model)
+    for size in sorted({request.batch.minimum, min(rows, request.batch.maximum)}):
+        outputs: Arrays = runner.run({name: value[:size] for name, value in sample.items()})
+        for name, value in outputs.items():
+            if name in batched and value.shape[:1] != (size,):
+                raise EngineError(
+                    f"output '{name}' does not follow the batch",
+                    evidence=f"a batch of {size} rows gave shape {value.shape}",
+                    remedy="export the model with axis 0 of every input and output dynamic",
+                )
+
+
+def _batched_outputs(model: Path) -> frozenset[str]:
+    graph = onnx.load(os.fspath(model), load_external_data=False).graph
+    first = {output.name: list(output.type.tensor_type.shape.dim)[:1] for output in graph.output}
+    return frozenset(name for name, dims in first.items() if dims and not dims[0].HasField("dim_value"))
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process when its parent dies (Linux), so that no build outlives its run."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Accuracy and latency of a built engine, never of a promise."""

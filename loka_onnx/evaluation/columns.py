@@ -1,0 +1,205 @@
+"""The arrays that a verdict on one output rests on, checked and in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.errors import ConfigError, DataError, EvaluationError, InternalError
+from loka_onnx.numerics.task_metrics import logits_from_probabilities, probabilities_from_logits
+
+PROBABILITY_SLACK = 1e-6
+"""How far outside [0, 1] a probability may lie: a few FP32 ulps of 1, for sigmoids that are approximated."""
+
+Array = npt.NDArray[Any]
+Rows = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is known about the rows, for one output.
+
+    Attributes:
+        labels: (rows,).
+        weights: (rows,), None for equal weights.
+        groups: (rows,) integer ids of rows that belong together, None for independent rows.
+    """
+
+    labels: Rows
+    weights: Rows | None
+    groups: npt.NDArray[np.intp] | None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One output of one engine.
+
+    Attributes:
+        raw: (rows,) as the engine gave them; ranks rows.
+        scores: (rows,) logits, or regression outputs; what the loss is computed from.
+        predictions: (rows,) probabilities, or regression outputs; in the unit of the label.
+    """
+
+    raw: Rows
+    scores: Rows
+    predictions: Rows
+
+
+def group_ids(groups: Array | None) -> npt.NDArray[np.intp] | None:
+    """Number the groups, so that no statistic has to sort strings again."""
+    return None if groups is None else np.unique(groups, return_inverse=True)[1].reshape(-1)
+
+
+def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArray[np.intp] | None) -> Truth:
+    """Labels and weights of one output.
+
+    Args:
+        columns: (rows,) arrays by column name.
+        spec: The output.
+        groups: (rows,) from `group_ids`.
+
+    Returns:
+        The columns in float64.
+
+    Raises:
+        DataError: A column is missing, empty, not numeric, not finite, or out of range.
+        InternalError: The columns are of different lengths.
+    """
+    labels = _column(columns, spec.label, f"the label of output '{spec.name}'")
+    if labels.size == 0:
+        raise DataError(
+            f"output '{spec.name}' cannot be judged: the split holds no rows",
+            remedy="check the files and filters of the split",
+        )
+    if spec.kind is not OutputKind.REGRESSION:
+        _refuse(
+            (labels < 0) | (labels > 1),
+            spec.label,
+            labels,
+            f"holds labels outside [0, 1], but output '{spec.name}' is a {spec.kind}",
+            "map the labels to [0, 1], or declare `kind: regression` for this output",
+        )
+    weights = None
+    if spec.weight is not None:
+        weights = _column(columns, spec.weight, f"the weight of output '{spec.name}'")
+        remedy = "a row weight says how often the row counts; fix it, or drop `weight` from the output"
+        _refuse(weights < 0, spec.weight, weights, "holds negative row weights", remedy)
+        if not weights.any():
+            raise DataError(
+                f"column '{spec.weight}' is 0 on every row", evidence=f"{weights.size} rows", remedy=remedy
+            )
+    lengths = {a.size for a in (labels, weights, groups) if a is not None}
+    if len(lengths) != 1:
+        raise InternalError(
+            f"columns of output '{spec.name}' differ in length", evidence=str(sorted(lengths))
+        )
+    return Truth(labels, weights, groups)
+
+
+def read_scores(outputs: Mapping[str, Array], spec: OutputSpec, rows: int, *, is_reference: bool) -> Scores:
+    """One output of an engine, as numbers that a loss can be computed from.
+
+    Args:
+        outputs: (rows,) or (rows, 1) arrays by output name.
+        spec: The output.
+        rows: Rows that the labels have.
+        is_reference: Whether the FP32 reference gave them. Its declared kind was the user's choice, so a
+            wrong one is an error of the configuration; elsewhere the engine is wrong.
+
+    Returns:
+        The scores in float64.
+
+    Raises:
+        ConfigError: The reference gives values that its declared kind does not allow, or several per row.
+        EvaluationError: The output is missing, has another number of rows, holds NaN or infinities, or is
+            a probability outside [0, 1].
+    """
+    whose = "the FP32 reference" if is_reference else "the candidate"
+    if spec.name not in outputs:
+        raise EvaluationError(
+            f"{whose} gave no output '{spec.name}'",
+            evidence=f"it gave: {', '.join(sorted(outputs)) or 'none'}",
+        )
+    array = outputs[spec.name]
+    if array.ndim > 1 and array.size != array.shape[0]:
+        raise ConfigError(
+            f"output '{spec.name}' holds several values per row and cannot be judged against one label",
+            evidence=f"its shape is {array.shape}",
+            remedy="give each task an output of its own, (rows,) or (rows, 1)",
+        )
+    raw = array.reshape(-1).astype(np.float64)
+    if raw.size != rows:
+        raise EvaluationError(
+            f"output '{spec.name}' of {whose} has another number of rows than its label",
+            evidence=f"{raw.size} and {rows}",
+        )
+    finite = np.isfinite(raw)
+    if not finite.all():
+        first = int(np.argmin(finite))
+        raise EvaluationError(
+            f"output '{spec.name}' of {whose} is not finite",
+            evidence=f"{int((~finite).sum())} of {rows} rows, the first is row {first}: {raw[first]}",
+            remedy="check the inputs and weights of the model for NaN and overflow"
+            if is_reference
+            else "the engine overflows or is broken; it counts as failed, another plan or backend may not",
+        )
+    if spec.kind is OutputKind.LOGIT:
+        return Scores(raw, raw, probabilities_from_logits(raw))
+    if spec.kind is OutputKind.REGRESSION:
+        return Scores(raw, raw, raw)
+    _refuse_probabilities(raw, spec, whose, is_reference=is_reference)
+    return Scores(raw, logits_from_probabilities(raw, spec.clip), raw)
+
+
+def _refuse_probabilities(raw: Rows, spec: OutputSpec, whose: str, *, is_reference: bool) -> None:
+    outside = (raw < -PROBABILITY_SLACK) | (raw > 1.0 + PROBABILITY_SLACK)
+    if not outside.any():
+        return
+    first = int(np.argmax(outside))
+    what = f"output '{spec.name}' of {whose} is declared a probability but holds values like {raw[first]:.4g}"
+    evidence = f"{int(outside.sum())} of {raw.size} rows lie outside [0, 1], the first is row {first}"
+    if is_reference:
+        raise ConfigError(what, evidence=evidence, remedy="declare `kind: logit` for this output")
+    raise EvaluationError(
+        what, evidence=evidence, remedy="the reference stays inside: the engine is wrong and counts as failed"
+    )
+
+
+def _column(columns: Mapping[str, Array], name: str, role: str) -> Rows:
+    if name not in columns:
+        raise DataError(
+            f"there is no column '{name}', {role}",
+            evidence=f"the columns are: {', '.join(sorted(columns)) or 'none'}",
+            remedy="add the column to every split, or name the right one under `outputs`",
+        )
+    stored = columns[name]
+    if stored.dtype.kind not in "buif":
+        raise DataError(
+            f"column '{name}', {role}, is not numeric",
+            evidence=f"its type is {stored.dtype}",
+            remedy="store numbers; a boolean column is read as 0 and 1",
+        )
+    values = stored.reshape(-1).astype(np.float64)
+    _refuse(
+        ~np.isfinite(values),
+        name,
+        values,
+        f"holds NaN or an infinity, and is {role}",
+        "drop the rows without a label or weight",
+    )
+    return values
+
+
+def _refuse(wrong: npt.NDArray[np.bool_], column: str, values: Rows, what: str, remedy: str) -> None:
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        raise DataError(
+            f"column '{column}' {what}",
+            evidence=f"{int(wrong.sum())} of {values.size} rows, the first is row {first}: {values[first]:g}",
+            remedy=remedy,
+        )

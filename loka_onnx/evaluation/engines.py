@@ -1,0 +1,119 @@
+"""Judging built engines on a split, against the exported model in FP32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy.typing as npt
+
+from loka_onnx.core.artifact import OutputSpec
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import Evaluation, Latency
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.data import Dataset
+from loka_onnx.errors import StageError
+from loka_onnx.evaluation.accuracy import evaluate_outputs, evaluate_reference
+from loka_onnx.evaluation.predictions import Predictions, Run, predict
+
+REFERENCE = "reference"
+"""Id of the exported model before mods, in ONNX Runtime on the CPU in FP32."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows that engines are judged on.
+
+    Attributes:
+        name: ``selection`` or ``certification``.
+        data: The rows.
+        columns: Columns that the judgement needs.
+        group: Column of rows that belong together.
+        batch_size: Rows of one request.
+    """
+
+    name: str
+    data: Dataset
+    columns: tuple[str, ...]
+    group: str | None = None
+    batch_size: int = 4096
+
+
+def predict_split(
+    split: Split, run: Run, specs: tuple[OutputSpec, ...], task: str, progress: Progress
+) -> Predictions:
+    """Outputs of an engine for every row of a split."""
+    return predict(
+        run,
+        split.data.batches(split.batch_size),
+        tuple(spec.name for spec in specs),
+        split.columns,
+        lambda done: progress(task, done, split.data.rows),
+    )
+
+
+def judge_reference(split: Split, reference: Predictions, specs: tuple[OutputSpec, ...]) -> Evaluation:
+    """The evaluation of the reference itself."""
+    outputs = evaluate_reference(reference.outputs, reference.columns, specs)
+    return Evaluation(
+        REFERENCE, "onnxruntime", "fp32", "cpu", split.name, reference.rows, outputs, (), "measured"
+    )
+
+
+def judge_engine(
+    artifact: EngineArtifact,
+    split: Split,
+    reference: Predictions,
+    specs: tuple[OutputSpec, ...],
+    open_run: Callable[[], Run],
+    progress: Progress = silent,
+) -> Evaluation:
+    """Accuracy of one engine from its own outputs; an engine that fails here is recorded as such.
+
+    Args:
+        artifact: The engine.
+        split: The rows.
+        reference: The reference's outputs on them.
+        specs: Judged outputs.
+        open_run: Loads the engine and returns what runs one batch.
+        progress: Called with the rows done.
+    """
+    if artifact.status is not BuildStatus.READY:
+        return _unmeasured(artifact, split, f"not measured: {artifact.detail or artifact.status}")
+    try:
+        predictions = predict_split(split, open_run(), specs, f"{artifact.plan} on {split.name}", progress)
+        groups: npt.NDArray[Any] | None = reference.columns[split.group] if split.group else None
+        outputs = evaluate_outputs(reference.outputs, predictions.outputs, reference.columns, specs, groups)
+    except StageError as error:
+        return _unmeasured(artifact, split, f"failed: {error}")
+    return Evaluation(
+        engine=artifact.id,
+        backend=artifact.backend,
+        plan=artifact.plan,
+        target=artifact.target,
+        split=split.name,
+        rows=predictions.rows,
+        outputs=outputs,
+        latencies=(),
+        status="measured",
+    )
+
+
+def with_latencies(evaluation: Evaluation, latencies: Mapping[str, tuple[Latency, ...]]) -> Evaluation:
+    """The evaluation with what was timed for its engine."""
+    return replace(evaluation, latencies=latencies.get(evaluation.engine, ()))
+
+
+def _unmeasured(artifact: EngineArtifact, split: Split, status: str) -> Evaluation:
+    return Evaluation(
+        artifact.id,
+        artifact.backend,
+        artifact.plan,
+        artifact.target,
+        split.name,
+        split.data.rows,
+        (),
+        (),
+        status,
+    )

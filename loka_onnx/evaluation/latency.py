@@ -1,0 +1,209 @@
+"""Latency per request, by wall clock around the call that a server would make.
+
+Several engines are timed in turns, one request each, so that a machine that slows down slows them all: clock
+drift and neighbours cancel from the comparison. The order turns by one engine every round, so that none
+always runs in the cache that the same other one left behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.evaluation import Latency
+from loka_onnx.errors import InternalError, StageError
+
+Array = npt.NDArray[Any]
+Run = Callable[[Mapping[str, Array]], object]
+"""Runs one request and returns when its outputs can be read."""
+MakeInputs = Callable[[int], Mapping[str, Array]]
+"""Model inputs for a number of rows."""
+
+
+@dataclass(frozen=True)
+class LatencyOptions:
+    """How long to measure, per batch size.
+
+    Attributes:
+        warmup: Untimed requests of each engine first; autotuning and first-touch costs fall here.
+        min_repeats: Timed requests of each engine, whatever they take.
+        max_repeats: Timed requests after which the percentiles are taken as settled.
+        max_seconds: Time after which measuring stops once `min_repeats` is reached; warming up has the same
+            limit of its own, after at least one request each.
+        input_sets: Different requests to take in turns, so that embedding rows are not all in cache.
+        clock_ns: Monotonic clock, nanoseconds.
+    """
+
+    warmup: int = 10
+    min_repeats: int = 20
+    max_repeats: int = 500
+    max_seconds: float = 3.0
+    input_sets: int = 4
+    clock_ns: Callable[[], int] = field(default=time.perf_counter_ns, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            InternalError: They ask for nothing.
+        """
+        if self.warmup < 0 or not 1 <= self.min_repeats <= self.max_repeats or self.input_sets < 1:
+            raise InternalError("latency options ask for no measurement", evidence=repr(self))
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Latencies of engines that were timed in turns.
+
+    Attributes:
+        latencies: By engine id, one entry per batch size that the engine finished, in the order asked for.
+        failures: By engine id, the error that ended its measurements.
+    """
+
+    latencies: dict[str, tuple[Latency, ...]]
+    failures: dict[str, str]
+
+
+def measure_latency(
+    run: Run,
+    make_inputs: MakeInputs,
+    batches: tuple[int, ...],
+    options: LatencyOptions,
+    device: str,
+    counts_for_choice: bool,
+) -> tuple[Latency, ...]:
+    """Latency of one engine.
+
+    Args:
+        run: Runs one request and waits for its outputs.
+        make_inputs: Gives inputs for a number of rows; not timed.
+        batches: Rows per request.
+        options: How long to measure.
+        device: Name of the device, recorded.
+        counts_for_choice: Whether the speed says something about the target, recorded.
+
+    Returns:
+        One entry per batch size, in order.
+
+    Raises:
+        StageError: The engine fails.
+    """
+    latencies: tuple[Latency, ...] = ()
+    for batch in batches:
+        timed = _time_in_turns({"": run}, make_inputs, batch, options)
+        for failure in timed.failures.values():
+            raise failure
+        latencies += (_latency(timed.nanoseconds[""], batch, device, counts_for_choice),)
+    return latencies
+
+
+def measure_interleaved(
+    runs: Mapping[str, Run],
+    make_inputs: MakeInputs,
+    batches: tuple[int, ...],
+    options: LatencyOptions,
+    device: str,
+    counts_for_choice: bool,
+) -> Interleaved:
+    """Latency of several engines, one request each in turns.
+
+    An engine that fails drops out, there and at the later batch sizes; the others go on.
+
+    Args:
+        runs: By engine id, as for `measure_latency`.
+        make_inputs: Gives inputs for a number of rows; every engine gets the same.
+        batches: Rows per request.
+        options: How long to measure; the time limit is for each engine, not for all together.
+        device: Name of the device, recorded.
+        counts_for_choice: Whether the speed says something about the target, recorded.
+
+    Returns:
+        Latencies and failures.
+    """
+    left = dict(runs)
+    failures: dict[str, str] = {}
+    latencies: dict[str, tuple[Latency, ...]] = dict.fromkeys(runs, ())
+    for batch in batches:
+        timed = _time_in_turns(left, make_inputs, batch, options)
+        for engine, failure in timed.failures.items():
+            failures[engine] = f"at batch {batch}: {failure}"
+            del left[engine]
+        for engine in left:
+            latencies[engine] += (_latency(timed.nanoseconds[engine], batch, device, counts_for_choice),)
+    return Interleaved(latencies, failures)
+
+
+@dataclass
+class _Turns:
+    """What one batch size gave: request times of the engines still in, errors of those that failed."""
+
+    nanoseconds: dict[str, list[int]]
+    failures: dict[str, StageError]
+
+
+def _time_in_turns(
+    runs: Mapping[str, Run], make_inputs: MakeInputs, batch: int, options: LatencyOptions
+) -> _Turns:
+    requests = [make_inputs(batch) for _ in range(options.input_sets)]
+    turns = _Turns({engine: [] for engine in runs}, {})
+    limit_ns = options.max_seconds * 1e9
+    with _without_collector():
+        warm = _Turns({engine: [] for engine in runs}, turns.failures)
+        start = options.clock_ns()
+        for round_index in range(options.warmup):
+            _one_round(runs, requests, round_index, warm, options.clock_ns)
+            if options.clock_ns() - start > limit_ns * len(runs):
+                break
+        start = options.clock_ns()
+        for round_index in range(options.max_repeats):
+            _one_round(runs, requests, round_index, turns, options.clock_ns)
+            is_late = options.clock_ns() - start > limit_ns * len(runs)
+            if is_late and round_index + 1 >= options.min_repeats:
+                break
+    return turns
+
+
+def _one_round(
+    runs: Mapping[str, Run],
+    requests: list[Mapping[str, Array]],
+    round_index: int,
+    turns: _Turns,
+    clock_ns: Callable[[], int],
+) -> None:
+    """Time one request of each engine that has not failed; appends to `turns`."""
+    engines = [engine for engine in runs if engine not in turns.failures]
+    inputs = requests[round_index % len(requests)]
+    for position in range(len(engines)):
+        engine = engines[(position + round_index) % len(engines)]
+        run = runs[engine]
+        try:
+            start = clock_ns()
+            run(inputs)
+            turns.nanoseconds[engine].append(clock_ns() - start)
+        except StageError as failure:
+            turns.failures[engine] = failure
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep Python's garbage collector out of the tail percentiles, as `timeit` does."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _latency(nanoseconds: list[int], batch: int, device: str, counts_for_choice: bool) -> Latency:
+    p50, p90, p99 = np.percentile(np.asarray(nanoseconds, dtype=np.float64) / 1e3, [50, 90, 99])
+    return Latency(batch, float(p50), float(p90), float(p99), len(nanoseconds), device, counts_for_choice)

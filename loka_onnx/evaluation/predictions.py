@@ -1,0 +1,131 @@
+"""Outputs of an engine over a whole split, beside the columns they are judged against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.errors import DataError, EvaluationError
+
+Array = npt.NDArray[Any]
+Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Runs one batch: model inputs by name, the batch on axis 0, to outputs by name."""
+
+
+class BatchLike(Protocol):
+    """Rows to predict."""
+
+    @property
+    def inputs(self) -> Mapping[str, Array]:
+        """Model inputs by name, rows on axis 0."""
+
+    @property
+    def columns(self) -> Mapping[str, Array]:
+        """Labels, weights, groups and slices by name, (rows,) each."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What an engine gave for a split, in the order of its rows.
+
+    Attributes:
+        outputs: (rows,) or (rows, n) by output name.
+        columns: (rows,) by column name.
+        rows: Rows of the split.
+    """
+
+    outputs: dict[str, Array]
+    columns: dict[str, Array]
+    rows: int
+
+
+def predict(
+    run: Run,
+    batches: Iterable[BatchLike],
+    outputs: tuple[str, ...],
+    columns: tuple[str, ...] = (),
+    progress: Callable[[int], None] | None = None,
+) -> Predictions:
+    """Run an engine over every batch and keep the outputs and columns asked for.
+
+    Outputs are copied, because an engine may reuse its buffers for the next batch. Trailing axes of
+    length 1 are dropped.
+
+    Args:
+        run: Runs one batch.
+        batches: The split, in order; only one batch is held at a time.
+        outputs: Names of the outputs to keep.
+        columns: Names of the columns to keep.
+        progress: Called after each batch with the rows done so far.
+
+    Returns:
+        The outputs and columns over all rows.
+
+    Raises:
+        EvaluationError: An output is missing, its first axis is not the batch, it has more than two axes
+            that matter, or its width changes between batches.
+        DataError: A column is missing, or there are no rows.
+    """
+    kept_outputs: dict[str, list[Array]] = {name: [] for name in outputs}
+    kept_columns: dict[str, list[Array]] = {name: [] for name in columns}
+    done = 0
+    for batch in batches:
+        rows = _rows(batch)
+        values = run(batch.inputs)
+        for name, parts in kept_outputs.items():
+            parts.append(_output(values, name, rows))
+            if parts[-1].shape[1:] != parts[0].shape[1:]:
+                raise EvaluationError(
+                    f"output '{name}' changes its width from batch to batch",
+                    evidence=f"{parts[0].shape[1:]} in the first, {parts[-1].shape[1:]} after row {done}",
+                )
+        for name, parts in kept_columns.items():
+            if name not in batch.columns:
+                raise DataError(
+                    f"the batches carry no column '{name}'",
+                    evidence=f"they carry: {', '.join(sorted(batch.columns)) or 'none'}",
+                    remedy="name a column of the data under `outputs` or `data`",
+                )
+            parts.append(batch.columns[name])
+        done += rows
+        if progress is not None:
+            progress(done)
+    if done == 0:
+        raise DataError("there are no rows to predict", remedy="check the split and its filters")
+    return Predictions(
+        {name: np.concatenate(parts) for name, parts in kept_outputs.items()},
+        {name: np.concatenate(parts) for name, parts in kept_columns.items()},
+        done,
+    )
+
+
+def _rows(batch: BatchLike) -> int:
+    for array in (*batch.inputs.values(), *batch.columns.values()):
+        return int(array.shape[0])
+    return 0
+
+
+def _output(values: Mapping[str, Array], name: str, rows: int) -> Array:
+    if name not in values:
+        raise EvaluationError(
+            f"the engine gave no output '{name}'", evidence=f"it gave: {', '.join(sorted(values)) or 'none'}"
+        )
+    array = np.array(values[name])
+    if array.ndim == 0 or array.shape[0] != rows:
+        raise EvaluationError(
+            f"the first axis of output '{name}' is not the batch",
+            evidence=f"shape {array.shape} for a batch of {rows} rows",
+            remedy="judge an output with one value per row, or give the model a dynamic batch on axis 0",
+        )
+    while array.ndim > 1 and array.shape[-1] == 1:
+        array = array[..., 0]
+    if array.ndim > 2:
+        raise EvaluationError(
+            f"output '{name}' holds a tensor per row",
+            evidence=f"shape {array.shape}: (rows,) or (rows, n) fit",
+        )
+    return array

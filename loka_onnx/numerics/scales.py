@@ -1,0 +1,92 @@
+"""From a range to an FP8 scale.
+
+The scale is amax / max rounded *up* to a BF16 number (8-bit significand):
+
+- rounding up keeps amax / scale ≤ max, so that nothing in the range saturates; it costs at most 2⁻⁷ of
+  the format's range;
+- a BF16 number is exact in FP32 too, and in FP16 wherever it is in FP16's normal range (2⁻¹⁴…65504), so
+  that FP32, BF16 and FP16 graphs of one plan quantize with the very same scale.
+
+The smallest scale is BF16's smallest normal number, 2⁻¹²⁶: many devices flush smaller ones to zero and would
+divide by it. A tensor that is zero throughout gets the scale 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.formats import FLOAT8_SPECS, Float8
+from loka_onnx.core.recipe import Granularity
+from loka_onnx.errors import CalibrationError
+
+SMALLEST_SCALE = 2.0**-126
+_SIGNIFICAND = 2.0**8
+
+Array = npt.NDArray[Any]
+
+
+def amax_scale(amax: float, format: Float8) -> float:
+    """Scale of a tensor whose largest magnitude is known.
+
+    Args:
+        amax: Largest magnitude, ≥ 0.
+        format: FP8 format.
+
+    Returns:
+        A positive BF16 number s with amax / s ≤ the format's max; 1.0 where amax is 0.
+
+    Raises:
+        CalibrationError: amax is negative, not finite, or beyond FP32.
+    """
+    return float(_scales(np.asarray(amax, dtype=np.float64), format)[()])
+
+
+def weight_scales(w: Array, granularity: Granularity, channel_axis: int, format: Float8) -> Array:
+    """Scales of a constant operand.
+
+    Args:
+        w: The weight, any shape.
+        granularity: Over which elements one scale is shared.
+        channel_axis: Output-channel axis; used per channel only.
+        format: FP8 format.
+
+    Returns:
+        FP32 scales: shape () per tensor, (w.shape[channel_axis],) per channel. A channel that is zero
+        throughout has the scale 1.
+
+    Raises:
+        CalibrationError: The weight holds NaN or an infinity.
+    """
+    magnitudes = np.abs(w.astype(np.float64))
+    if not np.isfinite(magnitudes).all():
+        raise CalibrationError(
+            "a weight is not finite, so it has no FP8 scale",
+            evidence=f"{int((~np.isfinite(magnitudes)).sum())} of {w.size} elements",
+            remedy="check the checkpoint; a model with NaN or infinite weights cannot be served",
+        )
+    if granularity is Granularity.PER_TENSOR:
+        amax = np.asarray(magnitudes.max(initial=0.0))
+    else:
+        others = tuple(i for i in range(w.ndim) if i != channel_axis % w.ndim)
+        amax = np.asarray(magnitudes.max(axis=others, initial=0.0))
+    return _scales(amax, format).astype(np.float32)
+
+
+def _scales(amax: npt.NDArray[np.float64], format: Float8) -> npt.NDArray[np.float64]:
+    limit = FLOAT8_SPECS[format].max
+    accepted = (amax >= 0) & (amax <= float(np.finfo(np.float32).max))
+    if not accepted.all():
+        first = int(np.argmin(accepted.ravel()))
+        raise CalibrationError(
+            f"amax is {amax.ravel()[first]:g}: an FP8 scale needs a finite range",
+            evidence=f"{int((~accepted).sum())} of {amax.size} ranges, the first is number {first}",
+            remedy="drop such rows with `data.max_abs`, or keep the site in BF16 with `plan.keep`",
+        )
+    # The quotient is rounded, but never down onto the grid: above grid·limit, which is exact, the next
+    # float64 moves the quotient by more than half an ulp, as no limit is a power of two.
+    significand, exponent = np.frexp(np.maximum(amax / limit, SMALLEST_SCALE))
+    scale = np.ldexp(np.ceil(significand * _SIGNIFICAND) / _SIGNIFICAND, exponent)
+    return np.where(amax == 0.0, 1.0, scale)

@@ -1,0 +1,167 @@
+"""Every backend × every plan: the planned models and the engines built from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka_onnx.config import RunConfig
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.progress import Progress
+from loka_onnx.core.rewrite import RewriteLog, RewriteLogs
+from loka_onnx.engines.base import Backend
+from loka_onnx.engines.registry import get_backend
+from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.errors import TransformError
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.transforms.precision import apply_plan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One engine to build."""
+
+    backend: Backend
+    target: str
+    architecture: str
+    plan: PrecisionPlan
+
+    @property
+    def base(self) -> Precision:
+        """Precision of everything that is not FP8 in the graph for this backend."""
+        return self.backend.base_precision(self.plan)
+
+    @property
+    def directory(self) -> str:
+        """``<target>-<backend>-<architecture>-<plan>``."""
+        return f"{self.target}-{self.backend.name}-{self.architecture}-{self.plan.id}"
+
+
+@dataclass(frozen=True)
+class Built:
+    """Every candidate, and what was written into the planned models."""
+
+    engines: EngineSet
+    rewrites: RewriteLogs
+
+
+class EngineBuilder:
+    """Builds every candidate of a run; a failure costs that candidate only.
+
+    Args:
+        config: The run file.
+        directory: Where engines and planned models go.
+        sample: ``.npz`` of generated inputs for the first inference.
+        progress: Called after each candidate.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, sample: Path, progress: Progress) -> None:
+        self.config, self.directory, self.sample, self.progress = config, directory, sample, progress
+        self._planned: dict[tuple[str, Precision], Path] = {}
+        self._logs: dict[str, RewriteLog] = {}
+
+    def build(self, model: ModelArtifact, plans: PlanSet) -> Built:
+        """Build every candidate."""
+        candidates = list(self._candidates(plans))
+        engines: list[EngineArtifact] = []
+        for number, candidate in enumerate(candidates):
+            self.progress(f"build {candidate.directory}", number, len(candidates))
+            engines.append(self._build(model, candidate))
+        self.progress("build", len(candidates), len(candidates))
+        return Built(EngineSet(tuple(engines)), RewriteLogs(self._logs))
+
+    def _candidates(self, plans: PlanSet) -> Iterator[Candidate]:
+        for target in self.config.targets:
+            for name in target.backends:
+                backend = get_backend(name)
+                for architecture in target.architectures or backend.architectures(target.device):
+                    for plan in plans.plans:
+                        yield Candidate(backend, target.device, architecture, plan)
+
+    def _build(self, model: ModelArtifact, candidate: Candidate) -> EngineArtifact:
+        backend, plan = candidate.backend, candidate.plan
+        refusal = backend.decline(plan, candidate.architecture)
+        if refusal is not None:
+            return _failed(candidate, f"declined: {refusal}")
+        try:
+            planned = self._planned_model(model, candidate)
+        except TransformError as error:
+            return _failed(candidate, str(error))
+        batch = self.config.batch
+        serve = sorted(batch.serve)[len(batch.serve) // 2]
+        limits = self.config.build
+        return backend.build(
+            BuildRequest(
+                model=planned,
+                plan=plan,
+                sites=model.sites,
+                target=candidate.target,
+                architecture=candidate.architecture,
+                batch=BatchRange(batch.min, serve, batch.max),
+                output=self.directory.path / "engines" / candidate.directory,
+                sample=self.sample,
+                relative_to=self.directory.path,
+                limits=Limits(limits.timeout_seconds, int(limits.memory_gb * 1e9)),
+            )
+        )
+
+    def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> Path:
+        """The model file that carries the plan in the backend's base precision; written once."""
+        key = (candidate.plan.id, candidate.base)
+        if key not in self._planned:
+            name = f"{candidate.plan.id}-{candidate.base}"
+            target = self.directory.path / "planned" / name / "model.onnx"
+            planned = apply_plan(model, candidate.plan, candidate.base, target)
+            self._planned[key] = planned.path
+            self._logs[name] = planned.log
+        return self._planned[key]
+
+
+def build_engines(builder: EngineBuilder, model: ModelArtifact, plans: PlanSet) -> Built:
+    """Build, or take over, every candidate → `engines/`, `engines.json`, `rewrites.json`."""
+    directory = builder.directory
+    engines, rewrites = directory.path / "engines.json", directory.path / "rewrites.json"
+
+    def produce() -> Sequence[Path]:
+        built = builder.build(model, plans)
+        serde.write(built.engines, engines)
+        serde.write(built.rewrites, rewrites)
+        root = directory.path / "engines"
+        return [engines, rewrites, *(path for path in sorted(root.rglob("*")) if path.is_file())]
+
+    key = {
+        "model": model.digest,
+        "plans": serde.to_plain(plans),
+        "targets": [target.model_dump(mode="json") for target in builder.config.targets],
+        "batch": builder.config.batch.model_dump(mode="json"),
+        "versions": directory.record.versions,
+    }
+    return directory.stage(
+        "build",
+        key,
+        produce,
+        lambda: Built(serde.read(EngineSet, engines), serde.read(RewriteLogs, rewrites)),
+    )
+
+
+def _failed(candidate: Candidate, detail: str) -> EngineArtifact:
+    return EngineArtifact(
+        backend=candidate.backend.name,
+        plan=candidate.plan.id,
+        target=candidate.target,
+        architecture=candidate.architecture,
+        status=BuildStatus.FAILED,
+        simulated=candidate.backend.is_simulated(candidate.plan),
+        path=None,
+        bytes=0,
+        digest="",
+        backend_version=candidate.backend.availability().version,
+        sites=(),
+        build_seconds=0.0,
+        detail=detail,
+    )

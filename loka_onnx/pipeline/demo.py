@@ -1,0 +1,100 @@
+"""The demo: a ranker trained on MovieLens 100K, and the whole pipeline over it.
+
+What it prepares is an ordinary run: Parquet files, a checkpoint and a configuration that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from loka_onnx.config import Preparation, load_preset
+from loka_onnx.core.progress import Progress
+from loka_onnx.data.movielens100k import prepare_movielens_100k
+from loka_onnx.data.prepared import PreparedData
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.run import RunOptions, RunResult, run
+from loka_onnx.pipeline.versions import library_versions
+from loka_onnx.zoo.builders import build
+
+BUILDER = "loka_onnx.zoo.builders:build"
+
+
+def run_demo(output: Path, options: RunOptions | None = None) -> RunResult:
+    """Prepare data, train, and run every stage; finished work is taken over.
+
+    Args:
+        output: The run directory.
+        options: How to report; the directory is always resumed unless `force` is set.
+
+    Raises:
+        MissingPackage: recbole (the data) or PyTorch is not installed.
+    """
+    options = options or RunOptions()
+    preset = load_preset("demo")
+    directory = RunDirectory.create(
+        output, {"preset": "demo"}, library_versions(), force=options.force, resume=not options.force
+    )
+    directory.on_stage = options.on_stage
+    prepared = prepare_movielens_100k(directory.path / "data")
+    checkpoint = _train(directory, preset.prepare, prepared, options.progress)
+    config = preset.run_config(
+        {
+            "model": {
+                "torch": BUILDER,
+                "checkpoint": checkpoint,
+                "arguments": _arguments(preset.prepare, prepared),
+            },
+            "data": {
+                **{
+                    split: prepared.splits[split].path
+                    for split in ("calibration", "selection", "certification")
+                },
+                "inputs": {b.input: list(b.columns) for b in prepared.bindings},
+            },
+            "output": directory.path,
+        },
+        directory.path,
+    )
+    return run(config, replace(options, force=False, resume=True, label_rule=prepared.rule))
+
+
+def _train(directory: RunDirectory, preparation: Preparation, data: PreparedData, progress: Progress) -> Path:
+    """Train the model, once → `train/ranker.safetensors`."""
+    checkpoint = directory.path / "train" / "ranker.safetensors"
+    rows = data.open("train")
+
+    def produce() -> Sequence[Path]:
+        from loka_onnx.zoo.checkpoint import save_checkpoint
+        from loka_onnx.zoo.training import TrainOptions, train
+
+        arguments = _arguments(preparation, data)
+        module, _ = build(**arguments)  # type: ignore[arg-type]
+        train(
+            module,
+            rows,
+            TrainOptions(seed=preparation.seed),
+            lambda step, steps, loss: progress(f"train (loss {loss:.3f})", step, steps),
+        )
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        save_checkpoint(checkpoint, module.state_dict())
+        return [checkpoint]
+
+    key = {
+        "data": rows.digest,
+        "architecture": preparation.architecture,
+        "size": preparation.size,
+        "seed": preparation.seed,
+    }
+    return directory.stage("train", key, produce, lambda: checkpoint)
+
+
+def _arguments(preparation: Preparation, data: PreparedData) -> dict[str, object]:
+    """Arguments of the builder, as a run file holds them."""
+    return {
+        "architecture": preparation.architecture,
+        "size": preparation.size,
+        "categorical": dict(data.categorical),
+        "numeric": list(data.numeric),
+    }

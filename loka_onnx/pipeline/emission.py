@@ -1,0 +1,168 @@
+"""What a run hands over: the choice, the report and the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka_onnx.bundle import (
+    DEFAULT_TOLERANCE,
+    FP8_TOLERANCE,
+    BatchRange,
+    BundleContents,
+    BundleEngine,
+    Expectation,
+    write_bundle,
+)
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
+from loka_onnx.core.evaluation import Choice, EvaluationSet
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.data import Dataset
+from loka_onnx.pipeline.sample import Arrays
+from loka_onnx.pipeline.splits import split_rule
+from loka_onnx.pipeline.steps import Steps
+from loka_onnx.planning.choice import choose
+from loka_onnx.report import DataDescription, ReportData, SplitDescription, render
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+SAMPLE_ROWS = 16
+"""Rows of the sample that a bundle carries."""
+SIMULATION_MARGIN = 4.0
+"""A loader's tolerance for an engine that could not run here: this many times the largest change of the
+output that the simulation of its plan showed."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that a run found, before it is handed over."""
+
+    exported: ModelArtifact
+    modified: ModelArtifact
+    profile: Profile
+    plans: PlanSet
+    rewrites: dict[str, RewriteLog]
+    engines: EngineSet
+    evaluations: EvaluationSet
+
+
+def choose_engines(steps: Steps, results: Results) -> Choice:
+    """One engine per target → `choice.json`."""
+    document = steps.directory.path / "choice.json"
+
+    def produce() -> Sequence[Path]:
+        serde.write(choose(results.engines.engines, results.evaluations, results.plans), document)
+        return [document]
+
+    key = {
+        "engines": serde.to_plain(results.engines),
+        "evaluations": serde.to_plain(results.evaluations),
+        "plans": serde.to_plain(results.plans),
+    }
+    return steps.directory.stage("choose", key, produce, lambda: serde.read(Choice, document))
+
+
+def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str) -> ReportData:
+    """The facts of the report."""
+    rule = split_rule(steps.config)
+    splits = steps.splits
+    named = {
+        "calibration": splits.calibration,
+        "selection": splits.selection,
+        "certification": splits.certification,
+    }
+    return ReportData(
+        title=steps.config.name,
+        exported=results.exported,
+        modified=results.modified,
+        profile=results.profile,
+        plans=results.plans,
+        rewrites=results.rewrites,
+        engines=results.engines.engines,
+        evaluations=results.evaluations,
+        choice=choice,
+        data=DataDescription(
+            tuple(_describe_split(name, data, rule) for name, data in named.items()),
+            label_rule or ", ".join(f"{s.name}: column '{s.label}' as given" for s in steps.specs),
+            steps.config.data.synthetic,
+        ),
+        versions=steps.directory.record.versions,
+        lineage=steps.directory.record.stages,
+    )
+
+
+def write_report(steps: Steps, data: ReportData) -> tuple[Path, ...]:
+    """`report.json`, `report.md`, `report.html`; rendering is quick and always done."""
+    return render(data, steps.directory.path)
+
+
+def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
+    """The chosen engine of every target, the exact model and a sample → `bundle/`."""
+    root = steps.directory.path
+    sample = steps.generated(SAMPLE_ROWS)
+    exact = OnnxSession(results.exported.path, SessionOptions(threads=steps.threads)).run(sample)
+    fallback = Expectation(exact, dict.fromkeys(exact, DEFAULT_TOLERANCE))
+    chosen = {target.engine for target in choice.targets}
+    engines = [
+        _bundled(steps, results, engine, sample, fallback)
+        for engine in results.engines.engines
+        if engine.id in chosen and engine.status is not BuildStatus.FAILED
+    ]
+    batch = steps.config.batch
+    return write_bundle(
+        BundleContents(
+            root=root,
+            model=results.exported,
+            judged=steps.specs,
+            batch=BatchRange(batch.min, batch.max),
+            engines=tuple(engines),
+            fallback=fallback,
+            sample=sample,
+            plans=results.plans,
+            choice=choice,
+            report=tuple(report),
+            lineage=steps.directory.record.stages,
+            versions=steps.directory.record.versions,
+        ),
+        root / "bundle",
+    )
+
+
+def _bundled(
+    steps: Steps, results: Results, engine: EngineArtifact, sample: Arrays, fallback: Expectation
+) -> BundleEngine:
+    try:
+        evaluation = results.evaluations.of(engine.id, "certification")
+    except KeyError:
+        evaluation = None
+    if engine.status is BuildStatus.READY:
+        with ExitStack() as stack:
+            outputs = dict(steps.open_engine(engine, stack)(sample))
+        return BundleEngine(
+            engine, Expectation(outputs, dict.fromkeys(outputs, DEFAULT_TOLERANCE)), evaluation
+        )
+    moved = _simulated_change(results, engine.plan)
+    tolerance = {
+        name: max(FP8_TOLERANCE, SIMULATION_MARGIN * moved.get(name, 0.0)) for name in fallback.outputs
+    }
+    return BundleEngine(engine, Expectation(fallback.outputs, tolerance), evaluation)
+
+
+def _simulated_change(results: Results, plan: str) -> dict[str, float]:
+    """Largest change of each output that the simulation of a plan showed."""
+    return {
+        output.output: output.difference.delta_max
+        for evaluation in results.evaluations.evaluations
+        if evaluation.plan == plan
+        for output in evaluation.outputs
+        if output.difference is not None
+    }
+
+
+def _describe_split(name: str, data: Dataset, rule: str) -> SplitDescription:
+    return SplitDescription(name, data.name, data.rows, data.digest, rule)

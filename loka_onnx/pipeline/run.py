@@ -1,0 +1,142 @@
+"""The whole pipeline: this list is the design's flow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from loka_onnx.bundle import verify_bundle
+from loka_onnx.config import RunConfig
+from loka_onnx.core.evaluation import Choice
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.pipeline.candidates import EngineBuilder, build_engines
+from loka_onnx.pipeline.directory import Outcome, RunDirectory
+from loka_onnx.pipeline.emission import (
+    Results,
+    choose_engines,
+    describe_run,
+    emit_bundle,
+    write_report,
+)
+from loka_onnx.pipeline.sample import write_sample
+from loka_onnx.pipeline.steps import Steps
+from loka_onnx.pipeline.versions import library_versions
+from loka_onnx.report import ReportData
+
+
+class Stage(StrEnum):
+    """Where a run may end."""
+
+    EXPORT = "export"
+    CALIBRATE = "calibrate"
+    TRANSFORM = "transform"
+    PLAN = "plan"
+    BUILD = "build"
+    EVALUATE = "evaluate"
+    REPORT = "report"
+    BUNDLE = "bundle"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run treats its directory and reports itself.
+
+    Attributes:
+        force: Start over in a directory that holds an earlier run.
+        resume: Take over the finished stages of an earlier run.
+        until: Last stage to run.
+        label_rule: What the labels mean, for the report.
+        progress: Called as work is done.
+        on_stage: Called when a stage begins (with None) and when it ends.
+    """
+
+    force: bool = False
+    resume: bool = False
+    until: Stage = Stage.BUNDLE
+    label_rule: str = ""
+    progress: Progress = silent
+    on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left.
+
+    Attributes:
+        directory: The run directory.
+        choice: The engine of each target; None when the run ended earlier.
+        report: The facts of the report; None when the run ended earlier.
+        report_files: report.json, report.md, report.html.
+        bundle: The bundle; None when the run ended earlier.
+    """
+
+    directory: Path
+    choice: Choice | None = None
+    report: ReportData | None = None
+    report_files: tuple[Path, ...] = ()
+    bundle: Path | None = None
+
+
+def run(config: RunConfig, options: RunOptions | None = None) -> RunResult:  # noqa: PLR0911 - one for each end
+    """Turn a trained model into the fastest engine that is still accurate.
+
+    Args:
+        config: What `loka_onnx.load_run_file` read.
+        options: How to run.
+
+    Raises:
+        UserError: The configuration or an input is wrong.
+        StageError: A stage could not finish.
+    """
+    options = options or RunOptions()
+    directory = RunDirectory.create(
+        config.output,
+        config.model_dump(mode="json"),
+        library_versions(),
+        force=options.force,
+        resume=options.resume,
+    )
+    directory.on_stage = options.on_stage
+    steps = Steps(config, directory, options.progress)
+    ended = RunResult(directory.path)
+
+    exported = steps.export()
+    steps.check_data()
+    if options.until is Stage.EXPORT:
+        return ended
+
+    probed = steps.calibrate(exported)
+    if options.until is Stage.CALIBRATE:
+        return ended
+
+    modified = steps.modify(exported)
+    profile = steps.calibrate(modified.model, earlier=probed)
+    if options.until is Stage.TRANSFORM:
+        return ended
+
+    plans = steps.plan(modified.model, profile)
+    if options.until is Stage.PLAN:
+        return ended
+
+    sample = write_sample(steps.generated(256), directory.path / "calibration" / "sample.npz")
+    built = build_engines(EngineBuilder(config, directory, sample, options.progress), modified.model, plans)
+    if options.until is Stage.BUILD:
+        return ended
+
+    evaluations = steps.evaluate(exported, built.engines)
+    if options.until is Stage.EVALUATE:
+        return ended
+
+    rewrites = {"mods": modified.log, **built.rewrites.logs}
+    results = Results(exported, modified.model, profile, plans, rewrites, built.engines, evaluations)
+    choice = choose_engines(steps, results)
+    data = describe_run(steps, results, choice, options.label_rule)
+    files = write_report(steps, data)
+    if options.until is Stage.REPORT:
+        return RunResult(directory.path, choice, data, files)
+
+    bundle = emit_bundle(steps, results, choice, files)
+    verify_bundle(bundle)
+    return RunResult(directory.path, choice, data, files, bundle)

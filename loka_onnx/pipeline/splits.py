@@ -1,0 +1,106 @@
+"""Opening the three splits that a run file names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from loka_onnx.config import RunConfig, SplitBy
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.data import InputBinding, SplitRule, Splits, open_dataset, split_file
+from loka_onnx.errors import ConfigError, ModelError
+
+IdBounds = Mapping[str, tuple[int | None, ...]]
+
+
+def bind_inputs(
+    config: RunConfig, inputs: Sequence[TensorSpec], bounds: IdBounds | None = None
+) -> tuple[InputBinding, ...]:
+    """How each model input is made of columns.
+
+    Args:
+        config: The run file; an input that it does not name is fed from the column of its own name.
+        inputs: Inputs of the model.
+        bounds: Exclusive upper bounds of ids, by input.
+
+    Raises:
+        ConfigError: The run file names an input that the model does not have, or the wrong number of
+            columns.
+        ModelError: An input has more than two axes.
+    """
+    known = [spec.name for spec in inputs]
+    for name in config.data.inputs:
+        if name not in known:
+            raise ConfigError(
+                f"the model has no input '{name}'",
+                where="data.inputs",
+                evidence=f"its inputs are {', '.join(known)}",
+                remedy="correct the name",
+            )
+    return tuple(_bind(config, spec, (bounds or {}).get(spec.name)) for spec in inputs)
+
+
+def open_splits(config: RunConfig, bindings: Sequence[InputBinding]) -> Splits:
+    """Open calibration, selection and certification, which must be disjoint.
+
+    Raises:
+        ConfigError: Two splits share rows.
+        DataError: A file or a column is missing or of the wrong type.
+    """
+    data = config.data
+    if data.path is not None and data.split is not None:
+        fractions = data.split.fractions
+        rule = SplitRule(
+            by="hash" if data.split.by is SplitBy.HASH else "fraction",
+            calibration=fractions.calibration,
+            selection=fractions.selection,
+            certification=fractions.certification,
+            column=data.split.column,
+            seed=data.split.seed,
+        )
+        return split_file(data.path, rule, bindings, config.columns)
+    if data.calibration is None or data.selection is None or data.certification is None:
+        raise ConfigError("`data` names no rows", remedy="give three files, or `path` with `split`")
+    return Splits(
+        *(
+            open_dataset(path, bindings, config.columns)
+            for path in (data.calibration, data.selection, data.certification)
+        )
+    )
+
+
+def split_rule(config: RunConfig) -> str:
+    """How the splits are divided, in words."""
+    split = config.data.split
+    if split is None:
+        return "a file of its own"
+    shares = split.fractions
+    how = f"by a hash of '{split.column}'" if split.by is SplitBy.HASH else "in file order"
+    return f"{how}: {shares.calibration:g} / {shares.selection:g} / {shares.certification:g}"
+
+
+def _bind(config: RunConfig, spec: TensorSpec, bounds: tuple[int | None, ...] | None) -> InputBinding:
+    columns = config.data.inputs.get(spec.name, (spec.name,))
+    rank = len(spec.shape)
+    if rank not in {1, 2}:
+        raise ModelError(
+            f"input '{spec.name}' has {rank} axes",
+            evidence=f"shape {spec.shape}",
+            remedy="a table feeds inputs of shape (batch,) or (batch, columns): reshape inside the model",
+        )
+    width = spec.shape[1] if rank == 2 else 1
+    if width is not None and len(columns) not in {1, width}:
+        raise ConfigError(
+            f"input '{spec.name}' takes {width} columns, {len(columns)} are named",
+            where=f"data.inputs.{spec.name}",
+            evidence=f"its shape is {spec.shape}",
+            remedy="name one column for each",
+        )
+    upper = bounds
+    if upper is not None and len(upper) != len(columns):
+        largest = [b for b in upper if b is not None]
+        upper = (min(largest),) * len(columns) if largest and len(largest) == len(upper) else None
+    if not np.issubdtype(np.dtype(spec.dtype), np.integer):
+        upper = None
+    return InputBinding(spec.name, columns, spec.dtype, rank, upper)

@@ -1,0 +1,290 @@
+"""What each stage of a run does with the run directory; the order is in `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import count
+from pathlib import Path
+
+from loka_onnx.calibration.probe import ProbeOptions, calibrate
+from loka_onnx.config import RunConfig, WeightGranularity
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
+from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.progress import Progress
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity
+from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.data import InputBinding, Splits
+from loka_onnx.engines.registry import get_backend
+from loka_onnx.evaluation.engines import Split, judge_engine, judge_reference, predict_split, with_latencies
+from loka_onnx.evaluation.latency import LatencyOptions, measure_interleaved
+from loka_onnx.evaluation.predictions import Run
+from loka_onnx.export.onnx_model import import_onnx
+from loka_onnx.export.torch_module import export_torch
+from loka_onnx.graph.id_bounds import id_bounds
+from loka_onnx.graph.model import GraphModel, model_digest, model_files
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.sample import Arrays, generated_rows
+from loka_onnx.pipeline.splits import bind_inputs, open_splits
+from loka_onnx.pipeline.torch_source import build_torch_model
+from loka_onnx.planning.policy import PlanOptions, make_plans
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.transforms.sequence import apply_mods
+
+RECIPES = (PER_TENSOR, PER_CHANNEL_WEIGHT)
+CHECK_ROWS = 2048
+"""Rows of the calibration split that mods and export parity are held against."""
+
+
+@dataclass(frozen=True)
+class ModdedModel:
+    """The model after mods, with what was rewritten."""
+
+    model: ModelArtifact
+    log: RewriteLog
+
+
+class Steps:
+    """The stages of one run, each over the same directory and configuration."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
+        self.config, self.directory, self.progress = config, directory, progress
+        self.specs = config.output_specs
+        self.threads = config.threads or 0
+        self._seeds = count()
+
+    # Model and data --------------------------------------------------------------------------------
+
+    def export(self) -> ModelArtifact:
+        """Torch or a foreign ONNX file → `model/exported.onnx` with named sites."""
+        target = self._path("model/exported.onnx")
+        document = self._path("model/exported.json")
+        outputs = [output.model_dump(mode="json") for output in self.config.outputs]
+        if self.config.model.onnx is not None:
+            source = self.config.model.onnx
+            key = {"onnx": [str(source.name), model_digest(source)], "outputs": outputs}
+
+            def produce() -> Sequence[Path]:
+                return self._write_model(import_onnx(source, target, self.specs), document)
+        else:
+            torch_model = build_torch_model(self.config.model, self.config.directory)
+            key = {"torch": torch_model.key, "outputs": outputs}
+
+            def produce() -> Sequence[Path]:
+                bindings = bind_inputs(self.config, torch_model.inputs)
+                rows = next(open_splits(self.config, bindings).calibration.batches(CHECK_ROWS))
+                artifact = export_torch(torch_model.module, rows.inputs, target, self.specs)
+                return self._write_model(artifact, document)
+
+        exported = self.directory.stage("export", key, produce, lambda: self._read_model(document))
+        self._exported = exported
+        return exported
+
+    @cached_property
+    def bindings(self) -> tuple[InputBinding, ...]:
+        """How model inputs are made of columns, with the bounds of their ids."""
+        graph = GraphModel.load(self._exported.path)
+        return bind_inputs(self.config, self._exported.inputs, id_bounds(graph))
+
+    @cached_property
+    def splits(self) -> Splits:
+        """The three splits."""
+        return open_splits(self.config, self.bindings)
+
+    def check_data(self) -> None:
+        """Read every row once, so that a bad one is found before the first long stage."""
+        for data in (self.splits.calibration, self.splits.selection, self.splits.certification):
+            data.check()
+
+    # Probe and mods --------------------------------------------------------------------------------
+
+    def calibrate(self, model: ModelArtifact, earlier: Profile | None = None) -> Profile:
+        """Probe → `profile.json`; with an earlier profile, only sites that it does not know."""
+        stage = "calibrate" if earlier is None else "recalibrate"
+        document = self._path("calibration/exported.json" if earlier is None else "profile.json")
+        settings = self.config.calibration
+        known = {entry.site for entry in earlier.sites} if earlier else set[str]()
+        changed = frozenset(s.name for s in model.sites if s.name not in known or s.merged_from)
+        key = {
+            "model": model.digest,
+            "data": self.splits.calibration.digest,
+            "settings": settings.model_dump(mode="json"),
+            "weight": self.config.plan.weight_granularity,
+            "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
+            "group": self.config.data.group,
+            "synthetic": self.config.data.synthetic,
+        }
+
+        def produce() -> Sequence[Path]:
+            if earlier is not None and not changed:
+                serde.write(_carried(earlier, model), document)
+                return [document]
+            options = ProbeOptions(
+                recipes=RECIPES,
+                weight=_granularity(self.config.plan.weight_granularity),
+                batch_size=settings.batch_size,
+                rows=settings.rows,
+                sensitivity_rows=settings.sensitivity_rows,
+                threads=self.threads,
+                group=self.config.data.group,
+                synthetic=self.config.data.synthetic,
+                only=changed if earlier is not None else None,
+            )
+            scratch = self._path("calibration/instrumented")
+            profile = calibrate(model, self.specs, self.splits.calibration, scratch, options, self.progress)
+            serde.write(_merged(earlier, profile, model) if earlier else profile, document)
+            return [document]
+
+        return self.directory.stage(stage, key, produce, lambda: serde.read(Profile, document))
+
+    def modify(self, model: ModelArtifact) -> ModdedModel:
+        """Mods, each checked on calibration rows → `model/modified.onnx`."""
+        target, document = self._path("model/modified.onnx"), self._path("model/modified.json")
+        log = self._path("model/mods.json")
+
+        def produce() -> Sequence[Path]:
+            rows = next(self.splits.calibration.batches(CHECK_ROWS))
+            rewritten = apply_mods(model, [rows.inputs], target, progress=self.progress)
+            serde.write(rewritten.log, log)
+            return [*self._write_model(rewritten.model, document), log]
+
+        return self.directory.stage(
+            "mods",
+            {"model": model.digest, "data": self.splits.calibration.digest},
+            produce,
+            lambda: ModdedModel(self._read_model(document), serde.read(RewriteLog, log)),
+        )
+
+    # Plan ------------------------------------------------------------------------------------------
+
+    def plan(self, model: ModelArtifact, profile: Profile) -> PlanSet:
+        """Profile → `plan.json`."""
+        document = self._path("plan.json")
+        chosen = self.config.plan
+
+        def produce() -> Sequence[Path]:
+            options = PlanOptions(chosen.keep, chosen.force, chosen.base, tuple(chosen.plans))
+            serde.write(make_plans(model, profile, self.specs, RECIPES, options), document)
+            return [document]
+
+        key = {
+            "model": model.digest,
+            "profile": serde.to_plain(profile),
+            "plan": chosen.model_dump(mode="json"),
+            "budgets": [spec.budget for spec in self.specs],
+        }
+        return self.directory.stage("plan", key, produce, lambda: serde.read(PlanSet, document))
+
+    # Evaluation ------------------------------------------------------------------------------------
+
+    def evaluate(self, exported: ModelArtifact, engines: EngineSet) -> EvaluationSet:
+        """Accuracy on selection and certification, latency per batch size → `evaluation.json`."""
+        document = self._path("evaluation.json")
+
+        def produce() -> Sequence[Path]:
+            timed = self._time(engines.engines)
+            measured = [
+                with_latencies(evaluation, timed)
+                for split in self._judged_splits()
+                for evaluation in self._judge(split, exported, engines.engines)
+            ]
+            serde.write(EvaluationSet(tuple(measured)), document)
+            return [document]
+
+        key = {
+            "exported": exported.digest,
+            "engines": [engine.digest or engine.detail for engine in engines.engines],
+            "data": [self.splits.selection.digest, self.splits.certification.digest],
+            "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
+            "batch": self.config.batch.model_dump(mode="json"),
+        }
+        return self.directory.stage("evaluate", key, produce, lambda: serde.read(EvaluationSet, document))
+
+    def _judged_splits(self) -> tuple[Split, Split]:
+        columns, group = self.config.columns, self.config.data.group
+        return (
+            Split("selection", self.splits.selection, columns, group),
+            Split("certification", self.splits.certification, columns, group),
+        )
+
+    def _judge(
+        self, split: Split, exported: ModelArtifact, engines: Sequence[EngineArtifact]
+    ) -> list[Evaluation]:
+        session = OnnxSession(exported.path, SessionOptions(threads=self.threads))
+        reference = predict_split(split, session.run, self.specs, f"reference on {split.name}", self.progress)
+        found = [judge_reference(split, reference, self.specs)]
+        for engine in engines:
+            with ExitStack() as stack:
+                opener = partial(self.open_engine, engine, stack)
+                found.append(judge_engine(engine, split, reference, self.specs, opener, self.progress))
+        return found
+
+    def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
+        """Load an engine until the stack closes; returns what runs one batch."""
+        runner = get_backend(engine.backend).open(engine, self._path(engine.path or Path()))
+        return stack.enter_context(runner).run
+
+    def _time(self, engines: Sequence[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
+        """Latency of every engine that runs here, in turns with the others of its kind."""
+        latencies: dict[str, tuple[Latency, ...]] = {}
+        for simulated in (False, True):
+            group = [e for e in engines if e.status is BuildStatus.READY and e.simulated is simulated]
+            if not group:
+                continue
+            with ExitStack() as stack:
+                timed = measure_interleaved(
+                    {engine.id: self.open_engine(engine, stack) for engine in group},
+                    self.generated,
+                    self.config.batch.serve,
+                    LatencyOptions(max_seconds=1.0, max_repeats=200),
+                    group[0].target,
+                    counts_for_choice=not simulated,
+                )
+            latencies.update(timed.latencies)
+        return latencies
+
+    def generated(self, rows: int) -> Arrays:
+        """Generated model inputs, others at every call; no row of the user's data."""
+        return generated_rows(self._exported.inputs, self.bindings, rows, next(self._seeds))
+
+    # Files -----------------------------------------------------------------------------------------
+
+    def _path(self, relative: str | Path) -> Path:
+        return self.directory.path / relative
+
+    def _write_model(self, artifact: ModelArtifact, document: Path) -> list[Path]:
+        relative = self.directory.relative(artifact.path)
+        serde.write(replace(artifact, path=relative), document)
+        return [document, *model_files(artifact.path)]
+
+    def _read_model(self, document: Path) -> ModelArtifact:
+        artifact = serde.read(ModelArtifact, document)
+        return replace(artifact, path=self._path(artifact.path))
+
+
+def _granularity(setting: WeightGranularity) -> Granularity | None:
+    return None if setting is WeightGranularity.BEST else Granularity(setting)
+
+
+def _merged(earlier: Profile, later: Profile, model: ModelArtifact) -> Profile:
+    """The later profile's sites, and the earlier one's for the rest."""
+    entries = {entry.site: entry for entry in (*earlier.sites, *later.sites)}
+    return replace(
+        later,
+        sites=tuple(entries[site.name] for site in model.sites),
+        seconds={k: earlier.seconds.get(k, 0.0) + v for k, v in later.seconds.items()},
+    )
+
+
+def _carried(earlier: Profile, model: ModelArtifact) -> Profile:
+    """The earlier profile for a model whose sites did not change."""
+    entries = {entry.site: entry for entry in earlier.sites}
+    return replace(
+        earlier, model_digest=model.digest, sites=tuple(entries[site.name] for site in model.sites)
+    )

@@ -1,0 +1,142 @@
+"""The facts that a report shows; `report.json` is exactly this, in full precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, TargetChoice
+from loka_onnx.core.lineage import StageRecord
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.core.serde import STRICT
+
+SELECTION = "selection"
+CERTIFICATION = "certification"
+
+
+@dataclass(frozen=True)
+class SplitDescription:
+    """One split of the data.
+
+    Attributes:
+        split: ``calibration``, ``selection`` or ``certification``.
+        name: What the rows were read from.
+        rows: How many.
+        digest: Digest of the rows, or of the file when `rule` says which of its rows.
+        rule: Which rows, in words.
+    """
+
+    __pydantic_config__ = STRICT
+
+    split: str
+    name: str
+    rows: int
+    digest: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class DataDescription:
+    """What every number of the report was measured on.
+
+    Attributes:
+        splits: The splits that were read.
+        label_rule: What the labels mean and how they were made.
+        synthetic: Whether any row was generated.
+    """
+
+    __pydantic_config__ = STRICT
+
+    splits: tuple[SplitDescription, ...]
+    label_rule: str
+    synthetic: bool
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything that a report shows.
+
+    Attributes:
+        title: Heading of the report.
+        exported: The exported FP32 model, before mods.
+        modified: The model after mods, which profile and plans speak of.
+        profile: Calibration of `modified`.
+        plans: Every plan.
+        rewrites: What was rewritten and declined, by the name of the sequence (``mods``, …).
+        engines: Every candidate, failures included.
+        evaluations: Every evaluation; the FP32 reference may be among them without being an engine.
+        choice: What is emitted.
+        data: What it was measured on.
+        versions: Version of every library that took part.
+        lineage: Finished stages.
+        notes: What else the reader must know.
+    """
+
+    SCHEMA: ClassVar[str] = "report/1"
+    __pydantic_config__ = STRICT
+
+    title: str
+    exported: ModelArtifact
+    modified: ModelArtifact
+    profile: Profile
+    plans: PlanSet
+    rewrites: dict[str, RewriteLog]
+    engines: tuple[EngineArtifact, ...]
+    evaluations: EvaluationSet
+    choice: Choice
+    data: DataDescription
+    versions: dict[str, str]
+    lineage: tuple[StageRecord, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether any number rests on generated data."""
+        return self.data.synthetic or self.profile.synthetic
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Splits that anything was evaluated on, selection first."""
+        found = {e.split for e in self.evaluations.evaluations}
+        known = [s for s in (SELECTION, CERTIFICATION) if s in found]
+        return (*known, *sorted(found - set(known)))
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Ids that were evaluated without being a candidate: the FP32 reference."""
+        known = {e.id for e in self.engines}
+        ids = (e.engine for e in self.evaluations.evaluations if e.engine not in known)
+        return tuple(dict.fromkeys(ids))
+
+    def evaluation(self, engine: str, split: str) -> Evaluation | None:
+        """The evaluation of an engine on a split, None when there is none."""
+        try:
+            return self.evaluations.of(engine, split)
+        except KeyError:
+            return None
+
+    def plan(self, plan_id: str) -> PrecisionPlan | None:
+        """The plan of that id, None when there is none."""
+        try:
+            return self.plans.plan(plan_id)
+        except KeyError:
+            return None
+
+    def engine(self, engine_id: str) -> EngineArtifact | None:
+        """The candidate of that id, None when there is none."""
+        return next((e for e in self.engines if e.id == engine_id), None)
+
+    def chosen(self, engine_id: str) -> TargetChoice | None:
+        """The choice that emits an engine, None when it is not emitted."""
+        return next((t for t in self.choice.targets if t.engine == engine_id), None)
+
+    def why_lost(self, engine_id: str) -> str:
+        """Why a candidate was not chosen; empty when it was."""
+        reasons = [
+            loser.reason for t in self.choice.targets for loser in t.losers if loser.engine == engine_id
+        ]
+        return "; ".join(dict.fromkeys(reasons))

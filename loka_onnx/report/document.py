@@ -1,0 +1,122 @@
+"""A report as plain text in a structure; what Markdown and HTML are both written from.
+
+Nothing here is escaped: each writer escapes for its own language.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tone(StrEnum):
+    """How a cell or a verdict is coloured; never the only carrier of a meaning."""
+
+    PLAIN = "plain"
+    GOOD = "good"
+    BAD = "bad"
+    WARN = "warn"
+    MUTED = "muted"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        title: Heading.
+        numeric: Whether it is aligned at the right.
+        prose: Whether it holds sentences; Markdown lists these below the table, where they can be read in
+            a terminal.
+    """
+
+    title: str
+    numeric: bool = False
+    prose: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        caption: What it shows.
+        columns: Its columns.
+        rows: As many cells each as there are columns.
+        emphasized: Indices of rows that stand out (the emitted engines).
+        keys: How many columns at the left name a row.
+    """
+
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    emphasized: frozenset[int] = frozenset()
+    keys: int = 1
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report.
+
+    Attributes:
+        anchor: Its id in links.
+        title: Heading.
+        paragraphs: Text above the tables.
+        items: A list above the tables.
+        tables: Its tables.
+        chart: Whether the chart stands here.
+    """
+
+    anchor: str
+    title: str
+    paragraphs: tuple[str, ...] = ()
+    items: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    chart: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer for one target.
+
+    Attributes:
+        target: Its name.
+        headline: Which engine, in one sentence.
+        facts: What it costs, and why it was chosen.
+        tone: Good for FP8 inside the budget, a warning otherwise.
+    """
+
+    target: str
+    headline: str
+    facts: tuple[str, ...]
+    tone: Tone
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole report.
+
+    Attributes:
+        title: Heading.
+        banner: A warning above everything; empty when there is none.
+        verdicts: One per target.
+        sections: Everything else.
+    """
+
+    title: str
+    banner: str
+    verdicts: tuple[Verdict, ...]
+    sections: tuple[Section, ...]
+
+
+def cell(text: str, tone: Tone = Tone.PLAIN) -> Cell:
+    """A cell."""
+    return Cell(text, tone)

@@ -1,0 +1,266 @@
+"""Tables of the candidates: accuracy, latency, fallbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import BudgetStatus, Evaluation, OutputEvaluation
+from loka_onnx.core.formats import Precision
+from loka_onnx.report import numbers
+from loka_onnx.report.data import SELECTION, ReportData
+from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.verdict import SIMULATED_LATENCY, budget_sentence
+
+ENGINE_COLUMNS = (
+    Column("Engine"),
+    Column("Output"),
+    Column("ΔNE [95 % interval]", numeric=True),
+    Column("Budget"),
+    Column("NE", numeric=True),
+    Column("AUC", numeric=True),
+    Column("Prediction ratio", numeric=True),
+    Column("Latency p50", numeric=True),
+    Column("Sites in FP8", numeric=True),
+    Column("FP8 share of FLOPs", numeric=True),
+    Column("Size", numeric=True),
+    Column("Status"),
+    Column("Outcome", prose=True),
+)
+
+_STATUS_TONES = {
+    BuildStatus.READY: Tone.PLAIN,
+    BuildStatus.BUILT_NOT_RUN: Tone.WARN,
+    BuildStatus.FAILED: Tone.BAD,
+}
+_BUDGET_TONES = {
+    BudgetStatus.WITHIN: Tone.GOOD,
+    BudgetStatus.BEYOND: Tone.BAD,
+    BudgetStatus.UNDECIDED: Tone.WARN,
+}
+
+
+def engines_section(data: ReportData) -> Section:
+    """Every candidate, on every split that anything was evaluated on."""
+    splits = data.splits or (SELECTION,)
+    return Section(
+        "engines",
+        "Engines",
+        paragraphs=(
+            "Accuracy is that of the built engine's own outputs, paired row by row with the exported FP32 "
+            "model. A budget is held against the upper end of the interval.",
+        ),
+        tables=(*(_accuracy_table(data, split) for split in splits), *_latency_tables(data)),
+        chart=True,
+    )
+
+
+def fallbacks_section(data: ReportData) -> Section:
+    """Sites that an engine does not run as planned."""
+    rows = tuple(
+        (
+            cell(engine.id),
+            cell(site.site),
+            cell(site.planned),
+            cell(" × ".join(site.operands) or "unknown", Tone.WARN),
+            cell(
+                f"planned {site.planned}, runs in {' × '.join(site.operands) or 'unknown'}: {site.evidence}"
+            ),
+        )
+        for engine in data.engines
+        for site in engine.fallbacks
+    )
+    columns = (
+        Column("Engine"),
+        Column("Site"),
+        Column("Planned"),
+        Column("Runs in"),
+        Column("Evidence", prose=True),
+    )
+    if not rows:
+        checked = sum(bool(e.sites) for e in data.engines)
+        said = f"None. Engines whose compiled form was read: {checked} of {len(data.engines)}."
+        return Section("fallbacks", "Fallbacks", (said,))
+    return Section(
+        "fallbacks",
+        "Fallbacks",
+        ("What the compiled engine was found to run, where that is not what the plan asked for.",),
+        tables=(Table("Sites that do not run as planned", columns, rows, keys=2),),
+    )
+
+
+def fp8_sites(data: ReportData, engine: EngineArtifact) -> str:
+    """Sites that run in FP8 of those planned, ``5 of 7``."""
+    plan = data.plan(engine.plan)
+    planned = len(plan.fp8_sites) if plan is not None else 0
+    if engine.status is BuildStatus.FAILED or not engine.sites:
+        return f"{planned} planned" if planned else "0"
+    engaged = sum(s.engaged and s.planned == Precision.FP8 for s in engine.sites)
+    return f"{engaged} of {planned}" if planned else "0"
+
+
+def fp8_share(data: ReportData, engine: EngineArtifact) -> str:
+    """Share of the FP8-able FLOPs in FP8; marked as planned where the engine does not honour the plan."""
+    plan = data.plan(engine.plan)
+    if plan is None:
+        return numbers.NONE
+    lost = {s.site for s in engine.fallbacks} & set(plan.fp8_sites)
+    unread = plan.fp8_sites and not engine.sites
+    return numbers.share(plan.fp8_share) + (" planned" if lost or unread else "")
+
+
+def delta_text(output: OutputEvaluation) -> str:
+    """ΔNE with its interval; a dash for the reference."""
+    if output.difference is None:
+        return "reference"
+    return numbers.percent_interval(output.difference.delta_ne, output.budget)
+
+
+def delta_tone(output: OutputEvaluation) -> Tone:
+    """Colour of a budget status."""
+    return Tone.PLAIN if output.difference is None else _BUDGET_TONES[output.budget_status]
+
+
+def latency_text(data: ReportData, engine: EngineArtifact) -> str:
+    """Median latency at the largest measured batch, or why there is none."""
+    if engine.simulated:
+        return SIMULATED_LATENCY
+    measured = [
+        latency
+        for split in data.splits
+        for latency in getattr(data.evaluation(engine.id, split), "latencies", ())
+    ]
+    if not measured:
+        return numbers.NOT_MEASURED
+    largest = max(measured, key=lambda item: item.batch)
+    text = f"{numbers.latency(largest.p50_us)} at batch {numbers.count(largest.batch)}"
+    return text if largest.counts_for_choice else f"{text} on {largest.device}, not the target"
+
+
+def _accuracy_table(data: ReportData, split: str) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    emphasized: set[int] = set()
+    evaluated = [e for e in data.evaluations.evaluations if e.split == split]
+    rows_of_split = max((e.rows for e in evaluated), default=0)
+    for reference in data.references:
+        evaluation = data.evaluation(reference, split)
+        if evaluation is not None:
+            rows += [_reference_row(evaluation, output) for output in evaluation.outputs]
+    for engine in data.engines:
+        evaluation = data.evaluation(engine.id, split)
+        # Certification is looked at once, for what is emitted; the others are not missing from it.
+        if evaluation is None and split != SELECTION:
+            continue
+        for row in _engine_rows(data, engine, evaluation):
+            if data.chosen(engine.id) is not None:
+                emphasized.add(len(rows))
+            rows.append(row)
+    caption = f"Candidates on {split}, {numbers.count(rows_of_split)} rows" if evaluated else "Candidates"
+    return Table(caption, ENGINE_COLUMNS, tuple(rows), frozenset(emphasized))
+
+
+def _reference_row(evaluation: Evaluation, output: OutputEvaluation) -> tuple[Cell, ...]:
+    metrics = output.metrics
+    return (
+        cell(evaluation.engine),
+        cell(output.output),
+        cell("reference", Tone.MUTED),
+        cell(numbers.budget_percent(output.budget)),
+        cell(numbers.metric(metrics.normalized_entropy)),
+        cell(numbers.metric(metrics.auc)),
+        cell(numbers.ratio(metrics.prediction_ratio)),
+        cell(numbers.NONE),
+        cell("0"),
+        cell(numbers.share(0.0)),
+        cell(numbers.NONE),
+        cell(evaluation.status),
+        cell("The exported FP32 model that every engine is compared with."),
+    )
+
+
+def _engine_rows(
+    data: ReportData, engine: EngineArtifact, evaluation: Evaluation | None
+) -> Iterator[tuple[Cell, ...]]:
+    build = (
+        cell(fp8_sites(data, engine)),
+        cell(fp8_share(data, engine)),
+        cell(numbers.size(engine.bytes) if engine.path is not None else numbers.NONE),
+        cell(engine.status, _STATUS_TONES[engine.status]),
+    )
+    latency = latency_text(data, engine)
+    speed = cell(latency, Tone.PLAIN if latency[0].isdigit() else Tone.MUTED)
+    outcome = _outcome(data, engine, evaluation)
+    if evaluation is None or not evaluation.outputs:
+        missing = cell(numbers.NOT_MEASURED, Tone.MUTED)
+        empty = cell(numbers.NONE)
+        yield (cell(engine.id), empty, missing, *[empty] * 4, speed, *build, cell(outcome))
+        return
+    for output in evaluation.outputs:
+        metrics = output.metrics
+        yield (
+            cell(engine.id),
+            cell(output.output),
+            cell(delta_text(output), delta_tone(output)),
+            cell(f"{output.budget_status}, {numbers.budget_percent(output.budget)}", delta_tone(output)),
+            cell(numbers.metric(metrics.normalized_entropy)),
+            cell(numbers.metric(metrics.auc)),
+            cell(numbers.ratio(metrics.prediction_ratio)),
+            speed,
+            *build,
+            cell(_with_rows(outcome, output)),
+        )
+
+
+def _with_rows(outcome: str, output: OutputEvaluation) -> str:
+    if output.budget_status != BudgetStatus.UNDECIDED:
+        return outcome
+    return f"{outcome} {output.output} is {budget_sentence(output)}.".strip()
+
+
+def _outcome(data: ReportData, engine: EngineArtifact, evaluation: Evaluation | None) -> str:
+    chosen = data.chosen(engine.id)
+    parts = [f"Emitted for {chosen.target}: {chosen.reason}"] if chosen is not None else []
+    reason = data.why_lost(engine.id)
+    parts += [f"Not chosen: {reason}"] if reason and chosen is None else []
+    parts += [engine.detail] if engine.detail else []
+    if evaluation is not None and not evaluation.outputs:
+        parts.append(f"Accuracy: {evaluation.status}")
+    if engine.simulated:
+        parts.append("FP8 is simulated: its accuracy counts, its speed never does")
+    return "; ".join(part.rstrip(".") for part in dict.fromkeys(parts)) + "." if parts else ""
+
+
+def _latency_tables(data: ReportData) -> tuple[Table, ...]:
+    rows = tuple(
+        (
+            cell(evaluation.engine),
+            cell(latency.device),
+            cell(numbers.count(latency.batch)),
+            cell(numbers.latency(latency.p50_us)),
+            cell(numbers.latency(latency.p90_us)),
+            cell(numbers.latency(latency.p99_us)),
+            cell(numbers.count(latency.repeats)),
+            cell("yes" if latency.counts_for_choice else "no", Tone.PLAIN),
+        )
+        for evaluation in data.evaluations.evaluations
+        for latency in evaluation.latencies
+        if not _is_simulated(data, evaluation.engine)
+    )
+    if not rows:
+        return ()
+    columns = (
+        Column("Engine"),
+        Column("Device"),
+        Column("Batch", numeric=True),
+        Column("p50", numeric=True),
+        Column("p90", numeric=True),
+        Column("p99", numeric=True),
+        Column("Requests", numeric=True),
+        Column("Counts for the choice"),
+    )
+    return (Table("Latency per batch size", columns, rows),)
+
+
+def _is_simulated(data: ReportData, engine_id: str) -> bool:
+    engine = data.engine(engine_id)
+    return engine is not None and engine.simulated

@@ -1,0 +1,121 @@
+"""Numbers as text. Markdown, HTML and the terminal all use these, so that they cannot disagree."""
+
+from __future__ import annotations
+
+import math
+
+from loka_onnx.core.intervals import Interval
+
+NOT_MEASURED = "not measured"
+NONE = "–"
+
+_MAX_DECIMALS = 8
+
+
+def signed_percent(value: float, decimals: int) -> str:
+    """A relative change, ``+0.0123 %``; never ``-0.00 %``."""
+    if not math.isfinite(value):
+        return f"{value}"
+    text = f"{100 * value:+.{decimals}f}"
+    return f"{text.replace('-', '+') if float(text) == 0 else text} %"
+
+
+def percent_interval(interval: Interval, budget: float | None = None) -> str:
+    """A relative change with its interval, ``+0.0123 % [-0.0010 %, +0.0256 %]``.
+
+    Two significant digits of the half-width are shown, and more where rounding would lay an end of the
+    interval on the other side of the budget, or on it.
+
+    Args:
+        interval: The change as a fraction.
+        budget: Largest accepted change as a fraction.
+    """
+    decimals = interval_decimals(interval, budget)
+    value, lower, upper = (
+        signed_percent(v, decimals) for v in (interval.value, interval.lower, interval.upper)
+    )
+    return f"{value} [{lower}, {upper}]"
+
+
+def interval_decimals(interval: Interval, budget: float | None = None) -> int:
+    """Decimals of a percentage that tell the interval's ends from its value and from the budget."""
+    ends = (interval.lower, interval.upper)
+    width = 100 * max(interval.upper - interval.value, interval.value - interval.lower)
+    if not all(math.isfinite(v) for v in (*ends, interval.value)):
+        return 2
+    scale = width if width > 0 else abs(100 * interval.value)
+    decimals = 2 if scale == 0 else min(max(1 - math.floor(math.log10(scale)), 2), _MAX_DECIMALS)
+    while budget is not None and decimals < _MAX_DECIMALS and not _keeps_sides(ends, budget, decimals):
+        decimals += 1
+    return decimals
+
+
+def _keeps_sides(ends: tuple[float, float], budget: float, decimals: int) -> bool:
+    limit = round(100 * budget, decimals)
+    if not math.isclose(limit, 100 * budget, rel_tol=1e-9):
+        return False
+    return all(_side(round(100 * end, decimals), limit) == _side(end, budget) for end in ends)
+
+
+def _side(value: float, limit: float) -> int:
+    return (value > limit) - (value < limit)
+
+
+def budget_percent(value: float) -> str:
+    """A budget as written in the run file, ``0.02 %``."""
+    return f"{100 * value:.6g} %"
+
+
+def share(value: float) -> str:
+    """A share of a whole, ``63.2 %``."""
+    return f"{100 * value:.1f} %"
+
+
+def error_percent(value: float | None) -> str:
+    """A relative error without sign, to three digits, ``2.31 %``."""
+    return NOT_MEASURED if value is None else f"{100 * value:.3g} %"
+
+
+def metric(value: float | None) -> str:
+    """Normalized entropy, AUC, loss: five decimals; a dash where there is none."""
+    return NONE if value is None else f"{value:.5f}"
+
+
+def ratio(value: float) -> str:
+    """Prediction ratio: four decimals."""
+    return f"{value:.4f}"
+
+
+def scientific(value: float | None) -> str:
+    """An absolute difference to three digits, ``1.2e-06``."""
+    return NONE if value is None else f"{value:.3g}"
+
+
+def count(value: int) -> str:
+    """A number of things, ``12,345``."""
+    return f"{value:,}"
+
+
+def size(value: int) -> str:
+    """A file size, ``12.3 MiB``."""
+    amount = float(value)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} GiB"
+
+
+def latency(value_us: float) -> str:
+    """A latency, ``123.4 µs`` or ``12.34 ms``."""
+    return f"{value_us:.1f} µs" if value_us < 10_000 else f"{value_us / 1000:.2f} ms"
+
+
+def seconds(value: float) -> str:
+    """A wall time, ``12.3 s``."""
+    return f"{value:.1f} s" if value >= 0.1 or value == 0 else f"{1000 * value:.1f} ms"
+
+
+def digest(value: str) -> str:
+    """The first characters of a digest; the whole is in report.json."""
+    return value[:16] if value else NONE

@@ -1,0 +1,42 @@
+"""Writes the files of a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loka_onnx.core import serde
+from loka_onnx.report.chart import charts
+from loka_onnx.report.data import ReportData
+from loka_onnx.report.markdown import to_markdown
+from loka_onnx.report.sections import build_document
+from loka_onnx.report.webpage import to_html
+
+JSON_NAME = "report.json"
+MARKDOWN_NAME = "report.md"
+HTML_NAME = "report.html"
+
+
+def render(data: ReportData, directory: Path) -> tuple[Path, ...]:
+    """Writes report.json, report.md and report.html, each atomically.
+
+    Equal data gives equal bytes.
+
+    Args:
+        data: The facts.
+        directory: Where the files go; created if need be.
+
+    Returns:
+        The files written, in the order above.
+
+    Raises:
+        OutputError: The place cannot be written.
+    """
+    document = build_document(data)
+    texts = {
+        JSON_NAME: serde.dumps(data),
+        MARKDOWN_NAME: to_markdown(document),
+        HTML_NAME: to_html(document, charts(data)),
+    }
+    for name, text in texts.items():
+        serde.write_text(text, directory / name)
+    return tuple(directory / name for name in texts)

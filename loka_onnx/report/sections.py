@@ -1,0 +1,200 @@
+"""The report as a document: what is shown, and in which order."""
+
+from __future__ import annotations
+
+from loka_onnx.core.rewrite import RewriteRecord
+from loka_onnx.report import numbers
+from loka_onnx.report.data import ReportData
+from loka_onnx.report.document import Column, Document, Section, Table, Tone, cell
+from loka_onnx.report.engine_tables import engines_section, fallbacks_section
+from loka_onnx.report.site_tables import sites_section
+from loka_onnx.report.verdict import verdicts
+
+SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated rows, not on yours"
+
+
+def build_document(data: ReportData) -> Document:
+    """Arranges the facts of a run for reading."""
+    sections = (
+        *([Section("notes", "Notes", items=data.notes)] if data.notes else []),
+        engines_section(data),
+        sites_section(data),
+        _rewrites_section(data),
+        fallbacks_section(data),
+        _data_section(data),
+        _model_section(data),
+        _lineage_section(data),
+    )
+    return Document(data.title, SYNTHETIC_BANNER if data.is_synthetic else "", verdicts(data), sections)
+
+
+def _rewrites_section(data: ReportData) -> Section:
+    records = [(name, record) for name, log in data.rewrites.items() for record in log.records]
+    if not records:
+        return Section("rewrites", "Rewrites", ("Nothing was rewritten.",))
+    summary = Table(
+        "Transforms",
+        (
+            Column("Sequence"),
+            Column("Transform"),
+            Column("Applied", numeric=True),
+            Column("Declined", numeric=True),
+            Column("Largest change", numeric=True),
+            Column("Tolerance", numeric=True),
+            Column("Result"),
+            Column("Time", numeric=True),
+        ),
+        tuple(
+            (
+                cell(name),
+                cell(record.transform),
+                cell(numbers.count(len(record.applied))),
+                cell(numbers.count(len(record.declined))),
+                cell(numbers.scientific(record.max_abs)),
+                cell(numbers.scientific(record.tolerance)),
+                cell(*_result(record)),
+                cell(numbers.seconds(record.seconds + record.check_seconds)),
+            )
+            for name, record in records
+        ),
+    )
+    applied = [
+        (cell(record.transform), cell(item.at), cell(item.what))
+        for _, record in records
+        for item in record.applied
+        if not record.rolled_back
+    ]
+    declined = [
+        (cell(record.transform), cell(item.at), cell(item.reason))
+        for _, record in records
+        for item in record.declined
+    ]
+    rolled_back = [
+        (cell(record.transform), cell(item.at), cell(f"{item.what}: {_moved(record)}"))
+        for _, record in records
+        for item in record.applied
+        if record.rolled_back
+    ]
+    tables = [summary]
+    for caption, heading, rows in (
+        ("Rewritten", "What", applied),
+        ("Rolled back", "What, and why not", rolled_back),
+        ("Declined", "Why not", declined),
+    ):
+        if rows:
+            columns = (Column("Transform"), Column("At"), Column(heading, prose=True))
+            tables.append(Table(caption, columns, tuple(rows), keys=2))
+    return Section("rewrites", "Rewrites", tables=tuple(tables))
+
+
+def _result(record: RewriteRecord) -> tuple[str, Tone]:
+    if record.rolled_back:
+        return "rolled back", Tone.BAD
+    if not record.applied:
+        return "nothing to do", Tone.MUTED
+    # Precision transforms change the output on purpose; their engines are evaluated instead.
+    return ("kept", Tone.GOOD) if record.max_abs is not None else ("kept, not an equivalence", Tone.PLAIN)
+
+
+def _moved(record: RewriteRecord) -> str:
+    if record.max_abs is None or record.tolerance is None:
+        return "discarded"
+    return (
+        f"discarded, because an output moved by {numbers.scientific(record.max_abs)}; "
+        f"the tolerance is {numbers.scientific(record.tolerance)}"
+    )
+
+
+def _data_section(data: ReportData) -> Section:
+    columns = (
+        Column("Split"),
+        Column("Source"),
+        Column("Rows", numeric=True),
+        Column("SHA-256"),
+        Column("Which rows", prose=True),
+    )
+    rows = tuple(
+        (
+            cell(item.split),
+            cell(item.name),
+            cell(numbers.count(item.rows)),
+            cell(numbers.digest(item.digest)),
+            cell(item.rule),
+        )
+        for item in data.data.splits
+    )
+    items = [
+        f"Labels: {data.data.label_rule}",
+        f"Ranges and errors: {numbers.count(data.profile.rows)} rows; "
+        f"sensitivities: {numbers.count(data.profile.sensitivity_rows)} rows",
+    ]
+    if data.is_synthetic:
+        items.insert(0, "The data is synthetic.")
+    return Section("data", "Data", items=tuple(items), tables=(Table("Splits", columns, rows),))
+
+
+def _model_section(data: ReportData) -> Section:
+    columns = (
+        Column("Model"),
+        Column("SHA-256"),
+        Column("Opset", numeric=True),
+        Column("Sites", numeric=True),
+        Column("FP8-able FLOPs per row", numeric=True),
+        Column("Producer"),
+    )
+    models = [("exported", data.exported)]
+    models += [("after mods", data.modified)] if data.modified.digest != data.exported.digest else []
+    rows = tuple(
+        (
+            cell(name),
+            cell(numbers.digest(model.digest)),
+            cell(str(model.opset)),
+            cell(numbers.count(len(model.sites))),
+            cell(numbers.count(model.fp8_able_flops)),
+            cell(model.producer),
+        )
+        for name, model in models
+    )
+    parity = data.exported.parity
+    items = list(data.exported.notes)
+    if parity is not None:
+        items.insert(
+            0,
+            f"Parity with the original module on {numbers.count(parity.rows)} rows: largest difference "
+            f"{numbers.scientific(parity.max_abs)}, tolerance {numbers.scientific(parity.tolerance)}",
+        )
+    return Section("model", "Model", items=tuple(items), tables=(Table("Models", columns, rows),))
+
+
+def _lineage_section(data: ReportData) -> Section:
+    versions = Table(
+        "Versions",
+        (Column("Package"), Column("Version")),
+        tuple((cell(name), cell(version)) for name, version in sorted(data.versions.items())),
+    )
+    stages = Table(
+        "Stages",
+        (
+            Column("Stage"),
+            Column("Key"),
+            Column("Reads"),
+            Column("Files", numeric=True),
+            Column("Time", numeric=True),
+        ),
+        tuple(
+            (
+                cell(stage.stage),
+                cell(numbers.digest(stage.key)),
+                cell(", ".join(f"{n} {numbers.digest(d)}" for n, d in sorted(stage.parents.items()))),
+                cell(numbers.count(len(stage.files))),
+                cell(numbers.seconds(stage.seconds)),
+            )
+            for stage in data.lineage
+        ),
+    )
+    return Section(
+        "lineage",
+        "Versions and lineage",
+        ("Digests are shortened here; report.json has all of them.",),
+        tables=(versions, *([stages] if stages.rows else [])),
+    )

@@ -1,0 +1,142 @@
+"""Tables of the sites: what FP8 does to each, and the precision that each plan gives it."""
+
+from __future__ import annotations
+
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PrecisionPlan, Verdict
+from loka_onnx.core.profile import ErrorStats, Sensitivity, SiteProfile
+from loka_onnx.core.site import Site
+from loka_onnx.report import numbers
+from loka_onnx.report.data import ReportData
+from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+
+SAFE_PLAN = "fp8-safe"
+
+_COLUMNS = (
+    Column("Site"),
+    Column("Kind"),
+    Column("K", numeric=True),
+    Column("N", numeric=True),
+    Column("Rows", numeric=True),
+    Column("FLOP share", numeric=True),
+    Column("Precision"),
+    Column("Verdict"),
+    Column("Relative error", numeric=True),
+    Column("KL", numeric=True),
+    Column("Labelled", numeric=True),
+    Column("Recipe measured"),
+    Column("Reason", prose=True),
+)
+_VERDICT_TONES = {
+    Verdict.SAFE: Tone.GOOD,
+    Verdict.UNSAFE: Tone.BAD,
+    Verdict.UNDECIDED: Tone.WARN,
+    Verdict.NOT_JUDGED: Tone.MUTED,
+}
+
+
+def sites_section(data: ReportData) -> Section:
+    """What calibration learned of each site, and what the plans make of it."""
+    plan = shown_plan(data)
+    tables: list[Table] = []
+    paragraphs = [
+        "Relative error is that of the site's own output under the recipe. KL is the label-free part of the "
+        "loss increase and labelled its first-order part, both relative to the loss, with 95 % intervals, "
+        "for this site alone. FLOP share is of the FP8-able FLOPs.",
+    ]
+    if plan is not None:
+        emitted = tuple(dict.fromkeys(t.plan for t in data.choice.targets))
+        if plan.id not in emitted:
+            paragraphs.insert(
+                0,
+                f"The emitted engine runs plan {', '.join(emitted)}. Precision, verdict and reason below are "
+                f"those of plan {plan.id}, in which the sites were judged.",
+            )
+        tables.append(_site_table(data, plan))
+    if len(data.plans.plans) > 1:
+        tables.append(_plan_table(data))
+    return Section("sites", "Sites", tuple(paragraphs), tables=tuple(tables))
+
+
+def shown_plan(data: ReportData) -> PrecisionPlan | None:
+    """The plan whose reasons are shown: the emitted one if it has FP8, else fp8-safe, else any with FP8."""
+    emitted = [data.plan(t.plan) for t in data.choice.targets]
+    candidates = [*emitted, data.plan(SAFE_PLAN), *data.plans.plans]
+    known = [p for p in candidates if p is not None]
+    return next((p for p in known if p.fp8_sites), known[0] if known else None)
+
+
+def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
+    rows = tuple(_site_row(data, plan, site) for site in data.modified.sites)
+    caption = f"Sites in plan {plan.id}, measured on {numbers.count(data.profile.rows)} calibration rows"
+    return Table(caption, _COLUMNS, rows)
+
+
+def _site_row(data: ReportData, plan: PrecisionPlan, site: Site) -> tuple[Cell, ...]:
+    decision = next((d for d in plan.decisions if d.site == site.name), None)
+    profile = next((p for p in data.profile.sites if p.site == site.name), None)
+    recipe = decision.recipe.id if decision is not None and decision.recipe is not None else None
+    error = _error(profile, recipe)
+    recipe = recipe or (error.recipe if error is not None else None)
+    sensitivities = tuple(s for s in profile.sensitivities if s.recipe == recipe) if profile else ()
+    able = data.exported.fp8_able_flops
+    share = numbers.share(site.flops_per_example / able) if site.is_fp8_able and able else numbers.NONE
+    verdict = decision.verdict if decision is not None else Verdict.NOT_JUDGED
+    reason = decision.reason if decision is not None else f"plan {plan.id} does not name it"
+    if site.merged_from:
+        reason = f"{reason} (merged from {', '.join(site.merged_from)})"
+    return (
+        cell(site.name),
+        cell(f"{site.kind} ({site.op_type})"),
+        cell(numbers.count(site.k)),
+        cell(numbers.count(site.n) if site.n else numbers.NONE),
+        cell(numbers.count(site.rows)),
+        cell(share),
+        cell(decision.precision if decision is not None else plan.base, _precision_tone(plan, site)),
+        cell(verdict, _VERDICT_TONES[verdict]),
+        cell(numbers.error_percent(error.relative_error if error is not None else None)),
+        cell(_joined(data, [(s, numbers.percent_interval(s.kl)) for s in sensitivities])),
+        cell(_joined(data, [(s, _labelled(s)) for s in sensitivities])),
+        cell(recipe or numbers.NONE),
+        cell(reason),
+    )
+
+
+def _error(profile: SiteProfile | None, recipe: str | None) -> ErrorStats | None:
+    if profile is None:
+        return None
+    # A site that is kept has no recipe of its own: the first that was measured on it is shown, by name.
+    return next((e for e in profile.errors if recipe in {None, e.recipe}), None)
+
+
+def _labelled(sensitivity: Sensitivity) -> str:
+    return numbers.NONE if sensitivity.labelled is None else numbers.percent_interval(sensitivity.labelled)
+
+
+def _joined(data: ReportData, values: list[tuple[Sensitivity, str]]) -> str:
+    if not values:
+        return numbers.NOT_MEASURED
+    if len({s.output for s, _ in values}) == 1 and len(data.profile.baseline_loss) <= 1:
+        return values[0][1]
+    return "; ".join(f"{s.output}: {text}" for s, text in values)
+
+
+def _precision_tone(plan: PrecisionPlan, site: Site) -> Tone:
+    return Tone.GOOD if site.name in plan.fp8_sites else Tone.PLAIN
+
+
+def _plan_table(data: ReportData) -> Table:
+    columns = (Column("Site"), *(Column(plan.id) for plan in data.plans.plans))
+    rows = [
+        (cell(site.name), *(_precision_cell(plan, site.name) for plan in data.plans.plans))
+        for site in data.modified.sites
+    ]
+    shares = (cell(numbers.share(plan.fp8_share)) for plan in data.plans.plans)
+    rows.append((cell("FP8 share of FP8-able FLOPs"), *shares))
+    return Table("Precision of each site in each plan", columns, tuple(rows))
+
+
+def _precision_cell(plan: PrecisionPlan, site: str) -> Cell:
+    decision = next((d for d in plan.decisions if d.site == site), None)
+    precision = decision.precision if decision is not None else plan.base
+    return cell(precision, Tone.GOOD if precision is Precision.FP8 else Tone.PLAIN)

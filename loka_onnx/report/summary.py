@@ -1,0 +1,119 @@
+"""The end of a run in the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import OutputEvaluation
+from loka_onnx.report import numbers
+from loka_onnx.report.data import SELECTION, ReportData
+from loka_onnx.report.document import Tone
+from loka_onnx.report.engine_tables import delta_text, delta_tone, fp8_share, fp8_sites
+from loka_onnx.report.sections import SYNTHETIC_BANNER
+
+_STYLES = {Tone.GOOD: "green", Tone.BAD: "red", Tone.WARN: "yellow", Tone.MUTED: "dim", Tone.PLAIN: ""}
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Which columns are needed to tell the rows apart."""
+
+    split: str
+    with_target: bool
+    with_backend: bool
+    with_output: bool
+
+    def names(self, engine: EngineArtifact | None, plan: Text, output: str) -> list[Text]:
+        """The cells that name a row."""
+        cells = [Text(engine.target if engine else "")] if self.with_target else []
+        cells += [Text(engine.backend if engine else "")] if self.with_backend else []
+        return [*cells, plan, *([Text(output)] if self.with_output else [])]
+
+
+def summary_table(data: ReportData, split: str | None = None) -> Table:
+    """One row per engine and output, the reference first; the emitted engines are marked with ``*``.
+
+    Args:
+        data: The facts.
+        split: Split of the accuracy; selection, on which every candidate was judged, when None.
+    """
+    shape = _shape(data, split or (SELECTION if SELECTION in data.splits else next(iter(data.splits), "")))
+    table = Table(
+        title=Text(f"{data.title}: {shape.split or numbers.NOT_MEASURED}"),
+        caption=f"* emitted{chr(10) + SYNTHETIC_BANNER if data.is_synthetic else ''}",
+        caption_style="bold red" if data.is_synthetic else "dim",
+        title_justify="left",
+        caption_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for heading, wanted in (
+        ("target", shape.with_target),
+        ("backend", shape.with_backend),
+        ("plan", True),
+        ("output", shape.with_output),
+    ):
+        if wanted:
+            table.add_column(heading, overflow="fold", no_wrap=heading == "plan")
+    for heading, is_rigid in (
+        ("NE", True),
+        ("AUC", True),
+        ("ΔNE, 95 %", True),
+        ("FP8 sites", False),
+        ("FP8 FLOPs", False),
+        ("size", True),
+    ):
+        table.add_column(heading, justify="right", no_wrap=is_rigid)
+    table.add_column("status", overflow="fold")
+    for reference in data.references:
+        evaluation = data.evaluation(reference, shape.split)
+        for output in evaluation.outputs if evaluation is not None else ():
+            names = shape.names(None, Text("FP32"), output.output)
+            table.add_row(*names, *_scores(output), "0", numbers.share(0.0), numbers.NONE, "reference")
+    for engine in data.engines:
+        _add_engine(table, data, engine, shape)
+    return table
+
+
+def _shape(data: ReportData, split: str) -> _Shape:
+    targets = {e.target for e in data.engines}
+    backends = {(e.target, e.backend) for e in data.engines}
+    outputs = {o.output for e in data.evaluations.evaluations for o in e.outputs}
+    return _Shape(split, len(targets) > 1, len(backends) > len(targets), len(outputs) > 1)
+
+
+def _add_engine(table: Table, data: ReportData, engine: EngineArtifact, shape: _Shape) -> None:
+    evaluation = data.evaluation(engine.id, shape.split)
+    is_chosen = data.chosen(engine.id) is not None
+    # Text, not str: rich reads [brackets] in a string as markup.
+    plan = Text(f"{engine.plan} *" if is_chosen else engine.plan, style="bold" if is_chosen else "")
+    simulated = ", simulated" if engine.simulated else ""
+    size = numbers.size(engine.bytes) if engine.path is not None else numbers.NONE
+    build = (fp8_sites(data, engine), fp8_share(data, engine), size)
+    if evaluation is None or not evaluation.outputs:
+        status = Text(
+            f"{engine.status}{simulated}", style="red" if engine.status == BuildStatus.FAILED else ""
+        )
+        missing = Text(numbers.NOT_MEASURED, style="dim")
+        names = shape.names(engine, plan, numbers.NONE)
+        table.add_row(*names, numbers.NONE, numbers.NONE, missing, *build, status)
+        return
+    for output in evaluation.outputs:
+        status = Text(f"{output.budget_status}{simulated}", style=_STYLES[delta_tone(output)])
+        table.add_row(*shape.names(engine, plan, output.output), *_scores(output), *build, status)
+
+
+def _scores(output: OutputEvaluation) -> list[Text]:
+    value, _, interval = delta_text(output).partition(" [")
+    # On two lines and with the unit said once, so that the table fits 80 columns.
+    delta = f"{value}\n[{interval.replace(' %', '')}" if interval else value
+    return [
+        Text(numbers.metric(output.metrics.normalized_entropy)),
+        Text(numbers.metric(output.metrics.auc)),
+        Text(delta, style=_STYLES[delta_tone(output)]),
+    ]

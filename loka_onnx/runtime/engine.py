@@ -1,0 +1,192 @@
+"""A loaded engine: checks requests, answers them, and can say whether it still answers right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.manifest import EngineEntry, Manifest
+from loka_onnx.errors import DataError, EngineError, LokaError
+from loka_onnx.sessions.bundle_files import Sample
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Session(Protocol):
+    """What an engine runs on, for example `sessions.onnx_session.OnnxSession`."""
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """All outputs for one batch."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An engine of the bundle that was preferred to the loaded one.
+
+    Attributes:
+        engine: Its id.
+        reason: Why it does not run here.
+    """
+
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Health:
+    """The result of a self-test.
+
+    Attributes:
+        ready: Whether the engine reproduces its expected outputs on the sample.
+        detail: Why not; empty when ready.
+        engine: Id of the loaded engine.
+        backend: Its backend.
+        plan: Its plan.
+        architecture: Its architecture.
+        simulated: Its FP8 is simulated.
+        is_fallback: Whether it is the FP32 model because no emitted engine runs here.
+        model_digest: Digest of the exported model.
+        max_abs: Largest difference from the expected outputs of the sample, per output; empty when the
+            engine failed.
+        tolerance: What `max_abs` was held against.
+        skipped: Engines that were preferred to this one.
+    """
+
+    ready: bool
+    detail: str
+    engine: str
+    backend: str
+    plan: str
+    architecture: str
+    simulated: bool
+    is_fallback: bool
+    model_digest: str
+    max_abs: dict[str, float]
+    tolerance: dict[str, float]
+    skipped: tuple[Skipped, ...]
+
+
+class Engine:
+    """An engine of a bundle, loaded; made by `load`.
+
+    Args:
+        manifest: Manifest of its bundle.
+        entry: The engine.
+        session: What it runs on.
+        sample: What it is tried on.
+        skipped: Engines that were preferred to it.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        entry: EngineEntry,
+        session: Session,
+        sample: Sample,
+        skipped: tuple[Skipped, ...],
+    ) -> None:
+        self.entry = entry
+        self.inputs = manifest.inputs
+        self.outputs = manifest.outputs
+        self.skipped = skipped
+        self._manifest = manifest
+        self._session = session
+        self._sample = sample
+
+    def infer(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Answers one request. Values are not checked, only their layout.
+
+        Args:
+            inputs: One array per graph input, the batch on axis 0.
+
+        Returns:
+            One array per graph output.
+
+        Raises:
+            DataError: A missing or unknown input, another type or shape, or a batch that the engine was
+                not built for.
+            EngineError: The engine fails on the batch.
+        """
+        self._check(inputs)
+        return self._session.run(inputs)
+
+    def health(self) -> Health:
+        """Runs the self-test: the sample through the engine, against its expected outputs."""
+        detail, differences = "", {}
+        try:
+            answer = self.infer(self._sample.inputs)
+            differences = {
+                spec.name: _max_abs(answer[spec.name], self._sample.expected[spec.name], spec.name)
+                for spec in self.outputs
+            }
+            # Written so that a NaN difference is a failure.
+            wrong = [n for n, value in differences.items() if not value <= self.entry.tolerance[n]]
+            detail = "; ".join(
+                f"output '{n}' is off by {differences[n]:.3g}, the tolerance is {self.entry.tolerance[n]:.3g}"
+                for n in wrong
+            )
+        except LokaError as error:
+            detail = str(error)
+        return Health(
+            ready=not detail,
+            detail=detail,
+            engine=self.entry.id,
+            backend=self.entry.backend,
+            plan=self.entry.plan,
+            architecture=self.entry.architecture,
+            simulated=self.entry.simulated,
+            is_fallback=self.entry == self._manifest.fallback,
+            model_digest=self._manifest.model_digest,
+            max_abs=differences,
+            tolerance=dict(self.entry.tolerance),
+            skipped=self.skipped,
+        )
+
+    def _check(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        names = {spec.name for spec in self.inputs}
+        if set(inputs) != names:
+            raise DataError(
+                "the request does not hold the model's inputs",
+                evidence=f"missing {sorted(names - set(inputs))}, unknown {sorted(set(inputs) - names)}",
+                remedy=f"send {', '.join(sorted(names))}",
+            )
+        rows = {spec.name: _rows(inputs[spec.name], spec) for spec in self.inputs}
+        batch = self.entry.batch
+        if len(set(rows.values())) != 1 or not batch.min <= min(rows.values()) <= batch.max:
+            raise DataError(
+                "the request is not a batch that the engine was built for",
+                evidence=f"rows {rows}, batches of {batch.min} to {batch.max}",
+                remedy="send equally many rows of every input, and split larger requests",
+            )
+
+
+def _rows(value: npt.NDArray[Any], spec: TensorSpec) -> int:
+    fits = (
+        value.dtype == np.dtype(spec.dtype)
+        and value.ndim == len(spec.shape)
+        and value.ndim > 0
+        and all(want in {None, got} for want, got in zip(spec.shape, value.shape, strict=True))
+    )
+    if not fits:
+        raise DataError(
+            f"input '{spec.name}' has another type or shape",
+            evidence=f"{value.dtype}{value.shape}, the model takes {spec.dtype}{spec.shape}",
+            remedy="None is the batch or another dynamic dimension; convert the array",
+        )
+    return int(value.shape[0])
+
+
+def _max_abs(got: npt.NDArray[Any], expected: npt.NDArray[Any], name: str) -> float:
+    if (got.dtype, got.shape) != (expected.dtype, expected.shape):
+        raise EngineError(
+            f"output '{name}' has another type or shape",
+            evidence=f"{got.dtype}{got.shape}, expected {expected.dtype}{expected.shape}",
+        )
+    if not got.size:
+        return 0.0
+    return float(np.max(np.abs(got.astype(np.float64) - expected.astype(np.float64))))

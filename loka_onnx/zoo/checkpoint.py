@@ -1,0 +1,136 @@
+"""Weights on disk. Nothing that is loaded here can run code."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka_onnx.errors import MissingPackage, ModelError
+
+_SAFETENSORS = ".safetensors"
+
+
+def save_checkpoint(path: str | Path, weights: Mapping[str, Tensor]) -> None:
+    """Writes weights, as safetensors or by `torch.save` after the suffix; the whole file or none.
+
+    Args:
+        path: The file; its directory exists.
+        weights: Tensors by name, for example a state dict.
+
+    Raises:
+        MissingPackage: When the suffix is .safetensors and safetensors is not installed.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.partial")
+    # A copy of its own for each tensor: safetensors refuses shared memory, torch.save would write all of it.
+    own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}
+    try:
+        if path.suffix == _SAFETENSORS:
+            _safetensors(path).save_file(own, temporary)
+        else:
+            torch.save(own, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
+    """Reads weights onto the CPU.
+
+    A `torch.save` file may hold the tensors at its top, or under the one key "state_dict" or "model".
+
+    Args:
+        path: A .safetensors file, or one written by `torch.save`.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        ModelError: When the file is missing, broken, holds more than weights, or no tensors.
+        MissingPackage: When the suffix is .safetensors and safetensors is not installed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ModelError(
+            "the checkpoint does not exist",
+            where=str(path),
+            evidence=f"looked in {path.parent.resolve()}",
+            remedy="correct the path",
+        )
+    loaded = _load_safetensors(path) if path.suffix == _SAFETENSORS else _load_torch(path)
+    if not isinstance(loaded, dict):
+        raise _no_weights(path, f"it holds a {type(loaded).__name__}")
+    for key in ("state_dict", "model"):
+        inner = loaded.get(key)
+        if isinstance(inner, dict):
+            loaded = inner
+            break
+    wrong = [name for name, value in loaded.items() if not isinstance(value, Tensor)]
+    if wrong or not loaded:
+        raise _no_weights(path, f"entry {wrong[0]!r} is no tensor" if wrong else "it is empty")
+    return {str(name): value for name, value in loaded.items()}
+
+
+def _load_torch(path: Path) -> object:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            "the checkpoint holds more than weights, or is broken; loading it could run code",
+            where=str(path),
+            evidence=_first_sentence(error),
+            remedy="save the weights alone: torch.save(model.state_dict(), path), or a .safetensors file",
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise _broken(path, error) from error
+
+
+def _load_safetensors(path: Path) -> object:
+    try:
+        return _safetensors(path).load_file(path)
+    except Exception as error:
+        # safetensors raises its own SafetensorError, which cannot be named where it is not installed.
+        if isinstance(error, MissingPackage):
+            raise
+        raise _broken(path, error) from error
+
+
+def _safetensors(path: Path) -> Any:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            "a .safetensors checkpoint needs the package safetensors",
+            where=str(path),
+            evidence=str(error),
+            remedy="pip install safetensors",
+        ) from error
+
+
+def _broken(path: Path, error: Exception) -> ModelError:
+    return ModelError(
+        "the checkpoint cannot be read",
+        where=str(path),
+        evidence=_first_sentence(error),
+        remedy="copy or write it again",
+    )
+
+
+def _no_weights(path: Path, evidence: str) -> ModelError:
+    return ModelError(
+        "the checkpoint is not a table of weights",
+        where=str(path),
+        evidence=evidence,
+        remedy="save the weights alone: torch.save(model.state_dict(), path)",
+    )
+
+
+def _first_sentence(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__

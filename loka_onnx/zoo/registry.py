@@ -1,0 +1,48 @@
+"""Models by name. PyTorch is imported when a model is created, not before."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from loka_onnx.errors import MissingPackage
+from loka_onnx.zoo.spec import PRESETS, FeatureSpec, config_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MODEL_NAMES = tuple(PRESETS)
+_CLASSES = {"dlrm": "DLRM", "dcnv2": "DCNv2", "wukong": "Wukong", "interformer": "InterFormer"}
+
+
+def create(name: str, features: FeatureSpec, preset: str = "reference", *, seed: int = 0) -> nn.Module:
+    """Creates a model with random weights.
+
+    Args:
+        name: One of `MODEL_NAMES`.
+        features: The features.
+        preset: A key of `PRESETS[name]`.
+        seed: Draws the weights; PyTorch's own generator is left as it was.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ConfigError: When there is no such model or preset, or the sizes do not fit the features.
+        MissingPackage: When PyTorch is not installed.
+    """
+    config = config_of(name, preset)
+    try:
+        torch = importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            "a model of the zoo needs PyTorch",
+            where=f"model '{name}'",
+            evidence=str(error),
+            remedy="pip install 'loka-onnx[export]'",
+        ) from error
+    module = importlib.import_module(f"loka_onnx.zoo.{name}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = getattr(module, _CLASSES[name])(features, config)
+    return model.eval()

@@ -1,0 +1,102 @@
+"""What every test shares: thread limits, hypothesis profiles, warning filters, test data, the skip policy.
+
+The skip policy: with `LOKA_ONNX_EXPECT_NO_SKIP=1` (set by CI) the run fails when a test is skipped for any
+reason that does not begin with one of `EXPECTED_SKIPS`, because a test that CI never runs guards nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Before NumPy, torch or ONNX Runtime is imported: xdist runs one worker per core, and libraries that each
+# take every core slow one another down many times over.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+EXPECTED_SKIPS = (
+    "needs a GPU",
+    "needs migraphx",
+    # With the space: TensorRT for RTX ("needs tensorrt_rtx") is installed in CI and must run there.
+    "needs tensorrt ",
+    # Only where `data_root` finds the variable unset; a wrong path is a failure.
+    "needs LOKA_ONNX_DATA",
+)
+
+# Pytest turns warnings into errors. These come from libraries, say nothing about our use of them, and are
+# matched by text so that any other warning of theirs still fails. A filter cannot hold a colon: "." stands
+# for it.
+THIRD_PARTY_WARNINGS = (
+    # torch.export copies its own pytree specs through a deprecated isinstance check.
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    # torch.onnx: two inputs share one dynamic batch axis, which is what we ask for.
+    r"ignore:# The axis name. .* will not be used:UserWarning",
+)
+
+hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
+# Shared machines make deadlines flaky, and a draw that differs from run to run makes a red CI unrepeatable.
+hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("thorough", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "fast")
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers filters and markers, and the skip policy where it is asked for."""
+    for line in THIRD_PARTY_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+    config.addinivalue_line(
+        "markers", "gpu: needs an accelerator; skips as 'needs a GPU' where there is none"
+    )
+    if os.environ.get("LOKA_ONNX_EXPECT_NO_SKIP") == "1" and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SkipPolicy(), "loka-onnx-skip-policy")
+
+
+class SkipPolicy:
+    """Collects unexpected skips and fails the session; lives in the controller when xdist is used."""
+
+    def __init__(self) -> None:
+        self.unexpected: dict[str, str] = {}
+
+    def _note(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if not reason.startswith(EXPECTED_SKIPS):
+            self.unexpected[report.nodeid] = reason
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.unexpected and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.unexpected:
+            return
+        terminalreporter.section("unexpected skips: the run fails", red=True)
+        for nodeid, reason in sorted(self.unexpected.items()):
+            terminalreporter.line(f"{nodeid}: {reason}")
+        terminalreporter.line(f"a skip's reason must begin with one of {EXPECTED_SKIPS}")
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The directory that holds ``movielens-1m/``; skips where `LOKA_ONNX_DATA` is unset."""
+    value = os.environ.get("LOKA_ONNX_DATA")
+    if not value:
+        pytest.skip("needs LOKA_ONNX_DATA, the directory that holds movielens-1m/")
+    root = Path(value)
+    if not (root / "movielens-1m").is_dir():
+        pytest.fail(f"LOKA_ONNX_DATA is '{value}', which holds no movielens-1m/")
+    return root

@@ -1,0 +1,236 @@
+"""Every backend through one suite: build, load, infer, precision really used, refusals, clean directories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+from tiny_models import MlpShape, TinyModel, mlp
+
+from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_file
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.recipe import Recipe
+from loka_onnx.engines.base import Backend
+from loka_onnx.engines.registry import all_backends, backend_names, get_backend
+from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.errors import ConfigError, EngineError
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the suite asks of one backend."""
+
+    backend: Backend
+    device: str
+    architecture: str
+    base: Precision
+    """Base of the plans it accepts."""
+    float8: str
+    """How it spells an FP8 operand."""
+
+
+SUBJECTS = {
+    "onnxruntime": ("cpu", "cpu", Precision.FP32, "float8e4m3fn dequantized to float"),
+    "tensorrt_rtx": ("nvidia-rtx-ada", "sm89", Precision.BF16, "fp8_e4m3"),
+}
+
+
+@pytest.fixture(params=backend_names())
+def subject(request: pytest.FixtureRequest) -> Subject:
+    backend = get_backend(request.param)
+    availability = backend.availability()
+    if not availability.can_build:
+        pytest.skip(f"{request.param}: {availability.reason}")
+    return Subject(backend, *SUBJECTS[request.param])
+
+
+Make = Callable[..., TinyModel]
+
+
+@pytest.fixture
+def make(subject: Subject, tmp_path: Path) -> Make:
+    """Writes a model in the form that the subject takes."""
+
+    def build(*, fp8: bool, base: Precision | None = None, shape: MlpShape | None = None) -> TinyModel:
+        plan_base = base or subject.base
+        draft = mlp(tmp_path / "draft", Precision.FP32, plan_base, fp8=fp8, shape=shape)
+        graph_base = subject.backend.base_precision(draft.plan)
+        return mlp(tmp_path / "model", graph_base, plan_base, fp8=fp8, shape=shape)
+
+    return build
+
+
+def request_for(subject: Subject, model: TinyModel, output: Path) -> BuildRequest:
+    return BuildRequest(
+        model=model.path,
+        plan=model.plan,
+        sites=model.sites,
+        target=subject.device,
+        architecture=subject.architecture,
+        batch=BatchRange(1, 8, 16),
+        output=output,
+        sample=model.sample,
+        relative_to=output.parent,
+    )
+
+
+def build(subject: Subject, model: TinyModel, output: Path) -> EngineArtifact:
+    artifact = subject.backend.build(request_for(subject, model, output))
+    assert artifact.status is not BuildStatus.FAILED, artifact.detail
+    return artifact
+
+
+def test_every_backend_is_in_the_suite() -> None:
+    assert set(SUBJECTS) == set(backend_names())
+    assert [backend.name for backend in all_backends()] == list(backend_names())
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_artifact_describes_the_file(subject: Subject, make: Make, tmp_path: Path, fp8: bool) -> None:
+    model = make(fp8=fp8)
+    artifact = build(subject, model, tmp_path / "engines" / "e")
+    assert artifact.path is not None
+    engine = tmp_path / "engines" / artifact.path
+    assert artifact.path.parts[0] == "e"
+    assert artifact.bytes == engine.stat().st_size
+    assert artifact.digest == digest_file(engine)
+    assert artifact.backend_version == subject.backend.availability().version
+    assert artifact.portability == subject.backend.portability(subject.architecture)
+    assert artifact.build_seconds > 0
+    assert (artifact.plan, artifact.target) == (model.plan.id, subject.device)
+    assert sorted(p.name for p in (tmp_path / "engines").iterdir()) == ["e", "e.log"]
+    assert serde.loads(EngineArtifact, serde.dumps(artifact)) == artifact
+    assert (artifact.status is BuildStatus.READY) == (subject.backend.why_not_run(subject.architecture) == "")
+
+
+def test_weights_in_external_data(subject: Subject, make: Make, tmp_path: Path) -> None:
+    model = make(fp8=True, shape=MlpShape(external=True))
+    assert (model.path.parent / "model.onnx.data").is_file()
+    artifact = build(subject, model, tmp_path / "e")
+    assert not artifact.fallbacks
+    weights = sum(s.k * s.n for s in model.sites)
+    assert artifact.bytes > weights
+    if artifact.status is BuildStatus.READY:
+        assert artifact.path is not None
+        engine = tmp_path / artifact.path
+        with subject.backend.open(artifact, engine):
+            pass
+        for file in subject.backend.files(engine)[1:]:
+            file.unlink()
+            file.write_bytes(b"altered")
+        with pytest.raises(EngineError, match="is not the one that was built"):
+            subject.backend.open(artifact, engine)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_fp8_is_engaged_where_it_was_planned(
+    subject: Subject, make: Make, tmp_path: Path, per_channel: bool
+) -> None:
+    artifact = build(subject, make(fp8=True, shape=MlpShape(per_channel=per_channel)), tmp_path / "e")
+    assert [s.site for s in artifact.sites] == ["mlp.fc0", "mlp.fc1"]
+    for site in artifact.sites:
+        assert site.planned == "fp8"
+        assert site.engaged, site.evidence
+        assert site.operands == (subject.float8, subject.float8)
+    assert artifact.simulated == (subject.backend.name == "onnxruntime")
+
+
+def test_the_base_precision_is_what_the_engine_runs(subject: Subject, make: Make, tmp_path: Path) -> None:
+    artifact = build(subject, make(fp8=False), tmp_path / "e")
+    kind = {Precision.FP32: "float", Precision.BF16: "bf16"}[subject.base]
+    assert [s.operands for s in artifact.sites] == [(kind, kind)] * 2
+    assert not artifact.fallbacks
+    assert not artifact.simulated
+
+
+def test_an_operand_without_qdq_is_reported(subject: Subject, make: Make, tmp_path: Path) -> None:
+    model = make(fp8=True, shape=MlpShape(drop_activation_qdq=("mlp.fc1",)))
+    artifact = build(subject, model, tmp_path / "e")
+    assert [s.site for s in artifact.fallbacks] == ["mlp.fc1"]
+    assert subject.float8 not in artifact.fallbacks[0].operands[:1]
+
+
+def test_what_it_declines_is_not_built(subject: Subject, make: Make, tmp_path: Path) -> None:
+    refused = Precision.BF16 if subject.backend.name == "onnxruntime" else Precision.FP32
+    model = make(fp8=refused is Precision.FP32, base=refused)
+    request = request_for(subject, model, tmp_path / "e")
+    if subject.backend.name == "tensorrt_rtx":
+        request = replace(request, architecture="sm86")
+    reason = subject.backend.decline(request.plan, request.architecture)
+    assert reason is not None
+    artifact = subject.backend.build(request)
+    assert artifact.status is BuildStatus.FAILED
+    assert artifact.detail == f"declined: {reason}"
+    assert not (tmp_path / "e").exists()
+
+
+def test_a_broken_model_costs_the_candidate(subject: Subject, make: Make, tmp_path: Path) -> None:
+    model = make(fp8=False)
+    proto = onnx.load(model.path)
+    proto.graph.node[1].op_type = "NoSuchOperator"
+    onnx.save(proto, model.path)
+    artifact = subject.backend.build(request_for(subject, model, tmp_path / "engines" / "e"))
+    assert artifact.status is BuildStatus.FAILED
+    assert artifact.path is None
+    assert "NoSuchOperator" in artifact.detail
+    assert sorted(p.name for p in (tmp_path / "engines").iterdir()) == ["e.log"]
+
+
+def test_inference_agrees_with_the_reference(subject: Subject, make: Make, tmp_path: Path) -> None:
+    reason = subject.backend.why_not_run(subject.architecture)
+    if reason:
+        pytest.skip(reason)
+    model = make(fp8=True)
+    artifact = build(subject, model, tmp_path / "e")
+    assert artifact.path is not None
+    sample = dict(np.load(model.sample))
+    with subject.backend.open(artifact, tmp_path / artifact.path) as runner:
+        for rows in (1, 3, 16):
+            batch = {name: value[:rows] for name, value in sample.items()}
+            found = runner.run(batch)["out"]
+            expected = ReferenceEvaluator(onnx.load(model.path)).run(None, dict(batch))[0]
+            assert found.shape == (rows, 32)
+            # FP32 sums of 64 and 128 terms of order one differ by their order only; an FP8 step is 0.03.
+            np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_opening_where_it_cannot_run_says_why(subject: Subject, make: Make, tmp_path: Path) -> None:
+    reason = subject.backend.why_not_run(subject.architecture)
+    if not reason:
+        pytest.skip(f"{subject.backend.name} runs here")
+    artifact = build(subject, make(fp8=False), tmp_path / "e")
+    assert artifact.status is BuildStatus.BUILT_NOT_RUN
+    assert artifact.detail == reason
+    assert artifact.path is not None
+    with pytest.raises(EngineError, match="cannot run here: the engine is for sm89"):
+        subject.backend.open(artifact, tmp_path / artifact.path)
+
+
+def test_formats_it_cannot_multiply_are_declined(subject: Subject, make: Make) -> None:
+    plan = make(fp8=True).plan
+    decisions = tuple(replace(d, recipe=Recipe(format=Float8.E5M2)) for d in plan.decisions)
+    reason = subject.backend.decline(replace(plan, decisions=decisions), subject.architecture)
+    expected = None if subject.backend.name == "onnxruntime" else "site 'mlp.fc0' asks for E5M2"
+    assert reason == expected or (expected is not None and reason is not None and expected in reason)
+
+
+def test_architectures_of_devices(subject: Subject) -> None:
+    assert subject.backend.architectures(subject.device) == (subject.architecture,)
+    with pytest.raises(
+        ConfigError, match=rf"backend '{subject.backend.name}' builds nothing for device 'abacus'"
+    ):
+        subject.backend.architectures("abacus")
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"known backends: onnxruntime, tensorrt_rtx(?s:.*)did you mean"):
+        get_backend("tensorrt-rtx")
+    with pytest.raises(ConfigError, match="did you mean 'nvidia-rtx-ada'"):
+        get_backend("tensorrt_rtx").architectures("nvidia-rtx-adaa")

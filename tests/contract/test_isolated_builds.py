@@ -1,0 +1,186 @@
+"""An engine maker may crash, hang, eat memory or be killed: the candidate fails, the run goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import faulty_backends as faulty
+import psutil
+import pytest
+from tiny_models import TinyModel, mlp
+
+from loka_onnx.core import serde
+from loka_onnx.core.engine import BuildStatus
+from loka_onnx.core.formats import Precision
+from loka_onnx.engines.base import Backend
+from loka_onnx.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.errors import ConfigError, EngineError, ModelError
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return mlp(tmp_path_factory.mktemp("model"), Precision.FP32, Precision.FP32, fp8=False)
+
+
+def request_for(model: TinyModel, output: Path, limits: Limits | None = None) -> BuildRequest:
+    return BuildRequest(
+        model=model.path,
+        plan=model.plan,
+        sites=model.sites,
+        target="cpu",
+        architecture="cpu",
+        batch=BatchRange(1, 8, 16),
+        output=output,
+        sample=model.sample,
+        limits=limits or Limits(30.0, 2048 * MIB),
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        (faulty.Segfaults(), ("while compiling", "died of SIGSEGV (segmentation fault)", "in compile")),
+        (faulty.IsKilled(), ("while compiling", "died of SIGKILL (killed)", "memory runs out")),
+        (faulty.Exits(), ("while compiling", "exited with code 7", "the vendor library says goodbye")),
+        (faulty.ExitsAsIfDone(), ("while compiling", "left no valid response")),
+        (
+            faulty.Raises(),
+            ("while compiling", "no tactic for node 'mlp.fc0'", "evidence: workspace 0", "remedy: give"),
+        ),
+        (faulty.RaisesForeign(), ("while compiling", "RuntimeError: Myelin pass.cpp:1500")),
+        (faulty.SegfaultsInFirstBatch(), ("while running the first batches", "SIGSEGV")),
+        (
+            faulty.MisreadsPrecision(),
+            ("while reading the precision", "ValueError: compiled graph in an unknown"),
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Backend) else "",
+)
+def test_a_faulty_engine_maker_fails_its_candidate_alone(
+    backend: Backend, said: tuple[str, ...], model: TinyModel, tmp_path: Path
+) -> None:
+    artifact = backend.build(request_for(model, tmp_path / "engine"))
+    assert artifact.status is BuildStatus.FAILED
+    assert artifact.path is None
+    assert artifact.bytes == 0
+    for text in said:
+        assert text in artifact.detail
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine.log"]
+    again = OnnxRuntimeBackend().build(request_for(model, tmp_path / "engine"))
+    assert again.status is BuildStatus.READY
+
+
+def test_a_hang_ends_at_the_time_limit(model: TinyModel, tmp_path: Path) -> None:
+    started = time.monotonic()
+    artifact = faulty.Hangs().build(request_for(model, tmp_path / "engine", Limits(1.5, 2048 * MIB)))
+    assert time.monotonic() - started < 15
+    assert artifact.status is BuildStatus.FAILED
+    assert "ended at the time limit of 1.5 s" in artifact.detail
+    assert "raise limits.seconds" in artifact.detail
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine.log"]
+
+
+def test_the_process_group_ends_with_the_build(model: TinyModel, tmp_path: Path) -> None:
+    artifact = faulty.LeavesChild().build(request_for(model, tmp_path / "engine"))
+    assert artifact.status is BuildStatus.FAILED
+    grandchild = int((tmp_path / "grandchild").read_text(encoding="utf-8"))
+    _wait_for(lambda: not _is_alive(grandchild))
+
+
+def test_a_killed_run_leaves_no_build_and_its_remains_are_removed(model: TinyModel, tmp_path: Path) -> None:
+    request = request_for(model, tmp_path / "engine", Limits(600.0, 2048 * MIB))
+    serde.write(request, tmp_path / "request.json")
+    code = (
+        "import sys; from pathlib import Path; import faulty_backends as f; from loka_onnx.core import serde;"
+        "from loka_onnx.engines.request import BuildRequest;"
+        "f.TellsAndHangs().build(serde.read(BuildRequest, Path(sys.argv[1])))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "request.json")], env=environment
+    ) as run:
+        _wait_for((tmp_path / "worker").is_file)
+        worker = int((tmp_path / "worker").read_text(encoding="utf-8"))
+        assert _is_alive(worker)
+        run.kill()
+    _wait_for(lambda: not _is_alive(worker))
+    assert len(list(tmp_path.glob(".engine.building-*"))) == 1
+    assert OnnxRuntimeBackend().build(request).status is BuildStatus.READY
+    assert list(tmp_path.glob(".engine.building-*")) == []
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_memory_ends_at_the_limit(model: TinyModel, tmp_path: Path) -> None:
+    artifact = faulty.Allocates().build(request_for(model, tmp_path / "engine", Limits(60.0, 400 * MIB)))
+    assert artifact.status is BuildStatus.FAILED
+    assert "ended at the memory limit of 400 MiB" in artifact.detail
+    assert "raise limits.memory_bytes" in artifact.detail
+
+
+def test_a_failed_rebuild_keeps_the_engine_before_it(model: TinyModel, tmp_path: Path) -> None:
+    request = request_for(model, tmp_path / "engine")
+    first = OnnxRuntimeBackend().build(request)
+    assert faulty.Segfaults().build(request).status is BuildStatus.FAILED
+    with OnnxRuntimeBackend().open(first, tmp_path / "engine" / "engine.onnx"):
+        pass
+    second = OnnxRuntimeBackend().build(request)
+    assert second.digest == first.digest
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine", "engine.log"]
+
+
+def test_a_sample_below_the_smallest_batch_is_refused(model: TinyModel, tmp_path: Path) -> None:
+    request = replace(request_for(model, tmp_path / "engine"), batch=BatchRange(64, 64, 64))
+    artifact = OnnxRuntimeBackend().build(request)
+    assert artifact.status is BuildStatus.FAILED
+    assert "16 rows, the smallest batch has 64" in artifact.detail
+
+
+def test_requests_that_make_no_sense_raise(model: TinyModel, tmp_path: Path) -> None:
+    backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path / "engine")
+    with pytest.raises(ModelError, match="the model to build from is missing"):
+        backend.build(replace(request, model=tmp_path / "absent.onnx"))
+    with pytest.raises(ModelError, match="the sample to build from is missing"):
+        backend.build(replace(request, sample=tmp_path / "absent.npz"))
+    with pytest.raises(ConfigError, match="has no architecture 'sm89'"):
+        backend.build(replace(request, architecture="sm89"))
+    with pytest.raises(ConfigError, match="has no option 'speed'"):
+        backend.build(replace(request, options={"speed": 1}))
+    with pytest.raises(ConfigError, match="1 <= min <= serve <= max"):
+        BatchRange(8, 4, 16)
+    with pytest.raises(ConfigError, match="seconds 0"):
+        Limits(seconds=0)
+
+
+def test_opening_refuses_what_was_not_built(model: TinyModel, tmp_path: Path) -> None:
+    backend = OnnxRuntimeBackend()
+    artifact = backend.build(request_for(model, tmp_path / "engine"))
+    engine = tmp_path / "engine" / "engine.onnx"
+    with pytest.raises(EngineError, match="no such engine to load"):
+        backend.open(replace(artifact, status=BuildStatus.FAILED), engine)
+    engine.write_bytes(engine.read_bytes() + b"\x00")
+    with pytest.raises(EngineError, match="is not the one that was built"):
+        backend.open(artifact, engine)
+    with pytest.raises(EngineError, match="is missing"):
+        backend.open(artifact, tmp_path / "absent")

@@ -1,0 +1,248 @@
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from sample_run import SampleRun
+
+from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.core.digests import digest_file
+from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, path_problem, paths_problem
+from loka_onnx.errors import BundleInvalid
+
+FLIPS = 60
+
+
+@pytest.fixture(scope="module")
+def original(sample: SampleRun, tmp_path_factory) -> Path:
+    return write_bundle(sample.contents, tmp_path_factory.mktemp("original") / "bundle")
+
+
+@pytest.fixture
+def bundle(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "bundle"))
+
+
+def listed(bundle: Path) -> list[str]:
+    return [f.path for f in verify_bundle(bundle).files]
+
+
+def edit(bundle: Path, change) -> None:
+    path = bundle / "manifest.json"
+    document = json.loads(path.read_text())
+    change(document["value"])
+    path.write_text(json.dumps(document))
+
+
+def refuses(bundle: Path, message: str) -> None:
+    with pytest.raises(BundleInvalid, match=message) as caught:
+        verify_bundle(bundle)
+    assert str(bundle) in str(caught.value)
+    assert "remedy:" in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_an_untouched_copy_verifies(bundle):
+    assert verify_bundle(bundle).engines
+
+
+def test_every_file_is_missed(bundle):
+    for path in [*listed(bundle), "manifest.json"]:
+        kept = (bundle / path).read_bytes()
+        (bundle / path).unlink()
+        refuses(bundle, r"is missing|is empty")
+        (bundle / path).write_bytes(kept)
+    verify_bundle(bundle)
+
+
+def test_every_file_notices_a_new_name(bundle):
+    for path in [*listed(bundle), "manifest.json"]:
+        (bundle / path).rename(bundle / f"{path}.old")
+        refuses(bundle, r"is not listed in the manifest|'manifest.json' is missing")
+        (bundle / f"{path}.old").rename(bundle / path)
+    verify_bundle(bundle)
+
+
+def test_every_file_refuses_to_be_a_link(bundle, tmp_path):
+    for path in [*listed(bundle), "manifest.json"]:
+        (bundle / path).rename(tmp_path / "elsewhere")
+        (bundle / path).symlink_to(tmp_path / "elsewhere")
+        refuses(bundle, r"is not a regular file\n  evidence: a symbolic link")
+        (bundle / path).unlink()
+        (tmp_path / "elsewhere").rename(bundle / path)
+    verify_bundle(bundle)
+
+
+@pytest.mark.parametrize("name", ["extra.txt", "engines/extra.bin", ".hidden", "a\udce9b", "new\nline"])
+def test_an_added_file_is_noticed(bundle, name):
+    (bundle / os.fsdecode(os.fsencode(name))).write_bytes(b"x")
+    refuses(bundle, r"file '.*' is not listed in the manifest")
+
+
+def test_added_directories_links_and_pipes_are_noticed(bundle):
+    (bundle / "empty").mkdir()
+    refuses(bundle, "directory 'empty' is empty")
+    (bundle / "empty").rmdir()
+    (bundle / "there").symlink_to("engines")
+    refuses(bundle, r"'there' is not a regular file\n  evidence: a symbolic link")
+    (bundle / "there").unlink()
+    os.mkfifo(bundle / "pipe")
+    refuses(bundle, r"'pipe' is not a regular file\n  evidence: a named pipe")
+
+
+def test_a_directory_of_files_refuses_to_be_a_link(bundle, tmp_path):
+    (bundle / "fallback").rename(tmp_path / "fallback")
+    (bundle / "fallback").symlink_to(tmp_path / "fallback")
+    refuses(bundle, "'fallback' is not a regular file")
+
+
+def test_single_flipped_bytes_are_noticed(bundle):
+    rng = np.random.default_rng(3)
+    paths = listed(bundle)
+    for number in range(FLIPS):
+        path = bundle / paths[number % len(paths)]
+        data = bytearray(path.read_bytes())
+        data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+        kept = path.read_bytes()
+        path.write_bytes(data)
+        refuses(bundle, r"was altered\n  evidence: sha256 ")
+        path.write_bytes(kept)
+    verify_bundle(bundle)
+
+
+def test_another_size_is_noticed_before_the_content_is_read(bundle):
+    path = bundle / listed(bundle)[0]
+    path.write_bytes(path.read_bytes() + b"\0")
+    refuses(bundle, r"has another size\n  evidence: \d+ bytes, the manifest says \d+")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("../../etc/passwd", r"leaves or repeats a directory with '\.' or '\.\.'"),
+        ("engines/../../x", "leaves or repeats a directory"),
+        ("./x", "leaves or repeats a directory"),
+        ("/etc/passwd", "is absolute"),
+        ("C:/x", "is absolute"),
+        ("engines\\\\x", "has a backslash"),
+        ("engines//x", "has characters other than"),
+        ("", "has characters other than"),
+        (".hidden", "has characters other than"),
+        ("a b", "has characters other than"),
+        ("a\n", "has characters other than"),
+        ("a\0", "has characters other than"),
+        ("größe", "has characters other than"),
+        ("x.", "has characters other than"),
+        ("NUL", "is a reserved device name"),
+        ("a/com1.txt", "is a reserved device name"),
+        ("a" * 401, "is longer than 400 characters"),
+        ("a/" * 8 + "a", "deeper than 8 directories"),
+    ],
+)
+def test_paths_that_leave_the_bundle_or_mean_two_things(bundle, path, message):
+    edit(bundle, lambda value: value["files"].append({"path": path, "bytes": 0, "sha256": "0" * 64}))
+    refuses(bundle, f"the manifest lists a forbidden path: .*{message}")
+
+
+def test_paths_are_judged_together():
+    assert paths_problem(["a/b", "a/c", "b"]) is None
+    assert "differ only in case" in str(paths_problem(["a/b", "A/c"]))
+    assert "differ only in case" in str(paths_problem(["Model.onnx", "model.onnx"]))
+    assert "is listed twice" in str(paths_problem(["a", "a"]))
+    assert "listed as a file and used as a directory" in str(paths_problem(["a/b", "a"]))
+    assert path_problem("engines/cpu-onnxruntime-fp8/model_1.onnx") is None
+
+
+def test_duplicates_are_noticed(bundle):
+    edit(bundle, lambda value: value["files"].append(value["files"][0]))
+    refuses(bundle, "is listed twice")
+
+
+def test_the_manifest_does_not_list_itself(bundle):
+    edit(bundle, lambda v: v["files"].append({"path": "manifest.json", "bytes": 0, "sha256": ""}))
+    refuses(bundle, "'manifest.json' is listed twice")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", "the manifest is not valid JSON"),
+        (b"", "the manifest is not valid JSON"),
+        (b"\xff\xfe", "cannot be read as UTF-8"),
+        (b"[" * 200_000, "the manifest is not valid JSON"),
+        (b"9" * 5000, "the manifest is not valid JSON"),
+        (b'{"schema": 1, "schema": 2}', "key 'schema' stands twice in one object"),
+        (b"[]", "unknown schema"),
+        (b"null", "unknown schema"),
+        (b'{"schema": "loka-onnx/bundle/2", "value": {}}', "this version reads 'loka-onnx/bundle/1'"),
+        (b'{"schema": "loka-onnx/bundle/1", "value": {}}', "not a valid loka-onnx/bundle/1 document"),
+        (b'{"schema": "loka-onnx/bundle/1", "value": "\\ud800"}', "not a loka-onnx/bundle/1 document"),
+    ],
+)
+def test_manifests_that_are_none(bundle, text, message):
+    (bundle / "manifest.json").write_bytes(text)
+    refuses(bundle, message)
+
+
+def test_unknown_keys_are_refused(bundle):
+    edit(bundle, lambda value: value.update(run_this="rm -rf"))
+    refuses(bundle, "at run_this: ")
+
+
+def test_unknown_keys_of_an_engine_are_refused(bundle):
+    edit(bundle, lambda value: value["engines"][0].update(run_this="rm -rf"))
+    refuses(bundle, r"run_this: ")
+
+
+def test_a_huge_manifest_is_not_read(bundle):
+    with (bundle / "manifest.json").open("r+b") as stream:
+        stream.truncate(MAX_MANIFEST_BYTES + 1)
+    refuses(bundle, f"the manifest is too large\n  evidence: {MAX_MANIFEST_BYTES + 1} bytes")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.update(sample="other.npz"), "names sample 'other.npz' but does not list it"),
+        (lambda v: v.update(plans="../plans.json"), r"names plans '\.\./plans.json' but does not list it"),
+        (lambda v: v.update(report=["x.html"]), "names report 'x.html' but does not list it"),
+        (lambda v: v["fallback"].update(path="/bin/sh"), "names '/bin/sh' but it is not listed"),
+        (lambda v: v["fallback"].update(digest="0" * 64), "and the list of files disagree"),
+        (lambda v: v["fallback"].update(id=v["engines"][0]["id"]), "two engines of the manifest have one id"),
+        (lambda v: v["fallback"].update(batch={"min": 5, "max": 4}), "has an empty batch range"),
+        (lambda v: v["fallback"].update(tolerance={"ctr": float("inf")}), "needs one finite tolerance"),
+        (lambda v: v["fallback"].update(tolerance={}), "needs one finite tolerance"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself(bundle, change, message):
+    edit(bundle, change)
+    refuses(bundle, message)
+
+
+def test_a_model_that_reads_outside_the_bundle_is_refused(bundle):
+    path = bundle / "fallback" / "model.onnx"
+    model = onnx.load(path)
+    weight = model.graph.initializer[0]
+    weight.ClearField("raw_data")
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="../../../etc/passwd")
+    path.write_bytes(model.SerializeToString())
+    digest, size = digest_file(path), path.stat().st_size
+
+    def sign_again(value):
+        value["fallback"].update(digest=digest, bytes=size)
+        for entry in value["files"]:
+            if entry["path"] == "fallback/model.onnx":
+                entry.update(sha256=digest, bytes=size)
+
+    edit(bundle, sign_again)
+    refuses(bundle, r"reads weights from a file that is not listed\n  evidence: .*etc/passwd")
+
+
+def test_no_bundle_at_all(tmp_path):
+    refuses(tmp_path / "nowhere", "there is no bundle here")
+    (tmp_path / "file").write_text("x")
+    refuses(tmp_path / "file", "there is no bundle here")

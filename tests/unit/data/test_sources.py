@@ -1,0 +1,337 @@
+"""Built-in data: MovieLens 100K and 1M, Criteo text, generated rows."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import math
+import subprocess
+import sys
+from collections import defaultdict
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from loka_onnx.data import ensure_disjoint
+from loka_onnx.data import movielens100k as ml
+from loka_onnx.data.criteo import CriteoOptions, prepare_criteo
+from loka_onnx.data.movielens1m import CATEGORICAL, movielens_1m
+from loka_onnx.data.prepared import SPLITS
+from loka_onnx.data.synthetic import LABEL, TEACHER, SyntheticOptions, prepare_synthetic
+from loka_onnx.errors import ConfigError, DataError, MissingPackage, OutputError
+
+USERS = [
+    {"user_id": str(i), "age": a, "gender": g, "occupation": o, "zip_code": z}
+    for i, a, g, o, z in [
+        (1, "17", "M", "writer", "85711"),
+        (2, "24", "F", "other", "94043"),
+        (3, "60", "F", "other", "V1G4L"),
+        (4, "30", "M", "doctor", "94110"),
+    ]
+]
+ITEMS = [
+    {"item_id": str(i), "movie_title": t, "release_year": y, "class": c}
+    for i, t, y, c in [
+        (1, "Toy Story", "1995", "Animation Comedy"),
+        (2, "Star Story", "1977", "Action Comedy Drama War"),
+        (3, "Heat", "1995", "Action"),
+        (4, "Unknown One", "", "unknown"),
+        (5, "Alien", "1979", "Horror"),
+    ]
+]
+
+
+def ratings(seed: int, rows: int = 14) -> list[dict[str, str]]:
+    random = np.random.default_rng(seed)
+    pairs = [(u, i) for u in range(1, 4) for i in range(1, 6)]
+    chosen = [pairs[p] for p in random.permutation(len(pairs))[:rows]]
+    return [{"user_id": str(u), "item_id": str(i), "rating": str(random.integers(1, 6))} for u, i in chosen]
+
+
+def brute_force(
+    train: list[tuple[int, int]], user: int, item: int, leave_out: int | None
+) -> dict[str, float]:
+    """The documented formulas for one row, with lists and loops (0-based ids)."""
+    genres = [set(i["class"].split()) - {"unknown"} for i in ITEMS]
+    known = [float(i["release_year"]) for i in ITEMS if i["release_year"]]
+    years = [float(i["release_year"]) if i["release_year"] else sum(known) / len(known) for i in ITEMS]
+    others = [pair for row, pair in enumerate(train) if row != leave_out]
+    mine = [i for u, i in others if u == user]
+    affinities = []
+    for genre in genres[item]:
+        share = sum(genre in genres[i] for _, i in train) / len(train)
+        share = max(share, 1 / (len(train) + 1))
+        count = sum(genre in genres[i] for i in mine)
+        affinities.append(math.log((count + 5 * share) / ((len(mine) + 5) * share)))
+    return {
+        "log_user_cnt": math.log(1 + len(mine)),
+        "log_item_cnt": math.log(1 + sum(i == item for _, i in others)),
+        "year": years[item],
+        "n_genres": len(genres[item]),
+        "age": float(USERS[user]["age"]),
+        "genre_aff_mean": sum(affinities) / len(affinities) if affinities else 0.0,
+        "genre_aff_max": max(affinities) if affinities else 0.0,
+        "year_gap": abs(years[item] - sum(years[i] for i in mine) / len(mine)) if mine else 0.0,
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_statistics_are_leave_one_out_over_training_rows_only(seed):
+    rows = ratings(seed)
+    train = np.arange(8)
+    positions = ml.build_ratings(USERS, ITEMS, rows, train)
+    got = ml.raw_statistics(ml.build_catalog(USERS, ITEMS), positions)
+    pairs = list(zip(positions.user.tolist(), positions.item.tolist(), strict=True))
+    for row, (user, item) in enumerate(pairs):
+        want = brute_force(pairs[:8], user, item, row if row < 8 else None)
+        for name in ml.NUMERIC:
+            assert got[name][row] == pytest.approx(want[name], abs=1e-12), (name, row)
+
+
+def test_unseen_users_and_items_have_the_documented_defaults():
+    # User 4 and item 5 occur in no training row.
+    rows = [r for r in ratings(0, 15) if r["item_id"] != "5"]
+    rows.append({"user_id": "4", "item_id": "5", "rating": "5"})
+    train = np.arange(len(rows) - 1)
+    got = ml.raw_statistics(ml.build_catalog(USERS, ITEMS), ml.build_ratings(USERS, ITEMS, rows, train))
+    last = {name: float(values[-1]) for name, values in got.items()}
+    assert last["log_user_cnt"] == last["log_item_cnt"] == last["year_gap"] == 0
+    assert last["genre_aff_mean"] == last["genre_aff_max"] == 0
+
+
+@pytest.mark.parametrize("what", ["ratings", "pairs"])
+def test_held_out_rows_do_not_reach_training_features(what):
+    rows, train = ratings(1), np.arange(8)
+    changed = [dict(row) for row in rows]
+    for row in changed[8:]:
+        row["rating"] = str(6 - int(row["rating"]))
+        if what == "pairs":
+            row["item_id"], row["user_id"] = "1", "1"
+    catalog = ml.build_catalog(USERS, ITEMS)
+    before, after = (
+        ml.build_columns(catalog, ml.build_ratings(USERS, ITEMS, r, train)) for r in (rows, changed)
+    )
+    for name in before:
+        np.testing.assert_array_equal(before[name][train], after[name][train])
+
+
+def test_labels_reach_no_feature():
+    """A leave-one-out mean of labels would tell the label of its own row."""
+    rows = ratings(1)
+    flipped = [row | {"rating": str(6 - int(row["rating"]))} for row in rows]
+    catalog, train = ml.build_catalog(USERS, ITEMS), np.arange(8)
+    one, two = (ml.build_columns(catalog, ml.build_ratings(USERS, ITEMS, r, train)) for r in (rows, flipped))
+    assert [name for name in one if not np.array_equal(one[name], two[name])] == ["label"]
+    assert one["label"].tolist() == [int(int(row["rating"]) >= 4) for row in rows]
+
+
+def test_training_features_are_standardized():
+    rows, train = ratings(2), np.arange(8)
+    columns = ml.build_columns(ml.build_catalog(USERS, ITEMS), ml.build_ratings(USERS, ITEMS, rows, train))
+    for name in ml.NUMERIC:
+        assert columns[name].dtype == np.float32
+        assert columns[name][train].mean() == pytest.approx(0, abs=1e-6)
+        assert columns[name][train].std() == pytest.approx(1, abs=1e-5)
+
+
+def test_attributes_are_encoded_with_zero_for_none():
+    catalog = ml.build_catalog(USERS, ITEMS)
+    assert catalog.users["age_bucket"].tolist() == [0, 1, 6, 2]
+    assert catalog.users["zip3"].tolist() == [1, 2, 4, 3]
+    assert catalog.items["genre1"].tolist() == [2, 1, 1, 0, 5]
+    assert catalog.items["genre3"].tolist() == [0, 4, 0, 0, 0]
+    assert catalog.items["year5"].tolist() == [5, 1, 5, 0, 1]
+    assert catalog.items["title_word"][0] == catalog.items["title_word"][1] != 0
+    for name, ids in (dict(catalog.users) | dict(catalog.items)).items():
+        assert ids.min() >= 0 and ids.max() < catalog.cardinalities[name]
+
+
+def test_a_rating_of_an_unknown_item_is_refused():
+    with pytest.raises(
+        DataError, match=r"a rating names a user or an item that has no attributes(?s:.*)id '9'"
+    ):
+        ml.build_ratings(USERS, ITEMS, [{"user_id": "1", "item_id": "9", "rating": "3"}], np.arange(1))
+
+
+def test_missing_recbole_says_how_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match=r"pip install --no-deps recbole==1.2.1"):
+        ml.prepare_movielens_100k(tmp_path)
+
+
+def test_a_broken_source_file_is_named(tmp_path):
+    (tmp_path / "ml-100k.user").write_text("user_id:token\tage:token\n1\n")
+    with pytest.raises(DataError, match="a file of MovieLens 100K cannot be read"):
+        ml.prepare_movielens_100k(tmp_path / "out", source=tmp_path)
+
+
+def test_a_file_where_the_directory_should_be_is_refused(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(OutputError, match="the directory cannot be created"):
+        prepare_synthetic(tmp_path / "out")
+
+
+# ---- the real MovieLens files ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hundred(tmp_path_factory):
+    if importlib.util.find_spec("recbole") is None:
+        pytest.skip("needs recbole: pip install --no-deps recbole==1.2.1")
+    return ml.prepare_movielens_100k(tmp_path_factory.mktemp("ml100k"))
+
+
+def test_movielens_100k_has_the_documented_splits(hundred):
+    data = {split: hundred.open(split) for split in SPLITS}
+    assert [d.rows for d in data.values()] == [50_000, 8_000, 12_000, 30_000]
+    for opened in data.values():
+        opened.check()
+    ensure_disjoint(data["calibration"], data["selection"], data["certification"])
+    pairs = [
+        tuple(pair)
+        for split in SPLITS
+        for batch in data[split].batches(10_000)
+        for pair in batch.inputs["ids"][:, [0, 5]].tolist()
+    ]
+    assert len(set(pairs)) == len(pairs) == 100_000
+    assert dict(hundred.categorical)["user_id"] == 943 and dict(hundred.categorical)["item_id"] == 1682
+    assert [name for name, _ in hundred.categorical] == [name for name, _ in CATEGORICAL]
+
+
+def test_movielens_100k_is_the_same_every_time_and_leaves_no_rest(hundred, tmp_path):
+    again = ml.prepare_movielens_100k(tmp_path)
+    for split in SPLITS:
+        assert again.open(split).digest == hundred.open(split).digest
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"{split}.parquet" for split in SPLITS)
+    other = ml.prepare_movielens_100k(tmp_path, seed=8)
+    assert other.open("train").digest != hundred.open("train").digest
+
+
+def test_preparing_does_not_import_recbole(hundred, tmp_path):
+    code = (
+        "import sys; from loka_onnx.data.movielens100k import prepare_movielens_100k as p; "
+        f"p({str(tmp_path)!r}); assert 'recbole' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_movielens_1m_in_place(data_root):
+    prepared = movielens_1m(data_root)
+    rows = [prepared.open(split).rows for split in SPLITS]
+    assert rows == [800_000, 60_000, 100_000, 299_280]
+    splits = [prepared.open(split) for split in SPLITS[1:]]
+    ensure_disjoint(*splits)
+    splits[0].check()
+    batch = next(splits[1].batches(256))
+    assert batch.inputs["dense"].dtype == np.float32 and batch.inputs["ids"].dtype == np.int64
+    assert batch.inputs["ids"].shape == (256, 11)
+
+
+def test_movielens_1m_without_the_variable(monkeypatch):
+    monkeypatch.delenv("LOKA_ONNX_DATA", raising=False)
+    with pytest.raises(
+        DataError, match=r"\$LOKA_ONNX_DATA(?s:.*)the variable is not set(?s:.*)movielens-1m/"
+    ):
+        movielens_1m()
+
+
+def test_an_unknown_split_lists_the_known(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no split 'test'(?s:.*)there are train, calibration"):
+        prepare_synthetic(tmp_path, SyntheticOptions(rows=(9, 9, 9, 9))).open("test")
+
+
+# ---- Criteo ----------------------------------------------------------------------------------------------
+
+
+def criteo_line(row: int) -> str:
+    numbers = ["" if (row + n) % 5 == 0 else str(n * row - 3) for n in range(13)]
+    codes = ["" if (row + n) % 7 == 0 else f"{row * 31 + n:08x}" for n in range(26)]
+    return "\t".join([str(row % 2), *numbers, *codes])
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_criteo_text_becomes_parquet(tmp_path, zipped):
+    text = "\n".join(criteo_line(row) for row in range(100)) + "\n"
+    source = tmp_path / ("day_0.gz" if zipped else "day_0.txt")
+    source.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
+    data = prepare_criteo(source, tmp_path / "out", CriteoOptions(table_size=50, chunk_rows=30))
+    table = pq.read_table(tmp_path / "out" / "criteo.parquet").to_pydict()
+    assert table["label"] == [row % 2 for row in range(100)]
+    for n in range(13):
+        want = [0.0 if (r + n) % 5 == 0 else math.log1p(max(n * r - 3, 0)) for r in range(100)]
+        assert table[f"i{n + 1}"] == pytest.approx(want, rel=1e-6)
+    for n in range(26):
+        ids = table[f"c{n + 1}"]
+        assert [i == 0 for i in ids] == [(r + n) % 7 == 0 for r in range(100)]
+        assert max(ids) < 50
+    assert [data.open(s).rows for s in SPLITS] == [70, 5, 10, 15]
+    data.open("train").check()
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["criteo.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("line", "evidence"),
+    [
+        ("1\t2\t3", "3 fields instead of 40"),
+        (criteo_line(4).replace("0\t", "2\t", 1), "label 2 is neither 0 nor 1"),
+        (criteo_line(3).rsplit("\t", 1)[0] + "\tzz", "'zz'"),
+        ("", "1 fields instead of 40"),
+    ],
+)
+def test_a_malformed_criteo_line_is_named(tmp_path, line, evidence):
+    source = tmp_path / "day_0"
+    source.write_text("\n".join([*(criteo_line(row) for row in range(40)), line, criteo_line(1)]))
+    with pytest.raises(DataError, match="line 41 of 'day_0' is not a line of the Criteo format") as caught:
+        prepare_criteo(source, tmp_path / "out", CriteoOptions(chunk_rows=7))
+    assert evidence in str(caught.value)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_too_short_a_criteo_file_leaves_nothing(tmp_path):
+    (tmp_path / "day").write_text("\n".join(criteo_line(row) for row in range(39)))
+    with pytest.raises(DataError, match=r"it holds 39 rows(?s:.*)at least 40 rows"):
+        prepare_criteo(tmp_path / "day", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    (tmp_path / "day").write_text("\n".join(criteo_line(row) for row in range(40)))
+    data = prepare_criteo(tmp_path / "day", tmp_path / "out")
+    assert [data.open(s).rows for s in SPLITS] == [28, 2, 4, 6]
+
+
+def test_criteo_hash_depends_on_value_and_column_only(tmp_path):
+    lines = ["\t".join(["0", *["1"] * 13, *["0000abcd"] * 26])] * 40
+    (tmp_path / "a").write_text("\n".join(lines))
+    prepare_criteo(tmp_path / "a", tmp_path / "out")
+    table = pq.read_table(tmp_path / "out" / "criteo.parquet").to_pydict()
+    ids = [set(table[f"c{n}"]) for n in range(1, 27)]
+    assert all(len(values) == 1 for values in ids)
+    assert len(set.union(*ids)) > 20
+
+
+# ---- generated -------------------------------------------------------------------------------------------
+
+
+def test_synthetic_labels_follow_the_teacher(tmp_path):
+    data = prepare_synthetic(tmp_path, SyntheticOptions(rows=(10, 10, 10, 40_000), spread=2.0))
+    assert data.rule.startswith("SYNTHETIC")
+    opened = data.open("certification", (LABEL, TEACHER))
+    opened.check()
+    batch = next(opened.batches(40_000))
+    label, logit = batch.columns[LABEL].astype(float), batch.columns[TEACHER]
+    probability = 1 / (1 + np.exp(-logit))
+    assert logit.std() == pytest.approx(2.0, rel=0.03)
+    loss = -np.mean(label * np.log(probability) + (1 - label) * np.log1p(-probability))
+    entropy = -np.mean(probability * np.log(probability) + (1 - probability) * np.log1p(-probability))
+    # Var of a row's loss given p is p(1-p)·logit², so four standard errors of the mean are:
+    bound = 4 * math.sqrt(np.mean(probability * (1 - probability) * logit**2) / label.size)
+    assert abs(loss - entropy) < bound
+
+
+def test_synthetic_teacher_uses_the_ids(tmp_path):
+    data = prepare_synthetic(tmp_path, SyntheticOptions(rows=(1, 1, 1, 5_000), cardinalities=(3,)))
+    batch = next(data.open("certification", (TEACHER,)).batches(5_000))
+    groups = defaultdict(list)
+    for key, logit in zip(batch.inputs["ids"][:, 0].tolist(), batch.columns[TEACHER], strict=True):
+        groups[key].append(logit)
+    means = [np.mean(values) for values in groups.values()]
+    assert max(means) - min(means) > 0.1

@@ -1,0 +1,45 @@
+"""A bare install imports every backend, and says what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from loka_onnx.engines import cuda
+from loka_onnx.engines.registry import all_backends
+from loka_onnx.errors import EngineError
+
+PROBE = """
+import sys
+sys.modules.update(dict.fromkeys(["onnxruntime", "tensorrt_rtx", "tensorrt", "torch"]))
+from loka_onnx.engines.registry import all_backends
+for backend in all_backends():
+    a = backend.availability()
+    assert not (a.installed or a.can_build or a.can_run), a
+    print(backend.name, "|", a.reason, "|", a.remedy)
+"""
+
+
+def test_availability_names_the_package_to_install() -> None:
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "onnxruntime | ONNX Runtime is not installed | "
+        "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
+        "tensorrt_rtx | TensorRT for RTX is not installed | pip install 'loka-onnx[tensorrt-rtx]'",
+    ]
+
+
+def test_availability_is_complete() -> None:
+    for backend in all_backends():
+        availability = backend.availability()
+        assert (availability.reason == "") == (availability.can_build and availability.can_run)
+
+
+def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "LIBRARIES", ("libno-such-driver.so",))
+    assert cuda.list_cuda_devices() == ()
+    with pytest.raises(EngineError, match=r"no CUDA driver(?s:.*)libno-such-driver"):
+        cuda.CudaContext()

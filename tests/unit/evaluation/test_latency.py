@@ -1,0 +1,140 @@
+"""Latency on a clock that the test owns."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from loka_onnx.errors import EngineError, InternalError
+from loka_onnx.evaluation.latency import LatencyOptions, measure_interleaved, measure_latency
+
+
+class Machine:
+    """A clock, and engines that take the time they are told."""
+
+    def __init__(self):
+        self.now_ns = 0
+        self.calls = []
+
+    def clock(self):
+        return self.now_ns
+
+    def engine(self, name, microseconds):
+        def run(inputs):
+            batch = len(inputs["x"])
+            self.calls.append((name, batch, float(inputs["x"][0])))
+            spent = microseconds(len(self.calls), batch) if callable(microseconds) else microseconds
+            self.now_ns += int(spent * 1000)
+
+        return run
+
+    def options(self, **changes):
+        base = LatencyOptions(warmup=2, min_repeats=3, max_repeats=10, max_seconds=1e9, input_sets=2)
+        return replace(base, clock_ns=self.clock, **changes)
+
+
+class Inputs:
+    """Counts the input sets it made; the first value tells them apart."""
+
+    def __init__(self):
+        self.made = 0
+
+    def __call__(self, batch):
+        self.made += 1
+        return {"x": np.full(batch, float(self.made))}
+
+
+def test_percentiles_of_known_times_without_the_warmup():
+    machine = Machine()
+    # Calls 1 and 2 are the warm-up; 3…12 take 3…12 µs.
+    run = machine.engine("a", lambda call, batch: 1e6 if call <= 2 else call)
+    (got,) = measure_latency(run, Inputs(), (8,), machine.options(), "cpu", False)
+    assert got.repeats == 10
+    assert (got.p50_us, got.p90_us, got.p99_us) == pytest.approx(
+        np.percentile(np.arange(3, 13), [50, 90, 99])
+    )
+    assert (got.batch, got.device, got.counts_for_choice) == (8, "cpu", False)
+    assert [x for _, _, x in machine.calls[:4]] == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_one_entry_per_batch_size_in_order():
+    machine = Machine()
+    run = machine.engine("a", lambda call, batch: batch)
+    got = measure_latency(run, Inputs(), (64, 1), machine.options(), "gpu", True)
+    assert [(x.batch, x.p50_us) for x in got] == [(64, 64.0), (1, 1.0)]
+
+
+def test_the_time_limit_stops_but_not_before_the_least_repeats():
+    machine = Machine()
+    run = machine.engine("a", 1e6)
+    (slow,) = measure_latency(run, Inputs(), (1,), machine.options(max_seconds=0.5), "cpu", True)
+    assert slow.repeats == 3
+    assert len(machine.calls) == 1 + 3  # the warm-up is limited too
+    (some,) = measure_latency(run, Inputs(), (1,), machine.options(max_seconds=4.5), "cpu", True)
+    assert some.repeats == 5
+    runs = {"a": run, "b": run}
+    both = measure_interleaved(runs, Inputs(), (1,), machine.options(max_seconds=4.5), "cpu", True)
+    assert [both.latencies[engine][0].repeats for engine in runs] == [5, 5]
+
+
+def test_engines_take_turns_so_that_a_drifting_machine_slows_all_alike():
+    machine = Machine()
+    # Each request takes 1 % longer than the one before: timed one after the other, the second would lose.
+    drift = {"a": 100.0, "b": 100.0, "c": 50.0}
+    runs = {
+        name: machine.engine(name, lambda call, batch, base=base: base * 1.01**call)
+        for name, base in drift.items()
+    }
+    inputs = Inputs()
+    got = measure_interleaved(runs, inputs, (4,), machine.options(), "cpu", True)
+    p50 = {name: latencies[0].p50_us for name, latencies in got.latencies.items()}
+    assert p50["a"] / p50["b"] == pytest.approx(1.0, abs=0.02)
+    assert p50["c"] / p50["a"] == pytest.approx(0.5, abs=0.02)
+    assert got.failures == {}
+    assert inputs.made == 2
+    order = [name for name, _, _ in machine.calls]
+    assert order[:9] == ["a", "b", "c", "b", "c", "a", "a", "b", "c"]
+
+
+def test_an_engine_that_fails_drops_out_and_the_others_go_on():
+    machine = Machine()
+    good = machine.engine("good", 5)
+
+    def bad(inputs):
+        if len(inputs["x"]) > 1:
+            raise EngineError("the worker died", evidence="signal 11")
+        machine.now_ns += 1000
+
+    got = measure_interleaved({"bad": bad, "good": good}, Inputs(), (1, 2, 4), machine.options(), "cpu", True)
+    assert [x.batch for x in got.latencies["good"]] == [1, 2, 4]
+    assert [x.batch for x in got.latencies["bad"]] == [1]
+    assert got.failures == {"bad": "at batch 2: the worker died\n  evidence: signal 11"}
+    with pytest.raises(EngineError, match="the worker died"):
+        measure_latency(bad, Inputs(), (2,), machine.options(), "cpu", True)
+
+
+def test_a_bug_is_not_taken_for_a_failing_engine():
+    def broken(inputs):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        measure_interleaved({"a": broken}, Inputs(), (1,), LatencyOptions(), "cpu", True)
+    assert gc.isenabled()
+
+
+def test_the_collector_sleeps_while_timing_only():
+    states = []
+    options = LatencyOptions(warmup=0, min_repeats=1, max_repeats=2)
+    measure_latency(lambda inputs: states.append(gc.isenabled()), Inputs(), (1,), options, "cpu", True)
+    assert (states, gc.isenabled()) == ([False, False], True)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"min_repeats": 0}, {"min_repeats": 9, "max_repeats": 8}, {"input_sets": 0}]
+)
+def test_options_that_measure_nothing_are_refused(changes):
+    with pytest.raises(InternalError, match="latency options ask for no measurement"):
+        LatencyOptions(**changes)

@@ -1,0 +1,74 @@
+"""Collecting outputs over batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from loka_onnx.errors import DataError, EvaluationError
+from loka_onnx.evaluation.predictions import predict
+
+
+def batches(*sizes):
+    first = 0
+    for size in sizes:
+        rows = np.arange(first, first + size)
+        yield SimpleNamespace(
+            inputs={"x": rows[:, None].astype(np.float32)}, columns={"y": rows * 10, "user": rows}
+        )
+        first += size
+
+
+def test_outputs_and_columns_over_uneven_batches_in_order():
+    buffer = np.zeros((4, 1, 1), np.float32)
+
+    def run(inputs):
+        x = inputs["x"]
+        buffer[: len(x), :, 0] = 2 * x  # an engine that reuses its buffer
+        return {"ctr": buffer[: len(x)], "wide": np.hstack([x, x]), "unused": None}
+
+    seen = []
+    got = predict(run, batches(4, 4, 1), ("ctr", "wide"), ("y",), seen.append)
+    np.testing.assert_array_equal(got.outputs["ctr"], 2.0 * np.arange(9))
+    assert got.outputs["wide"].shape == (9, 2)
+    np.testing.assert_array_equal(got.columns["y"], 10 * np.arange(9))
+    assert (got.rows, seen, set(got.columns)) == (9, [4, 8, 9], {"y"})
+
+
+def test_a_batch_of_one_row_keeps_its_axis():
+    got = predict(lambda inputs: {"o": inputs["x"]}, batches(1, 1), ("o",))
+    assert got.outputs["o"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            np.float32(1),
+            r"the first axis of output 'o' is not the batch\n  evidence: shape \(\) for a batch of 3",
+        ),
+        (np.zeros((1, 3)), r"not the batch\n  evidence: shape \(1, 3\) for a batch of 3 rows\n  remedy: "),
+        (np.zeros((3, 2, 2)), r"output 'o' holds a tensor per row\n  evidence: shape \(3, 2, 2\)"),
+    ],
+)
+def test_outputs_that_are_not_per_row_are_refused(value, message):
+    with pytest.raises(EvaluationError, match=message):
+        predict(lambda inputs: {"o": value}, batches(3), ("o",))
+
+
+def test_missing_and_unsteady_outputs_are_refused():
+    with pytest.raises(EvaluationError, match="the engine gave no output 'o'\n  evidence: it gave: x"):
+        predict(lambda inputs: inputs, batches(3), ("o",))
+    with pytest.raises(EvaluationError, match="output 'o' changes its width from batch to batch"):
+        predict(lambda i: {"o": np.zeros((len(i["x"]), len(i["x"]) + 1))}, batches(3, 2), ("o",))
+
+
+def test_missing_columns_and_rows_are_refused():
+    with pytest.raises(
+        DataError, match="the batches carry no column 'label'\n  evidence: they carry: user, y"
+    ):
+        predict(lambda inputs: inputs, batches(3), ("x",), ("label",))
+    with pytest.raises(DataError, match="there are no rows to predict"):
+        predict(lambda inputs: inputs, [], ("x",))

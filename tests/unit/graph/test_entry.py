@@ -1,0 +1,225 @@
+"""Foreign models: what is converted keeps its outputs, what cannot be taken is refused in words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from loka_onnx.errors import ModelError
+from loka_onnx.graph.entry import OPSET, canonicalize
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.sites import find_sites
+
+RANDOM = np.random.default_rng(0)
+
+
+def run(path: Path, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    runtime = pytest.importorskip("onnxruntime")
+    return runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, feeds)
+
+
+def randn(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+RANKER = """g (float[b,8] x, int64[b] user) => (float[b,1] y) {
+    e = Gather(table, user)
+    [fc1] h = Gemm<transB=1>(x, w1, b1)
+    [norm] n = LayerNormalization(h, gain)
+    r = Relu(n)
+    m = ReduceSum<keepdims=1>(r, axis)
+    s = Mul(r, m)
+    c = Concat<axis=1>(s, e)
+    [fc2] y = MatMul(c, w2)
+}"""
+
+
+def ranker_weights() -> dict[str, np.ndarray]:
+    return {
+        "table": randn(20, 4),
+        "w1": randn(6, 8),
+        "b1": randn(6),
+        "gain": randn(6),
+        "axis": np.array([1]),
+        "w2": randn(10, 1),
+    }
+
+
+@pytest.mark.parametrize("opset", [17, 19, 21, 22])
+@pytest.mark.parametrize("external", [False, True])
+def test_conversion_keeps_names_and_outputs(opset, external, write_model, tmp_path):
+    path = write_model(RANKER, ranker_weights(), opset)
+    if external:
+        # ONNX Runtime wants the axes of a reduction inside the model.
+        onnx.save(
+            onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=16
+        )
+    canonical = canonicalize(path)
+    assert canonical.model.opset == max(opset, OPSET)
+    assert [s.name for s in find_sites(canonical.model)] == ["fc1", "norm", "fc2"]
+    assert canonical.notes == ((f"converted from opset {opset} to 21",) if opset < 21 else ())
+    assert set(canonical.model.tables) == ({"table"} if external else set())
+    target = tmp_path / "out" / "canonical.onnx"
+    canonical.model.save(target)
+    feeds = {"x": randn(5, 8), "user": np.arange(5)}
+    np.testing.assert_array_equal(run(target, feeds)[0], run(path, feeds)[0])
+    onnx.checker.check_model(str(target))
+
+
+def test_operators_whose_form_changed_between_the_opsets(write_model, tmp_path):
+    """ReduceMax got its axes as an input in 18, Split its num_outputs, Pad its axes."""
+    path = write_model(
+        "g (float[b,8] x) => (float[b,1] y) { a, c = Split<axis=1>(x)  m = ReduceMax<axes=[1]>(a)"
+        " d = Mul(c, m)  p = Pad(d, pads)  y = MatMul(p, w) }",
+        {"w": randn(5, 1), "pads": np.array([0, 0, 0, 1])},
+        17,
+    )
+    target = tmp_path / "converted.onnx"
+    canonicalize(path).model.save(target)
+    feeds = {"x": randn(5, 8)}
+    np.testing.assert_array_equal(run(target, feeds)[0], run(path, feeds)[0])
+
+
+def test_constants_are_folded_so_that_a_transposed_weight_makes_a_linear(write_model, tmp_path):
+    path = write_model(
+        "g (float[b,8] x) => (float[b,6] y) { t = Transpose(w)  s = Mul(t, half)  y = MatMul(x, s) }",
+        {"w": randn(6, 8), "half": np.float32(0.5)},
+    )
+    canonical = canonicalize(path)
+    (site,) = find_sites(canonical.model)
+    assert (site.kind, site.k, site.n) == ("linear", 8, 6)
+    assert canonical.notes == ("2 constant nodes folded",)
+    target = tmp_path / "folded.onnx"
+    canonical.model.save(target)
+    feeds = {"x": randn(5, 8)}
+    np.testing.assert_allclose(run(target, feeds)[0], run(path, feeds)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_model_local_functions_are_inlined(tmp_path):
+    text = """
+    <ir_version: 10, opset_import: ["" : 21, "local" : 1]>
+    g (float[b,4] x, float[4,3] w) => (float[b,3] y) { y = local.dense(x, w) }
+    <opset_import: ["" : 21], domain: "local">
+    dense (a, k) => (r) { p = MatMul(a, k)  r = Relu(p) }
+    """
+    model = onnx.parser.parse_model(text)
+    del model.graph.input[1]
+    model.graph.initializer.append(onnx.numpy_helper.from_array(randn(4, 3), "w"))
+    path, target = tmp_path / "functions.onnx", tmp_path / "inlined.onnx"
+    onnx.save(model, path)
+    canonical = canonicalize(path)
+    assert canonical.notes == ("model-local functions inlined",)
+    (site,) = find_sites(canonical.model)
+    assert (site.op_type, site.k, site.n) == ("MatMul", 4, 3)
+    canonical.model.save(target)
+    feeds = {"x": randn(5, 4)}
+    np.testing.assert_array_equal(run(target, feeds)[0], run(path, feeds)[0])
+
+
+PRODUCT = "g (float[b,4] x) => (float[b,3] y) { y = MatMul(x, w) }"
+
+
+def refused(path: Path, *parts: str) -> None:
+    with pytest.raises(ModelError, match="(?s:.*)".join(map(re.escape, parts))):
+        canonicalize(path)
+
+
+def test_an_old_opset_is_refused(write_model):
+    refused(
+        write_model(PRODUCT, {"w": (4, 3)}, 13),
+        "uses opset 13",
+        "evidence: opsets 17 and up are converted to 21",
+        "remedy: export the model again with opset_version=21",
+    )
+
+
+@pytest.mark.parametrize(
+    ("domain", "op", "shown"), [("acme", "FusedLookup", "acme::FusedLookup"), ("", "Frobnicate", "ai.onnx::")]
+)
+def test_a_custom_operator_is_refused_by_name(domain, op, shown, write_model):
+    path = write_model(PRODUCT, {"w": (4, 3)})
+    model = onnx.load(path)
+    model.graph.node.add(op_type=op, domain=domain, name="lookup_7", input=["x"], output=["z"])
+    model.opset_import.append(onnx.helper.make_opsetid("acme", 1))
+    onnx.save(model, path)
+    refused(path, "node 'lookup_7'", f"uses the custom operator '{shown}", "export it as standard operators")
+
+
+def test_a_custom_operator_inside_a_branch_is_refused(write_model):
+    path = write_model(
+        "g (float[b,4] x, bool c) => (float[] y) {"
+        " y = If(c) <then_branch = t () => (z) { z = Relu(x) }, else_branch = e () => (z) { z = Relu(x) }> }"
+    )
+    model = onnx.load(path)
+    model.graph.node[0].attribute[0].g.node[0].domain = "acme"
+    onnx.save(model, path)
+    refused(path, "custom operator 'acme::Relu'")
+
+
+@pytest.mark.parametrize("keep", [0, 1, 40, 0.5, 0.99])
+def test_a_truncated_file_is_refused(keep, write_model):
+    path = write_model(PRODUCT, {"w": (40, 30)})
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
+    refused(path, f"'{path}' is not an ONNX model, or is truncated", "remedy: export or copy the file again")
+
+
+def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
+    refused(tmp_path / "absent.onnx", "cannot read the model", "absent.onnx")
+    text = tmp_path / "text.onnx"
+    text.write_text("model: ranker\n")
+    refused(text, "is not an ONNX model, or is truncated")
+
+
+@pytest.fixture
+def with_external(write_model) -> Path:
+    path = write_model(PRODUCT, {"w": (4, 3)})
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    return path
+
+
+def relocate(path: Path, location: str) -> None:
+    model = onnx.load(path, load_external_data=False)
+    for entry in model.graph.initializer[0].external_data:
+        if entry.key == "location":
+            entry.value = location
+    path.write_bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize("read", [canonicalize, GraphModel.load])
+def test_missing_external_data_are_refused(read, with_external):
+    (with_external.parent / "weights.bin").unlink()
+    with pytest.raises(ModelError, match=r"weights of (?s:.*) are missing(?s:.*)'weights\.bin'(?s:.*)remedy: copy"):
+        read(with_external)
+
+
+@pytest.mark.parametrize("read", [canonicalize, GraphModel.load])
+def test_truncated_external_data_are_refused(read, with_external):
+    (with_external.parent / "weights.bin").write_bytes(b"\0" * 47)
+    with pytest.raises(ModelError, match=r"are truncated(?s:.*)'w' ends at byte 48 of 'weights\.bin', which has 47"):
+        read(with_external)
+
+
+@pytest.mark.parametrize("location", ["../weights.bin", "sub/../../weights.bin", "/etc/passwd"])
+@pytest.mark.parametrize("read", [canonicalize, GraphModel.load])
+def test_external_data_outside_the_directory_are_refused(read, location, with_external):
+    relocate(with_external, location)
+    with pytest.raises(ModelError, match=f"refers to weights outside its directory(?s:.*)'{re.escape(location)}'"):
+        read(with_external)
+
+
+def test_every_dense_type_survives(write_model, tmp_path):
+    """Constants that are no products: integers, booleans, FP16."""
+    path = write_model(
+        "g (float[b,4] x) => (float[b,3] y) { h = Cast<to=10>(x)  s = Add(h, half)  f = Cast<to=1>(s)"
+        " p = MatMul(f, w)  y = Where(mask, p, zero) }",
+        {"w": randn(4, 3), "half": np.float16(0.5), "mask": np.array([True, False, True]), "zero": np.float32(0)},
+    )
+    target = tmp_path / "same.onnx"
+    canonicalize(path).model.save(target)
+    feeds = {"x": randn(5, 4)}
+    np.testing.assert_array_equal(run(target, feeds)[0], run(path, feeds)[0])

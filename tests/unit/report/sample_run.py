@@ -1,0 +1,399 @@
+"""A small real run: an ONNX ranker, FP8 versions of it, and accuracy measured in ONNX Runtime.
+
+Statistics are computed here in float64 with plain formulas, not with the package.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from loka_onnx.bundle import BatchRange, BundleContents, BundleEngine, Expectation
+from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec, Parity, TensorSpec
+from loka_onnx.core.digests import digest_bytes, digest_file
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
+from loka_onnx.core.evaluation import (
+    Choice,
+    Evaluation,
+    EvaluationSet,
+    Latency,
+    Loser,
+    OutputEvaluation,
+    PairedDifference,
+    TargetChoice,
+    TaskMetrics,
+)
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.lineage import StageRecord
+from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.profile import ErrorStats, Profile, RangeStats, Sensitivity, SiteProfile
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.rewrite import Applied, Declined, RewriteLog, RewriteRecord
+from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.report import DataDescription, ReportData, SplitDescription
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+WIDTHS = (16, 32, 16, 1)
+ROWS = 4000
+BUDGET = 0.0002
+OUTPUT = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=BUDGET)
+BATCH = BatchRange(1, 4096)
+
+
+@dataclass(frozen=True)
+class SampleRun:
+    directory: Path
+    report: ReportData
+    contents: BundleContents
+
+
+def build_model(path: Path, sites: tuple[str, ...], fp8: tuple[str, ...], external: bool = False) -> None:
+    """Three MatMul layers; the sites named in `fp8` get E4M3FN Q/DQ on both operands."""
+    rng = np.random.default_rng(7)
+    nodes, weights, x = [], [], "dense"
+    for index, site in enumerate(sites):
+        k, n = WIDTHS[index], WIDTHS[index + 1]
+        weight = (rng.standard_normal((k, n)) * math.sqrt(2 / k)).astype(np.float32)
+        weights.append(numpy_helper.from_array(weight, f"w{index}"))
+        operands = [x, f"w{index}"]
+        if site in fp8:
+            for position, amax in enumerate((6.0, float(np.abs(weight).max()))):
+                stem = f"{index}_{position}"
+                weights.append(numpy_helper.from_array(np.float32(amax / 448), f"s{stem}"))
+                zero = helper.make_tensor(f"z{stem}", TensorProto.FLOAT8E4M3FN, [], b"\0", raw=True)
+                weights.append(zero)
+                scale = [f"s{stem}", f"z{stem}"]
+                nodes.append(helper.make_node("QuantizeLinear", [operands[position], *scale], [f"q{stem}"]))
+                nodes.append(helper.make_node("DequantizeLinear", [f"q{stem}", *scale], [f"d{stem}"]))
+                operands[position] = f"d{stem}"
+        last = index == len(sites) - 1
+        nodes.append(helper.make_node("MatMul", operands, ["ctr" if last else f"m{index}"], name=site))
+        if not last:
+            nodes.append(helper.make_node("Relu", [f"m{index}"], [f"r{index}"]))
+        x = f"r{index}"
+    graph = helper.make_graph(
+        nodes,
+        "ranker",
+        [helper.make_tensor_value_info("dense", TensorProto.FLOAT, ["batch", WIDTHS[0]])],
+        [helper.make_tensor_value_info("ctr", TensorProto.FLOAT, ["batch", 1])],
+        weights,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    onnx.checker.check_model(model)
+    if external:
+        onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=0)
+    else:
+        onnx.save(model, path)
+
+
+def make_run(directory: Path, *, prefix: str = "over_arch", external: bool = False) -> SampleRun:
+    """Builds and measures everything under `directory`."""
+    (directory / "model").mkdir(parents=True)
+    sites = tuple(f"{prefix}.fc{i}" for i in range(3))
+    plans_fp8 = {"fp32": (), "fp8-safe": sites[:1], "fp8-all": sites[:2]}
+    rng = np.random.default_rng(11)
+    rows = rng.standard_normal((ROWS, WIDTHS[0])).astype(np.float32)
+    source = directory / "model" / "model.onnx"
+    build_model(source, sites, (), external)
+    exact = run(source, rows)
+    labels = (rng.random(ROWS) < 1 / (1 + np.exp(-exact))).astype(np.float64)
+
+    engines, evaluations, answers = [], [reference(exact, labels)], {}
+    for plan, fp8 in plans_fp8.items():
+        path = Path("engines") / f"cpu-onnxruntime-{plan}" / "engine.onnx"
+        (directory / path).parent.mkdir(parents=True)
+        build_model(directory / path, sites, fp8)
+        logits = answers[plan] = run(directory / path, rows)
+        engines.append(ready_engine(directory, path, plan, sites, fp8))
+        for split, part in (("selection", slice(0, 2400)), ("certification", slice(2400, ROWS))):
+            if split == "selection" or plan == "fp32":
+                pair = (exact[part], logits[part])
+                evaluations.append(evaluate(engines[-1], split, pair, labels[part]))
+    engines.append(declined_engine())
+    rtx = Path("engines") / "rtx-tensorrt_rtx-fp8-safe" / "engine.bin"
+    (directory / rtx).parent.mkdir(parents=True)
+    (directory / rtx).write_bytes(b"not for this host" * 100)
+    engines.append(rtx_engine(directory, rtx, sites))
+
+    model = artifact(source, sites)
+    plans = PlanSet(tuple(make_plan(name, fp8, sites, model) for name, fp8 in plans_fp8.items()))
+    choice = make_choice(tuple(engines))
+    report = ReportData(
+        title="Ranker, day 07",
+        exported=model,
+        modified=model,
+        profile=make_profile(sites, rows, model),
+        plans=plans,
+        rewrites={"mods": make_rewrites(sites)},
+        engines=tuple(engines),
+        evaluations=EvaluationSet(tuple(evaluations)),
+        choice=choice,
+        data=make_data(),
+        versions={"loka-onnx": "0.1.0", "onnxruntime": "1.31.1"},
+        lineage=(StageRecord("export", "a" * 64, {"model": "b" * 64}, {"model/model.onnx": "c" * 64}, 1.5),),
+        notes=("A note that the reader must know.",),
+    )
+    sample = rows[:8]
+    shipped = (engines[-1], engines[0], engines[1])
+    contents = BundleContents(
+        root=directory,
+        model=model,
+        judged=(OUTPUT,),
+        batch=BATCH,
+        engines=tuple(BundleEngine(e, expectation(answers.get(e.plan, exact)[:8])) for e in shipped),
+        fallback=expectation(exact[:8]),
+        sample={"dense": sample},
+        plans=plans,
+        choice=choice,
+        report=(),
+        lineage=report.lineage,
+        versions=report.versions,
+    )
+    return SampleRun(directory, report, contents)
+
+
+def run(model: Path, rows: np.ndarray) -> np.ndarray:
+    return OnnxSession(model, SessionOptions(threads=1)).run({"dense": rows})["ctr"][:, 0].astype(np.float64)
+
+
+def expectation(logits: np.ndarray) -> Expectation:
+    return Expectation({"ctr": logits.astype(np.float32)[:, None]}, {"ctr": 1e-4})
+
+
+def artifact(path: Path, sites: tuple[str, ...]) -> ModelArtifact:
+    return ModelArtifact(
+        path=Path("model") / path.name,
+        digest=digest_file(path),
+        opset=21,
+        inputs=(TensorSpec("dense", "float32", (None, WIDTHS[0])),),
+        outputs=(TensorSpec("ctr", "float32", (None, 1)),),
+        sites=tuple(make_site(i, name) for i, name in enumerate(sites)),
+        producer="sample_run",
+        parity=Parity(256, 1.2e-7, 3e-8, 1e-5),
+    )
+
+
+def make_site(index: int, name: str) -> Site:
+    k, n = WIDTHS[index], WIDTHS[index + 1]
+    operands = (
+        Operand("dense" if index == 0 else f"r{index - 1}", 0, False, 1, (None, k)),
+        Operand(f"w{index}", 1, True, 0, (k, n)),
+    )
+    return Site(name, SiteKind.LINEAR, "MatMul", operands, f"m{index}", k, n, 1)
+
+
+def losses(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    return np.logaddexp(0, logits) - labels * logits
+
+
+def metrics(logits: np.ndarray, labels: np.ndarray) -> TaskMetrics:
+    rate = labels.mean()
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
+    loss = float(losses(logits, labels).mean())
+    ranks = np.empty(len(logits))
+    ranks[np.argsort(logits)] = np.arange(1, len(logits) + 1)
+    positives = labels.sum()
+    area = (
+        (ranks[labels == 1].sum() - positives * (positives + 1) / 2) / positives / (len(labels) - positives)
+    )
+    ratio = float((1 / (1 + np.exp(-logits))).mean() / rate)
+    return TaskMetrics(loss, float(loss / entropy), float(area), ratio)
+
+
+def interval(values: np.ndarray, scale: float) -> Interval:
+    half = 1.96 * values.std(ddof=1) / math.sqrt(len(values)) / scale
+    mean = values.mean() / scale
+    return Interval(float(mean), float(mean - half), float(mean + half), 0.95, len(values))
+
+
+def reference(exact: np.ndarray, labels: np.ndarray) -> Evaluation:
+    output = OutputEvaluation(
+        "ctr", OutputKind.LOGIT, metrics(exact[:2400], labels[:2400]), None, BUDGET, "within", None
+    )
+    return Evaluation("reference", "onnxruntime", "fp32", "cpu", "selection", 2400, (output,), (), "measured")
+
+
+def evaluate(engine: EngineArtifact, split: str, pair: tuple, labels: np.ndarray) -> Evaluation:
+    exact, logits = pair
+    base = losses(exact, labels)
+    p, shift = 1 / (1 + np.exp(-exact)), logits - exact
+    change = losses(logits, labels) - base
+    labelled = (p - labels) * shift
+    delta = interval(change, base.mean())
+    status = "within" if delta.upper <= BUDGET else "beyond" if delta.lower > BUDGET else "undecided"
+    difference = PairedDifference(
+        delta_ne=delta,
+        kl=interval(change - labelled, base.mean()),
+        labelled=interval(labelled, base.mean()),
+        delta_auc=None,
+        delta_prediction_ratio=interval(1 / (1 + np.exp(-logits)) - p, labels.mean()),
+        delta_rmse=float(np.sqrt((shift**2).mean())),
+        delta_max=float(np.abs(shift).max()),
+    )
+    output = OutputEvaluation(
+        "ctr",
+        OutputKind.LOGIT,
+        metrics(logits, labels),
+        difference,
+        BUDGET,
+        status,
+        123_456 if status == "undecided" else None,
+    )
+    latencies = () if engine.simulated else (Latency(1024, 123.4, 130.1, 171.9, 200, "cpu", True),)
+    return Evaluation(
+        engine.id,
+        engine.backend,
+        engine.plan,
+        engine.target,
+        split,
+        len(labels),
+        (output,),
+        latencies if split == "selection" else (),
+        "measured",
+    )
+
+
+def ready_engine(
+    directory: Path, path: Path, plan: str, sites: tuple[str, ...], fp8: tuple[str, ...]
+) -> EngineArtifact:
+    return EngineArtifact(
+        backend="onnxruntime",
+        plan=plan,
+        target="cpu",
+        architecture="cpu",
+        status=BuildStatus.READY,
+        simulated=bool(fp8),
+        path=path,
+        bytes=(directory / path).stat().st_size,
+        digest=digest_file(directory / path),
+        backend_version="1.31.1",
+        sites=tuple(
+            SitePrecision(s, "fp8" if s in fp8 else "fp32", ("float", "float"), True, "the optimized graph")
+            for s in sites
+        ),
+        build_seconds=0.1,
+        portability="any host with ONNX Runtime",
+    )
+
+
+def declined_engine() -> EngineArtifact:
+    return EngineArtifact(
+        "onnxruntime",
+        "bf16",
+        "cpu",
+        "cpu",
+        BuildStatus.FAILED,
+        False,
+        None,
+        0,
+        "",
+        "1.31.1",
+        (),
+        0.0,
+        "the CPU provider has no BF16 products",
+    )
+
+
+def rtx_engine(directory: Path, path: Path, sites: tuple[str, ...]) -> EngineArtifact:
+    fallen = SitePrecision(
+        sites[0], "fp8", ("BFloat16", "BFloat16"), False, "layer 3 of the engine inspector"
+    )
+    return EngineArtifact(
+        backend="tensorrt_rtx",
+        plan="fp8-safe",
+        target="rtx",
+        architecture="sm89",
+        status=BuildStatus.BUILT_NOT_RUN,
+        simulated=False,
+        path=path,
+        bytes=(directory / path).stat().st_size,
+        digest=digest_file(directory / path),
+        backend_version="1.5",
+        sites=(fallen,),
+        build_seconds=4.2,
+        detail="this host has no GPU",
+        portability="sm89 with TensorRT for RTX 1.5",
+    )
+
+
+def make_plan(name: str, fp8: tuple[str, ...], sites: tuple[str, ...], model: ModelArtifact) -> PrecisionPlan:
+    decisions = []
+    for index, site in enumerate(sites):
+        if site in fp8:
+            verdict, reason = Verdict.SAFE, "KL is far inside the site's part of the budget"
+            scales = (6.0 / 448, (0.5 / 448,))
+            decisions.append(Decision(site, Precision.FP8, PER_TENSOR, verdict, reason, *scales))
+        else:
+            verdict = Verdict.UNSAFE if index == 1 else Verdict.NOT_JUDGED
+            reason = "KL alone would take the budget" if index == 1 else "N = 1 is below 16: nothing to gain"
+            decisions.append(Decision(site, Precision.FP32, None, verdict, reason))
+    share = sum(model.site(s).flops_per_example for s in fp8) / model.fp8_able_flops
+    return PrecisionPlan(
+        name, model.digest, Precision.FP32, tuple(decisions), {"ctr": 1e-5} if fp8 else {}, share
+    )
+
+
+def make_profile(sites: tuple[str, ...], rows: np.ndarray, model: ModelArtifact) -> Profile:
+    values = rows.astype(np.float64)
+    ranges = RangeStats(
+        values.size,
+        float(np.abs(values).max()),
+        float(values.min()),
+        float(values.max()),
+        float(values.sum()),
+        float((values**2).sum()),
+    )
+    error = ErrorStats(PER_TENSOR.id, 6.0 / 448, 1000, 250.0, 0.25, 250.0, 250.1, 1000, 2, 5)
+    kl, labelled = Interval(1.2e-5, 1.1e-5, 1.3e-5, 0.95, 4000), Interval(-3e-6, -9e-5, 8.4e-5, 0.95, 4000)
+    sensitivity = Sensitivity(PER_TENSOR.id, "ctr", "loss", 0.02, 1e-4, kl, labelled)
+    entries = (
+        SiteProfile(sites[0], {"dense": ranges}, (error,), (sensitivity,)),
+        SiteProfile(sites[1], {"r0": ranges}, (error,), (sensitivity,)),
+    )
+    return Profile(
+        model.digest, digest_bytes(rows.tobytes()), ROWS, 2000, True, entries, {"ctr": 0.45}, {"ranges": 0.5}
+    )
+
+
+def make_rewrites(sites: tuple[str, ...]) -> RewriteLog:
+    merged = RewriteRecord(
+        "merge-parallel-linears",
+        (Applied(sites[0], "merged two products of one input"),),
+        (Declined(sites[1], "its input has one consumer"), Declined(sites[2], "its input has one consumer")),
+        max_abs=2.4e-7,
+        tolerance=1e-5,
+        seconds=0.01,
+        check_seconds=0.2,
+    )
+    fold = RewriteRecord("fold-scale", (Applied(sites[1], "folded"),), (), 0.31, 1e-5, rolled_back=True)
+    return RewriteLog((merged, fold))
+
+
+def make_choice(engines: tuple[EngineArtifact, ...]) -> Choice:
+    losers = tuple(
+        Loser(e.id, "its FP8 is simulated" if e.simulated else "it was not built")
+        for e in engines
+        if e.target == "cpu" and e.plan != "fp32"
+    )
+    reason = "no FP8 engine for this target has a speed that counts"
+    cpu = TargetChoice("cpu", engines[0].id, "fp32", reason, "measured on the target", losers)
+    rtx = TargetChoice("rtx", engines[-1].id, "fp8-safe", "the only candidate", "not measured", ())
+    return Choice((cpu, rtx))
+
+
+def make_data() -> DataDescription:
+    splits = tuple(
+        SplitDescription(name, "generated", rows, "d" * 64, rule)
+        for name, rows, rule in (
+            ("calibration", ROWS, "all rows"),
+            ("selection", 2400, "rows 0 to 2400"),
+            ("certification", 1600, "rows 2400 to 4000"),
+        )
+    )
+    return DataDescription(splits, "a click, drawn from the FP32 model's own probability", True)

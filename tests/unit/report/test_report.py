@@ -1,0 +1,232 @@
+import dataclasses
+import io
+import re
+from html.parser import HTMLParser
+
+import pytest
+from markdown_it import MarkdownIt
+from rich.console import Console
+from sample_run import SampleRun
+
+from loka_onnx.core import serde
+from loka_onnx.core.evaluation import Choice, EvaluationSet
+from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers, render, summary_table
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+NASTY = "x<script>alert(1)</script>|`*[a](http://evil.example)*&lt;"
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects text and references."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.references += [value for name, value in attrs if name in {"src", "href", "action", "srcset"}]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        (self.scripts if self.open[-1:] == ["script"] else self.text).append(data)
+
+
+@pytest.fixture(scope="module")
+def texts(sample: SampleRun, tmp_path_factory) -> dict[str, str]:
+    return rendered(sample.report, tmp_path_factory.mktemp("report"))
+
+
+def rendered(data: ReportData, directory) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in render(data, directory)}
+
+
+def test_the_json_is_the_facts_in_full_precision(sample, texts):
+    assert serde.loads(ReportData, texts[JSON_NAME]) == sample.report
+
+
+def test_equal_facts_give_equal_bytes(sample, texts, tmp_path):
+    assert rendered(sample.report, tmp_path) == texts
+
+
+def test_every_number_of_the_json_is_in_both_texts(texts):
+    data = serde.loads(ReportData, texts[JSON_NAME])
+    expected = [numbers.share(plan.fp8_share) for plan in data.plans.plans]
+    for evaluation in data.evaluations.evaluations:
+        for output in evaluation.outputs:
+            expected += [
+                numbers.metric(output.metrics.normalized_entropy),
+                numbers.metric(output.metrics.auc),
+                numbers.ratio(output.metrics.prediction_ratio),
+            ]
+            if output.difference is not None:
+                expected.append(numbers.percent_interval(output.difference.delta_ne, output.budget))
+        expected += [numbers.latency(item.p99_us) for item in evaluation.latencies]
+    for site in data.profile.sites:
+        expected += [numbers.percent_interval(s.kl) for s in site.sensitivities]
+        expected += [numbers.error_percent(e.relative_error) for e in site.errors]
+    expected += [numbers.size(e.bytes) for e in data.engines if e.path is not None]
+    page = " ".join(Page(texts[HTML_NAME]).text)
+    for text in expected:
+        assert text in texts[MARKDOWN_NAME]
+        assert text in page
+
+
+def test_both_texts_say_the_same(texts):
+    page = " ".join(" ".join(Page(texts[HTML_NAME]).text).split())
+    flat = re.sub(r"\\(.)", r"\1", " ".join(texts[MARKDOWN_NAME].split()))
+    for sentence in (
+        "No FP8 engine is emitted for this target: it gets high precision (fp32).",
+        "undecided against the budget of 0.02 %; about 123,456 rows would decide it",
+        "Not chosen: it was not built; the CPU provider has no BF16 products.",
+        "planned fp8, runs in BFloat16 × BFloat16: layer 3 of the engine inspector",
+        "simulated: speed never counts",
+        "folded: discarded, because an output moved by 0.31; the tolerance is 1e-05",
+        "its input has one consumer",
+        "SYNTHETIC DATA",
+        "a click, drawn from the FP32 model's own probability",
+    ):
+        assert sentence in page
+        assert sentence in flat
+
+
+def test_the_verdict_comes_first(sample, texts):
+    emitted = sample.report.choice.targets[0].engine
+    markdown = texts[MARKDOWN_NAME]
+    assert markdown.index(f"emit {emitted}") < markdown.index("## Engines")
+    assert 0 < markdown.index("SYNTHETIC DATA") < markdown.index("emit")
+
+
+def test_the_page_needs_nothing_from_anywhere(texts):
+    page = Page(texts[HTML_NAME])
+    assert page.references
+    assert all(reference.startswith("#") for reference in page.references)
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
+    assert "default-src 'none'" in texts[HTML_NAME]
+    styles = re.findall(r"<style>(.*?)</style>", texts[HTML_NAME], re.DOTALL)
+    assert styles
+    assert not any("url(" in style or "@import" in style for style in styles)
+    assert "prefers-color-scheme: dark" in styles[0]
+
+
+def test_the_page_carries_plotly_only_for_a_chart(sample, texts, tmp_path):
+    assert len(texts[HTML_NAME]) > 1_000_000
+    assert "Plotly.newPlot" in Page(texts[HTML_NAME]).scripts[-1]
+    without = dataclasses.replace(sample.report, evaluations=EvaluationSet(()))
+    small = rendered(without, tmp_path)[HTML_NAME]
+    assert len(small) < 100_000
+    assert "script" not in Page(small).tags
+
+
+def test_names_cannot_become_markup(tmp_path):
+    from sample_run import make_run
+
+    run = make_run(tmp_path / "run", prefix=NASTY)
+    data = dataclasses.replace(
+        run.report,
+        title=f"{NASTY}\n# injected",
+        engines=tuple(dataclasses.replace(e, target=NASTY) for e in run.report.engines),
+        evaluations=EvaluationSet(
+            tuple(
+                dataclasses.replace(e, engine=e.engine.replace("cpu-", f"{NASTY}-", 1))
+                for e in run.report.evaluations.evaluations
+            )
+        ),
+    )
+    files = rendered(data, tmp_path / "report")
+    plain = Page(rendered(run.report, tmp_path / "plain")[HTML_NAME])
+    page = Page(files[HTML_NAME])
+    assert page.tags.count("script") == plain.tags.count("script")
+    assert "alert(1)" in " ".join(page.text)
+    assert not any("<script>alert" in script for script in page.scripts)
+    assert not any("<a href" in script for script in page.scripts[1:])
+    markdown = files[MARKDOWN_NAME]
+    assert "<script" not in markdown
+    # An independent parser finds no HTML and no link, and the name as it was in the text.
+    tokens = MarkdownIt("commonmark").enable("table").parse(markdown)
+    inline = [child for token in tokens for child in token.children or ()]
+    assert not {"html_inline", "link_open", "em_open", "image"} & {token.type for token in inline}
+    assert "html_block" not in {token.type for token in tokens}
+    assert any(NASTY in "".join(c.content for c in t.children) for t in tokens if t.children)
+    assert "\n# injected" not in markdown
+    widths = {}
+    for line in markdown.splitlines():
+        if line.startswith("|"):
+            columns = len(re.findall(r"(?<!\\)\|", line))
+            assert widths.setdefault("now", columns) == columns
+        else:
+            widths.clear()
+
+
+def test_undecided_for_ever_says_so(sample, tmp_path):
+    evaluations = [
+        dataclasses.replace(e, outputs=tuple(dataclasses.replace(o, rows_to_decide=None) for o in e.outputs))
+        for e in sample.report.evaluations.evaluations
+    ]
+    data = dataclasses.replace(sample.report, evaluations=EvaluationSet(tuple(evaluations)))
+    assert "no number of rows would decide it" in " ".join(rendered(data, tmp_path)[MARKDOWN_NAME].split())
+
+
+def test_real_data_is_not_stamped(sample, tmp_path):
+    data = dataclasses.replace(
+        sample.report,
+        data=dataclasses.replace(sample.report.data, synthetic=False),
+        profile=dataclasses.replace(sample.report.profile, synthetic=False),
+    )
+    files = rendered(data, tmp_path)
+    assert "SYNTHETIC" not in files[MARKDOWN_NAME]
+    assert "SYNTHETIC" not in " ".join(Page(files[HTML_NAME]).text)
+    calibrated_on_synthetic = dataclasses.replace(data, profile=sample.report.profile)
+    assert "SYNTHETIC" in rendered(calibrated_on_synthetic, tmp_path)[MARKDOWN_NAME]
+
+
+def test_an_empty_run_still_renders(sample, tmp_path):
+    empty = dataclasses.replace(
+        sample.report,
+        engines=(),
+        evaluations=EvaluationSet(()),
+        choice=Choice(()),
+        rewrites={},
+        lineage=(),
+        notes=(),
+    )
+    files = rendered(empty, tmp_path)
+    Page(files[HTML_NAME])
+    assert "Nothing was rewritten." in files[MARKDOWN_NAME]
+
+
+def test_the_terminal_table_shows_every_candidate(sample):
+    console = Console(file=io.StringIO(), width=100, record=True)
+    console.print(summary_table(sample.report))
+    text = console.export_text()
+    for plan in ("FP32", "fp32 *", "fp8-safe", "fp8-all", "bf16", "fp8-safe *"):
+        assert plan in text
+    for engine in sample.report.engines:
+        evaluation = sample.report.evaluation(engine.id, "selection")
+        for output in evaluation.outputs if evaluation else ():
+            assert numbers.metric(output.metrics.auc) in text
+            assert numbers.percent_interval(output.difference.delta_ne, output.budget).split(" [")[0] in text
+    assert "not measured" in text
+    assert "SYNTHETIC DATA" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_the_terminal_table_reads_no_markup_in_names(sample):
+    engines = tuple(dataclasses.replace(e, target="[red]x[/red]") for e in sample.report.engines[-1:])
+    engines += sample.report.engines[:1]
+    console = Console(file=io.StringIO(), width=200, record=True)
+    console.print(summary_table(dataclasses.replace(sample.report, engines=engines, title="[bold]t")))
+    text = console.export_text()
+    assert "[red]x[/red]" in text
+    assert "[bold]t" in text

@@ -1,0 +1,209 @@
+import dataclasses
+import io
+import json
+import logging
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_run import SampleRun, expectation, make_run
+
+from loka_onnx.bundle import BundleContents, write_bundle
+from loka_onnx.core.digests import digest_file
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.errors import BundleInvalid, DataError, EngineError
+from loka_onnx.runtime import load
+
+
+@pytest.fixture(scope="module")
+def bundle(sample: SampleRun, tmp_path_factory) -> Path:
+    return write_bundle(sample.contents, tmp_path_factory.mktemp("deployed") / "bundle")
+
+
+def rows(count: int) -> np.ndarray:
+    return np.random.default_rng(2).standard_normal((count, 16)).astype(np.float32)
+
+
+def with_engines(contents: BundleContents, *places: int) -> BundleContents:
+    return dataclasses.replace(contents, engines=tuple(contents.engines[i] for i in places))
+
+
+def test_the_first_engine_that_runs_here_is_loaded(sample, bundle, caplog):
+    with caplog.at_level(logging.INFO, "loka_onnx.runtime"):
+        engine = load(bundle)
+    gpu, fp32, _ = (e.artifact for e in sample.contents.engines)
+    assert engine.entry.id == fp32.id
+    assert [s.engine for s in engine.skipped] == [gpu.id]
+    assert "this one is for tensorrt_rtx on sm89" in engine.skipped[0].reason
+    assert "this one is for tensorrt_rtx on sm89" in caplog.text
+    assert f"engine '{fp32.id}' is ready" in caplog.text
+
+
+def test_answers_are_those_of_the_model_that_was_evaluated(sample, tmp_path):
+    engine = load(write_bundle(with_engines(sample.contents, 2), tmp_path / "bundle"))
+    assert engine.entry.simulated
+    got = engine.infer(sample.contents.sample)["ctr"]
+    expected = sample.contents.engines[2].expectation.outputs["ctr"]
+    exact = sample.contents.fallback.outputs["ctr"]
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    # FP8 was really there: the exact answers are farther away than any rounding.
+    assert np.abs(got - exact).max() > 1e-3
+
+
+def test_without_an_engine_for_this_host_the_fp32_model_serves(sample, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "loka_onnx.runtime"):
+        engine = load(write_bundle(with_engines(sample.contents, 0), tmp_path / "bundle"))
+    assert engine.health().is_fallback
+    assert "no emitted engine runs here; serving the FP32 model" in caplog.text
+    answer = engine.infer({"dense": rows(3)})
+    assert answer["ctr"].shape == (3, 1)
+
+
+def test_an_engine_that_answers_wrong_is_never_ready(sample, tmp_path, caplog):
+    wrong = expectation(np.zeros(8))
+    engines = (dataclasses.replace(sample.contents.engines[1], expectation=wrong),)
+    contents = dataclasses.replace(sample.contents, engines=engines)
+    with caplog.at_level(logging.WARNING, "loka_onnx.runtime"):
+        engine = load(write_bundle(contents, tmp_path / "bundle"))
+    assert engine.health().is_fallback
+    assert "the self-test fails" in engine.skipped[0].reason
+    assert "output 'ctr' is off by" in caplog.text
+    broken = dataclasses.replace(contents, fallback=wrong)
+    with pytest.raises(EngineError, match=r"no engine of the bundle runs here[\s\S]*self-test fails"):
+        load(write_bundle(broken, tmp_path / "broken"))
+
+
+def test_an_engine_that_cannot_be_read_is_passed_over(sample, tmp_path):
+    run = make_run(tmp_path / "run")
+    engine = run.contents.engines[1]
+    path = run.directory / str(engine.artifact.path)
+    import onnx
+
+    model = onnx.load(path)
+    model.graph.node[0].op_type = "NoSuchOperator"
+    path.write_bytes(model.SerializeToString())
+    artifact: EngineArtifact = dataclasses.replace(
+        engine.artifact, digest=digest_file(path), bytes=path.stat().st_size
+    )
+    contents = dataclasses.replace(run.contents, engines=(dataclasses.replace(engine, artifact=artifact),))
+    loaded = load(write_bundle(contents, tmp_path / "bundle"))
+    assert loaded.health().is_fallback
+    assert "ONNX Runtime refuses" in loaded.skipped[0].reason
+
+
+def test_health_reports_what_runs(sample, bundle):
+    health = load(bundle).health()
+    assert health.ready
+    assert health.detail == ""
+    assert health.plan == "fp32"
+    assert health.model_digest == sample.contents.model.digest
+    assert health.max_abs["ctr"] <= health.tolerance["ctr"] == 1e-4
+    assert not health.is_fallback
+
+
+def test_health_notices_an_engine_that_goes_wrong(bundle, monkeypatch):
+    engine = load(bundle)
+    monkeypatch.setattr(engine._session, "run", lambda inputs: {"ctr": np.full((8, 1), np.nan, np.float32)})
+    health = engine.health()
+    assert not health.ready
+    assert "output 'ctr' is off by nan" in health.detail
+
+    def fail(inputs):
+        raise EngineError("ONNX Runtime failed on a batch")
+
+    monkeypatch.setattr(engine._session, "run", fail)
+    assert engine.health().detail == "ONNX Runtime failed on a batch"
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({}, r"missing \['dense'\], unknown \[\]"),
+        ({"dense": rows(2), "other": rows(2)}, r"unknown \['other'\]"),
+        ({"dense": rows(2).astype(np.float64)}, r"float64\(2, 16\), the model takes float32\(None, 16\)"),
+        ({"dense": rows(2)[:, :5]}, r"float32\(2, 5\)"),
+        ({"dense": rows(2)[0]}, r"float32\(16,\)"),
+        ({"dense": rows(0)}, r"batches of 1 to 4096"),
+        ({"dense": rows(4097)}, r"batches of 1 to 4096"),
+    ],
+)
+def test_requests_that_the_engine_was_not_built_for(bundle, request_, message):
+    with pytest.raises(DataError, match=message):
+        load(bundle).infer(request_)
+
+
+def test_an_altered_bundle_is_not_loaded(sample, tmp_path):
+    place = write_bundle(sample.contents, tmp_path / "bundle")
+    with (place / "sample.npz").open("ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(BundleInvalid, match="has another size"):
+        load(place)
+
+
+def _replace_sample(bundle: Path, data: bytes) -> None:
+    """Puts in another sample and lists it, as somebody could who may write the whole bundle."""
+    (bundle / "sample.npz").write_bytes(data)
+    document = json.loads((bundle / "manifest.json").read_text())
+    for entry in document["value"]["files"]:
+        if entry["path"] == "sample.npz":
+            entry.update(sha256=digest_file(bundle / "sample.npz"), bytes=len(data))
+    (bundle / "manifest.json").write_text(json.dumps(document))
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_nothing_is_unpickled(sample, tmp_path):
+    place = write_bundle(sample.contents, tmp_path / "bundle")
+    mark = tmp_path / "unpickled"
+    buffer = io.BytesIO()
+    np.savez(buffer, **{"input/dense": np.array([Bomb(str(mark))], dtype=object)})
+    _replace_sample(place, buffer.getvalue())
+    with pytest.raises(EngineError, match="is not an npz of plain arrays"):
+        load(place)
+    _replace_sample(place, pickle.dumps(Bomb(str(mark))))
+    with pytest.raises(EngineError, match="is not an npz of plain arrays"):
+        load(place)
+    assert not mark.exists()
+
+
+def test_a_sample_that_unpacks_to_gigabytes_is_refused(sample, tmp_path):
+    place = write_bundle(sample.contents, tmp_path / "bundle")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("input/dense.npy", b"\0" * (257 << 20))
+    assert len(buffer.getvalue()) < 1 << 20
+    _replace_sample(place, buffer.getvalue())
+    with pytest.raises(EngineError, match="the sample is too large"):
+        load(place)
+
+
+def test_a_sample_without_an_output_is_refused(sample, tmp_path):
+    place = write_bundle(sample.contents, tmp_path / "bundle")
+    buffer = io.BytesIO()
+    np.savez(buffer, **{"input/dense": rows(8)})
+    _replace_sample(place, buffer.getvalue())
+    with pytest.raises(EngineError, match="lacks an array"):
+        load(place)
+
+
+def test_the_runtime_imports_nothing_heavy():
+    code = (
+        "import sys, loka_onnx.runtime\n"
+        "heavy = {'torch', 'plotly', 'rich', 'jinja2', 'pyarrow', 'scipy', 'pandas', 'typer'}\n"
+        "rooms = {m.split('.')[1] for m in sys.modules if m.startswith('loka_onnx.')}\n"
+        "print(sorted(heavy & set(sys.modules)), sorted(rooms))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "[] ['core', 'errors', 'runtime', 'sessions']"
