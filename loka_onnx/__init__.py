@@ -1,1 +1,93 @@
-"""LoKA-ONNX."""
+"""LoKA-ONNX: from a trained recommendation model to the fastest inference engine that is still accurate.
+
+The public names; each is imported when it is first used, so that `import loka_onnx` costs nothing and a bare
+install can do whatever its packages allow.
+
+Whole runs: `load_run_file`, `run`, and `load` for the bundle on a fleet host. Single stages, in their order:
+`import_onnx` or `export_torch`, `calibrate`, `apply_mods`, `make_plans`, `apply_plan`, `get_backend` (whose
+`build` makes an engine), `judge_engine`, `choose`, `render`, `write_bundle`, `verify_bundle`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loka_onnx.bundle import verify_bundle, write_bundle
+    from loka_onnx.calibration.probe import calibrate
+    from loka_onnx.config import RunConfig, load_run_file
+    from loka_onnx.engines.registry import get_backend
+    from loka_onnx.errors import CheckFailed, InternalError, LokaError, StageError, UserError
+    from loka_onnx.evaluation.engines import judge_engine
+    from loka_onnx.export.onnx_model import import_onnx
+    from loka_onnx.export.torch_module import export_torch
+    from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
+    from loka_onnx.planning.choice import choose
+    from loka_onnx.planning.policy import make_plans
+    from loka_onnx.report import render
+    from loka_onnx.runtime import load
+    from loka_onnx.transforms.precision import apply_plan
+    from loka_onnx.transforms.sequence import apply_mods
+
+__all__ = [
+    "CheckFailed",
+    "InternalError",
+    "LokaError",
+    "RunConfig",
+    "RunOptions",
+    "RunResult",
+    "Stage",
+    "StageError",
+    "UserError",
+    "apply_mods",
+    "apply_plan",
+    "calibrate",
+    "choose",
+    "export_torch",
+    "get_backend",
+    "import_onnx",
+    "judge_engine",
+    "load",
+    "load_run_file",
+    "make_plans",
+    "render",
+    "run",
+    "verify_bundle",
+    "write_bundle",
+]
+
+_HOMES = {
+    "bundle": ("verify_bundle", "write_bundle"),
+    "calibration.probe": ("calibrate",),
+    "config": ("RunConfig", "load_run_file"),
+    "engines.registry": ("get_backend",),
+    "errors": ("CheckFailed", "InternalError", "LokaError", "StageError", "UserError"),
+    "evaluation.engines": ("judge_engine",),
+    "export.onnx_model": ("import_onnx",),
+    "export.torch_module": ("export_torch",),
+    "pipeline.run": ("RunOptions", "RunResult", "Stage", "run"),
+    "planning.choice": ("choose",),
+    "planning.policy": ("make_plans",),
+    "report": ("render",),
+    "runtime": ("load",),
+    "transforms.precision": ("apply_plan",),
+    "transforms.sequence": ("apply_mods",),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("loka-onnx")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'loka_onnx' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"loka_onnx.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

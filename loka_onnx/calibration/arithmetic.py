@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
-import onnx
 
-from loka_onnx.core.recipe import Recipe
-from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.graph.fake_quantize import FakeQuantized, fake_quantize
+from loka_onnx.core.formats import FLOAT8_SPECS, Float8
+from loka_onnx.core.profile import RangeStats
+from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.graph.fake_quantize import Bounds, FakeQuantized, fake_quantize, round_to_bfloat16
+from loka_onnx.graph.layout import layout_root, reapply
 from loka_onnx.graph.model import GraphModel, Tensor, is_constant, values_of
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.float8 import fake_quantize as fake_quantize_array
@@ -20,57 +23,69 @@ NORM_PRECISION = "bf16"
 """What a norm is tried in: BF16 operands and results, FP32 statistics."""
 
 
-@dataclass(frozen=True)
-class QuantizedSite:
-    """A site's product under a recipe.
+@dataclass
+class ActivationQuantizer:
+    """Rounds activations of one graph to one FP8 format, each tensor once.
+
+    What several tensors are layouts of (a transposed view, a reshape) is rounded once as well.
 
     Attributes:
-        output: What the site would return.
-        activations: The quantized activations by tensor name.
+        model: The graph to add to.
+        format: FP8 format.
+        scales: Scale by tensor name.
+        ranges: Range of each tensor over the very rows that the graph will see, where it is known.
     """
 
-    output: Tensor
-    activations: dict[str, FakeQuantized]
+    model: GraphModel
+    format: Float8
+    scales: Mapping[str, float]
+    ranges: Mapping[str, RangeStats] = field(default_factory=dict)
+    _roots: dict[str, FakeQuantized] = field(default_factory=dict)
+    _views: dict[str, Tensor] = field(default_factory=dict)
+
+    def root(self, tensor: Tensor, name: str) -> FakeQuantized:
+        """The rounding of what a tensor is a layout of."""
+        source = layout_root(tensor).tensor
+        if source.name not in self._roots:
+            scale = self.scales[tensor.name]
+            self._roots[source.name] = fake_quantize(
+                self.model, source, scale, self.format, name, self._bounds(tensor, scale)
+            )
+        return self._roots[source.name]
+
+    def values(self, tensor: Tensor, name: str) -> Tensor:
+        """The rounded tensor."""
+        if tensor.name not in self._views:
+            chain = layout_root(tensor).chain
+            self._views[tensor.name] = reapply(self.model, chain, self.root(tensor, name).values, name)
+        return self._views[tensor.name]
+
+    def _bounds(self, tensor: Tensor, scale: float) -> Bounds:
+        if tensor.name not in self.ranges:
+            return Bounds()
+        known = self.ranges[tensor.name]
+        return Bounds(known.amax > FLOAT8_SPECS[self.format].max * scale, known.minimum < 0.0)
 
 
-def quantized_product(
-    model: GraphModel,
-    site: Site,
-    recipe: Recipe,
-    scales: dict[str, float],
-    shared: dict[str, FakeQuantized] | None = None,
-) -> QuantizedSite:
-    """Add the product of a site with both operands rounded to FP8.
+def quantized_product(quantizer: ActivationQuantizer, site: Site, recipe: Recipe) -> Tensor:
+    """Add the product of a site with both operands rounded to FP8; returns its output.
 
     Args:
-        model: The graph to add to.
+        quantizer: Rounds the activations, and names the graph.
         site: A linear or interaction site.
         recipe: Format, granularities and scale rule.
-        scales: Activation scale by tensor name.
-        shared: Activations that are already quantized; extended when given.
     """
+    model = quantizer.model
     node = model.node(site.name)
-    quantized: dict[str, FakeQuantized] = {} if shared is None else shared
     inputs = list(node.inputs)
     for operand in site.operands:
         tensor = node.inputs[operand.index]
-        if operand.constant:
-            weight = values_of(tensor).astype(np.float32)
-            axis = channel_axis(operand)
-            rounded = fake_quantize_array(
-                weight,
-                weight_scales(weight, recipe.weight, axis, recipe.format),
-                recipe.format,
-                axis if recipe.weight == "per_channel" else None,
-            )
-            inputs[operand.index] = model.constant(f"{site.name}.weight_fp8", rounded)
-        else:
-            if operand.tensor not in quantized:
-                quantized[operand.tensor] = fake_quantize(
-                    model, tensor, scales[operand.tensor], recipe.format, f"{site.name}.in{operand.index}"
-                )
-            inputs[operand.index] = quantized[operand.tensor].values
-    return QuantizedSite(model.add_like(node, inputs, f"{site.name}.fp8"), quantized)
+        inputs[operand.index] = (
+            _rounded_weight(model, site, operand, recipe)
+            if operand.constant
+            else quantizer.values(tensor, f"{site.name}.in{operand.index}")
+        )
+    return model.add_like(node, inputs, f"{site.name}.fp8")
 
 
 def bfloat16_norm(model: GraphModel, site: Site) -> Tensor:
@@ -79,21 +94,24 @@ def bfloat16_norm(model: GraphModel, site: Site) -> Tensor:
     inputs = [
         model.constant(f"{site.name}.param_bf16", values_of(t).astype(ml_dtypes.bfloat16).astype(np.float32))
         if is_constant(t)
-        else _through_bfloat16(model, t, f"{site.name}.in")
+        else round_to_bfloat16(model, t, f"{site.name}.in")
         for t in node.inputs
     ]
-    return _through_bfloat16(model, model.add_like(node, inputs, f"{site.name}.bf16"), f"{site.name}.out")
+    return round_to_bfloat16(model, model.add_like(node, inputs, f"{site.name}.norm"), f"{site.name}.out")
 
 
-def low_precision(model: GraphModel, site: Site, recipe: Recipe, scales: dict[str, float]) -> Tensor:
+def low_precision(model: GraphModel, site: Site, recipe: Recipe, scales: Mapping[str, float]) -> Tensor:
     """Add the site in the low precision that is a question for its kind; returns its output."""
     if site.kind is SiteKind.NORM:
         return bfloat16_norm(model, site)
-    return quantized_product(model, site, recipe, scales).output
+    return quantized_product(ActivationQuantizer(model, recipe.format, scales), site, recipe)
 
 
-def _through_bfloat16(model: GraphModel, tensor: Tensor, name: str) -> Tensor:
-    narrow = model.add(
-        "Cast", [tensor], f"{name}.narrow", ml_dtypes.bfloat16, {"to": onnx.TensorProto.BFLOAT16}
+def _rounded_weight(model: GraphModel, site: Site, operand: Operand, recipe: Recipe) -> Tensor:
+    weight = values_of(model.node(site.name).inputs[operand.index]).astype(np.float32)
+    axis = channel_axis(operand)
+    scales = weight_scales(weight, recipe.weight, axis, recipe.format)
+    per_channel = axis if recipe.weight is Granularity.PER_CHANNEL else None
+    return model.constant(
+        f"{site.name}.weight_fp8", fake_quantize_array(weight, scales, recipe.format, per_channel)
     )
-    return model.add("Cast", [narrow], f"{name}.wide", np.float32, {"to": onnx.TensorProto.FLOAT})

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loka_onnx.calibration.reductions import Outputs
 from loka_onnx.calibration.sensitivity import measure_sensitivities
 from loka_onnx.calibration.switchable import Switch, SwitchableModel
-from loka_onnx.calibration.taps import STATISTICS, ErrorTap, RangeTap, recipes_for, tap_errors, tap_ranges
+from loka_onnx.calibration.taps import ErrorTap, RangeTap, recipes_for, tap_errors, tap_ranges
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.profile import ErrorStats, Profile, RangeStats, SiteProfile
 from loka_onnx.core.progress import Progress, silent
@@ -90,12 +91,12 @@ def calibrate(
     """
     options = options or ProbeOptions()
     sites = tuple(s for s in model.sites if options.only is None or s.name in options.only)
-    probe = _Probe(model, sites, data, options, progress)
+    probe = Probe(model, sites, data, options, progress)
     began = time.perf_counter()
     ranges = probe.ranges(scratch)
     after_ranges = time.perf_counter()
     scales = scales_of(ranges, options.recipes)
-    errors = probe.errors(scratch, scales)
+    errors = probe.errors(scratch, ranges)
     after_errors = time.perf_counter()
     sensitivity_rows = min(options.sensitivity_rows, probe.rows)
     switches = [Switch(site, _planned_recipe(site, options, errors[site.name])) for site in sites]
@@ -142,8 +143,24 @@ def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> di
     }
 
 
-class _Probe:
-    """The passes over the calibration split."""
+@dataclass(frozen=True)
+class _Measured:
+    """What an instrumented graph returned for one batch."""
+
+    outputs: Outputs
+    rows: int
+
+
+class Probe:
+    """The passes over the calibration split.
+
+    Args:
+        model: The model.
+        sites: Sites to calibrate.
+        data: The calibration split.
+        options: How to run.
+        progress: Called as rows are done.
+    """
 
     def __init__(
         self,
@@ -151,7 +168,7 @@ class _Probe:
         sites: tuple[Site, ...],
         data: Dataset,
         options: ProbeOptions,
-        progress: Progress,
+        progress: Progress = silent,
     ) -> None:
         self.model, self.sites, self.data, self.options, self.progress = model, sites, data, options, progress
         self.rows = data.rows if options.rows is None else min(options.rows, data.rows)
@@ -161,33 +178,34 @@ class _Probe:
         graph = GraphModel.load(self.model.path)
         taps = tap_ranges(graph, self.sites)
         totals: dict[str, RangeStats] = {}
-        for number, statistics in enumerate(self._statistics(graph, scratch / "ranges.onnx", "ranges")):
+        for number, measured in enumerate(self._measure(graph, scratch / "ranges.onnx", "ranges")):
             for tap in taps:
-                stats = tap.read(statistics)
+                stats = tap.read(measured.outputs, measured.rows)
                 self._check_finite(tap, stats, number)
                 totals[tap.tensor] = totals[tap.tensor].merge(stats) if tap.tensor in totals else stats
         return totals
 
-    def errors(self, scratch: Path, scales: dict[str, dict[str, float]]) -> dict[str, list[ErrorStats]]:
+    def errors(self, scratch: Path, ranges: Mapping[str, RangeStats]) -> dict[str, list[ErrorStats]]:
         """Output error of every site under every recipe."""
         graph = GraphModel.load(self.model.path)
-        taps = tap_errors(graph, self.sites, self.options.recipes, scales)
+        scales = scales_of(ranges, self.options.recipes)
+        taps = tap_errors(graph, self.sites, self.options.recipes, scales, ranges)
         totals: dict[ErrorTap, ErrorStats] = {}
-        for statistics in self._statistics(graph, scratch / "errors.onnx", "fp8 error"):
+        for measured in self._measure(graph, scratch / "errors.onnx", "fp8 error"):
             for tap in taps:
-                stats = tap.read(statistics)
+                stats = tap.read(measured.outputs, measured.rows)
                 totals[tap] = totals[tap].merge(stats) if tap in totals else stats
         by_site: dict[str, list[ErrorStats]] = {site.name: [] for site in self.sites}
         for tap, stats in totals.items():
             by_site[tap.site].append(stats)
         return by_site
 
-    def _statistics(self, graph: GraphModel, path: Path, task: str) -> Iterator[npt.NDArray[np.float64]]:
+    def _measure(self, graph: GraphModel, path: Path, task: str) -> Iterator[_Measured]:
         graph.save(path)
         session = OnnxSession(path, SessionOptions(threads=self.options.threads))
         done = 0
         for batch in self.data.batches(self.options.batch_size, stop=self.rows):
-            yield session.run(batch.inputs)[STATISTICS]
+            yield _Measured(session.run(batch.inputs), batch.rows)
             done += batch.rows
             self.progress(task, done, self.rows)
 

@@ -1,188 +1,201 @@
-"""Reductions that the graph itself computes, so that a batch costs a few numbers a site.
-
-Sums run in FP32 along the last axis, at most a few thousand elements, and in DOUBLE beyond: a reduction
-in FP32 throughout was seen to be off by 2e-4 at 8192 × 512.
-"""
+"""What the graph is asked to measure: ranges of activations, and errors of sites under recipes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
-from loka_onnx.calibration.arithmetic import NORM_PRECISION, bfloat16_norm, quantized_product
+from loka_onnx.calibration.arithmetic import (
+    NORM_PRECISION,
+    ActivationQuantizer,
+    bfloat16_norm,
+    quantized_product,
+)
+from loka_onnx.calibration.reductions import Count, Outputs, Reductions, Slot
 from loka_onnx.core.formats import FLOAT8_SPECS
 from loka_onnx.core.profile import ErrorStats, RangeStats
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.graph.fake_quantize import FakeQuantized
+from loka_onnx.graph.fake_quantize import TINY, FakeQuantized
+from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel, Tensor
 
-STATISTICS = "loka_statistics"
-"""Name of the graph output that holds every statistic of a batch."""
 
-Rows = npt.NDArray[np.float64]
+@dataclass(frozen=True)
+class RangeSlots:
+    """Where the range of one tensor is found."""
 
-
-class Taps:
-    """Collects scalars of a graph into one DOUBLE vector output."""
-
-    def __init__(self, model: GraphModel) -> None:
-        self.model = model
-        self._scalars: list[Tensor] = []
-        self._one = model.constant("loka.one", np.array([1], dtype=np.int64))
-        self._last = model.constant("loka.last", np.array([-1], dtype=np.int64))
-
-    def total(self, tensor: Tensor, name: str, reduction: str = "ReduceSum") -> int:
-        """Tap the sum (or another reduction) over all elements; returns its position in the vector."""
-        rows = self.model.add(reduction, [tensor, self._last], f"{name}.rows", np.float32, {"keepdims": 1})
-        wide = self.model.add("Cast", [rows], f"{name}.wide", np.float64, {"to": onnx.TensorProto.DOUBLE})
-        return self._append(self.model.add("ReduceSum", [wide], name, np.float64, {"keepdims": 0}), name)
-
-    def extreme(self, tensor: Tensor, name: str, reduction: str) -> int:
-        """Tap ReduceMax or ReduceMin over all elements; returns its position in the vector."""
-        value = self.model.add(reduction, [tensor], name, np.float32, {"keepdims": 0})
-        wide = self.model.add("Cast", [value], f"{name}.wide", np.float64, {"to": onnx.TensorProto.DOUBLE})
-        return self._append(wide, name)
-
-    def size(self, tensor: Tensor, name: str) -> int:
-        """Tap the number of elements; returns its position in the vector."""
-        count = self.model.add("Size", [tensor], name, np.int64)
-        wide = self.model.add("Cast", [count], f"{name}.wide", np.float64, {"to": onnx.TensorProto.DOUBLE})
-        return self._append(wide, name)
-
-    def share(self, condition: Tensor, name: str) -> int:
-        """Tap how many elements of a BOOL tensor are true; returns its position in the vector."""
-        as_float = self.model.add(
-            "Cast", [condition], f"{name}.float", np.float32, {"to": onnx.TensorProto.FLOAT}
-        )
-        return self.total(as_float, name)
-
-    def finish(self) -> None:
-        """Make the vector the only output of the graph."""
-        vector = self.model.add("Concat", self._scalars, "loka.statistics", np.float64, {"axis": 0})
-        vector.name = STATISTICS
-        self.model.graph.outputs = []
-        self.model.add_output(vector, np.float64, [len(self._scalars)])
-
-    def _append(self, scalar: Tensor, name: str) -> int:
-        self._scalars.append(self.model.add("Reshape", [scalar, self._one], f"{name}.flat", np.float64))
-        return len(self._scalars) - 1
+    count: Count
+    minimum: Slot
+    maximum: Slot
+    total: Slot
+    squares: Slot
 
 
 @dataclass(frozen=True)
 class RangeTap:
-    """Positions of one tensor's range in the statistics vector."""
+    """The range of one activation.
+
+    Attributes:
+        tensor: Name of the activation.
+        site: The first site that reads it.
+        slots: Where it is found.
+    """
 
     tensor: str
     site: str
-    positions: tuple[int, int, int, int, int]
+    slots: RangeSlots
 
-    def read(self, statistics: Rows) -> RangeStats:
+    def read(self, outputs: Outputs, rows: int) -> RangeStats:
         """The range of one batch."""
-        count, low, high, total, squares = (float(statistics[p]) for p in self.positions)
-        return RangeStats(int(count), max(abs(low), abs(high)), low, high, total, squares)
+        low, high = self.slots.minimum.read(outputs), self.slots.maximum.read(outputs)
+        return RangeStats(
+            count=self.slots.count.read(outputs, rows),
+            amax=max(abs(low), abs(high)),
+            minimum=low,
+            maximum=high,
+            total=self.slots.total.read(outputs),
+            total_squares=self.slots.squares.read(outputs),
+        )
 
 
 def tap_ranges(model: GraphModel, sites: Sequence[Site]) -> tuple[RangeTap, ...]:
-    """Add range statistics of every activation that a site reads; tensors in common are tapped once."""
-    taps = Taps(model)
+    """Add range statistics of every activation that a site reads.
+
+    Tensors in common are tapped once, and so are layouts of one tensor.
+    """
+    reductions = Reductions(model)
     found: dict[str, RangeTap] = {}
+    roots: dict[str, RangeSlots] = {}
     for site in sites:
         node = model.node(site.name)
         for operand in site.operands:
             if operand.constant or operand.tensor in found:
                 continue
-            tensor, name = node.inputs[operand.index], f"{site.name}.range{operand.index}"
-            found[operand.tensor] = RangeTap(
-                operand.tensor,
-                site.name,
-                (
-                    taps.size(tensor, f"{name}.size"),
-                    taps.extreme(tensor, f"{name}.min", "ReduceMin"),
-                    taps.extreme(tensor, f"{name}.max", "ReduceMax"),
-                    taps.total(tensor, f"{name}.sum"),
-                    taps.total(tensor, f"{name}.squares", "ReduceSumSquare"),
-                ),
-            )
-    taps.finish()
+            root, name = layout_root(node.inputs[operand.index]).tensor, f"{site.name}.range{operand.index}"
+            if root.name not in roots:
+                roots[root.name] = RangeSlots(
+                    reductions.count(root, name),
+                    reductions.minimum(root, f"{name}.min"),
+                    reductions.maximum(root, f"{name}.max"),
+                    reductions.total(root, f"{name}.sum"),
+                    reductions.squares(root, f"{name}.squares"),
+                )
+            found[operand.tensor] = RangeTap(operand.tensor, site.name, roots[root.name])
+    reductions.finish()
     return tuple(found.values())
 
 
 @dataclass(frozen=True)
+class OutputSlots:
+    """Where the exact and the quantized output of a site are found."""
+
+    count: Count
+    signal: Slot
+    quantized: Slot
+    noise: Slot
+
+
+@dataclass(frozen=True)
+class ActivationSlots:
+    """Where the fate of an activation's elements is found.
+
+    Attributes:
+        count: Elements.
+        saturated: Elements beyond the format's range; None where the range shows that there are none.
+        nonzero: Nonzero elements, as multiples of `TINY`.
+        survived: Elements that are still nonzero after rounding, as multiples of the smallest subnormal.
+        smallest: The smallest subnormal.
+    """
+
+    count: Count
+    saturated: Slot | None
+    nonzero: Slot
+    survived: Slot
+    smallest: float
+
+    def underflowed(self, outputs: Outputs) -> int:
+        """Nonzero elements that became zero."""
+        nonzero = round(self.nonzero.read(outputs) / TINY)
+        return nonzero - round(self.survived.read(outputs) / self.smallest)
+
+
+@dataclass(frozen=True)
 class ErrorTap:
-    """Positions of one site's error under one recipe in the statistics vector.
+    """The error of one site under one recipe.
 
     Attributes:
         site: Name of the site.
         recipe: Id of the recipe, or the precision of a norm.
         activation_scale: Scale of the first activation; None for a norm.
-        output: Positions of count, signal, quantized signal and noise.
-        activation: Positions of count, saturated and underflowed elements; None for a norm.
+        output: Where its outputs are found.
+        activation: Where the fate of its first activation is found; None for a norm.
     """
 
     site: str
     recipe: str
     activation_scale: float | None
-    output: tuple[int, int, int, int]
-    activation: tuple[int, int, int] | None
+    output: OutputSlots
+    activation: ActivationSlots | None
 
-    def read(self, statistics: Rows) -> ErrorStats:
+    def read(self, outputs: Outputs, rows: int) -> ErrorStats:
         """The error of one batch."""
-        count, signal, quantized, noise = (float(statistics[p]) for p in self.output)
-        seen, saturated, underflowed = (
-            (int(statistics[p]) for p in self.activation) if self.activation else (0, 0, 0)
-        )
+        signal, quantized = self.output.signal.read(outputs), self.output.quantized.read(outputs)
+        noise, activation = self.output.noise.read(outputs), self.activation
+        saturated = activation.saturated if activation is not None else None
         return ErrorStats(
             recipe=self.recipe,
             activation_scale=self.activation_scale,
-            count=int(count),
+            count=self.output.count.read(outputs, rows),
             signal=signal,
             noise=noise,
             # 2⟨q, y⟩ = ‖q‖² + ‖y‖² − ‖q − y‖²
             cross=(signal + quantized - noise) / 2.0,
             quantized=quantized,
-            activation_count=seen,
-            saturated=saturated,
-            underflowed=underflowed,
+            activation_count=activation.count.read(outputs, rows) if activation is not None else 0,
+            saturated=round(saturated.read(outputs)) if saturated is not None else 0,
+            underflowed=activation.underflowed(outputs) if activation is not None else 0,
         )
 
 
 class ErrorTapBuilder:
-    """Adds the error of sites under recipes to a graph; what sites share is computed once."""
+    """Adds the error of sites under recipes to a graph; what sites share is computed once.
 
-    def __init__(self, model: GraphModel, scales: dict[str, dict[str, float]]) -> None:
-        """Start.
+    Args:
+        model: The graph to add to.
+        scales: Activation scales by format name and tensor name.
+        ranges: Range of each activation over the same rows.
+    """
 
-        Args:
-            model: The graph to add to.
-            scales: Activation scales by format name and tensor name.
-        """
-        self.model = model
-        self.scales = scales
-        self.taps = Taps(model)
+    def __init__(
+        self, model: GraphModel, scales: dict[str, dict[str, float]], ranges: Mapping[str, RangeStats]
+    ) -> None:
+        self.model, self.scales, self.ranges = model, scales, ranges
+        self.reductions = Reductions(model)
         self.found: list[ErrorTap] = []
-        self._shared: dict[str, dict[str, FakeQuantized]] = {}
-        self._shares: dict[tuple[str, str], tuple[int, int, int]] = {}
-        self._exact: dict[str, tuple[int, int]] = {}
+        self._quantizers: dict[str, ActivationQuantizer] = {}
+        self._activations: dict[tuple[str, str], ActivationSlots] = {}
+        self._exact: dict[str, tuple[Count, Slot]] = {}
 
     def add_product(self, site: Site, recipe: Recipe) -> None:
         """Tap a linear or interaction site under a recipe."""
-        shared = self._shared.setdefault(recipe.format, {})
         scales = self.scales[recipe.format]
-        product = quantized_product(self.model, site, recipe, scales, shared)
+        if recipe.format not in self._quantizers:
+            self._quantizers[recipe.format] = ActivationQuantizer(
+                self.model, recipe.format, scales, self.ranges
+            )
+        product = quantized_product(self._quantizers[recipe.format], site, recipe)
         name = f"{site.name}.{recipe.id}"
-        tensor = site.activation.tensor
         self.found.append(
             ErrorTap(
                 site.name,
                 recipe.id,
-                scales[tensor],
-                self._errors(site, product.output, name),
-                self._activation_shares(tensor, recipe, shared[tensor], name),
+                scales[site.activation.tensor],
+                self._output(site, product, name),
+                self._activation(site, recipe, name),
             )
         )
 
@@ -190,43 +203,54 @@ class ErrorTapBuilder:
         """Tap a norm in BF16."""
         name = f"{site.name}.{NORM_PRECISION}"
         output = bfloat16_norm(self.model, site)
-        self.found.append(ErrorTap(site.name, NORM_PRECISION, None, self._errors(site, output, name), None))
+        self.found.append(ErrorTap(site.name, NORM_PRECISION, None, self._output(site, output, name), None))
 
-    def _errors(self, site: Site, quantized: Tensor, name: str) -> tuple[int, int, int, int]:
+    def _output(self, site: Site, quantized: Tensor, name: str) -> OutputSlots:
         exact = self.model.node(site.name).outputs[0]
         if site.name not in self._exact:
             self._exact[site.name] = (
-                self.taps.size(exact, f"{site.name}.size"),
-                self.taps.total(exact, f"{site.name}.signal", "ReduceSumSquare"),
+                self.reductions.count(exact, site.name),
+                self.reductions.squares(exact, f"{site.name}.signal"),
             )
         difference = self.model.add("Sub", [quantized, exact], f"{name}.difference")
-        return (
+        difference.shape = quantized.shape = exact.shape
+        return OutputSlots(
             *self._exact[site.name],
-            self.taps.total(quantized, f"{name}.quantized", "ReduceSumSquare"),
-            self.taps.total(difference, f"{name}.noise", "ReduceSumSquare"),
+            self.reductions.squares(quantized, f"{name}.quantized"),
+            self.reductions.squares(difference, f"{name}.noise"),
         )
 
-    def _activation_shares(
-        self, tensor: str, recipe: Recipe, quantized: FakeQuantized, name: str
-    ) -> tuple[int, int, int]:
-        key = (recipe.format, tensor)
-        if key not in self._shares:
-            spec = FLOAT8_SPECS[recipe.format]
-            model = self.model
-
-            def compare(op: str, bound: float, label: str) -> Tensor:
-                limit = model.constant(f"{name}.{label}", np.array(bound, dtype=np.float32))
-                return model.add(op, [quantized.magnitude, limit], f"{name}.is_{label}", np.bool_)
-
-            vanishes = compare("LessOrEqual", spec.min_subnormal / 2, "vanishing")
-            nonzero = compare("Greater", 0.0, "nonzero")
-            underflowed = model.add("And", [vanishes, nonzero], f"{name}.is_underflowed", np.bool_)
-            self._shares[key] = (
-                self.taps.size(quantized.magnitude, f"{name}.activation"),
-                self.taps.share(compare("Greater", spec.max, "saturated"), f"{name}.saturated"),
-                self.taps.share(underflowed, f"{name}.underflowed"),
+    def _activation(self, site: Site, recipe: Recipe, name: str) -> ActivationSlots:
+        tensor = self.model.node(site.name).inputs[site.activation.index]
+        quantized = self._quantizers[recipe.format].root(tensor, f"{site.name}.in{site.activation.index}")
+        key = (recipe.format, quantized.magnitude.name)
+        if key not in self._activations:
+            smallest = FLOAT8_SPECS[recipe.format].min_subnormal
+            self._activations[key] = ActivationSlots(
+                self.reductions.count(quantized.magnitude, f"{name}.activation"),
+                self._saturated(quantized, recipe, name) if quantized.is_clipped else None,
+                self._capped(quantized.magnitude, TINY, f"{name}.nonzero"),
+                self._capped(quantized.rounded, smallest, f"{name}.survived"),
+                smallest,
             )
-        return self._shares[key]
+        return self._activations[key]
+
+    def _capped(self, magnitude: Tensor, cap: float, name: str) -> Slot:
+        """Sum of min(magnitude, cap): `cap` times the number of elements that are at least `cap`, exactly."""
+        bounds = [self.model.constant(f"{name}.bound", np.array(b, dtype=np.float32)) for b in (0.0, cap)]
+        capped = self.model.add("Clip", [magnitude, *bounds], f"{name}.capped")
+        capped.shape = magnitude.shape
+        return self.reductions.total(capped, name)
+
+    def _saturated(self, quantized: FakeQuantized, recipe: Recipe, name: str) -> Slot:
+        largest = np.array(FLOAT8_SPECS[recipe.format].max, dtype=np.float32)
+        limit = self.model.constant(f"{name}.limit", largest)
+        beyond = self.model.add("Greater", [quantized.magnitude, limit], f"{name}.is_saturated", np.bool_)
+        as_float = self.model.add(
+            "Cast", [beyond], f"{name}.as_float", np.float32, {"to": onnx.TensorProto.FLOAT}
+        )
+        as_float.shape = quantized.magnitude.shape
+        return self.reductions.total(as_float, f"{name}.saturated")
 
 
 def tap_errors(
@@ -234,21 +258,22 @@ def tap_errors(
     sites: Sequence[Site],
     recipes: Sequence[Recipe],
     scales: dict[str, dict[str, float]],
+    ranges: Mapping[str, RangeStats],
 ) -> tuple[ErrorTap, ...]:
     """Add the output error of every site under every recipe that applies to it."""
-    builder = ErrorTapBuilder(model, scales)
+    builder = ErrorTapBuilder(model, scales, ranges)
     for site in sites:
         if site.kind is SiteKind.NORM:
             builder.add_norm(site)
             continue
         for recipe in recipes_for(site, recipes):
             builder.add_product(site, recipe)
-    builder.taps.finish()
+    builder.reductions.finish()
     return tuple(builder.found)
 
 
 def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
-    """Recipes that make sense at a site: only one with output channels can have a scale for each."""
-    if site.kind is SiteKind.INTERACTION or (site.weight is not None and len(site.weight.shape) < 2):
+    """Recipes that make sense at a site: weight granularity is no question where there is no weight."""
+    if site.kind is SiteKind.INTERACTION:
         return tuple(r for r in recipes if r.weight == "per_tensor")
     return tuple(recipes)

@@ -1,1 +1,1 @@
-"""The command line: one file per verb, thin."""
+"""The command line: one file per verb."""

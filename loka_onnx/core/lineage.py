@@ -16,7 +16,7 @@ class StageRecord:
     Attributes:
         stage: Name of the stage.
         key: Digest of everything the stage depends on; a stage whose key is unchanged is not run again.
-        parents: Digests of the documents and models that it read, by name.
+        parents: For each stage before it, a digest over the files that the stage wrote.
         files: SHA-256 of every file it wrote, by path relative to the run directory.
         seconds: Wall time.
     """

@@ -17,10 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
-import numpy.typing as npt
 import psutil
 
 from loka_onnx.core import serde
@@ -32,7 +30,7 @@ from loka_onnx.engines import worker
 from loka_onnx.engines.isolation import Ending, run_child, tail
 from loka_onnx.engines.request import BuildRequest, BuildResponse
 from loka_onnx.errors import ConfigError, EngineError, ModelError, OutputError, UserError
-from loka_onnx.sessions.onnx_session import Arrays
+from loka_onnx.sessions.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -56,30 +54,6 @@ class Availability:
     devices: tuple[str, ...]
     reason: str
     remedy: str
-
-
-class Runner(ABC):
-    """A loaded engine; a context manager that frees it."""
-
-    @abstractmethod
-    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch: one array per graph input, the batch on axis 0; one array per graph output.
-
-        Raises:
-            EngineError: The engine fails on this batch.
-        """
-
-    def close(self) -> None:
-        """Free the engine; the runner is unusable afterwards."""
-        return
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Backend(ABC):

@@ -12,38 +12,23 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy.typing as npt
 import onnx
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines.base import Availability, Backend, Runner
+from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader, Source, is_same_up_to_transpose
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import MissingPackage, ModelError
-from loka_onnx.sessions.onnx_session import Arrays, OnnxSession, SessionOptions, import_onnxruntime
+from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
+from loka_onnx.sessions.runner import Runner
 
 ENGINE_FILE = "engine.onnx"
 BIG_INITIALIZER_BYTES = "1024"
-
-
-class OnnxRuntimeRunner(Runner):
-    """An ONNX file loaded in ONNX Runtime.
-
-    Args:
-        engine: The ONNX file.
-    """
-
-    def __init__(self, engine: Path) -> None:
-        self._session = OnnxSession(engine, SessionOptions())
-
-    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch."""
-        return self._session.run(inputs)
 
 
 class OnnxRuntimeBackend(Backend):
@@ -87,7 +72,7 @@ class OnnxRuntimeBackend(Backend):
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Open a session, never above BASIC for FP8."""
-        return OnnxRuntimeRunner(engine)
+        return OnnxSession(engine)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
         """The ONNX file and its external data; the file alone when it is not ONNX, as its digest shows."""

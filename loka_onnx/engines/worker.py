@@ -26,8 +26,8 @@ from loka_onnx.engines.request import BuildRequest, BuildResponse
 from loka_onnx.errors import DataError, EngineError, InternalError, LokaError
 
 if TYPE_CHECKING:
-    from loka_onnx.engines.base import Backend, Runner
-    from loka_onnx.sessions.onnx_session import Arrays
+    from loka_onnx.engines.base import Backend
+    from loka_onnx.sessions.runner import Arrays, Runner
 
 REQUEST, RESPONSE, PHASE, ENGINE = "request.json", "response.json", "phase", "engine"
 PR_SET_PDEATHSIG = 1

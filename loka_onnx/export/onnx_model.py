@@ -16,7 +16,12 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 
 def import_onnx(
-    source: Path, target: Path, outputs: tuple[OutputSpec, ...], parity: Parity | None = None
+    source: Path,
+    target: Path,
+    outputs: tuple[OutputSpec, ...],
+    parity: Parity | None = None,
+    *,
+    link_tables: bool = False,
 ) -> ModelArtifact:
     """Bring an ONNX file into canonical form and name its sites.
 
@@ -25,6 +30,7 @@ def import_onnx(
         target: Where the canonical model is written.
         outputs: Outputs that will be judged; each must exist.
         parity: Agreement with the torch module, when there is one.
+        link_tables: Whether the source is ours to link table files from; the user's are copied.
 
     Raises:
         ModelError: The model is truncated, has no sites, a static batch, a custom operator, or lacks an
@@ -41,7 +47,7 @@ def import_onnx(
             evidence=f"none of its {len(model.nodes)} nodes is a MatMul or Gemm of an activation",
             remedy="FP8 has nothing to offer to a model without matrix products",
         )
-    digest = model.save(target)
+    digest = model.save(target, link_tables=link_tables)
     OnnxSession(target, SessionOptions(threads=1, optimize=False))
     return ModelArtifact(
         path=target,

@@ -105,11 +105,13 @@ def export_torch(
             f"the module returns {len(results)} tensors, the configuration declares {len(outputs)} outputs",
             remedy="declare every output under `outputs`, in the order in which the module returns them",
         )
-    with tempfile.TemporaryDirectory(prefix="loka-export-") as scratch:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that large tables can be linked and need not be copied.
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
         raw = Path(scratch) / "raw.onnx"
         _export(module, tensors, tuple(rows), tuple(spec.name for spec in outputs), raw)
         parity = _parity(raw, rows, dict(zip((o.name for o in outputs), results, strict=True)))
-        return import_onnx(raw, target, outputs, parity)
+        return import_onnx(raw, target, outputs, parity, link_tables=True)
 
 
 def _export(

@@ -103,15 +103,15 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
     }
     sites = name_sites(graph, candidates)
     taken = set(sites.values())
+    ordinals: defaultdict[str, int] = defaultdict(int)
     for index, node in enumerate(graph.node):
         if index in sites:
             node.name = sites[index]
             continue
         base = name = f"{module_path(node)}/{node.op_type.lower()}"
-        count = 0
         while name in taken:
-            count += 1
-            name = f"{base}_{count}"
+            ordinals[base] += 1
+            name = f"{base}_{ordinals[base]}"
         taken.add(name)
         node.name = name
 

@@ -1,16 +1,19 @@
-"""FP8 rounding written in FP32 arithmetic, for graphs that measure FP8 error.
+"""FP8 and BF16 rounding written in FP32 arithmetic, for graphs that measure the error of low precision.
 
-ONNX Runtime's CPU kernels for FP8 QuantizeLinear and DequantizeLinear work an element at a time. The same
-values come from a few vectorized FP32 operations:
+ONNX Runtime's CPU kernels for FP8 QuantizeLinear and DequantizeLinear, and for Where, Sign and casts, work an
+element at a time. The same values come from vectorized FP32 operations:
 
-* normal range: Veltkamp's splitting (Dekker 1971, "A floating-point technique for extending the available
-  precision", section 5). With C = 2**(23 − m) + 1, t = C·v and h = t + (v − t), h is v rounded to m + 1
-  significant bits. Ties go to even for these m: the tests compare every one of the 2**23 mantissas of a
-  binade with ml_dtypes, and the operations commute with powers of two;
-* subnormal range: adding and subtracting 1.5·2**23·u rounds to a multiple of the smallest subnormal u, to
-  even, because that is FP32's own rounding at this magnitude.
+* FP8: let a = min(|x| / s, max) and p = max(a, smallest normal), in the binade [2**e, 2**(e+1)). With
+  γ = 2**(23 − m)·p, the spacing of FP32 numbers around γ is 2**(e − m), which is that of the FP8 format at a
+  (and that of its subnormals below the smallest normal). So (a + γ) − γ is a rounded to FP8. γ is a multiple
+  of that spacing, an even one where a is a tie, so ties go to even. At the top of a binade a + γ may pass
+  into the next one; a is then within 2**-20 of its end, to which both spacings round.
+* The sign comes back as x / max(|x|, tiny), which is exactly −1, 0 or 1.
+* BF16: with C = 2**16 + 1, t = C·x and h = t + (x − t), h is x rounded to 8 significant bits (Veltkamp's
+  splitting; Dekker 1971, "A floating-point technique for extending the available precision", section 5).
 
-The form holds for finite inputs only, which calibration checks.
+The tests compare every one of the 2**23 mantissas of a binade, and the subnormal range, with ml_dtypes; the
+operations commute with powers of two. They hold for finite inputs, which calibration checks.
 """
 
 from __future__ import annotations
@@ -18,10 +21,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
 from loka_onnx.graph.model import GraphModel, Tensor
+
+TINY = 2.0**-100
+"""A magnitude below it counts as zero: nothing that FP8 and its scales can tell from zero is so small."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is known of a tensor beforehand, which saves operations.
+
+    Attributes:
+        saturates: Elements may lie beyond the format's range.
+        is_signed: Elements may be negative.
+    """
+
+    saturates: bool = True
+    is_signed: bool = True
 
 
 @dataclass(frozen=True)
@@ -29,16 +47,36 @@ class FakeQuantized:
     """Tensors that the rounding leaves in the graph.
 
     Attributes:
-        magnitude: |x / scale| before clipping.
+        magnitude: |x| / scale, before clipping to the format's range.
+        rounded: The FP8 magnitude.
         values: The FP8 value times the scale, in FP32.
+        is_clipped: Whether elements may lie beyond the format's range.
     """
 
     magnitude: Tensor
+    rounded: Tensor
     values: Tensor
+    is_clipped: bool
+
+
+class _Chain:
+    """Adds elementwise FP32 nodes of one shape."""
+
+    def __init__(self, model: GraphModel, like: Tensor, name: str) -> None:
+        self.model, self.shape, self.name = model, like.shape, name
+
+    def __call__(self, op: str, label: str, *inputs: Tensor | float) -> Tensor:
+        operands = [self._scalar(label, i) if isinstance(i, float) else i for i in inputs]
+        result = self.model.add(op, operands, f"{self.name}.{label}", np.float32)
+        result.shape = self.shape
+        return result
+
+    def _scalar(self, label: str, value: float) -> Tensor:
+        return self.model.constant(f"{self.name}.{label}.by", np.array(value, dtype=np.float32))
 
 
 def fake_quantize(
-    model: GraphModel, tensor: Tensor, scale: float, format: Float8, name: str
+    model: GraphModel, tensor: Tensor, scale: float, format: Float8, name: str, bounds: Bounds = Bounds()
 ) -> FakeQuantized:
     """Add nodes that compute ``dequantize(quantize(tensor, scale))`` in FP32.
 
@@ -48,25 +86,24 @@ def fake_quantize(
         scale: Its per-tensor scale.
         format: FP8 format.
         name: Base of the names of the new nodes.
+        bounds: What is known of the tensor.
     """
-    spec = FLOAT8_SPECS[format]
+    spec, add = FLOAT8_SPECS[format], _Chain(model, tensor, name)
+    scaled = add("Div", "scaled", tensor, scale)
+    magnitude = add("Abs", "magnitude", scaled) if bounds.is_signed else scaled
+    clipped = add("Clip", "clipped", magnitude, 0.0, spec.max) if bounds.saturates else magnitude
+    normal = add("Clip", "normal", clipped, spec.min_normal, spec.max)
+    shift = add("Mul", "shift", normal, 2.0 ** (23 - spec.mantissa_bits))
+    rounded = add("Sub", "rounded", add("Add", "shifted", clipped, shift), shift)
+    signed = rounded
+    if bounds.is_signed:
+        sign = add("Div", "sign", scaled, add("Clip", "nonzero", magnitude, TINY))
+        signed = add("Mul", "signed", rounded, sign)
+    return FakeQuantized(magnitude, rounded, add("Mul", "fp8", signed, scale), bounds.saturates)
 
-    def scalar(label: str, value: float) -> Tensor:
-        return model.constant(f"{name}.{label}", np.array(value, dtype=np.float32))
 
-    factor = scalar("scale", scale)
-    scaled = model.add("Div", [tensor, factor], f"{name}.scaled")
-    clipped = model.add("Clip", [scaled, scalar("min", -spec.max), scalar("max", spec.max)], f"{name}.clip")
-    magnitude = model.add("Abs", [scaled], f"{name}.abs")
-    split = scalar("split", 2.0 ** (23 - spec.mantissa_bits) + 1.0)
-    high = model.add("Mul", [clipped, split], f"{name}.t")
-    rest = model.add("Sub", [clipped, high], f"{name}.d")
-    normal = model.add("Add", [high, rest], f"{name}.normal")
-    magic = scalar("magic", 1.5 * 2.0**23 * spec.min_subnormal)
-    shifted = model.add("Add", [clipped, magic], f"{name}.shift")
-    subnormal = model.add("Sub", [shifted, magic], f"{name}.subnormal")
-    is_small = model.add(
-        "Less", [magnitude, scalar("min_normal", spec.min_normal)], f"{name}.small", onnx.TensorProto.BOOL
-    )
-    rounded = model.add("Where", [is_small, subnormal, normal], f"{name}.round", np.float32)
-    return FakeQuantized(magnitude, model.add("Mul", [rounded, factor], f"{name}.fp8"))
+def round_to_bfloat16(model: GraphModel, tensor: Tensor, name: str) -> Tensor:
+    """Add nodes that round an FP32 tensor to the nearest BF16 number; the result stays FP32."""
+    add = _Chain(model, tensor, name)
+    high = add("Mul", "high", tensor, 2.0**16 + 1.0)
+    return add("Add", "bf16", high, add("Sub", "rest", tensor, high))

@@ -1,8 +1,8 @@
 """An ONNX graph that can be edited, and the way in and out of it.
 
 Weights over 2 GB work because embedding tables are never read: an initializer that is stored outside the
-model file and is used only as the data of Gather stays a reference into that file, and a saved copy links
-the file instead of writing it again.
+model file and is used only as the data of Gather stays a reference into that file. A model that is taken in
+brings a copy of the file, and every later copy of the model links that one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
-from onnx.external_data_helper import load_external_data_for_tensor, set_external_data, uses_external_data
+from onnx.external_data_helper import set_external_data, uses_external_data
 
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.errors import InternalError, ModelError
@@ -28,6 +29,9 @@ from loka_onnx.graph.shapes import infer_shapes
 
 INLINE_LIMIT_BYTES = 1 << 30
 """Dense weights beyond this are stored beside the model; protobuf ends at 2 GiB."""
+
+TABLE_LIMIT_BYTES = 1 << 28
+"""Embedding tables that hold less than this together are read like any other weight: one file is simpler."""
 
 FLOAT_TYPES: Mapping[int, Any] = {
     onnx.TensorProto.FLOAT: np.float32,
@@ -90,16 +94,20 @@ class GraphModel:
         tables = _take_tables(proto, directory)
         for tensor in proto.graph.initializer:
             if uses_external_data(tensor):
-                load_external_data_for_tensor(tensor, os.fspath(directory))
-                tensor.data_location = onnx.TensorProto.DEFAULT
-                del tensor.external_data[:]
+                _read_external(tensor, directory)
         inferred = infer_shapes(proto)
         return cls(gs.import_onnx(inferred), tables, proto.ir_version)
 
-    def save(self, path: Path) -> str:
+    def save(self, path: Path, *, link_tables: bool = True) -> str:
         """Write the model and whatever it keeps outside; returns the digest of its content.
 
-        The graph is cleaned of unused nodes and sorted. Tables are linked, or copied across file systems.
+        The graph is cleaned of unused nodes and sorted.
+
+        Args:
+            path: The model file; its directory is created.
+            link_tables: Whether the files of tables are hard-linked (copied across file systems all the
+                same). False for files that are not ours: their owner may write into them, and onnx refuses
+                to load a file that has a second name.
         """
         self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
         proto = gs.export_onnx(self.graph, do_type_check=False)
@@ -109,7 +117,7 @@ class GraphModel:
         used = {name for node in proto.graph.node for name in node.input} | _names_in_subgraphs(proto.graph)
         for name, table in self.tables.items():
             if name in used:
-                proto.graph.initializer.append(_link_table(table, path.parent))
+                proto.graph.initializer.append(_place_table(table, path.parent, link_tables))
         kept = [
             info
             for info in proto.graph.value_info
@@ -353,18 +361,37 @@ def model_files(path: Path) -> tuple[Path, ...]:
     return (path, *(path.parent / name for name in external_files(read_proto(path))))
 
 
+def _read_external(tensor: onnx.TensorProto, directory: Path) -> None:
+    """Load a tensor; edits it.
+
+    onnx's own helper refuses files with more than one hard link, which linked tables have.
+    """
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    with (directory / entries["location"]).open("rb") as stream:
+        stream.seek(int(entries.get("offset", 0)))
+        tensor.raw_data = stream.read(int(entries["length"]) if "length" in entries else -1)
+    tensor.data_location = onnx.TensorProto.DEFAULT
+    del tensor.external_data[:]
+
+
 def check_external_files(model: onnx.ModelProto, path: Path) -> None:
     """Make sure that what a model keeps outside is beside it, and whole.
 
     Raises:
         ModelError: A file lies outside the model's directory, is missing, or ends before its tensor.
     """
+    homes = {path.parent.resolve(), path.resolve().parent}
     for tensor in _all_initializers(model.graph):
         if not uses_external_data(tensor):
             continue
         entries = {entry.key: entry.value for entry in tensor.external_data}
         name = entries.get("location", "")
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        resolved = (path.parent / name).resolve()
+        if (
+            Path(name).is_absolute()
+            or ".." in Path(name).parts
+            or not any(resolved.is_relative_to(home) for home in homes)
+        ):
             raise ModelError(
                 f"'{path}' refers to weights outside its directory",
                 evidence=f"location '{name}' of tensor '{tensor.name}'",
@@ -431,15 +458,21 @@ def _take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tens
             uses.setdefault(name, set()).add("table" if node.op_type == "Gather" and index == 0 else "value")
     for name in _names_in_subgraphs(proto.graph):
         uses.setdefault(name, set()).add("value")
+    found = [
+        tensor
+        for tensor in proto.graph.initializer
+        if uses_external_data(tensor) and uses.get(tensor.name) == {"table"}
+    ]
+    if sum(_stored_bytes(tensor) for tensor in found) < TABLE_LIMIT_BYTES:
+        return {}
     tables: dict[str, onnx.TensorProto] = {}
-    for tensor in proto.graph.initializer:
-        if uses_external_data(tensor) and uses.get(tensor.name) == {"table"}:
-            table = onnx.TensorProto()
-            table.CopyFrom(tensor)
-            for entry in table.external_data:
-                if entry.key == "location":
-                    entry.value = os.fspath((directory / entry.value).resolve())
-            tables[tensor.name] = table
+    for tensor in found:
+        table = onnx.TensorProto()
+        table.CopyFrom(tensor)
+        for entry in table.external_data:
+            if entry.key == "location":
+                entry.value = os.fspath((directory / entry.value).resolve())
+        tables[tensor.name] = table
     kept = [tensor for tensor in proto.graph.initializer if tensor.name not in tables]
     if len(kept) != len(proto.graph.initializer):
         del proto.graph.initializer[:]
@@ -453,18 +486,22 @@ def _take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tens
     return tables
 
 
-def _link_table(table: onnx.TensorProto, directory: Path) -> onnx.TensorProto:
-    linked = onnx.TensorProto()
-    linked.CopyFrom(table)
-    for entry in linked.external_data:
+def _stored_bytes(tensor: onnx.TensorProto) -> int:
+    """Bytes of a tensor, from its type and dimensions."""
+    return int(prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def _place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.TensorProto:
+    placed = onnx.TensorProto()
+    placed.CopyFrom(table)
+    for entry in placed.external_data:
         if entry.key == "location":
-            source = Path(entry.value)
-            entry.value = _linked_name(source, directory)
-    return linked
+            entry.value = _place_file(Path(entry.value), directory, link)
+    return placed
 
 
-def _linked_name(source: Path, directory: Path) -> str:
-    """Name under which a directory holds the content of a table file, which is linked there if need be.
+def _place_file(source: Path, directory: Path, link: bool) -> str:
+    """Name under which a directory holds the content of a table file, which is brought there if need be.
 
     Where another file has that name already (an earlier version of the table, which other models in the
     directory may use), the name takes the digest of its content.
@@ -473,7 +510,7 @@ def _linked_name(source: Path, directory: Path) -> str:
     if (directory / name).exists() and not _is_same_content(source, directory / name):
         name = f"{_digest_weights(source)[:16]}-{name}"
     if not (directory / name).exists():
-        link_or_copy(source, directory / name)
+        (link_or_copy if link else shutil.copyfile)(source, directory / name)
     elif not _is_same_content(source, directory / name):
         raise InternalError(f"'{directory / name}' is not the table file '{source}' that it is named after")
     return name

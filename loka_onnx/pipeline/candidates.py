@@ -131,8 +131,9 @@ def build_engines(builder: EngineBuilder, model: ModelArtifact, plans: PlanSet) 
         built = builder.build(model, plans)
         serde.write(built.engines, engines)
         serde.write(built.rewrites, rewrites)
-        root = directory.path / "engines"
-        return [engines, rewrites, *(path for path in sorted(root.rglob("*")) if path.is_file())]
+        written = (directory.path / name for name in ("planned", "engines"))
+        files = (path for root in written for path in sorted(root.rglob("*")) if path.is_file())
+        return [engines, rewrites, *files]
 
     key = {
         "model": model.digest,

@@ -1,6 +1,6 @@
 """The demo: a ranker trained on MovieLens 100K, and the whole pipeline over it.
 
-What it prepares is an ordinary run: Parquet files, a checkpoint and a configuration that names them.
+What it prepares is an ordinary run: Parquet files, a checkpoint, and a run file that names them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from loka_onnx.config import Preparation, load_preset
+import yaml
+
+from loka_onnx.config import DataConfig, Preparation, load_preset, load_run_file
+from loka_onnx.core import serde
 from loka_onnx.core.progress import Progress
 from loka_onnx.data.movielens100k import prepare_movielens_100k
 from loka_onnx.data.prepared import PreparedData
-from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.export.torch_module import import_torch
+from loka_onnx.pipeline.directory import RUN_FILE, RunDirectory
 from loka_onnx.pipeline.run import RunOptions, RunResult, run
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.zoo.builders import build
 
 BUILDER = "loka_onnx.zoo.builders:build"
+RUN_FILE_HEAD = "# What `loka-onnx demo` runs. Relative paths start at this file.\n"
 
 
 def run_demo(output: Path, options: RunOptions | None = None) -> RunResult:
@@ -37,26 +42,27 @@ def run_demo(output: Path, options: RunOptions | None = None) -> RunResult:
         output, {"preset": "demo"}, library_versions(), force=options.force, resume=not options.force
     )
     directory.on_stage = options.on_stage
-    prepared = prepare_movielens_100k(directory.path / "data")
+    with directory.undone_on_error():
+        import_torch()
+        with directory.watched("prepare data"):
+            prepared = prepare_movielens_100k(directory.path / "data")
     checkpoint = _train(directory, preset.prepare, prepared, options.progress)
-    config = preset.run_config(
-        {
-            "model": {
-                "torch": BUILDER,
-                "checkpoint": checkpoint,
-                "arguments": _arguments(preset.prepare, prepared),
-            },
-            "data": {
-                **{
-                    split: prepared.splits[split].path
-                    for split in ("calibration", "selection", "certification")
-                },
-                "inputs": {b.input: list(b.columns) for b in prepared.bindings},
-            },
-            "output": directory.path,
+    values = {
+        **preset.run,
+        "model": {
+            "torch": BUILDER,
+            "checkpoint": checkpoint.relative_to(directory.path).as_posix(),
+            "arguments": _arguments(preset.prepare, prepared),
         },
-        directory.path,
-    )
+        "data": {
+            **{split: f"data/{prepared.splits[split].path.name}" for split in DataConfig.SPLITS},
+            "inputs": {b.input: list(b.columns) for b in prepared.bindings},
+        },
+        "output": ".",
+    }
+    run_file = directory.path / RUN_FILE
+    serde.write_text(RUN_FILE_HEAD + yaml.safe_dump(values, sort_keys=False, width=100), run_file)
+    config = load_run_file(run_file)
     return run(config, replace(options, force=False, resume=True, label_rule=prepared.rule))
 
 

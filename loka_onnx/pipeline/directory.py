@@ -4,14 +4,20 @@ A stage is finished when its record is in `run.json`. The record holds the key o
 depends on and the digest of every file that it wrote; a stage is reused only when its key is unchanged and
 all of its files are as they were. Interrupted work leaves files without a record, which the next run writes
 again.
+
+`run.json` is written before anything else, so that a directory without one is never taken for a run. Until a
+run has accepted its inputs (`undone_on_error`) it can be taken back as a whole; `--force` sets the earlier
+run aside that long.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,31 +25,36 @@ from typing import Any, TypeVar
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.lineage import RunRecord, StageRecord
-from loka_onnx.errors import OutputError, UserError
+from loka_onnx.errors import CheckFailed, OutputError, UserError
 
 T = TypeVar("T")
 
 RECORD = "run.json"
+RUN_FILE = "RUN.yaml"
+"""The run file that the demo writes."""
 OWNED = (
+    RUN_FILE,
+    "bundle",
     "calibration",
+    "choice.json",
     "data",
     "engines",
-    "model",
-    "planned",
-    "train",
-    "bundle",
-    "choice.json",
     "engines.json",
     "evaluation.json",
+    "model",
     "plan.json",
+    "planned",
     "profile.json",
     "report.html",
     "report.json",
     "report.md",
     "rewrites.json",
+    "train",
     RECORD,
 )
-"""What a run may leave in its directory, and `--force` may remove."""
+"""What a run may leave in its directory, and `--force` may remove; the record last."""
+EARLIER, DISCARDED = ".earlier-run", ".discarded-run"
+"""Where `--force` keeps the earlier run until the inputs are accepted, and while it is deleted."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +80,15 @@ class RunDirectory:
         path: The directory, absolute.
         record: What `run.json` holds.
         on_stage: Called when a stage begins (with None) and when it ends.
+        is_fresh: Whether nothing of an earlier run is taken over.
+        made: The outermost directory that was created for this run; None when the directory was there.
     """
 
     path: Path
     record: RunRecord
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
+    is_fresh: bool = False
+    made: Path | None = None
 
     @classmethod
     def create(
@@ -85,7 +100,7 @@ class RunDirectory:
             path: The directory; created when missing.
             config: The run file as it was understood.
             versions: Versions of the libraries that take part.
-            force: Remove what an earlier run left.
+            force: Start over: what an earlier run left is removed once the inputs are accepted.
             resume: Take over the finished stages of an earlier run.
 
         Raises:
@@ -94,30 +109,51 @@ class RunDirectory:
         """
         path = path.absolute()
         fresh = RunRecord(config, versions, (), path)
+        made = _outermost_missing(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            left = sorted(entry.name for entry in path.iterdir())
+            _restore(path)
+            left = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+            _check_usable(path, left, may_hold_run=force or resume)
+            if resume and not force and RECORD in left:
+                earlier = serde.read(RunRecord, path / RECORD)
+                return cls(path, replace(fresh, stages=earlier.stages))
+            _set_aside(path)
         except OSError as error:
-            raise OutputError(f"cannot use the output directory '{path}'", evidence=str(error)) from error
-        if not os.access(path, os.W_OK):
             raise OutputError(
-                f"the output directory '{path}' is not writable",
-                evidence=f"its mode is {path.stat().st_mode & 0o777:o}",
+                f"cannot use the output directory '{path}'",
+                evidence=str(error),
                 remedy="choose another directory with --output",
-            )
-        if left and not (force or resume):
-            raise OutputError(
-                f"the output directory '{path}' is not empty",
-                evidence=f"it holds {', '.join(left[:4])}{' …' if len(left) > 4 else ''}",
-                remedy="pass --resume to go on from its last finished stage, or --force to start over",
-            )
-        if force:
-            _clear(path, left)
-            return cls(path, fresh)
-        if resume and RECORD in left:
-            earlier = serde.read(RunRecord, path / RECORD)
-            return cls(path, replace(fresh, stages=earlier.stages))
-        return cls(path, fresh)
+            ) from error
+        serde.write(fresh, path / RECORD)
+        return cls(path, fresh, is_fresh=True, made=made)
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Take back everything that a fresh run left so far when the block fails; afterwards it is kept.
+
+        Wrap the part that reads the user's inputs: an error there leaves the place as it was found. A
+        resumed run keeps the stages that it finished.
+        """
+        try:
+            yield
+        except BaseException:
+            if self.is_fresh:
+                with suppress(OSError):
+                    _remove_owned(self.path, OWNED)
+                    _restore(self.path)
+                    _remove_made(self.path, self.made)
+            raise
+        if self.is_fresh:
+            _discard(self.path)
+
+    @contextmanager
+    def watched(self, name: str) -> Iterator[None]:
+        """Report work that is always done, and never taken over, as a stage."""
+        self.on_stage(name, None)
+        began = time.perf_counter()
+        yield
+        self.on_stage(name, Outcome(name, False, time.perf_counter() - began))
 
     def stage(self, name: str, key: Any, produce: Callable[[], Sequence[Path]], load: Callable[[], T]) -> T:
         """Run a stage, or take over its earlier result, and load what it left.
@@ -133,8 +169,8 @@ class RunDirectory:
         if self._is_finished(name, digest):
             try:
                 value = load()
-            except UserError:
-                # written by another version of the schema: the stage is run again
+            except (UserError, CheckFailed):
+                # written by another version of the schema, or a bundle with a file too many: run again
                 pass
             else:
                 self.on_stage(name, Outcome(name, True, 0.0))
@@ -145,6 +181,10 @@ class RunDirectory:
         self._note(StageRecord(name, digest, self._parents(name), self._digests(files), seconds))
         self.on_stage(name, Outcome(name, False, seconds))
         return load()
+
+    def before(self, name: str) -> tuple[StageRecord, ...]:
+        """Records of the stages that come before one."""
+        return self.record.stages[: self._place(name)]
 
     def relative(self, path: Path) -> Path:
         """The path below the run directory."""
@@ -162,29 +202,107 @@ class RunDirectory:
     def _digests(self, files: Sequence[Path]) -> dict[str, str]:
         return {self.relative(file).as_posix(): digest_file(file) for file in files}
 
+    def _place(self, name: str) -> int:
+        """Position of a stage in the record. Stages always run in one order, so a repeated one keeps it."""
+        names = [record.stage for record in self.record.stages]
+        return names.index(name) if name in names else len(names)
+
     def _parents(self, name: str) -> dict[str, str]:
-        """Keys of the stages that came before."""
-        return {r.stage: r.key for r in self.record.stages if r.stage != name}
+        return {record.stage: digest_json(record.files) for record in self.before(name)}
 
     def _note(self, record: StageRecord) -> None:
-        others = tuple(r for r in self.record.stages if r.stage != record.stage)
-        self.record = replace(self.record, stages=(*others, record))
+        place = self._place(record.stage)
+        stages = (*self.record.stages[:place], record, *self.record.stages[place + 1 :])
+        self.record = replace(self.record, stages=stages)
         serde.write(self.record, self.path / RECORD)
 
 
-def _clear(path: Path, left: Sequence[str]) -> None:
-    """Remove an earlier run; refuse to remove anything else."""
-    foreign = [name for name in left if name not in OWNED and not name.startswith(".")]
-    if foreign and RECORD not in left:
+def _outermost_missing(path: Path) -> Path | None:
+    missing = None
+    for candidate in (path, *path.parents):
+        if candidate.exists():
+            break
+        missing = candidate
+    return missing
+
+
+def _check_usable(path: Path, left: Sequence[str], *, may_hold_run: bool) -> None:
+    """Refuse a directory that must not be written to: nothing that is not a run is ever touched."""
+    if not os.access(path, os.W_OK):
         raise OutputError(
-            f"'{path}' does not look like a run directory",
-            evidence=f"it has no {RECORD} and holds {', '.join(foreign[:4])}",
+            f"the output directory '{path}' is not writable",
+            evidence=f"its mode is {path.stat().st_mode & 0o777:o}",
+            remedy="choose another directory with --output",
+        )
+    if not left:
+        return
+    holds = f"it holds {', '.join(left[:4])}{' …' if len(left) > 4 else ''}"
+    if not _is_run(path):
+        raise OutputError(
+            f"the output directory '{path}' is not empty and not a run directory",
+            evidence=f"{holds}, and no {RECORD} of a run",
             remedy="choose an empty directory with --output",
         )
-    for name in left:
-        if name in OWNED:
-            target = path / name
-            if target.is_dir() and not target.is_symlink():
-                shutil.rmtree(target)
-            else:
-                target.unlink()
+    if not may_hold_run:
+        raise OutputError(
+            f"the output directory '{path}' is not empty",
+            evidence=holds,
+            remedy="pass --resume to go on from its last finished stage, or --force to start over",
+        )
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a run wrote the directory, in this version of the record or another."""
+    try:
+        document = json.loads((path / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    kind = serde.schema_id(RunRecord).rpartition("/")[0]
+    return isinstance(document, dict) and str(document.get("schema", "")).startswith(f"{kind}/")
+
+
+def _set_aside(path: Path) -> None:
+    """Move an earlier run out of the way. Its record goes last and comes back last."""
+    for name in OWNED:
+        if (path / name).exists():
+            (path / EARLIER).mkdir(exist_ok=True)
+            (path / name).rename(path / EARLIER / name)
+
+
+def _restore(path: Path) -> None:
+    """Bring back the earlier run, whether this process set it aside or one that was killed did."""
+    if (path / DISCARDED).exists():
+        shutil.rmtree(path / DISCARDED)
+    if not (path / EARLIER).exists():
+        return
+    back = [name for name in OWNED if (path / EARLIER / name).exists()]
+    _remove_owned(path, back)
+    for name in back:
+        (path / EARLIER / name).rename(path / name)
+    (path / EARLIER).rmdir()
+
+
+def _discard(path: Path) -> None:
+    """Delete the earlier run; a rename first, so that half of it is never restored."""
+    if (path / EARLIER).exists():
+        (path / EARLIER).rename(path / DISCARDED)
+        shutil.rmtree(path / DISCARDED)
+
+
+def _remove_owned(path: Path, names: Sequence[str]) -> None:
+    for name in names:
+        target = path / name
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+
+
+def _remove_made(path: Path, made: Path | None) -> None:
+    """Remove the directories that were created for the run, as far as they are empty."""
+    if made is None:
+        return
+    for directory in (path, *path.parents):
+        directory.rmdir()
+        if directory == made:
+            return

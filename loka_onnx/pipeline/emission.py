@@ -14,10 +14,12 @@ from loka_onnx.bundle import (
     BundleContents,
     BundleEngine,
     Expectation,
+    verify_bundle,
     write_bundle,
 )
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Choice, EvaluationSet
 from loka_onnx.core.plan import PlanSet
@@ -28,7 +30,15 @@ from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.pipeline.splits import split_rule
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.planning.choice import choose
-from loka_onnx.report import DataDescription, ReportData, SplitDescription, render
+from loka_onnx.report import (
+    HTML_NAME,
+    JSON_NAME,
+    MARKDOWN_NAME,
+    DataDescription,
+    ReportData,
+    SplitDescription,
+    render,
+)
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 SAMPLE_ROWS = 16
@@ -92,19 +102,42 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
             steps.config.data.synthetic,
         ),
         versions=steps.directory.record.versions,
-        lineage=steps.directory.record.stages,
+        lineage=steps.directory.before("report"),
     )
 
 
 def write_report(steps: Steps, data: ReportData) -> tuple[Path, ...]:
-    """`report.json`, `report.md`, `report.html`; rendering is quick and always done."""
-    return render(data, steps.directory.path)
+    """The facts → `report.json`, `report.md`, `report.html`."""
+    root = steps.directory.path
+    files = tuple(root / name for name in (JSON_NAME, MARKDOWN_NAME, HTML_NAME))
+    return steps.directory.stage("report", serde.to_plain(data), lambda: render(data, root), lambda: files)
 
 
 def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
     """The chosen engine of every target, the exact model and a sample → `bundle/`."""
+    bundle = steps.directory.path / "bundle"
+
+    def produce() -> Sequence[Path]:
+        written = _write_bundle(steps, results, choice, report)
+        return [path for path in sorted(written.rglob("*")) if path.is_file()]
+
+    def load() -> Path:
+        verify_bundle(bundle)
+        return bundle
+
+    key = {
+        "choice": serde.to_plain(choice),
+        "engines": serde.to_plain(results.engines),
+        "exported": results.exported.digest,
+        "batch": steps.config.batch.model_dump(mode="json"),
+        "report": [digest_file(path) for path in report],
+    }
+    return steps.directory.stage("bundle", key, produce, load)
+
+
+def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
     root = steps.directory.path
-    sample = steps.generated(SAMPLE_ROWS)
+    sample = steps.sample(SAMPLE_ROWS)
     exact = OnnxSession(results.exported.path, SessionOptions(threads=steps.threads)).run(sample)
     fallback = Expectation(exact, dict.fromkeys(exact, DEFAULT_TOLERANCE))
     chosen = {target.engine for target in choice.targets}
@@ -126,7 +159,7 @@ def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence
             plans=results.plans,
             choice=choice,
             report=tuple(report),
-            lineage=steps.directory.record.stages,
+            lineage=steps.directory.before("bundle"),
             versions=steps.directory.record.versions,
         ),
         root / "bundle",

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from loka_onnx.bundle import verify_bundle
-from loka_onnx.config import RunConfig
+from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core.evaluation import Choice
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.pipeline.candidates import EngineBuilder, build_engines
@@ -24,6 +23,9 @@ from loka_onnx.pipeline.sample import write_sample
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.report import ReportData
+
+BUILD_ROWS = 256
+"""Rows of the first inference in a build process."""
 
 
 class Stage(StrEnum):
@@ -79,11 +81,13 @@ class RunResult:
     bundle: Path | None = None
 
 
-def run(config: RunConfig, options: RunOptions | None = None) -> RunResult:  # noqa: PLR0911 - one for each end
+def run(  # noqa: PLR0911 - one for each end
+    config: RunConfig | str | Path, options: RunOptions | None = None
+) -> RunResult:
     """Turn a trained model into the fastest engine that is still accurate.
 
     Args:
-        config: What `loka_onnx.load_run_file` read.
+        config: What `loka_onnx.load_run_file` read, or the path of a run file.
         options: How to run.
 
     Raises:
@@ -91,6 +95,8 @@ def run(config: RunConfig, options: RunOptions | None = None) -> RunResult:  # n
         StageError: A stage could not finish.
     """
     options = options or RunOptions()
+    if not isinstance(config, RunConfig):
+        config = load_run_file(config)
     directory = RunDirectory.create(
         config.output,
         config.model_dump(mode="json"),
@@ -102,8 +108,10 @@ def run(config: RunConfig, options: RunOptions | None = None) -> RunResult:  # n
     steps = Steps(config, directory, options.progress)
     ended = RunResult(directory.path)
 
-    exported = steps.export()
-    steps.check_data()
+    with directory.undone_on_error():
+        exported = steps.export()
+        with directory.watched("check data"):
+            steps.check_data()
     if options.until is Stage.EXPORT:
         return ended
 
@@ -120,7 +128,7 @@ def run(config: RunConfig, options: RunOptions | None = None) -> RunResult:  # n
     if options.until is Stage.PLAN:
         return ended
 
-    sample = write_sample(steps.generated(256), directory.path / "calibration" / "sample.npz")
+    sample = write_sample(steps.sample(BUILD_ROWS), directory.path / "calibration" / "sample.npz")
     built = build_engines(EngineBuilder(config, directory, sample, options.progress), modified.model, plans)
     if options.until is Stage.BUILD:
         return ended
@@ -138,5 +146,4 @@ def run(config: RunConfig, options: RunOptions | None = None) -> RunResult:  # n
         return RunResult(directory.path, choice, data, files)
 
     bundle = emit_bundle(steps, results, choice, files)
-    verify_bundle(bundle)
     return RunResult(directory.path, choice, data, files, bundle)

@@ -57,7 +57,7 @@ class Steps:
         self.config, self.directory, self.progress = config, directory, progress
         self.specs = config.output_specs
         self.threads = config.threads or 0
-        self._seeds = count()
+        self._seeds = count(1)
 
     # Model and data --------------------------------------------------------------------------------
 
@@ -252,6 +252,10 @@ class Steps:
     def generated(self, rows: int) -> Arrays:
         """Generated model inputs, others at every call; no row of the user's data."""
         return generated_rows(self._exported.inputs, self.bindings, rows, next(self._seeds))
+
+    def sample(self, rows: int) -> Arrays:
+        """Generated model inputs, the same ones however often the run was resumed."""
+        return generated_rows(self._exported.inputs, self.bindings, rows)
 
     # Files -----------------------------------------------------------------------------------------
 

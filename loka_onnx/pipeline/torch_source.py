@@ -17,8 +17,7 @@ from loka_onnx.config import ModelConfig
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.errors import ModelError
-from loka_onnx.export.torch_module import load_builder
-from loka_onnx.zoo.checkpoint import load_checkpoint
+from loka_onnx.export.torch_module import import_torch, load_builder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +48,9 @@ def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
     Raises:
         ModelError: The builder cannot be imported, fails, or does not return a module and its inputs; or
             the checkpoint does not fit.
+        MissingPackage: PyTorch is not installed.
     """
+    import_torch()
     reference = config.torch or ""
     with _importable(directory):
         builder = load_builder(reference)
@@ -78,6 +79,8 @@ def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
 
 
 def _load_weights(module: nn.Module, checkpoint: Path, reference: str) -> None:
+    from loka_onnx.zoo.checkpoint import load_checkpoint
+
     state = load_checkpoint(checkpoint)
     try:
         module.load_state_dict(state)

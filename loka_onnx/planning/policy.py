@@ -11,8 +11,8 @@ site's labelled term has far more noise than its KL.
 Errors of sites add: KL is quadratic in the logit change, and the changes of different sites are nearly
 uncorrelated (docs/architecture.md, "Ideas and evidence").
 
-A norm is safe in the base precision when its KL there is inside its part of a small share that norms have
-of their own.
+A norm is safe in the base precision when its KL there is inside its part of an extra tenth, which norms have
+of their own beside the products.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import inf, isnan
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
-from loka_onnx.core.profile import Profile
+from loka_onnx.core.profile import Profile, Sensitivity
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import ConfigError, PlanningError
 from loka_onnx.planning.scales import ScaleReader
 
 LABELLED_ALLOWANCE = 0.5
 """Part of the budget that is left to the labelled first-order term and to what selection adds to it."""
-
-
 NORM_ALLOWANCE = 0.1
 """What all norms together may spend, as a part of what the products may."""
+
+
+_FP8_PLANS = ("fp8-all", "fp8-safe")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def make_plans(
 
     Raises:
         ConfigError: A pattern names no site, a site is kept and forced, or a plan id is unknown.
+        PlanningError: The profile lacks a site of the model, or an output.
     """
     options = options or PlanOptions()
     planner = _Planner(model, profile, outputs, tuple(recipes), options)
@@ -89,6 +91,42 @@ class Judgement:
     reason: str
 
 
+class _Measured:
+    """Sensitivities of a profile by site and output."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._found = {
+            (entry.site, item.output): item
+            for entry in profile.sites
+            for item in reversed(entry.sensitivities)  # the first one stands
+        }
+        self._source = f"it holds {len(profile.sites)} sites of model {profile.model_digest[:12]}"
+
+    def of(self, site: str, spec: OutputSpec) -> Sensitivity:
+        """What a site does to an output.
+
+        Raises:
+            PlanningError: It was not measured.
+        """
+        if (site, spec.name) not in self._found:
+            raise PlanningError(
+                f"the profile says nothing of site '{site}' and output '{spec.name}'",
+                evidence=self._source,
+                remedy="calibrate this model with these outputs again",
+            )
+        return self._found[site, spec.name]
+
+    def overstep(self, site: Site, share: float, outputs: Sequence[OutputSpec]) -> float:
+        """Upper end of KL over what is allowed, where that is largest; inside at 1 or less."""
+        return max(_ratio(self.of(site.name, spec).kl.upper, _allowed(share, spec)) for spec in outputs)
+
+
+def _ratio(upper: float, allowed: float) -> float:
+    if upper <= 0.0:
+        return 0.0
+    return upper / allowed if allowed > 0.0 and not isnan(upper) else inf
+
+
 class _Planner:
     def __init__(
         self,
@@ -101,8 +139,10 @@ class _Planner:
         self.model, self.profile, self.outputs, self.options = model, profile, outputs, options
         self.recipes = {recipe.id: recipe for recipe in recipes}
         self.scales = ScaleReader(model)
-        self.kept = _matching(options.keep, model, "plan.keep")
-        self.forced = _matching(options.force, model, "plan.force")
+        self.measured = _Measured(profile)
+        products = [site for site in model.sites if site.kind is not SiteKind.NORM]
+        self.kept = _matching(options.keep, model.sites, "plan.keep")
+        self.forced = _matching(options.force, products, "plan.force")
         both = sorted(set(self.kept) & set(self.forced))
         if both:
             raise ConfigError(
@@ -123,11 +163,12 @@ class _Planner:
             base = simple[plan_id]
             decisions = tuple(self._base_decision(site, base) for site in self.model.sites)
             return PrecisionPlan(plan_id, self.model.digest, base, decisions, {}, 0.0)
-        if plan_id not in {"fp8-all", "fp8-safe"}:
+        if plan_id not in _FP8_PLANS:
             raise ConfigError(
                 f"unknown plan '{plan_id}'",
                 where="plan.plans",
-                evidence="known are fp32, bf16, fp16, fp8-all, fp8-safe",
+                evidence=f"known are {', '.join((*simple, *_FP8_PLANS))}",
+                remedy="remove it, or correct its name",
             )
         decisions = tuple(self._fp8_decision(site, plan_id) for site in self.model.sites)
         chosen = {d.site for d in decisions if d.precision is Precision.FP8}
@@ -154,7 +195,9 @@ class _Planner:
             )
         judgement = self.judgements[site.name]
         precision = base if judgement.verdict is Verdict.SAFE else Precision.FP32
-        return Decision(site.name, precision, None, judgement.verdict, judgement.reason)
+        tried = self.measured.of(site.name, self.outputs[0]).recipe
+        reason = judgement.reason if tried == base else f"{judgement.reason}; measured in {tried}"
+        return Decision(site.name, precision, None, judgement.verdict, reason)
 
     def _fp8_decision(self, site: Site, plan_id: str) -> Decision:
         if site.kind is SiteKind.NORM:
@@ -188,10 +231,10 @@ class _Planner:
 
     def _recipe(self, site: Site) -> Recipe:
         """The recipe whose sensitivity was measured."""
-        return self.recipes[self.profile.site(site.name).sensitivities[0].recipe]
+        return self.recipes[self.measured.of(site.name, self.outputs[0]).recipe]
 
     def _predicted(self, chosen: set[str], spec: OutputSpec) -> float:
-        return sum(_kl(self.profile, name, spec).value for name in sorted(chosen))
+        return sum(self.measured.of(name, spec).kl.value for name in sorted(chosen))
 
 
 def judge_products(
@@ -206,21 +249,29 @@ def judge_products(
         outputs: Judged outputs.
 
     Returns:
-        By site. A product that does not compete is held against the share that its operations would have.
+        By site. A product that does not compete is held against the share that it would have had from the
+        start.
     """
+    measured = _Measured(profile)
     staying = list(candidates)
     allowed: dict[str, float] = {}
     while staying:
         total = sum(site.flops_per_example for site in staying)
         shares = {site.name: site.flops_per_example / total for site in staying}
         allowed.update(shares)
-        worst = max(staying, key=lambda site: _overstep(profile, site, shares[site.name], outputs))
-        if _overstep(profile, worst, shares[worst.name], outputs) <= 1.0:
+        oversteps = {site.name: measured.overstep(site, shares[site.name], outputs) for site in staying}
+        # The name settles ties, so that the order of the sites does not.
+        worst = max(staying, key=lambda site: (oversteps[site.name], site.name))
+        if oversteps[worst.name] <= 1.0:
             break
         staying.remove(worst)
-    whole = sum(site.flops_per_example for site in sites if site.is_fp8_able) or 1
+    able = sum(site.flops_per_example for site in sites if site.is_fp8_able)
+    for site in sites:
+        if site.kind is not SiteKind.NORM and site.name not in allowed:
+            whole = able if site.is_fp8_able else able + site.flops_per_example
+            allowed[site.name] = site.flops_per_example / whole if whole else 0.0
     return {
-        site.name: _judge(profile, site, allowed.get(site.name, site.flops_per_example / whole), outputs)
+        site.name: _judge(measured, site, allowed[site.name], outputs)
         for site in sites
         if site.kind is not SiteKind.NORM
     }
@@ -233,13 +284,14 @@ def judge_norms(
 
     Norms together may spend a tenth of what the products may, in equal parts.
     """
+    measured = _Measured(profile)
     norms = [site for site in sites if site.kind is SiteKind.NORM]
-    return {site.name: _judge(profile, site, NORM_ALLOWANCE / len(norms), outputs) for site in norms}
+    return {site.name: _judge(measured, site, NORM_ALLOWANCE / len(norms), outputs) for site in norms}
 
 
-def _judge(profile: Profile, site: Site, share: float, outputs: tuple[OutputSpec, ...]) -> Judgement:
-    spec = max(outputs, key=lambda output: _overstep(profile, site, share, (output,)))
-    kl, allowed = _kl(profile, site.name, spec), _allowed(share, spec)
+def _judge(measured: _Measured, site: Site, share: float, outputs: tuple[OutputSpec, ...]) -> Judgement:
+    spec = max(outputs, key=lambda output: measured.overstep(site, share, (output,)))
+    kl, allowed = measured.of(site.name, spec).kl, _allowed(share, spec)
     if kl.upper <= allowed:
         verdict, relation = Verdict.SAFE, "inside"
     elif kl.lower > allowed:
@@ -253,21 +305,8 @@ def _judge(profile: Profile, site: Site, share: float, outputs: tuple[OutputSpec
     return Judgement(verdict, reason)
 
 
-def _overstep(profile: Profile, site: Site, share: float, outputs: tuple[OutputSpec, ...]) -> float:
-    """Upper end of KL over what is allowed, for the output where that is largest; inside at 1 or less."""
-    return max(
-        _kl(profile, site.name, spec).upper / _allowed(share, spec) if share else float("inf")
-        for spec in outputs
-    )
-
-
 def _allowed(share: float, spec: OutputSpec) -> float:
     return share * spec.budget * (1.0 - LABELLED_ALLOWANCE)
-
-
-def _kl(profile: Profile, site: str, spec: OutputSpec) -> Interval:
-    entry = profile.site(site)
-    return next(item.kl for item in entry.sensitivities if item.output == spec.name)
 
 
 def _flop_share(model: ModelArtifact, chosen: set[str]) -> float:
@@ -276,10 +315,10 @@ def _flop_share(model: ModelArtifact, chosen: set[str]) -> float:
     return taken / able if able else 0.0
 
 
-def _matching(patterns: Sequence[str], model: ModelArtifact, key: str) -> dict[str, str]:
+def _matching(patterns: Sequence[str], sites: Sequence[Site], key: str) -> dict[str, str]:
     """Sites that a pattern matches, each with the pattern."""
     found: dict[str, str] = {}
-    names = [site.name for site in model.sites]
+    names = [site.name for site in sites]
     for pattern in patterns:
         hits = [name for name in names if fnmatchcase(name, pattern)]
         if not hits:
@@ -289,7 +328,7 @@ def _matching(patterns: Sequence[str], model: ModelArtifact, key: str) -> dict[s
                 where=key,
                 evidence=f"the nearest of {len(names)} sites is '{near[0]}'"
                 if near
-                else "the model has no sites",
+                else "there are no sites",
                 remedy="`loka-onnx export` lists the sites of a model",
             )
         found.update(dict.fromkeys(hits, pattern))

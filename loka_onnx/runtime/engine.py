@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +13,7 @@ from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.errors import DataError, EngineError, LokaError
 from loka_onnx.sessions.bundle_files import Sample
-
-Arrays = dict[str, npt.NDArray[Any]]
-
-
-class Session(Protocol):
-    """What an engine runs on, for example `sessions.onnx_session.OnnxSession`."""
-
-    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """All outputs for one batch."""
+from loka_onnx.sessions.runner import Arrays, Runner
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ class Engine:
     Args:
         manifest: Manifest of its bundle.
         entry: The engine.
-        session: What it runs on.
+        runner: What it runs on.
         sample: What it is tried on.
         skipped: Engines that were preferred to it.
     """
@@ -86,7 +78,7 @@ class Engine:
         self,
         manifest: Manifest,
         entry: EngineEntry,
-        session: Session,
+        runner: Runner,
         sample: Sample,
         skipped: tuple[Skipped, ...],
     ) -> None:
@@ -95,7 +87,7 @@ class Engine:
         self.outputs = manifest.outputs
         self.skipped = skipped
         self._manifest = manifest
-        self._session = session
+        self._runner = runner
         self._sample = sample
 
     def infer(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
@@ -113,7 +105,11 @@ class Engine:
             EngineError: The engine fails on the batch.
         """
         self._check(inputs)
-        return self._session.run(inputs)
+        return self._runner.run(inputs)
+
+    def close(self) -> None:
+        """Frees what the engine holds, a GPU's memory above all; it answers nothing afterwards."""
+        self._runner.close()
 
     def health(self) -> Health:
         """Runs the self-test: the sample through the engine, against its expected outputs."""

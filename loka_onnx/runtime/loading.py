@@ -1,7 +1,8 @@
 """Choosing an engine of a bundle that this host can run.
 
-ONNX models are data: loading one runs only operators that ONNX Runtime brings along. An engine that holds
-native code must not be loaded on the digest alone, because a digest does not say who made it.
+ONNX models are data: loading one runs only operators that ONNX Runtime brings along. A TensorRT engine is a
+program, and a digest does not say who made it: such engines are passed over unless the caller vouches for the
+bundle's origin.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from pathlib import Path
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.errors import EngineError, LokaError
 from loka_onnx.runtime.engine import Engine, Skipped
-from loka_onnx.sessions.bundle_files import read_sample, verify_bundle
+from loka_onnx.sessions.bundle_files import Sample, read_sample, verify_bundle
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.tensorrt_session import open_tensorrt_rtx
 
 _LOG = logging.getLogger("loka_onnx.runtime")
 
 
-def load(bundle: Path, options: SessionOptions | None = None) -> Engine:
+def load(bundle: Path, options: SessionOptions | None = None, *, trust_programs: bool = False) -> Engine:
     """Verifies a bundle and loads the first of its engines that runs here and passes its self-test.
 
     Engines are tried in the order of the manifest, the FP32 model last. Each one that is passed over is
@@ -26,7 +29,9 @@ def load(bundle: Path, options: SessionOptions | None = None) -> Engine:
 
     Args:
         bundle: Directory of the bundle.
-        options: How a session runs.
+        options: How an ONNX Runtime session runs.
+        trust_programs: Whether the bundle comes from someone who may run code on this host. Engines that
+            are programs (TensorRT) are passed over without it.
 
     Returns:
         An engine that has just reproduced its expected outputs.
@@ -39,7 +44,9 @@ def load(bundle: Path, options: SessionOptions | None = None) -> Engine:
     skipped: list[Skipped] = []
     for entry in manifest.candidates:
         try:
-            engine = _open(bundle, manifest, entry, options or SessionOptions(), tuple(skipped))
+            sample = read_sample(bundle, manifest, entry)
+            runner = _open(bundle, entry, options, trust_programs=trust_programs)
+            engine = _tested(manifest, entry, runner, sample, tuple(skipped))
         except LokaError as error:
             skipped.append(Skipped(entry.id, str(error)))
             _LOG.warning("%s: engine '%s' is not used: %s", bundle, entry.id, error)
@@ -57,21 +64,28 @@ def load(bundle: Path, options: SessionOptions | None = None) -> Engine:
 
 
 def _open(
-    bundle: Path,
-    manifest: Manifest,
-    entry: EngineEntry,
-    options: SessionOptions,
-    skipped: tuple[Skipped, ...],
-) -> Engine:
-    if entry.backend != "onnxruntime" or entry.architecture != "cpu":
+    bundle: Path, entry: EngineEntry, options: SessionOptions | None, *, trust_programs: bool
+) -> Runner:
+    path = bundle / entry.path
+    if entry.backend == "onnxruntime" and entry.architecture == "cpu":
+        return OnnxSession(path, options)
+    if entry.backend != "tensorrt_rtx":
+        raise EngineError(f"this loader runs no engine of {entry.backend} on {entry.architecture}")
+    if not trust_programs:
         raise EngineError(
-            f"this loader runs ONNX Runtime engines on the CPU; "
-            f"this one is for {entry.backend} on {entry.architecture}"
+            f"this engine of {entry.backend} on {entry.architecture} is a program",
+            evidence="loading it compiles the kernel source in it; a digest does not say who made it",
+            remedy="pass `trust_programs=True` when the bundle comes from who may run code here",
         )
-    sample = read_sample(bundle, manifest, entry)
-    session = OnnxSession(bundle / entry.path, options)
-    engine = Engine(manifest, entry, session, sample, skipped)
+    return open_tensorrt_rtx(path, entry.architecture, entry.version)
+
+
+def _tested(
+    manifest: Manifest, entry: EngineEntry, runner: Runner, sample: Sample, skipped: tuple[Skipped, ...]
+) -> Engine:
+    engine = Engine(manifest, entry, runner, sample, skipped)
     health = engine.health()
     if not health.ready:
+        engine.close()
         raise EngineError("the self-test fails", evidence=health.detail)
     return engine

@@ -18,8 +18,7 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.errors import EngineError, MissingPackage, ModelError
-
-Arrays = dict[str, npt.NDArray[Any]]
+from loka_onnx.sessions.runner import Arrays, Runner
 
 _FLOAT8_TYPES = frozenset(
     {
@@ -80,7 +79,7 @@ class SessionOptions:
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
 
 
-class OnnxSession:
+class OnnxSession(Runner):
     """A model loaded in ONNX Runtime.
 
     Args:

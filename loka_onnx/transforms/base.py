@@ -34,8 +34,8 @@ class Mod(ABC, Generic[M]):
 
     Attributes:
         name: Name in reports.
-        tolerance: Largest accepted change of any output on the check rows, relative to the larger of 1 and
-            the largest |output|: what FP32 rounding in another order may do.
+        tolerance: Largest accepted change of an output on the check rows, relative to the larger of 1 and
+            its own largest magnitude: what FP32 rounding in another order may do.
     """
 
     name: ClassVar[str]

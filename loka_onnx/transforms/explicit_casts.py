@@ -17,7 +17,7 @@ statistics of a norm stay in FP32 through its `stash_type`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -36,12 +36,13 @@ from loka_onnx.graph.model import (
     consumers,
     element_type,
     is_constant,
-    producer,
     values_of,
 )
 
 _NUMPY = {Precision.BF16: ml_dtypes.bfloat16, Precision.FP16: np.float16}
 _ONNX_TYPE = {Precision.BF16: "tensor(bfloat16)", Precision.FP16: "tensor(float16)"}
+_LARGEST = {Precision.BF16: 255 * 2.0**120, Precision.FP16: 65504.0}
+_SMALLEST_NORMAL = {Precision.BF16: 2.0**-126, Precision.FP16: 2.0**-14}
 _FLOAT = onnx.TensorProto.FLOAT
 
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
@@ -67,7 +68,7 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
     wide = _find_wide(model, base, plan)
     applied = [_round_constants(model, base, wide), *wide.applied]
     for node in model.nodes:
-        if node.name not in wide.nodes:
+        if node.outputs[0].name not in wide.tensors:
             _retarget_attributes(model, node, base)
     applied += _cast_for_readers(model, base, wide)
     _widen_for_readers(model, wide)
@@ -81,41 +82,36 @@ class _Wide:
     """What stays in FP32.
 
     Attributes:
-        nodes: Names of nodes of which every operand and result does.
-        operands: Node name and position of the inputs that must be FP32.
+        operands: Identity of the node, and position, of the inputs that must be FP32.
         tensors: Computed tensors and graph inputs that are FP32, by name.
         applied: Why, node by node.
     """
 
-    nodes: frozenset[str]
-    operands: frozenset[tuple[str, int]]
+    operands: frozenset[tuple[int, int]]
     tensors: dict[str, Tensor]
     applied: tuple[Applied, ...]
 
 
 def _find_wide(model: GraphModel, base: Precision, plan: PrecisionPlan) -> _Wide:
     kept = {d.site for d in plan.decisions if d.precision is Precision.FP32}
-    nodes: set[str] = set()
-    operands: set[tuple[str, int]] = set()
+    operands: set[tuple[int, int]] = set()
     tensors = {tensor.name: tensor for tensor in model.inputs if _is_float(tensor)}
     applied: list[Applied] = []
     for name in kept:
         model.node(name)
     for node in model.nodes:
         reason = _why_whole(model, node, kept)
-        if reason:
-            nodes.add(node.name)
         inputs, outputs = _fp32_positions(node, base, model.opset, whole=bool(reason))
-        operands |= {(node.name, i) for i in inputs}
+        operands |= {(id(node), i) for i in inputs}
         tensors |= {node.outputs[i].name: node.outputs[i] for i in outputs}
         if not reason and (inputs or outputs):
             reason = f"operator set {model.opset} defines no {base} for it: FP32 between casts"
         if reason:
             applied.append(Applied(node.name, reason))
-    return _Wide(frozenset(nodes), frozenset(operands), tensors, tuple(applied))
+    return _Wide(frozenset(operands), tensors, tuple(applied))
 
 
-def _why_whole(model: GraphModel, node: Node, kept: Iterable[str]) -> str:
+def _why_whole(model: GraphModel, node: Node, kept: Collection[str]) -> str:
     """Why every operand and result of a node stays in FP32; empty when they do not."""
     if node.name in kept:
         return "kept in FP32 between casts"
@@ -126,31 +122,24 @@ def _why_whole(model: GraphModel, node: Node, kept: Iterable[str]) -> str:
 
 def _fp32_positions(node: Node, base: Precision, opset: int, *, whole: bool) -> tuple[list[int], list[int]]:
     """Positions of the inputs and of the outputs of a node that are FP32 now and must stay so."""
-    domain = node.domain or ""
-    if whole or not onnx.defs.has(node.op, domain):
-        undefined: tuple[list[bool], list[bool]] = (
-            [whole] * len(node.inputs),
-            [whole] * len(node.outputs),
-        )
-    else:
-        schema = onnx.defs.get_schema(node.op, opset, domain)
-        undefined = (
-            list(_undefined(schema.inputs, len(node.inputs), base)),
-            list(_undefined(schema.outputs, len(node.outputs), base)),
-        )
-    inputs = [i for i, tensor in enumerate(node.inputs) if undefined[0][i] and _is_float(tensor)]
-    outputs = [i for i, tensor in enumerate(node.outputs) if undefined[1][i] and _is_float(tensor)]
-    return inputs, outputs
+    schema = onnx.defs.get_schema(node.op, opset, node.domain or "")
+
+    def positions(
+        tensors: Sequence[Tensor], formal: Sequence[onnx.defs.OpSchema.FormalParameter]
+    ) -> list[int]:
+        return [
+            i
+            for i, tensor in enumerate(tensors)
+            # The last formal parameter may stand for any number of tensors.
+            if (whole or _is_undefined(formal[min(i, len(formal) - 1)], base)) and _is_float(tensor)
+        ]
+
+    return positions(node.inputs, schema.inputs), positions(node.outputs, schema.outputs)
 
 
-def _undefined(
-    parameters: Iterable[onnx.defs.OpSchema.FormalParameter], count: int, base: Precision
-) -> Iterator[bool]:
-    """Whether each of `count` operands may be FP32 but not of the base precision; the last is variadic."""
-    formal = list(parameters)
-    for position in range(count):
-        types = formal[min(position, len(formal) - 1)].types
-        yield "tensor(float)" in types and _ONNX_TYPE[base] not in types
+def _is_undefined(parameter: onnx.defs.OpSchema.FormalParameter, base: Precision) -> bool:
+    """Whether the parameter may be FP32 but not of the base precision."""
+    return "tensor(float)" in parameter.types and _ONNX_TYPE[base] not in parameter.types
 
 
 def _round_constants(model: GraphModel, base: Precision, wide: _Wide) -> Applied:
@@ -159,7 +148,7 @@ def _round_constants(model: GraphModel, base: Precision, wide: _Wide) -> Applied
         for index, tensor in enumerate(node.inputs):
             if not is_constant(tensor) or element_type(tensor.dtype) != _FLOAT:
                 continue
-            if node.name in wide.nodes or (node.name, index) in wide.operands:
+            if (id(node), index) in wide.operands:
                 continue
             values = values_of(tensor)
             if node.op in _QUANTIZERS and index == 1:
@@ -175,10 +164,9 @@ def _rounded(model: GraphModel, name: str, values: npt.NDArray[np.float32], base
         narrow = values.astype(_NUMPY[base])
     lost = np.isfinite(values) & ~np.isfinite(narrow.astype(np.float32))
     if lost.any():
-        largest = float(ml_dtypes.finfo(_NUMPY[base]).max)
         raise TransformError(
             f"constant '{name}' does not fit {base}",
-            evidence=f"it holds {float(values[lost].flat[0]):.4g}, {base} ends at {largest:.6g}",
+            evidence=f"it holds {float(values[lost].flat[0]):.4g}, {base} ends at {_LARGEST[base]:.6g}",
             remedy="use the base precision bf16"
             if base is Precision.FP16
             else "use a smaller constant, or plan fp32",
@@ -189,8 +177,8 @@ def _rounded(model: GraphModel, name: str, values: npt.NDArray[np.float32], base
 def _check_scale(node: Node, scales: npt.NDArray[np.float32], base: Precision) -> None:
     with np.errstate(over="ignore"):
         narrow = scales.astype(_NUMPY[base]).astype(np.float32)
-    # A subnormal that happens to be exact counts as lost too: devices flush it to zero and divide by it.
-    normal = float(ml_dtypes.finfo(_NUMPY[base]).smallest_normal)
+    # A subnormal that happens to be exact counts as lost too: some devices flush it to zero and divide by it.
+    normal = _SMALLEST_NORMAL[base]
     lost = np.atleast_1d((narrow != scales) | (scales < normal))
     if lost.any():
         first = int(np.argmax(lost))
@@ -205,8 +193,6 @@ def _check_scale(node: Node, scales: npt.NDArray[np.float32], base: Precision) -
 
 def _retarget_attributes(model: GraphModel, node: Node, base: Precision) -> None:
     """Let nodes whose type is an attribute, and FP32, make tensors of the base precision."""
-    if any(output.name and _is_undefined_output(node, base, model.opset) for output in node.outputs):
-        return
     attribute = _TYPE_ATTRIBUTES.get(node.op)
     if attribute in node.attrs and element_type(node.attrs[attribute]) == _FLOAT:
         node.attrs[attribute] = element_type(_NUMPY[base])
@@ -215,10 +201,6 @@ def _retarget_attributes(model: GraphModel, node: Node, base: Precision) -> None
         values = np.zeros(1, np.float32) if value is None else values_of(value)
         if values.dtype == np.float32:
             node.attrs["value"] = _rounded(model, f"{node.name}.value", values, base)
-
-
-def _is_undefined_output(node: Node, base: Precision, opset: int) -> bool:
-    return bool(_fp32_positions(node, base, opset, whole=False)[1])
 
 
 def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> list[Applied]:
@@ -231,7 +213,7 @@ def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> list[A
             (node, index)
             for node in consumers(tensor)
             for index, read in enumerate(node.inputs)
-            if read is tensor and node.op not in _READS_ANY_TYPE and (node.name, index) not in wide.operands
+            if read is tensor and node.op not in _READS_ANY_TYPE and (id(node), index) not in wide.operands
         ]
         if not readers:
             continue
@@ -249,7 +231,7 @@ def _widen_for_readers(model: GraphModel, wide: _Wide) -> None:
     for node in model.nodes:
         for index, tensor in enumerate(node.inputs):
             is_ready = is_constant(tensor) or model.is_table(tensor) or tensor.name in wide.tensors
-            if (node.name, index) not in wide.operands or is_ready:
+            if (id(node), index) not in wide.operands or is_ready:
                 continue
             if tensor.name not in casts:
                 casts[tensor.name] = model.add(
@@ -262,7 +244,7 @@ def _cast_outputs(model: GraphModel, wide: _Wide) -> list[Applied]:
     applied = []
     for tensor in model.outputs:
         name = tensor.name
-        if not _is_float(tensor) or name in wide.tensors or producer(tensor) is None:
+        if not _is_float(tensor) or name in wide.tensors:
             continue
         cast = model.add("Cast", [tensor], f"{name}/cast_back", np.float32, {"to": _FLOAT})
         model.make_output(tensor, cast)

@@ -10,23 +10,20 @@ which is the operator's definition (ONNX operator set 17, LayerNormalization). Î
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, producer, values_of
+from loka_onnx.graph.model import GraphModel, Node
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.norm_pattern import (
     DecomposedNorm,
     NotANorm,
-    is_private,
     module_of,
-    normalized_shape,
+    read_centred,
     read_quotient,
-    trailing_axis,
+    why_not_fused,
     with_bias,
     with_scale,
 )
+from loka_onnx.transforms.norm_rewrite import replace_by_norm
 
 
 class FuseLayerNorm(Mod[DecomposedNorm]):
@@ -45,14 +42,11 @@ class FuseLayerNorm(Mod[DecomposedNorm]):
                 norm = _read(node)
             except NotANorm:
                 continue
-            if normalized_shape(norm.source, norm.axis) is None:
-                declined.append(Declined(node.name, "LayerNorm over axes of unknown length"))
-            elif not is_private(model, norm):
-                declined.append(
-                    Declined(node.name, "an intermediate result of the LayerNorm is read elsewhere")
-                )
-            else:
+            reason = why_not_fused(model, norm)
+            if reason is None:
                 matches.append(norm)
+            else:
+                declined.append(Declined(node.name, reason))
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
@@ -60,49 +54,12 @@ class FuseLayerNorm(Mod[DecomposedNorm]):
         return replace_by_norm(model, match, "LayerNormalization")
 
 
-def replace_by_norm(model: GraphModel, norm: DecomposedNorm, op: str) -> Applied:
-    """Put one norm node in place of the primitives."""
-    shape = normalized_shape(norm.source, norm.axis) or ()
-    scale = np.ones(shape, np.float32) if norm.scale is None else _spread(norm.scale, shape)
-    inputs = [norm.source, model.constant(f"{norm.module}.scale", scale)]
-    if norm.bias is not None:
-        inputs.append(model.constant(f"{norm.module}.bias", _spread(norm.bias, shape)))
-    attrs: dict[str, object] = {
-        "axis": norm.axis,
-        "epsilon": float(np.float32(norm.epsilon)),
-        "stash_type": 1,
-    }
-    fused = model.add(op, inputs, norm.module, norm.result.dtype, attrs)
-    fused.shape = norm.result.shape
-    node = producer(fused)
-    name = node.name if node is not None else norm.module
-    # Readers keep the tensor's name: the site names of a profile refer to it.
-    model.replace_uses(norm.result, fused)
-    if fused.name != norm.result.name and not model.is_output(fused):
-        norm.result.name, fused.name = model.fresh_name(f"{norm.result.name}.unfused"), norm.result.name
-    return Applied(name, f"{len(norm.inner)} nodes â†’ {op}(axis={norm.axis}, epsilon={norm.epsilon:.3g})")
-
-
-def _spread(tensor: Tensor, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    values = values_of(tensor)
-    squeezed = values.reshape(values.shape[-len(shape) :]) if values.ndim > len(shape) else values
-    return np.ascontiguousarray(np.broadcast_to(squeezed, shape), dtype=np.float32)
-
-
 def _read(node: Node) -> DecomposedNorm:
     centred, root = read_quotient(node)
     if root.squared is not centred:
         raise NotANorm("the divisor belongs to another tensor")
-    subtract = producer(centred)
-    if subtract is None or subtract.op != "Sub":
-        raise NotANorm("the tensor is not centred")
-    source, mean = subtract.inputs
-    average = producer(mean)
-    if average is None or average.op != "ReduceMean" or average.inputs[0] is not source:
-        raise NotANorm("what is subtracted is not the mean")
-    if trailing_axis(average) != root.axis:
-        raise NotANorm("mean and variance are taken over different axes")
-    inner = (subtract, average, *root.nodes, node)
+    source, centring = read_centred(centred, root.axis)
+    inner = (*centring, *root.nodes, node)
     quotient = DecomposedNorm(
         source, root.axis, root.epsilon, None, None, node.outputs[0], module_of(inner), inner
     )

@@ -12,18 +12,18 @@ and none changed its meaning (ONNX changelog).
 from __future__ import annotations
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, producer
+from loka_onnx.graph.model import GraphModel, Node
 from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.fuse_layer_norm import replace_by_norm
 from loka_onnx.transforms.norm_pattern import (
     DecomposedNorm,
     NotANorm,
-    is_private,
     module_of,
-    normalized_shape,
+    read_centred,
     read_quotient,
+    why_not_fused,
     with_scale,
 )
+from loka_onnx.transforms.norm_rewrite import replace_by_norm
 
 RMS_OPSET = 23
 
@@ -46,14 +46,11 @@ class FuseRMSNorm(Mod[DecomposedNorm]):
                 continue
             if _is_centred(norm):
                 continue
-            if normalized_shape(norm.source, norm.axis) is None:
-                declined.append(Declined(node.name, "RMSNorm over axes of unknown length"))
-            elif not is_private(model, norm):
-                declined.append(
-                    Declined(node.name, "an intermediate result of the RMSNorm is read elsewhere")
-                )
-            else:
+            reason = why_not_fused(model, norm)
+            if reason is None:
                 matches.append(norm)
+            else:
+                declined.append(Declined(node.name, reason))
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
@@ -75,8 +72,8 @@ def _read(node: Node) -> DecomposedNorm:
 
 def _is_centred(norm: DecomposedNorm) -> bool:
     """Whether the tensor had its own mean removed: then the whole is a LayerNorm."""
-    subtract = producer(norm.source)
-    if subtract is None or subtract.op != "Sub":
+    try:
+        read_centred(norm.source, norm.axis)
+    except NotANorm:
         return False
-    average = producer(subtract.inputs[1])
-    return average is not None and average.op == "ReduceMean" and average.inputs[0] is subtract.inputs[0]
+    return True

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from loka_onnx.core.formats import Float8
 from loka_onnx.core.plan import Decision, PrecisionPlan
-from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.rewrite import Applied, RewriteRecord
 from loka_onnx.core.site import Operand, Site
 from loka_onnx.errors import InternalError
@@ -52,7 +52,7 @@ def _quantize_site(
     for operand in site.operands:
         tensor = node.inputs[operand.index]
         if operand.constant:
-            node.inputs[operand.index] = _stored_weight(model, site, operand, decision)
+            node.inputs[operand.index] = _stored_weight(model, site, operand, recipe, decision.weight_scale)
             continue
         is_second = operand is not site.activation
         scale = decision.weight_scale[0] if is_second else decision.activation_scale
@@ -75,15 +75,13 @@ def _quantized(model: GraphModel, tensor: Tensor, scale: float, format: Float8, 
     return wide
 
 
-def _stored_weight(model: GraphModel, site: Site, operand: Operand, decision: Decision) -> Tensor:
-    recipe: Recipe = decision.recipe or Recipe()
-    node = model.node(site.name)
-    values = values_of(node.inputs[operand.index]).astype(np.float32)
-    per_channel = recipe.weight == "per_channel"
+def _stored_weight(
+    model: GraphModel, site: Site, operand: Operand, recipe: Recipe, scale: tuple[float, ...]
+) -> Tensor:
+    values = values_of(model.node(site.name).inputs[operand.index]).astype(np.float32)
+    per_channel = recipe.weight is Granularity.PER_CHANNEL
     axis = channel_axis(operand)
-    scales: npt.NDArray[np.float32] = np.array(
-        decision.weight_scale if per_channel else decision.weight_scale[0], dtype=np.float32
-    )
+    scales: npt.NDArray[np.float32] = np.array(scale if per_channel else scale[0], dtype=np.float32)
     dtype = float8_dtype(recipe.format)
     stored = quantize(values, scales, recipe.format, axis if per_channel else None)
     name = f"{site.name}/weight"

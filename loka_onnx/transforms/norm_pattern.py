@@ -10,8 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import onnx
 
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, values_of
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    consumers,
+    element_type,
+    is_constant,
+    producer,
+    values_of,
+)
 
 
 class NotANorm(Exception):
@@ -30,7 +40,7 @@ class DecomposedNorm:
         bias: Constant summand, or None.
         result: The tensor that the norm replaces.
         module: Module path of the nodes, for the name of the fused node.
-        inner: Intermediate nodes; none of them may be read from outside.
+        inner: Every node of the pattern; only `result` may be read from outside.
     """
 
     source: Tensor
@@ -118,6 +128,32 @@ def read_quotient(node: Node) -> tuple[Tensor, RootMeanSquare]:
     raise NotANorm("a product without a reciprocal root")
 
 
+def read_centred(tensor: Tensor, axis: int) -> tuple[Tensor, tuple[Node, ...]]:
+    """Read ``x − mean(x)`` over the axes from `axis` on: x, and the nodes.
+
+    Raises:
+        NotANorm: It is something else.
+    """
+    subtract = _expect(tensor, {"Sub"})
+    average = _expect(subtract.inputs[1], {"ReduceMean"})
+    if average.inputs[0] is not subtract.inputs[0]:
+        raise NotANorm("what is subtracted is not the mean")
+    if trailing_axis(average) != axis:
+        raise NotANorm("mean and variance are taken over different axes")
+    return subtract.inputs[0], (subtract, average)
+
+
+def why_not_fused(model: GraphModel, norm: DecomposedNorm) -> str | None:
+    """Why a norm that was read stays as it is; None when it can be fused."""
+    if norm.source.dtype is None or element_type(norm.source.dtype) != onnx.TensorProto.FLOAT:
+        return "only FP32 norms are fused: the fused node takes its statistics in FP32"
+    if normalized_shape(norm.source, norm.axis) is None:
+        return "the length of a normalized axis is not known"
+    if not _is_private(model, norm):
+        return "an intermediate result of the norm is read elsewhere"
+    return None
+
+
 def with_scale(norm: DecomposedNorm) -> DecomposedNorm:
     """Take a constant scale that is the only reader of the result."""
     scaled = _constant_step(norm, "Mul")
@@ -134,19 +170,6 @@ def with_bias(norm: DecomposedNorm) -> DecomposedNorm:
         node, constant = shifted
         norm = replace(norm, bias=constant, result=node.outputs[0], inner=(*norm.inner, node))
     return norm
-
-
-def is_private(model: GraphModel, norm: DecomposedNorm) -> bool:
-    """Whether only nodes of the pattern read its intermediate results, and none is a graph output."""
-    for node in norm.inner:
-        for tensor in node.outputs:
-            if tensor is norm.result:
-                continue
-            if model.is_output(tensor) or any(
-                all(reader is not other for other in norm.inner) for reader in consumers(tensor)
-            ):
-                return False
-    return True
 
 
 def trailing_axis(reduce: Node) -> int:
@@ -167,7 +190,7 @@ def trailing_axis(reduce: Node) -> int:
     if shape is None and any(axis >= 0 for axis in axes):
         raise NotANorm("a mean over axes of a tensor of unknown rank")
     negative = sorted(axis - len(shape) if axis >= 0 else axis for axis in axes)
-    if negative != list(range(-len(negative), 0)):
+    if not negative or negative != list(range(-len(negative), 0)):
         raise NotANorm(f"a mean over axes {axes}, which are not the last ones")
     return negative[0]
 
@@ -181,8 +204,8 @@ def scalar(tensor: Tensor) -> float | None:
 
 
 def module_of(nodes: tuple[Node, ...]) -> str:
-    """Module path in the names of the nodes (``<module>/<op>``)."""
-    return str(nodes[0].name).rsplit("/", 1)[0]
+    """Module path in the name of the first node (``<module>/<op>``); empty at the top of the model."""
+    return str(nodes[0].name).rpartition("/")[0]
 
 
 def normalized_shape(source: Tensor, axis: int) -> tuple[int, ...] | None:
@@ -193,25 +216,37 @@ def normalized_shape(source: Tensor, axis: int) -> tuple[int, ...] | None:
     return tuple(int(d) for d in dims) if all(isinstance(d, int) and d > 0 for d in dims) else None
 
 
+def _is_private(model: GraphModel, norm: DecomposedNorm) -> bool:
+    """Whether only nodes of the pattern read its intermediate results, and none is a graph output."""
+    for node in norm.inner:
+        for tensor in node.outputs:
+            if tensor is norm.result:
+                continue
+            if model.is_output(tensor) or any(
+                all(reader is not other for other in norm.inner) for reader in consumers(tensor)
+            ):
+                return False
+    return True
+
+
 def _constant_step(norm: DecomposedNorm, op: str) -> tuple[Node, Tensor] | None:
     shape = normalized_shape(norm.source, norm.axis)
     readers = consumers(norm.result)
     if shape is None or len(readers) != 1 or readers[0].op != op:
         return None
     node = readers[0]
+    rank = len(norm.source.shape)
     for tensor in node.inputs:
-        if is_constant(tensor) and _broadcasts_to(values_of(tensor).shape, shape):
+        if is_constant(tensor) and _varies_within(values_of(tensor).shape, shape, rank):
             return node, tensor
     return None
 
 
-def _broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether a constant is at most of the normalized shape (leading ones aside)."""
-    while len(shape) > len(target) and shape[0] == 1:
-        shape = shape[1:]
-    if len(shape) > len(target):
-        return False
-    return all(a in (1, b) for a, b in zip(shape[::-1], target[::-1], strict=False))
+def _varies_within(shape: tuple[int, ...], normalized: tuple[int, ...], rank: int) -> bool:
+    """Whether a constant varies over the normalized axes only, and adds no axis to a tensor of `rank`."""
+    padded = (1,) * (rank - len(shape)) + shape
+    target = (1,) * (rank - len(normalized)) + normalized
+    return len(padded) == rank and all(a in (1, b) for a, b in zip(padded, target, strict=True))
 
 
 def _expect(tensor: Tensor, ops: set[str]) -> Node:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.rewrite import Declined, RewriteLog, RewriteRecord
+from loka_onnx.errors import EngineError, ModelError, TransformError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
@@ -22,6 +23,8 @@ from loka_onnx.transforms.fuse_layer_norm import FuseLayerNorm
 from loka_onnx.transforms.fuse_rms_norm import FuseRMSNorm
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+Outputs = list[dict[str, npt.NDArray[Any]]]
+"""Graph outputs by name, batch by batch."""
 
 DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (FuseLayerNorm, FuseRMSNorm)
 
@@ -54,20 +57,29 @@ def apply_mods(
         target: Where the rewritten model is written.
         mods: Mods in order; the default sequence when None.
         progress: Called after each mod.
+
+    Raises:
+        TransformError: There are no rows to check a mod on.
     """
+    if not any(len(array) for batch in rows for array in batch.values()):
+        raise TransformError(
+            "mods are checked on data, and there are no rows",
+            evidence=f"{len(rows)} batches",
+            remedy="pass rows of the calibration split",
+        )
     chosen = [kind() for kind in DEFAULT_MODS] if mods is None else list(mods)
     graph = GraphModel.load(model.path)
     records: list[RewriteRecord] = []
-    reference: list[dict[str, npt.NDArray[Any]]] | None = None
+    outputs: Outputs | None = None
     for number, mod in enumerate(chosen):
         candidate = graph.copy()
         record = _apply(mod, candidate)
         if record.applied:
             began = time.perf_counter()
-            if reference is None:
-                reference = _outputs(model.path, rows)
+            if outputs is None:
+                outputs = _outputs(model.path, rows)
             candidate.save(target)
-            record = _judge(record, mod, reference, _outputs(target, rows))
+            record, outputs = _judge(record, mod, outputs, target, rows)
             record = replace(record, check_seconds=time.perf_counter() - began)
             # Reading the file back gives the new tensors their inferred types and shapes.
             graph = graph if record.rolled_back else GraphModel.load(target)
@@ -88,32 +100,55 @@ def _apply(mod: Mod[Any], graph: GraphModel) -> RewriteRecord:
     return RewriteRecord(mod.name, applied, found.declined, seconds=time.perf_counter() - began)
 
 
-def _outputs(path: Path, rows: Sequence[Arrays]) -> list[dict[str, npt.NDArray[Any]]]:
+def _outputs(path: Path, rows: Sequence[Arrays]) -> Outputs:
     session = OnnxSession(path, SessionOptions(optimize=False))
     return [session.run(batch) for batch in rows]
 
 
 def _judge(
-    record: RewriteRecord,
-    mod: Mod[Any],
-    before: Sequence[Arrays],
-    after: Sequence[Arrays],
-) -> RewriteRecord:
+    record: RewriteRecord, mod: Mod[Any], before: Outputs, target: Path, rows: Sequence[Arrays]
+) -> tuple[RewriteRecord, Outputs]:
+    """The record with its verdict, and the outputs that the next mod is held against."""
+    try:
+        after = _outputs(target, rows)
+    except (ModelError, EngineError) as error:
+        return _rolled_back(record, f"{error.what}: {error.evidence}"), before
+    change = max(
+        (_change(mod, name, before, after) for name in before[0]), key=lambda c: c.moved / c.tolerance
+    )
+    record = replace(record, max_abs=change.moved, tolerance=change.tolerance)
+    if change.moved <= change.tolerance:
+        return record, after
+    evidence = f"moved output '{change.output}' by {change.moved:.3g}, tolerance {change.tolerance:.3g}"
+    return _rolled_back(record, evidence), before
+
+
+@dataclass(frozen=True)
+class _Change:
+    """How far one output moved, and how far it may."""
+
+    output: str
+    moved: float
+    tolerance: float
+
+
+def _change(mod: Mod[Any], name: str, before: Outputs, after: Outputs) -> _Change:
     moved, largest = 0.0, 1.0
     for old, new in zip(before, after, strict=True):
-        for name, values in old.items():
-            difference = np.abs(new[name].astype(np.float64) - values.astype(np.float64))
-            moved = max(moved, float(difference.max()) if np.isfinite(difference).all() else float("inf"))
-            largest = max(largest, float(np.abs(values).max()))
-    tolerance = mod.tolerance * largest
-    if moved <= tolerance:
-        return replace(record, max_abs=moved, tolerance=tolerance)
-    reason = f"moved an output by {moved:.3g} on the check rows, tolerance {tolerance:.3g}: rolled back"
+        with np.errstate(invalid="ignore"):
+            difference = np.abs(new[name].astype(np.float64) - old[name].astype(np.float64))
+        # NaN or infinity on either side proves nothing about equivalence.
+        moved = max(moved, float(difference.max(initial=0.0)) if np.isfinite(difference).all() else np.inf)
+        magnitudes = np.abs(old[name][np.isfinite(old[name])].astype(np.float64))
+        largest = max(largest, float(magnitudes.max(initial=0.0)))
+    return _Change(name, moved, mod.tolerance * largest)
+
+
+def _rolled_back(record: RewriteRecord, evidence: str) -> RewriteRecord:
+    reason = f"rolled back on the check rows: {evidence}"
     return replace(
         record,
         applied=(),
         declined=(*record.declined, *(Declined(a.at, reason) for a in record.applied)),
-        max_abs=moved,
-        tolerance=tolerance,
         rolled_back=True,
     )

@@ -26,25 +26,23 @@ What else the compiler does, seen there:
   written in FP8, then rescaled from FP8 to FP8: a rounding more than the ONNX graph has. The evidence of such
   sites says so.
 * Q behind Concat or Gather moves in front of it: an embedding table that feeds only FP8 sites is stored in
-  FP8, half the bytes. One that also feeds something else is stored **twice**, in FP8 and in the base
-  precision, so a plan can make the engine of an embedding-heavy model larger.
+  FP8, half the bytes. One that also feeds something else would be stored twice; `dialect` prevents that.
 * BF16 attention becomes one kernel; FP8 attention (Q/DQ on Q, K, V and the softmax) becomes separate
   products, and with Q/DQ on half of the products that kernel is lost as well.
-* Generated kernels are stored as source text, 0.3 to 0.6 MB in an engine of a few layers.
+* Generated kernels are stored as source text, about 0.15 MB apiece; `contents` says what that does to the
+  size of an FP8 engine.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines.base import Availability, Backend, Runner
-from loka_onnx.engines.cuda import list_cuda_devices
+from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.engines.tensorrt_rtx.build import (
     OPTIMIZATION_LEVEL,
@@ -53,9 +51,12 @@ from loka_onnx.engines.tensorrt_rtx.build import (
     known_capabilities,
 )
 from loka_onnx.engines.tensorrt_rtx.compiled_graph import ANY_ARCHITECTURE, read_compiled_graphs
-from loka_onnx.engines.tensorrt_rtx.runner import TensorRtRunner
+from loka_onnx.engines.tensorrt_rtx.contents import read_contents
 from loka_onnx.engines.tensorrt_rtx.site_precision import site_precisions
 from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.tensorrt_session import import_tensorrt_rtx, open_tensorrt_rtx, why_no_gpu
 
 ENGINE_FILE = "engine.trt"
 FIRST_WITH_FP8, FIRST_WITH_BF16 = 89, 80
@@ -74,12 +75,11 @@ class TensorRtRtxBackend(Backend):
         "nvidia-rtx": ("sm89", "sm120"),
     }
     options: ClassVar[Mapping[str, range]] = {OPTIMIZATION_LEVEL: range(6)}
-    module = "tensorrt_rtx"
 
     def availability(self) -> Availability:
         """Whether the library is installed, and which GPUs here its engines can run on."""
         try:
-            trt = _import(self.module)
+            trt = import_tensorrt_rtx()
         except MissingPackage as error:
             return Availability(False, "", False, False, (), error.what, error.remedy)
         version = str(trt.__version__)
@@ -122,17 +122,15 @@ class TensorRtRtxBackend(Backend):
 
     def why_not_run(self, architecture: str) -> str:
         """A GPU of the architecture must be here."""
-        devices = list_cuda_devices()
-        if any(device.architecture == architecture for device in devices):
-            return ""
-        here = ", ".join(f"{device.name} ({device.architecture})" for device in devices) or "no NVIDIA GPU"
-        return f"the engine is for {architecture} and this host has {here}; latency and accuracy not measured"
+        reason = why_no_gpu(architecture)
+        return f"{reason}; latency and accuracy not measured" if reason else ""
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Build the serialized engine."""
+        """Build the serialized engine; what its bytes are goes to the log."""
         engine = into / ENGINE_FILE
         settings = BuildSettings(request.architecture, request.batch, request.options.get(OPTIMIZATION_LEVEL))
-        build_engine(_import(self.module), request.model, settings, engine)
+        build_engine(import_tensorrt_rtx(), request.model, settings, engine)
+        print(read_contents(engine).describe(), flush=True)
         return engine
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
@@ -154,21 +152,4 @@ class TensorRtRtxBackend(Backend):
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Deserialize the engine on the first GPU of its architecture."""
-        device = next(d.index for d in list_cuda_devices() if d.architecture == architecture)
-        return TensorRtRunner(_import(self.module), engine, device)
-
-
-def _import(module: str) -> Any:
-    """The vendor module.
-
-    Raises:
-        MissingPackage: It is not installed, or its libraries do not load.
-    """
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError) as error:
-        raise MissingPackage(
-            "TensorRT for RTX is not installed",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[tensorrt-rtx]'",
-        ) from error
+        return open_tensorrt_rtx(engine, architecture)

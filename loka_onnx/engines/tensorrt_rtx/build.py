@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from loka_onnx.engines.request import BatchRange
+from loka_onnx.engines.tensorrt_rtx.dialect import keep_tables_once
 from loka_onnx.errors import EngineError, ModelError
 
 MAX_MESSAGES = 8
@@ -52,7 +55,7 @@ def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -
     builder = trt.Builder(logger)
     network = builder.create_network(_network_flags(trt))
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(os.fspath(model)):
+    if not _parse(parser, model):
         raise ModelError(
             f"the ONNX parser of {trt.__name__} refuses the model",
             where=str(model),
@@ -78,6 +81,14 @@ def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -
         )
     with target.open("wb") as stream:
         stream.write(serialized)
+
+
+def _parse(parser: Any, model: Path) -> bool:
+    """Hand the model over in the dialect; external data is read from beside the file either way."""
+    proto = onnx.load(os.fspath(model), load_external_data=False)
+    if not keep_tables_once(proto):
+        return bool(parser.parse_from_file(os.fspath(model)))
+    return bool(parser.parse(proto.SerializeToString(), os.fspath(model)))
 
 
 def known_capabilities(trt: Any) -> frozenset[str]:

@@ -132,13 +132,17 @@ def read_compiled_graphs(engine: Path) -> tuple[CompiledGraph, ...]:
     Raises:
         EngineError: There is one that cannot be parsed.
     """
+    return tuple(parse_compiled_graph(text) for text in compiled_graph_texts(engine))
+
+
+def compiled_graph_texts(engine: Path) -> tuple[str, ...]:
+    """The text of every compiled graph of a serialized engine."""
     with engine.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        texts = [
+        return tuple(
             match.group().decode("latin-1")
             for start in SECTION_START.finditer(data)
             if (match := TEXT.match(data, start.start())) is not None
-        ]
-    return tuple(parse_compiled_graph(text) for text in texts)
+        )
 
 
 def parse_compiled_graph(text: str) -> CompiledGraph:

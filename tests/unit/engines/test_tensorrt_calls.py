@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from loka_onnx.engines.tensorrt_rtx import build, runner
+from loka_onnx.engines.tensorrt_rtx import build
+from loka_onnx.sessions import tensorrt_session
 
 HERE = Path(__file__).parent
 TOO_SHORT_TO_BE_LISTED = {
@@ -58,7 +59,7 @@ def used_names(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("version", ["10.16", "11.4"])
-@pytest.mark.parametrize("module", [build.__file__, runner.__file__])
+@pytest.mark.parametrize("module", [build.__file__, tensorrt_session.__file__])
 def test_names_exist(version: str, module: str) -> None:
     listed = set((HERE / "names" / f"tensorrt-{version}-names.txt").read_text(encoding="utf-8").split())
     used = used_names(Path(module))

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from loka_onnx.engines import cuda
 from loka_onnx.engines.registry import all_backends
 from loka_onnx.errors import EngineError
+from loka_onnx.sessions import cuda
 
 PROBE = """
 import sys

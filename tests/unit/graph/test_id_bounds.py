@@ -109,9 +109,7 @@ def test_rank_one_external_and_unbounded_inputs(write_model):
         " y = Gather(t10, user)  a = Gather(t20, tags)  c = Gather(t20, history)  d = Relu(dense) }",
         {"t10": (10, 4), "t20": (20, 4)},
     )
-    onnx.save(
-        onnx.load(path), path, save_as_external_data=True, location="tables.bin", size_threshold=0
-    )
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="tables.bin", size_threshold=0)
     model = GraphModel.load(path)
     assert set(model.tables) == {"t10", "t20"}
     # Bounds are for columns, and the columns of `history` are not known.

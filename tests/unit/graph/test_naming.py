@@ -172,7 +172,11 @@ def named(tmp_path: Path, nodes: list[tuple[str, str]], weight_name: str = "w{}"
         # The same name twice.
         ([("MatMul", "fc"), ("Gemm", "fc")], "val_{}", ["fc.matmul", "fc.gemm"]),
         # A name that a generated one runs into.
-        ([("MatMul", "matmul"), ("MatMul", ""), ("MatMul", "")], "val_{}", ["matmul", "matmul_1", "matmul_1_1"]),
+        (
+            [("MatMul", "matmul"), ("MatMul", ""), ("MatMul", "")],
+            "val_{}",
+            ["matmul", "matmul_1", "matmul_1_1"],
+        ),
     ],
 )
 def test_names_of_other_producers(nodes, weight_name, names, tmp_path):

@@ -23,7 +23,6 @@ LINEAR = {
 }
 
 
-
 @pytest.mark.parametrize("case", LINEAR)
 def test_size_of_a_linear_site(case, write_model):
     source, body, shape, (k, n, rows, flops) = LINEAR[case]

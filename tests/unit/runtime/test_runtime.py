@@ -16,7 +16,8 @@ from loka_onnx.bundle import BundleContents, write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.errors import BundleInvalid, DataError, EngineError
-from loka_onnx.runtime import load
+from loka_onnx.runtime import load, loading
+from loka_onnx.sessions.runner import Runner
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,55 @@ def test_the_first_engine_that_runs_here_is_loaded(sample, bundle, caplog):
     gpu, fp32, _ = (e.artifact for e in sample.contents.engines)
     assert engine.entry.id == fp32.id
     assert [s.engine for s in engine.skipped] == [gpu.id]
-    assert "this one is for tensorrt_rtx on sm89" in engine.skipped[0].reason
-    assert "this one is for tensorrt_rtx on sm89" in caplog.text
+    assert "this engine of tensorrt_rtx on sm89 is a program" in engine.skipped[0].reason
+    assert "pass `trust_programs=True`" in caplog.text
     assert f"engine '{fp32.id}' is ready" in caplog.text
+
+
+class Answers(Runner):
+    """Stands for a TensorRT engine: answers what the bundle expects, or something else."""
+
+    def __init__(self, answer: np.ndarray) -> None:
+        self.answer, self.closed = answer, False
+
+    def run(self, inputs):
+        return {"ctr": self.answer}
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_program_is_loaded_only_from_a_trusted_origin(sample, bundle, monkeypatch):
+    gpu = sample.contents.engines[0]
+    opened = []
+
+    def open_engine(path, architecture, version):
+        opened.append((path.name, architecture, version))
+        return Answers(gpu.expectation.outputs["ctr"])
+
+    monkeypatch.setattr(loading, "open_tensorrt_rtx", open_engine)
+    assert load(bundle).entry.backend == "onnxruntime"
+    assert opened == []
+    engine = load(bundle, trust_programs=True)
+    assert engine.entry.id == gpu.artifact.id
+    assert opened == [("engine.bin", "sm89", "1.5")]
+    engine.close()
+    assert engine._runner.closed
+
+
+def test_a_program_that_answers_wrong_is_freed(bundle, monkeypatch):
+    wrong = Answers(np.full((8, 1), 9.0, np.float32))
+    monkeypatch.setattr(loading, "open_tensorrt_rtx", lambda *arguments: wrong)
+    engine = load(bundle, trust_programs=True)
+    assert engine.entry.backend == "onnxruntime"
+    assert wrong.closed
+
+
+def test_a_trusted_program_without_its_gpu_is_passed_over(bundle):
+    engine = load(bundle, trust_programs=True)
+    assert engine.entry.backend == "onnxruntime"
+    reasons = ("TensorRT for RTX is not installed", "built by another version of TensorRT for RTX")
+    assert any(reason in engine.skipped[0].reason for reason in reasons)
 
 
 def test_answers_are_those_of_the_model_that_was_evaluated(sample, tmp_path):
@@ -107,7 +154,7 @@ def test_health_reports_what_runs(sample, bundle):
 
 def test_health_notices_an_engine_that_goes_wrong(bundle, monkeypatch):
     engine = load(bundle)
-    monkeypatch.setattr(engine._session, "run", lambda inputs: {"ctr": np.full((8, 1), np.nan, np.float32)})
+    monkeypatch.setattr(engine._runner, "run", lambda inputs: {"ctr": np.full((8, 1), np.nan, np.float32)})
     health = engine.health()
     assert not health.ready
     assert "output 'ctr' is off by nan" in health.detail
@@ -115,7 +162,7 @@ def test_health_notices_an_engine_that_goes_wrong(bundle, monkeypatch):
     def fail(inputs):
         raise EngineError("ONNX Runtime failed on a batch")
 
-    monkeypatch.setattr(engine._session, "run", fail)
+    monkeypatch.setattr(engine._runner, "run", fail)
     assert engine.health().detail == "ONNX Runtime failed on a batch"
 
 

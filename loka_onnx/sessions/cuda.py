@@ -86,7 +86,9 @@ class CudaDriver:
 
 
 class CudaContext:
-    """The primary context of one device, current in the calling thread, with a stream and named buffers.
+    """The primary context of one device, with a stream and named buffers.
+
+    It is current in the thread that made it; another thread must `activate` it before it calls anything else.
 
     Args:
         index: Number of the device.
@@ -101,10 +103,15 @@ class CudaContext:
         self._driver.call("cuDeviceGet", ctypes.byref(self._handle), index)
         context = ctypes.c_void_p()
         self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._handle)
-        self._driver.call("cuCtxSetCurrent", context)
+        self._context = context
+        self.activate()
         self._stream = ctypes.c_void_p()
         self._driver.call("cuStreamCreate", ctypes.byref(self._stream), 1)
         self._buffers: dict[str, tuple[ctypes.c_uint64, int]] = {}
+
+    def activate(self) -> None:
+        """Make the context current in the calling thread."""
+        self._driver.call("cuCtxSetCurrent", self._context)
 
     @property
     def stream(self) -> int:
@@ -149,6 +156,7 @@ class CudaContext:
 
     def close(self) -> None:
         """Free the buffers, the stream and the hold on the context."""
+        self.activate()
         for address, _ in self._buffers.values():
             self._driver.call("cuMemFree_v2", address)
         self._buffers.clear()

@@ -1,7 +1,16 @@
-"""Runs a serialized engine through the TensorRT API and the CUDA driver."""
+"""Runs a serialized engine through the TensorRT API and the CUDA driver.
+
+`TensorRtSession` takes the vendor module as a parameter: the calls are the same in `tensorrt_rtx` and in
+`tensorrt` 10 and 11.
+
+An engine is a program: TensorRT for RTX carries the source of its kernels and compiles it as it loads. Load
+one only from whoever may run code on the host.
+"""
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,14 +18,68 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.engines.base import Runner
-from loka_onnx.engines.cuda import CudaContext
-from loka_onnx.errors import EngineError
-from loka_onnx.sessions.onnx_session import Arrays
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.cuda import CudaContext, list_cuda_devices
+from loka_onnx.sessions.runner import Arrays, Runner
 
 
-class TensorRtRunner(Runner):
+def import_tensorrt_rtx() -> Any:
+    """The `tensorrt_rtx` module.
+
+    Raises:
+        MissingPackage: It is not installed, or its libraries do not load.
+    """
+    try:
+        return importlib.import_module("tensorrt_rtx")
+    except (ImportError, OSError) as error:
+        raise MissingPackage(
+            "TensorRT for RTX is not installed",
+            evidence=str(error),
+            remedy="pip install 'loka-onnx[tensorrt-rtx]'",
+        ) from error
+
+
+def why_no_gpu(architecture: str) -> str:
+    """Why this host cannot run an engine for an architecture; empty when it has a GPU of it."""
+    devices = list_cuda_devices()
+    if any(device.architecture == architecture for device in devices):
+        return ""
+    here = ", ".join(f"{device.name} ({device.architecture})" for device in devices) or "no NVIDIA GPU"
+    return f"the engine is for {architecture} and this host has {here}"
+
+
+def open_tensorrt_rtx(engine: Path, architecture: str, version: str = "") -> TensorRtSession:
+    """Deserialize an engine of TensorRT for RTX on the first GPU of its architecture.
+
+    Args:
+        engine: Serialized engine.
+        architecture: What it was built for, for example ``sm89``.
+        version: Version of the library that built it; not checked when empty.
+
+    Raises:
+        MissingPackage: The library is not installed.
+        EngineError: There is no such GPU, the library has another version, or it refuses the engine.
+    """
+    trt = import_tensorrt_rtx()
+    here = str(trt.__version__)
+    if version not in {"", here}:
+        raise EngineError(
+            "the engine was built by another version of TensorRT for RTX",
+            where=str(engine),
+            evidence=f"built by {version}, this host has {here}",
+            remedy=f"install tensorrt-rtx-cu13 {version}, or build the engine again",
+        )
+    reason = why_no_gpu(architecture)
+    if reason:
+        raise EngineError(f"cannot run here: {reason}", where=str(engine))
+    device = next(d.index for d in list_cuda_devices() if d.architecture == architecture)
+    return TensorRtSession(trt, engine, device)
+
+
+class TensorRtSession(Runner):
     """A deserialized engine with its execution context and device buffers.
+
+    Calls from several threads are served one after the other.
 
     Args:
         trt: The vendor module.
@@ -29,12 +92,14 @@ class TensorRtRunner(Runner):
 
     def __init__(self, trt: Any, engine: Path, device: int = 0) -> None:
         self._trt = trt
+        self._lock = threading.Lock()
         self._cuda = CudaContext(device)
         self._logger = trt.Logger(trt.Logger.WARNING)
         self._runtime = trt.Runtime(self._logger)
         self._engine = self._runtime.deserialize_cuda_engine(engine.read_bytes())
         context = self._engine.create_execution_context() if self._engine is not None else None
         if context is None:
+            del self._engine, self._runtime
             self._cuda.close()
             raise EngineError(
                 f"{trt.__name__} does not load the engine",
@@ -55,6 +120,11 @@ class TensorRtRunner(Runner):
         Raises:
             EngineError: A shape lies outside the optimization profile, or the execution fails.
         """
+        with self._lock:
+            self._cuda.activate()
+            return self._run(inputs)
+
+    def _run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         for name in self._inputs:
             value = inputs[name].astype(self._dtype(name), copy=False)
             if not self._context.set_input_shape(name, value.shape):

@@ -1,0 +1,158 @@
+"""Accuracy of plans on MovieLens 1M: the whole pipeline over trained models of the zoo.
+
+Needs the files under ``$LOKA_ONNX_DATA`` (research use; nothing derived from them is kept but figures)::
+
+    python -m benchmarks.pipeline.movielens1m --models dcnv2 wukong
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recording import write_record
+from loka_onnx.config import build_run_config
+from loka_onnx.core.digests import digest_json
+from loka_onnx.core.evaluation import OutputEvaluation
+from loka_onnx.data.movielens1m import movielens_1m
+from loka_onnx.data.parquet import write_parquet
+from loka_onnx.data.prepared import PreparedData
+from loka_onnx.pipeline.demo import BUILDER
+from loka_onnx.pipeline.run import RunOptions, RunResult, run
+from loka_onnx.zoo.builders import build
+from loka_onnx.zoo.checkpoint import save_checkpoint
+from loka_onnx.zoo.training import TrainOptions, train
+
+TRAINING = {
+    "dcnv2": TrainOptions(epochs=3, batch_size=2048, learning_rate=1e-2),
+    "wukong": TrainOptions(epochs=2, batch_size=2048, learning_rate=4e-3),
+    "dlrm": TrainOptions(epochs=2, batch_size=2048, learning_rate=4e-3),
+    "interformer": TrainOptions(epochs=2, batch_size=2048, learning_rate=4e-3),
+}
+
+
+def arguments_of(model: str, data: PreparedData) -> dict[str, Any]:
+    """Arguments of the builder."""
+    return {
+        "architecture": model,
+        "size": "reference",
+        "categorical": dict(data.categorical),
+        "numeric": list(data.numeric),
+    }
+
+
+def trained(model: str, data: PreparedData, directory: Path) -> Path:
+    """A checkpoint of the model, trained once per set of options."""
+    options = TRAINING[model]
+    path = directory / f"{model}-{digest_json(vars(options))[:8]}.safetensors"
+    if not path.exists():
+        module, _ = build(**arguments_of(model, data))
+        began = time.perf_counter()
+        result = train(module, data.open("train"), options)
+        print(f"{model}: trained in {time.perf_counter() - began:.0f} s, losses {result.losses}", flush=True)
+        save_checkpoint(path, module.state_dict())
+    return path
+
+
+def run_pipeline(model: str, data: PreparedData, directory: Path, budget: float) -> RunResult:
+    """Every stage over one model, engines for the CPU only."""
+    checkpoint = trained(model, data, directory)
+    # The run file names whole files; selection is a part of train.parquet.
+    files = {
+        split: _file_of(data, split, directory) for split in ("calibration", "selection", "certification")
+    }
+    config = build_run_config(
+        {
+            "name": model,
+            "model": {"torch": BUILDER, "checkpoint": checkpoint, "arguments": arguments_of(model, data)},
+            "outputs": [{"name": "logit", "kind": "logit", "label": data.label, "budget": budget}],
+            "data": {**files, "inputs": {b.input: list(b.columns) for b in data.bindings}},
+            "targets": [{"device": "cpu", "backends": ["onnxruntime"]}],
+            "plan": {"plans": ["fp32", "fp8-all", "fp8-safe"]},
+            "output": directory / f"run-{model}",
+        },
+        directory,
+    )
+    show = lambda stage, outcome: outcome and print(f"  {stage} {outcome.seconds:.1f} s", flush=True)  # noqa: E731
+    return run(config, RunOptions(resume=True, on_stage=show))
+
+
+def _file_of(data: PreparedData, split: str, directory: Path) -> Path:
+    part = data.splits[split]
+    if part.rows is None:
+        return part.path
+    target = directory / f"{split}.parquet"
+    if not target.exists():
+        import pyarrow.parquet as pq
+
+        stop = part.rows.stop
+        table = pq.read_table(part.path)
+        rows = table.slice(part.rows.start, None if stop is None else stop - part.rows.start)
+        write_parquet(rows, target)
+    return target
+
+
+def figures(result: RunResult) -> dict[str, Any]:
+    """What the table shows, per plan and split."""
+    report = result.report
+    assert report is not None
+    found: dict[str, Any] = {
+        "fp8_able_flops_per_example": report.modified.fp8_able_flops,
+        "linear_sites": len(report.modified.linear_sites),
+        "calibration_seconds": report.profile.seconds,
+        "plans": {},
+    }
+    for evaluation in report.evaluations.evaluations:
+        plan = report.plan(evaluation.plan)
+        name = "reference" if evaluation.engine == "reference" else evaluation.plan
+        entry = found["plans"].setdefault(name, {})
+        if plan is not None:
+            entry |= {"fp8_sites": len(plan.fp8_sites), "fp8_share_of_flops": plan.fp8_share}
+            entry["predicted_kl_percent"] = {k: 100 * v for k, v in plan.predicted_kl.items()}
+        if evaluation.outputs:
+            entry[evaluation.split] = _output(evaluation.outputs[0]) | {"rows": evaluation.rows}
+    return found
+
+
+def _output(output: OutputEvaluation) -> dict[str, Any]:
+    entry: dict[str, Any] = {"ne": output.metrics.normalized_entropy, "auc": output.metrics.auc}
+    if output.difference is not None:
+        for name in ("delta_ne", "kl", "labelled"):
+            interval = getattr(output.difference, name)
+            entry[f"{name}_percent"] = [100 * v for v in (interval.value, interval.lower, interval.upper)]
+        entry["logit_rmse"] = output.difference.delta_rmse
+    return entry
+
+
+def main() -> None:
+    """Run and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["dcnv2", "wukong"], choices=sorted(TRAINING))
+    parser.add_argument("--directory", type=Path, default=Path("runs/bench-movielens1m"))
+    parser.add_argument("--budget", type=float, default=0.0005)
+    options = parser.parse_args()
+    directory = options.directory.absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    data = movielens_1m()
+    found = {}
+    for model in options.models:
+        result = run_pipeline(model, data, directory, options.budget)
+        found[model] = figures(result)
+        for plan, entry in found[model]["plans"].items():
+            split = entry.get("certification")
+            if split:
+                delta = split.get("delta_ne_percent", [0, 0, 0])
+                print(
+                    f"{model} {plan}: NE {split['ne']:.5f} AUC {split['auc']:.5f} ΔNE {delta[0]:+.4f} "
+                    f"[{delta[1]:+.4f}, {delta[2]:+.4f}] % sites {entry.get('fp8_sites', 0)} "
+                    f"share {100 * entry.get('fp8_share_of_flops', 0):.1f} %",
+                    flush=True,
+                )
+    settings = {"budget": options.budget, "training": {m: vars(TRAINING[m]) for m in options.models}}
+    print(write_record("movielens1m", found, settings))
+
+
+if __name__ == "__main__":
+    main()

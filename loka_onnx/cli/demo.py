@@ -1,0 +1,30 @@
+"""`loka-onnx demo`: the whole pipeline on the built-in model and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loka_onnx.cli.outcome import print_outcome
+from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.pipeline.demo import run_demo
+from loka_onnx.pipeline.run import RunOptions
+
+
+def demo(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/demo"),
+    force: Annotated[bool, typer.Option("--force", help="Start over instead of going on.")] = False,
+) -> None:
+    """Train a ranker on MovieLens 100K and run the whole pipeline over it.
+
+    Needs no arguments and no network; finished stages of an earlier demo are reused.
+    """
+    terminal = terminal_of(context)
+    with StageReporter(terminal) as reporter:
+        options = RunOptions(force=force, progress=reporter.progress, on_stage=reporter.on_stage)
+        result = run_demo(output, options)
+    print_outcome(terminal, result)

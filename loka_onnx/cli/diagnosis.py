@@ -1,0 +1,214 @@
+"""What this machine can build and run, as values; `doctor` prints them. Never needs an optional package."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.engines.base import Availability
+from loka_onnx.engines.registry import all_backends
+from loka_onnx.errors import LokaError
+from loka_onnx.export.onnx_model import tensor_spec
+from loka_onnx.graph.entry import canonicalize
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package.
+
+    Attributes:
+        name: What it is called.
+        version: Its version; empty when it is not installed or cannot be used.
+        use: What it is for.
+        remedy: How to get it; empty when it is there.
+    """
+
+    name: str
+    version: str
+    use: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine and its interpreter.
+
+    Attributes:
+        system: Operating system and processor.
+        python: Version of Python.
+        loka_onnx: Version of this package.
+        cores: CPU cores that this process may use.
+        memory_gb: Memory, 10⁹ bytes.
+        gpus: NVIDIA GPUs with their architecture.
+    """
+
+    system: str
+    python: str
+    loka_onnx: str
+    cores: int
+    memory_gb: float
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What can be said about a model file without data.
+
+    Attributes:
+        path: The file.
+        producer: What wrote it.
+        notes: What would be converted on the way in.
+        inputs: Graph inputs.
+        outputs: Graph outputs.
+        sites: Number of sites.
+        fp8_able: How many of them are linear with K, N ≥ 16.
+        problems: Why a run would refuse it.
+    """
+
+    path: str
+    producer: str
+    notes: tuple[str, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    sites: int
+    fp8_able: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that `doctor` tells.
+
+    Attributes:
+        machine: The machine.
+        backends: What each backend can do here, by name.
+        packages: Optional packages.
+        model: The model that was asked about.
+    """
+
+    machine: Machine
+    backends: dict[str, Availability]
+    packages: tuple[Package, ...]
+    model: ModelFacts | None = None
+
+
+_PACKAGES = (
+    # Name, distributions that provide it, module to import ("" when it is only read as data), use, remedy.
+    (
+        "onnxruntime",
+        ("onnxruntime", "onnxruntime-gpu", "onnxruntime-migraphx"),
+        "onnxruntime",
+        "calibration, evaluation, every run",
+        "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
+    ),
+    ("torch", ("torch",), "torch", "models given as PyTorch, the demo", "pip install 'loka-onnx[export]'"),
+    ("onnxscript", ("onnxscript",), "onnxscript", "export from PyTorch", "pip install 'loka-onnx[export]'"),
+    (
+        "safetensors",
+        ("safetensors",),
+        "safetensors",
+        ".safetensors checkpoints",
+        "pip install 'loka-onnx[export]'",
+    ),
+    (
+        "tensorrt_rtx",
+        ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
+        "tensorrt_rtx",
+        "engines for RTX GPUs",
+        "pip install 'loka-onnx[tensorrt-rtx]' (Linux x86-64 and Windows)",
+    ),
+    (
+        "tensorrt",
+        ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+        "tensorrt",
+        "engines for NVIDIA data-centre GPUs",
+        "pip install 'loka-onnx[tensorrt]'",
+    ),
+    ("recbole", ("recbole",), "", "the demo's data (only read)", "pip install --no-deps recbole"),
+)
+
+
+def diagnose(model: Path | None = None) -> Diagnosis:
+    """Look at this machine, and at a model when one is given.
+
+    Raises:
+        ModelError: The model cannot be read.
+    """
+    return Diagnosis(
+        machine=_machine(),
+        backends={backend.name: backend.availability() for backend in all_backends()},
+        packages=tuple(_package(*row) for row in _PACKAGES),
+        model=None if model is None else describe_model(model),
+    )
+
+
+def describe_model(path: Path) -> ModelFacts:
+    """Bring a model into canonical form in memory and look at it.
+
+    Raises:
+        ModelError: The model is truncated, too old, or has custom operators.
+    """
+    canonical = canonicalize(path)
+    graph = canonical.model
+    sites = find_sites(graph)
+    problems = [] if sites else ["it has no sites: no MatMul or Gemm of an activation"]
+    inputs = tuple(tensor_spec(tensor) for tensor in graph.inputs)
+    problems += [
+        f"input '{spec.name}' has no dynamic batch: its shape is {list(spec.shape)}"
+        for spec in inputs
+        if not spec.shape or spec.shape[0] is not None
+    ]
+    try:
+        OnnxSession(path, SessionOptions(threads=1, optimize=False))
+    except LokaError as error:
+        problems.append(f"{error.what}: {error.evidence}")
+    return ModelFacts(
+        path=str(path),
+        producer=canonical.producer,
+        notes=canonical.notes,
+        inputs=inputs,
+        outputs=tuple(tensor_spec(tensor) for tensor in graph.outputs),
+        sites=len(sites),
+        fp8_able=sum(site.is_fp8_able for site in sites),
+        problems=tuple(problems),
+    )
+
+
+def _machine() -> Machine:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        loka_onnx=metadata.version("loka-onnx"),
+        cores=cores,
+        memory_gb=round(psutil.virtual_memory().total / 1e9, 1),
+        gpus=tuple(f"{gpu.name} ({gpu.architecture})" for gpu in list_cuda_devices()),
+    )
+
+
+def _package(name: str, distributions: tuple[str, ...], module: str, use: str, remedy: str) -> Package:
+    version = next((v for d in distributions if (v := _version(d))), "")
+    if version and module:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            # A package whose native libraries do not fit this machine raises whatever its loader raises.
+            return Package(name, "", use, f"{version} is installed and does not import: {error}")
+    return Package(name, version, use, "" if version else remedy)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

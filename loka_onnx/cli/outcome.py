@@ -1,0 +1,96 @@
+"""What a run ends with: the table, the choice with its reason, and where things are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rich.text import Text
+
+from loka_onnx.cli.terminal import Terminal
+from loka_onnx.core.engine import BuildStatus
+from loka_onnx.core.evaluation import BudgetStatus
+from loka_onnx.pipeline.run import RunResult
+from loka_onnx.report import ReportData, summary_table
+from loka_onnx.report.verdict import budget_sentence
+
+SPLIT = "certification"
+
+
+def print_outcome(terminal: Terminal, result: RunResult) -> None:
+    """Print what a finished run found; nothing for one that ended before its report."""
+    out = terminal.out
+    if result.report is None:
+        return
+    for target in dict.fromkeys(engine.target for engine in result.report.engines):
+        out.print()
+        out.print(summary_table(_only(result.report, target), SPLIT))
+    out.print()
+    for line in (*_chosen(result.report), *_undecided(result.report), *_failures(result.report)):
+        # soft_wrap: a path or id that is cut at the margin cannot be copied.
+        out.print(line, soft_wrap=True)
+    out.print()
+    for name, path in _places(result):
+        out.print(Text.assemble((f"{name:<7}", "bold"), shown(path)), soft_wrap=True)
+
+
+def print_written(terminal: Terminal, result: RunResult, *names: str) -> None:
+    """Say which files of the run directory a stage leaves."""
+    for name in names:
+        terminal.out.print(Text.assemble(("wrote ", "bold"), shown(result.directory / name)), soft_wrap=True)
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be given from here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _only(data: ReportData, target: str) -> ReportData:
+    """The facts of one target: one table for each, so that rows fit into a terminal."""
+    return replace(
+        data,
+        title=f"{data.title}, {target}",
+        engines=tuple(engine for engine in data.engines if engine.target == target),
+        evaluations=replace(
+            data.evaluations,
+            evaluations=tuple(
+                e for e in data.evaluations.evaluations if e.target == target or e.engine in data.references
+            ),
+        ),
+    )
+
+
+def _chosen(data: ReportData) -> Iterator[Text]:
+    for choice in data.choice.targets:
+        yield Text.assemble(
+            (f"{choice.target}: ", "bold"),
+            (choice.plan, "bold green"),
+            f" — {choice.reason} (speed: {choice.basis})",
+        )
+
+
+def _undecided(data: ReportData) -> Iterator[Text]:
+    for evaluation in data.evaluations.evaluations:
+        if evaluation.split != SPLIT:
+            continue
+        for output in evaluation.outputs:
+            if output.budget_status == BudgetStatus.UNDECIDED:
+                yield Text.assemble(
+                    ("? ", "yellow"), f"{evaluation.engine}, {output.output}: {budget_sentence(output)}"
+                )
+
+
+def _failures(data: ReportData) -> Iterator[Text]:
+    for engine in data.engines:
+        if engine.status is BuildStatus.FAILED:
+            detail = engine.detail.strip().partition("\n")[0]
+            yield Text.assemble(("✗ ", "red"), f"{engine.id}: {detail}")
+
+
+def _places(result: RunResult) -> Iterator[tuple[str, Path]]:
+    yield from (("report", path) for path in result.report_files if path.suffix == ".html")
+    if result.bundle is not None:
+        yield "bundle", result.bundle

@@ -1,0 +1,70 @@
+"""`loka-onnx run`: the whole pipeline on a run file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loka_onnx.cli.outcome import print_outcome
+from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.terminal import Terminal, terminal_of
+from loka_onnx.config import RunConfig, load_run_file, parse_overrides
+from loka_onnx.errors import ConfigError
+from loka_onnx.pipeline.checks import require_fp8 as check_fp8
+from loka_onnx.pipeline.run import RunOptions, RunResult
+from loka_onnx.pipeline.run import run as run_pipeline
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)]
+Output = Annotated[
+    Path | None, typer.Option(help="The run directory; runs/<name> beside the run file by default.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the run file, as in batch.max=512."),
+]
+
+
+def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
+    context: typer.Context,
+    run_file: RunFile,
+    output: Output = None,
+    force: Annotated[bool, typer.Option("--force", help="Start over; removes the earlier run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last finished stage.")] = False,
+    overrides: Overrides = None,
+    require_fp8: Annotated[
+        bool, typer.Option("--require-fp8", help="Exit with 3 if no FP8 plan is inside the budget.")
+    ] = False,
+) -> None:
+    """Run the whole pipeline: from a trained model to a report and a bundle."""
+    if force and resume:
+        raise ConfigError(
+            "--force and --resume exclude each other",
+            evidence="one removes the earlier run, the other goes on with it",
+            remedy="give one of them",
+        )
+    terminal = terminal_of(context)
+    result = run_until(
+        terminal, read_run_file(run_file, output, overrides), RunOptions(force=force, resume=resume)
+    )
+    print_outcome(terminal, result)
+    if require_fp8 and result.report is not None:
+        check_fp8(result.report)
+
+
+def read_run_file(path: Path, output: Path | None, overrides: list[str] | None) -> RunConfig:
+    """The run file with what the command line replaces in it."""
+    replaced = parse_overrides(overrides or [])
+    if output is not None:
+        # A path in a run file starts at the file, one on the command line where the user is.
+        replaced["output"] = str(output.absolute())
+    return load_run_file(path, replaced)
+
+
+def run_until(terminal: Terminal, config: RunConfig, options: RunOptions) -> RunResult:
+    """Run the pipeline, reporting on the terminal."""
+    with StageReporter(terminal) as reporter:
+        watched = replace(options, progress=reporter.progress, on_stage=reporter.on_stage)
+        return run_pipeline(config, watched)

@@ -1,0 +1,95 @@
+"""One verb per stage: `export`, `calibrate`, `plan`, `build`, `evaluate` and `report`.
+
+Each runs the pipeline up to its stage in the run's own directory, so that finished stages before it are taken
+over and it can be followed by the next verb, or by `run --resume`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from loka_onnx.cli.outcome import print_outcome, print_written
+from loka_onnx.cli.run import Output, Overrides, RunFile, read_run_file, run_until
+from loka_onnx.cli.terminal import Terminal, terminal_of
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.engine import EngineSet
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.pipeline.run import RunOptions, RunResult, Stage
+
+Show = Callable[[Terminal, RunResult], None]
+
+
+def add_stage_verb(app: typer.Typer, stage: Stage) -> None:
+    """Register the verb of a stage."""
+    help_text, show = _VERBS[stage]
+    app.command(stage.value, help=f"{help_text} Reuses the finished stages before it.")(
+        _stage_verb(stage, show)
+    )
+
+
+def _stage_verb(stage: Stage, show: Show) -> Callable[..., None]:
+    def verb(
+        context: typer.Context, run_file: RunFile, output: Output = None, overrides: Overrides = None
+    ) -> None:
+        terminal = terminal_of(context)
+        config = read_run_file(run_file, output, overrides)
+        show(terminal, run_until(terminal, config, RunOptions(resume=True, until=stage)))
+
+    return verb
+
+
+def _show_model(terminal: Terminal, result: RunResult) -> None:
+    model = serde.read(ModelArtifact, result.directory / "model/exported.json")
+    linear = len(model.linear_sites)
+    terminal.out.print(f"{len(model.sites)} sites, {linear} of them linear; opset {model.opset}")
+    print_written(terminal, result, "model/exported.onnx", "model/exported.json")
+
+
+def _show_profile(terminal: Terminal, result: RunResult) -> None:
+    print_written(terminal, result, "calibration/exported.json")
+
+
+def _show_plans(terminal: Terminal, result: RunResult) -> None:
+    plans = serde.read(PlanSet, result.directory / "plan.json").plans
+    table = _table("plan", "base", "FP8 sites", "FP8 FLOPs")
+    for plan in plans:
+        sites = f"{len(plan.fp8_sites)} of {len(plan.decisions)}"
+        table.add_row(Text(plan.id), Text(plan.base), sites, f"{plan.fp8_share:.1%}")
+    terminal.out.print(table)
+    print_written(terminal, result, "plan.json")
+
+
+def _show_engines(terminal: Terminal, result: RunResult) -> None:
+    engines = serde.read(EngineSet, result.directory / "engines.json").engines
+    for engine in engines:
+        detail = engine.detail.strip().partition("\n")[0]
+        terminal.out.print(
+            Text(f"{engine.id}: {engine.status}{f' ({detail})' if detail else ''}"), soft_wrap=True
+        )
+    print_written(terminal, result, "engines.json")
+
+
+def _show_evaluation(terminal: Terminal, result: RunResult) -> None:
+    print_written(terminal, result, "evaluation.json")
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+_VERBS: dict[Stage, tuple[str, Show]] = {
+    Stage.EXPORT: ("Bring the model into canonical ONNX with named sites.", _show_model),
+    Stage.CALIBRATE: ("Measure on data what FP8 does to each site.", _show_profile),
+    Stage.PLAN: ("Decide the precision of each site.", _show_plans),
+    Stage.BUILD: ("Build an engine for every backend and plan.", _show_engines),
+    Stage.EVALUATE: ("Measure accuracy and latency of the engines.", _show_evaluation),
+    Stage.REPORT: ("Choose the engines and write the report.", print_outcome),
+}

@@ -1,0 +1,49 @@
+"""Where the command line writes: results to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import TextIO
+
+import typer
+from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """The two streams and what the caller asked to be spared.
+
+    Attributes:
+        out: Results.
+        err: Progress and messages.
+        quiet: No progress.
+    """
+
+    out: Console
+    err: Console
+    quiet: bool = False
+
+    @classmethod
+    def open(cls, *, quiet: bool = False) -> Terminal:
+        """A terminal over the process's own streams."""
+        return cls(_console(sys.stdout), _console(sys.stderr), quiet)
+
+
+def terminal_of(context: typer.Context) -> Terminal:
+    """The terminal that the global options set up."""
+    terminal = context.find_object(Terminal)
+    return terminal or Terminal.open()
+
+
+def is_plain(stream: TextIO) -> bool:
+    """Whether a stream takes lines of text only: no colour, no cursor movement."""
+    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def _console(stream: TextIO) -> Console:
+    if is_plain(stream):
+        # FORCE_COLOR would win over a pipe otherwise.
+        return Console(file=stream, force_terminal=False, color_system=None, highlight=False)
+    return Console(file=stream, highlight=False)

@@ -1,0 +1,41 @@
+"""Layout operations: they move elements and compute nothing, so statistics and rounding pass through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer
+
+LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+
+
+@dataclass(frozen=True)
+class LayoutRoot:
+    """Where the elements of a tensor come from.
+
+    Attributes:
+        tensor: The tensor before any layout operation.
+        chain: The layout nodes from there, in order.
+    """
+
+    tensor: Tensor
+    chain: tuple[Node, ...]
+
+
+def layout_root(tensor: Tensor) -> LayoutRoot:
+    """Follow a tensor back through layout operations."""
+    chain: list[Node] = []
+    node = producer(tensor)
+    while node is not None and node.op in LAYOUT_OPS and not is_constant(node.inputs[0]):
+        chain.append(node)
+        tensor = node.inputs[0]
+        node = producer(tensor)
+    return LayoutRoot(tensor, tuple(reversed(chain)))
+
+
+def reapply(model: GraphModel, chain: Sequence[Node], tensor: Tensor, name: str) -> Tensor:
+    """Apply copies of layout nodes to another tensor of the same shape."""
+    for position, node in enumerate(chain):
+        tensor = model.add_like(node, [tensor, *node.inputs[1:]], f"{name}.layout{position}")
+    return tensor

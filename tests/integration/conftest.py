@@ -1,0 +1,21 @@
+"""A workplace for each test, and one finished run for those that only look."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from synthetic_runs import Workplace, make_workplace
+
+from loka_onnx.pipeline.run import RunResult, run
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path / "work")
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """Do not write into its directory."""
+    return run(make_workplace(tmp_path_factory.mktemp("finished")).run_file)

@@ -1,0 +1,203 @@
+"""What calibration refuses, and how much memory it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from loka_onnx.calibration.probe import ProbeOptions, calibrate
+from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.opening import open_dataset
+from loka_onnx.errors import CalibrationError
+from loka_onnx.export.onnx_model import import_onnx
+
+pytest.importorskip("onnxruntime")
+
+OUTPUTS = (OutputSpec("y", OutputKind.LOGIT, "label"),)
+BINDINGS = (InputBinding("x", ("x",), "float32", 2),)
+
+
+def artifact_of(folder: Path, body: str, **weights: np.ndarray) -> ModelArtifact:
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,16] x) => (float[] y) {{ {body} }}'
+    )
+    for name, values in weights.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.float32), name))
+    onnx.save(model, folder / "source.onnx")
+    return import_onnx(folder / "source.onnx", folder / "model.onnx", OUTPUTS)
+
+
+def data_of(folder: Path, x: np.ndarray):
+    labels = np.arange(len(x)) % 2
+    np.savez(folder / "clicks-0412.npz", x=x.astype(np.float32), label=labels)
+    return open_dataset(folder / "clicks-0412.npz", BINDINGS, ("label",))
+
+
+W1, W2 = np.random.default_rng(0).standard_normal((2, 16, 16))
+HEAD = np.ones((16, 1))
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        # Exp overflows, and the logarithm of a negative number is NaN.
+        ("[fc1] h = MatMul(x, w1)  e = Exp(h)  [fc2] y = MatMul(e, head)", "amax inf, sum of squares inf"),
+        ("[fc1] h = MatMul(x, w1)  e = Log(h)  [fc2] y = MatMul(e, head)", "nan"),
+    ],
+)
+def test_an_activation_that_is_not_finite_names_site_tensor_and_batch(body, shown, tmp_path):
+    x = np.full((640, 16), 0.1)
+    weights = {"w1": np.full((16, 16), 10.0), "head": HEAD}
+    x[389] = 5.0 if shown.startswith("amax") else -0.1
+    artifact, data = artifact_of(tmp_path, body, **weights), data_of(tmp_path, x)
+    with pytest.raises(CalibrationError) as caught:
+        calibrate(artifact, OUTPUTS, data, tmp_path, ProbeOptions(batch_size=64, threads=1))
+    text = str(caught.value)
+    assert text.startswith("site 'fc2': its input 'e' is not finite in batch 7 of 10 of 'clicks-0412.npz'")
+    assert shown in text and "1024 elements" in text
+    assert "remedy: an FP8 scale needs a finite range: drop those rows, or clamp the input" in text
+
+
+def test_an_infinite_weight_is_refused(tmp_path):
+    weight = W1.copy()
+    weight[3, 4] = np.inf
+    artifact = artifact_of(
+        tmp_path, "[fc1] h = MatMul(x, w1)  [fc2] y = MatMul(h, head)", w1=weight, head=HEAD
+    )
+    x = np.zeros((64, 16))
+    with pytest.raises(CalibrationError, match=re.escape("not finite")):
+        calibrate(artifact, OUTPUTS, data_of(tmp_path, x), tmp_path, ProbeOptions(threads=1))
+
+
+def test_dead_activations_and_weights_have_no_error(tmp_path):
+    """Zero everywhere: the scale is 1, and nothing divides by zero."""
+    artifact = artifact_of(
+        tmp_path, "z = Relu(x)  [fc1] h = MatMul(z, w1)  [fc2] y = MatMul(h, head)", w1=W1, head=HEAD
+    )
+    profile = calibrate(
+        artifact, OUTPUTS, data_of(tmp_path, -np.ones((64, 16))), tmp_path, ProbeOptions(threads=1)
+    )
+    error = profile.site("fc1").error(PER_TENSOR.id)
+    assert (error.activation_scale, error.signal, error.relative_error, error.cosine) == (1.0, 0.0, 0.0, 1.0)
+    assert (error.saturated, error.underflowed) == (0, 0)
+
+
+def test_a_weight_without_output_channels_has_no_per_channel_recipe(tmp_path):
+    artifact = artifact_of(tmp_path, "[fc1] h = MatMul(x, w1)  y = MatMul(h, w)", w1=W1, w=W2[0])
+    site = next(s for s in artifact.sites if s.output == "y")
+    assert site.n == 1
+    profile = calibrate(
+        artifact, OUTPUTS, data_of(tmp_path, np.ones((64, 16))), tmp_path, ProbeOptions(threads=1)
+    )
+    assert [e.recipe for e in profile.site(site.name).errors] == [PER_TENSOR.id]
+    assert profile.site(site.name).sensitivities[0].recipe == PER_TENSOR.id
+
+
+def test_rows_and_sites_can_be_limited(tmp_path):
+    artifact = artifact_of(
+        tmp_path, "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)", w1=W1, head=HEAD
+    )
+    x = np.random.default_rng(1).standard_normal((300, 16))
+    x[200:] *= 100
+    options = ProbeOptions(
+        rows=200, sensitivity_rows=150, batch_size=64, threads=1, only=frozenset({"fc1"}), synthetic=True
+    )
+    seen: list[tuple[str, int, int]] = []
+    profile = calibrate(
+        artifact,
+        OUTPUTS,
+        data_of(tmp_path, x),
+        tmp_path,
+        options,
+        lambda task, done, total: seen.append((task, done, total)),
+    )
+    assert [entry.site for entry in profile.sites] == ["fc1"]
+    assert (profile.rows, profile.sensitivity_rows, profile.synthetic) == (200, 150, True)
+    assert profile.site("fc1").operands["x"].amax == pytest.approx(np.abs(x[:200]).max(), rel=1e-6)
+    assert seen[3] == ("ranges", 200, 200) and seen[-1] == ("sensitivity", 150, 150)
+    assert profile.site("fc1").sensitivities[0].kl.rows == 150
+
+
+def test_the_recipe_of_the_sensitivity_is_the_better_one_or_the_one_asked_for(tmp_path):
+    scaled = W1 * np.logspace(0, -8, 16)
+    artifact = artifact_of(
+        tmp_path,
+        "[fc1] h = MatMul(x, w1)  m = Mul(h, back)  r = Tanh(m)  [fc2] y = MatMul(r, head)",
+        w1=scaled,
+        back=1 / np.logspace(0, -8, 16),
+        head=HEAD,
+    )
+    data = data_of(tmp_path, np.random.default_rng(1).standard_normal((300, 16)))
+    chosen = {
+        weight: calibrate(artifact, OUTPUTS, data, tmp_path, ProbeOptions(threads=1, weight=weight)).site(
+            "fc1"
+        )
+        for weight in (None, PER_TENSOR.weight, PER_CHANNEL_WEIGHT.weight)
+    }
+    entry = chosen[None]
+    better = min(entry.errors, key=lambda error: error.relative_error)
+    assert entry.sensitivities[0].recipe == better.recipe
+    assert chosen[PER_TENSOR.weight].sensitivities[0].recipe == PER_TENSOR.id
+    assert chosen[PER_CHANNEL_WEIGHT.weight].sensitivities[0].recipe == PER_CHANNEL_WEIGHT.id
+    # Columns of very different size: per tensor loses the small ones, which Mul brings back.
+    kl = {weight: chosen[weight].sensitivities[0].kl.value for weight in chosen}
+    assert kl[PER_TENSOR.weight] > 2 * kl[PER_CHANNEL_WEIGHT.weight]
+
+
+MEMORY = textwrap.dedent(
+    """
+    import sys, resource
+    from pathlib import Path
+    sys.path[:0] = [sys.argv[1]]
+    import numpy as np
+    from test_probe_limits import BINDINGS, HEAD, OUTPUTS, W1, artifact_of
+    from loka_onnx.calibration.probe import ProbeOptions, calibrate
+    from loka_onnx.data.opening import open_dataset
+
+    folder, batches = Path(sys.argv[2]), int(sys.argv[3])
+    artifact = artifact_of(
+        folder, "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)", w1=W1, head=HEAD
+    )
+    data = open_dataset(folder / "rows.npz", BINDINGS, ("label",))
+    calibrate(artifact, OUTPUTS, data, folder, ProbeOptions(batch_size=2048, rows=2048 * batches, threads=1,
+                                                            sensitivity_rows=2048 * batches if batches == 10 else 20480))
+    # Anonymous memory: mapped files are the page cache's business.
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    print(int(fields["VmHWM"].split()[0]) - int(fields["RssFile"].split()[0]))
+    """
+)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_batches(tmp_path):
+    """Peak after 10 and after 200 batches of 2048 rows; the rows of the difference are 26 MB."""
+    rows = 2048 * 200
+    np.savez(
+        tmp_path / "rows.npz",
+        x=np.random.default_rng(0).standard_normal((rows, 16)).astype(np.float32),
+        label=np.arange(rows) % 2,
+    )
+    peaks = []
+    for batches in (10, 200):
+        result = subprocess.run(
+            [sys.executable, "-c", MEMORY, str(Path(__file__).parent), str(tmp_path), str(batches)],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == 0, result.stderr
+        peaks.append(int(result.stdout) / 1024)
+    # Seen: below 1 MiB. Keeping the rows would cost 25 MiB, keeping every activation more.
+    assert peaks[1] - peaks[0] < 6

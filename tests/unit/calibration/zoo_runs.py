@@ -1,0 +1,75 @@
+"""The four zoo models, exported tiny with random weights, on generated rows; each once in a process."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
+from loka_onnx.data.dataset import Dataset
+from loka_onnx.data.prepared import PreparedData
+from loka_onnx.data.synthetic import SyntheticOptions, prepare_synthetic
+from loka_onnx.export.torch_module import export_torch
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.sessions.onnx_session import Arrays, OnnxSession, SessionOptions
+from loka_onnx.zoo import MODEL_NAMES, FeatureSpec, create
+
+ROWS = 1500
+BATCH = 512
+OUTPUTS = (OutputSpec("logit", OutputKind.LOGIT, "label"),)
+
+__all__ = ["BATCH", "MODEL_NAMES", "OUTPUTS", "ROWS", "ZooRun", "capture", "prepared", "zoo_run"]
+
+
+@dataclass(frozen=True)
+class ZooRun:
+    """An exported model and its rows."""
+
+    artifact: ModelArtifact
+    data: Dataset
+
+    def graph(self) -> GraphModel:
+        return GraphModel.load(self.artifact.path)
+
+    def inputs(self) -> Arrays:
+        return dict(next(iter(self.data.batches(self.data.rows))).inputs)
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="loka-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def prepared() -> PreparedData:
+    return prepare_synthetic(_folder() / "data", SyntheticOptions(rows=(10, ROWS, 10, 10), seed=3))
+
+
+@functools.cache
+def zoo_run(name: str) -> ZooRun:
+    source = prepared()
+    data = source.open("calibration")
+    module = create(name, FeatureSpec(source.categorical, source.numeric), "tiny", seed=1)
+    rows = next(iter(data.batches(64))).inputs
+    return ZooRun(export_torch(module, rows, _folder() / name / "model.onnx", OUTPUTS), data)
+
+
+def capture(model: GraphModel, tensors: list[str], inputs: Arrays, folder: Path) -> Arrays:
+    """Values of inner tensors, with every tensor an output of the graph; one thread, no fusions."""
+    known = model.tensors()
+    present = {tensor.name for tensor in model.outputs}
+    for name in dict.fromkeys(tensors):
+        if name not in present:
+            model.add_output(known[name], np.float32, None)
+    path = folder / "captured.onnx"
+    model.save(path)
+    session = OnnxSession(path, SessionOptions(threads=1, optimize=False))
+    return session.run({name: inputs[name] for name in session.input_names}, list(dict.fromkeys(tensors)))

@@ -1,0 +1,151 @@
+"""Documents: equal values give equal text, everything comes back, anything strange is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact, Parity, TensorSpec
+from loka_onnx.core.digests import digest_files, digest_json
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.profile import ErrorStats, Profile, RangeStats, Sensitivity, SiteProfile
+from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.errors import OutputError, UserError
+
+SITE = Site(
+    "over.fc1",
+    SiteKind.LINEAR,
+    "Gemm",
+    (Operand("x", 0, False, 1, (None, 32)), Operand("w", 1, True, 1, (64, 32))),
+    "y",
+    32,
+    64,
+    3,
+    ("a", "b"),
+)
+ARTIFACT = ModelArtifact(
+    Path("model/model.onnx"),
+    "d" * 64,
+    21,
+    (TensorSpec("x", "float32", (None, 32)),),
+    (TensorSpec("y", "float32", (None,)),),
+    (SITE,),
+    "pytorch 2.13",
+    Parity(64, 1e-7, 1e-8, 1e-4),
+    ("converted from opset 17 to 21",),
+)
+PROFILE = Profile(
+    "m",
+    "d",
+    100,
+    50,
+    False,
+    (
+        SiteProfile(
+            "over.fc1",
+            {"x": RangeStats(3, 0.1, -0.1, 0.1, 0.0, 1e-300)},
+            (ErrorStats("r", None, 3, 1.0, 0.5, 1.0, 1.5, 0, 0, 0),),
+            (
+                Sensitivity(
+                    "r",
+                    "logit",
+                    "loss",
+                    0.1,
+                    -0.1,
+                    Interval(1e-5, -float("inf"), float("inf"), 0.95, 50),
+                    None,
+                ),
+            ),
+        ),
+    ),
+    {"logit": 0.6931471805599453},
+    {"ranges": 0.25},
+)
+
+
+@pytest.mark.parametrize("value", [ARTIFACT, PROFILE], ids=["model", "profile"])
+def test_a_document_comes_back_equal(value, tmp_path):
+    path = tmp_path / "sub" / "value.json"
+    serde.write(value, path)
+    assert serde.read(type(value), path) == value
+    assert serde.dumps(serde.read(type(value), path)) == path.read_text()
+    assert [p.name for p in path.parent.iterdir()] == ["value.json"]
+
+
+def test_lookups():
+    assert ARTIFACT.site("over.fc1") is SITE and ARTIFACT.linear_sites == (SITE,)
+    assert SITE.flops_per_example == ARTIFACT.fp8_able_flops == 2 * 3 * 32 * 64
+    assert PROFILE.site("over.fc1").error("r").cosine == pytest.approx(1.0 / 1.5**0.5)
+    assert PROFILE.site("over.fc1").sensitivity("r", "logit").delta_rmse == 0.1
+    for missing in (
+        lambda: ARTIFACT.site("x"),
+        lambda: PROFILE.site("x"),
+        lambda: PROFILE.site("over.fc1").error("x"),
+        lambda: PROFILE.site("over.fc1").sensitivity("r", "x"),
+    ):
+        with pytest.raises(KeyError):
+            missing()
+
+
+def edited(change) -> str:
+    document = json.loads(serde.dumps(ARTIFACT))
+    change(document)
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"run\.json: not a JSON document"),
+        ("[]", "unknown schema(?s:.*)schema is None"),
+        (
+            edited(lambda d: d.update(schema="loka-onnx/model/2")),
+            "schema is 'loka-onnx/model/2', this version reads",
+        ),
+        (edited(lambda d: d.update(more=1)), "unknown schema"),
+        (edited(lambda d: d["value"].update(colour="red")), "at colour: Unexpected keyword argument"),
+        (edited(lambda d: d["value"].update(opset="many")), "at opset: Input should be a valid integer"),
+        (edited(lambda d: d["value"].pop("digest")), "at digest: Field required"),
+        (edited(lambda d: d["value"]["sites"][0].update(kind="conv")), r"at sites\.0\.kind"),
+    ],
+)
+def test_strange_documents_are_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        serde.loads(ModelArtifact, text, where="run.json")
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(UserError, match="cannot read the loka-onnx/model/1 document"):
+        serde.read(ModelArtifact, tmp_path / "absent.json")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot write"):
+        serde.write(ARTIFACT, tmp_path / "file" / "model.json")
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "model.json"
+    path.write_text("old")
+
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loka_onnx.core.serde.os.fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        serde.write(ARTIFACT, path)
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["model.json"]
+
+
+def test_digests_follow_names_order_and_content(tmp_path):
+    assert digest_json({"b": 1, "a": [1, 2]}) == digest_json({"a": [1, 2], "b": 1})
+    assert digest_json({"a": 1}) != digest_json({"a": "1"})
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("x")
+    two.write_text("x")
+    assert (
+        len({digest_files([one]), digest_files([two]), digest_files([one, two]), digest_files([two, one])})
+        == 4
+    )

@@ -1,0 +1,100 @@
+"""FP8 rounding in FP32 arithmetic, run through ONNX Runtime, against ml_dtypes: every mantissa."""
+
+from __future__ import annotations
+
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from loka_onnx.core.formats import FLOAT8_SPECS, Float8
+from loka_onnx.graph.fake_quantize import fake_quantize
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+pytest.importorskip("onnxruntime")
+
+FORMATS = list(Float8)
+
+
+def session_of(write_model, format: Float8, scale: float) -> OnnxSession:
+    """x → its FP8 value times the scale, and |x / scale|; at the optimization level that calibration uses."""
+    model = GraphModel.load(write_model("g (float[n] x) => (float[n] y) { y = Identity(x) }"))
+    (output,) = model.outputs
+    quantized = fake_quantize(model, model.inputs[0], scale, format, "q")
+    model.make_output(output, quantized.values)
+    model.add_output(quantized.magnitude, np.float32, ["n"])
+    path = write_model("g (float[n] x) => (float[n] y) { y = Identity(x) }", name="fake.onnx")
+    model.save(path)
+    return OnnxSession(path, SessionOptions(threads=1))
+
+
+def through(session: OnnxSession, x: np.ndarray) -> np.ndarray:
+    return session.run({"x": x}, ["y"])["y"]
+
+
+def by_ml_dtypes(x: np.ndarray, scale: float, format: Float8) -> np.ndarray:
+    spec = FLOAT8_SPECS[format]
+    clipped = np.clip(x / np.float32(scale), -np.float32(spec.max), np.float32(spec.max))
+    return clipped.astype(getattr(ml_dtypes, spec.ml_dtype)).astype(np.float32) * np.float32(scale)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_mantissa_of_a_binade(format, write_model):
+    """2**23 values in [1, 2), among them each tie; the operations commute with powers of two."""
+    session = session_of(write_model, format, 1.0)
+    binade = np.arange(0x3F800000, 0x40000000, dtype=np.uint32).view(np.float32)
+    want = binade.astype(getattr(ml_dtypes, FLOAT8_SPECS[format].ml_dtype)).astype(np.float32)
+    np.testing.assert_array_equal(through(session, binade), want)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_binade_at_and_around_its_ties(format, write_model):
+    """From far below the smallest subnormal to beyond the maximum, either sign."""
+    spec = FLOAT8_SPECS[format]
+    session = session_of(write_model, format, 1.0)
+    values = np.arange(128, dtype=np.uint8).view(getattr(ml_dtypes, spec.ml_dtype)).astype(np.float32)
+    values = np.sort(values[np.isfinite(values)])
+    middles = (values[1:] + values[:-1]) / 2
+    exact = np.concatenate([values, middles, 2.0 ** np.arange(-126, 60), [spec.max * 1.5, spec.max + 1]])
+    exact = exact.astype(np.float32)
+    steps = [exact]
+    for direction in (-np.inf, np.inf):
+        near = exact
+        for _ in range(3):
+            near = np.nextafter(near, np.float32(direction))
+            steps.append(near)
+    x = np.concatenate(steps)
+    x = np.concatenate([x, -x])
+    np.testing.assert_array_equal(through(session, x), by_ml_dtypes(x, 1.0, format))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_subnormal_range_densely(format, write_model):
+    """Two million values, evenly spaced, over the subnormals and the first normal binade."""
+    spec = FLOAT8_SPECS[format]
+    session = session_of(write_model, format, 1.0)
+    x = np.linspace(-2 * spec.min_normal, 2 * spec.min_normal, 2_000_001, dtype=np.float32)
+    want = x.astype(getattr(ml_dtypes, spec.ml_dtype)).astype(np.float32)
+    np.testing.assert_array_equal(through(session, x), want)
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 3.0517578125e-05, 0.0078125, 1.6640625, 1.7e30])
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_divide_and_multiply_as_quantize_and_dequantize_do(format, scale, write_model):
+    session = session_of(write_model, format, scale)
+    normal = np.random.default_rng(0).standard_normal(100_000) * FLOAT8_SPECS[format].max * scale / 3
+    x = np.clip(normal, -3e38, 3e38).astype(np.float32)
+    np.testing.assert_array_equal(through(session, x), by_ml_dtypes(x, scale, format))
+    magnitude = session.run({"x": x}, ["q.abs.out"])["q.abs.out"]
+    np.testing.assert_array_equal(magnitude, np.abs(x / np.float32(scale)))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_zeros_and_the_ends_of_the_range(format, write_model):
+    spec = FLOAT8_SPECS[format]
+    session = session_of(write_model, format, 2.0)
+    top, least = spec.max * 2, spec.min_subnormal * 2
+    x = [0.0, -0.0, top, -top, top * 1.01, -3e38, 3e38, least, least / 2, -least / 2, least * 0.5001, 1e-45]
+    got = through(session, np.array(x, np.float32))
+    np.testing.assert_array_equal(got, [0, 0, top, -top, top, -top, top, least, 0, 0, least, 0])

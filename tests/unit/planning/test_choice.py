@@ -1,0 +1,439 @@
+"""Which engine is emitted, and the reason that every other one gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import OutputKind
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
+from loka_onnx.core.evaluation import (
+    BudgetStatus,
+    Choice,
+    Evaluation,
+    EvaluationSet,
+    Latency,
+    OutputEvaluation,
+    TargetChoice,
+    TaskMetrics,
+)
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.errors import PlanningError
+from loka_onnx.planning.choice import MEASURED, PROVISIONAL, choose, group_by_hardware
+
+WITHIN, BEYOND, UNDECIDED = BudgetStatus.WITHIN, BudgetStatus.BEYOND, BudgetStatus.UNDECIDED
+
+
+def plan(name: str, base: Precision, share: float) -> PrecisionPlan:
+    precision = Precision.FP8 if share else base
+    decision = Decision("fc", precision, PER_TENSOR if share else None, Verdict.SAFE, "", 1.0, (1.0,))
+    return PrecisionPlan(name, "digest", base, (decision,), {}, share)
+
+
+PLANS = PlanSet(
+    (
+        plan("fp32", Precision.FP32, 0.0),
+        plan("bf16", Precision.BF16, 0.0),
+        plan("fp16", Precision.FP16, 0.0),
+        plan("fp8-all", Precision.BF16, 1.0),
+        plan("fp8-safe", Precision.BF16, 0.6),
+        # What is FP8 is not told by the name.
+        plan("refined-1", Precision.BF16, 0.4),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine and what was measured of it; `us` is the median latency at a batch of 100 rows."""
+
+    plan: str
+    us: float | None = None
+    accuracy: tuple[str, ...] = (WITHIN,)
+    status: BuildStatus = BuildStatus.READY
+    backend: str = "trt"
+    architecture: str = "sm90"
+    simulated: bool = False
+    counts: bool = True
+    fallbacks: int = 0
+    target: str = "gpu"
+    detail: str = ""
+
+    def engine(self) -> EngineArtifact:
+        sites = tuple(SitePrecision(f"s{i}", "fp8", (), False, "") for i in range(self.fallbacks))
+        return EngineArtifact(
+            backend=self.backend,
+            plan=self.plan,
+            target=self.target,
+            architecture=self.architecture,
+            status=self.status,
+            simulated=self.simulated,
+            path=None,
+            bytes=0,
+            digest="",
+            backend_version="",
+            sites=sites,
+            build_seconds=0.0,
+            detail=self.detail,
+        )
+
+    def evaluation(self, split: str = "certification") -> Evaluation:
+        measured = self.status is BuildStatus.READY
+        outputs = tuple(output(status) for status in self.accuracy) if measured else ()
+        latencies = () if self.us is None else (latency(self.us, self.counts),)
+        return Evaluation(
+            self.engine().id,
+            self.backend,
+            self.plan,
+            self.target,
+            split,
+            1000,
+            outputs,
+            latencies,
+            "measured",
+        )
+
+
+def output(status: str) -> OutputEvaluation:
+    return OutputEvaluation(
+        "ctr", OutputKind.LOGIT, TaskMetrics(0.5, 0.9, 0.8, 1.0), None, 2e-4, status, None
+    )
+
+
+def latency(us: float, counts: bool = True, batch: int = 100) -> Latency:
+    return Latency(batch, us, us, us, 100, "device", counts)
+
+
+def chosen(*candidates: Candidate) -> Choice:
+    evaluations = EvaluationSet(tuple(c.evaluation() for c in candidates if c.accuracy))
+    return choose([c.engine() for c in candidates], evaluations, PLANS)
+
+
+def only(*candidates: Candidate) -> TargetChoice:
+    choice = chosen(*candidates)
+    assert len(choice.targets) == 1
+    target = choice.targets[0]
+    ids = [c.engine().id for c in candidates]
+    # Every candidate but the winner is a loser, once, with a reason.
+    assert sorted([target.engine, *(loser.engine for loser in target.losers)]) == sorted(ids)
+    assert all(loser.reason for loser in target.losers)
+    assert serde.loads(Choice, serde.dumps(choice)) == choice
+    return target
+
+
+def reasons(target: TargetChoice) -> dict[str, str]:
+    """Reasons by plan."""
+    return {loser.engine.split("-", 3)[3]: loser.reason for loser in target.losers}
+
+
+FP32, BF16 = Candidate("fp32", 400), Candidate("bf16", 200)
+FASTEST = "fastest of {} engines whose upper bound is inside the budget"
+
+TABLE = {
+    "fp8_faster_and_inside": (
+        (FP32, BF16, Candidate("fp8-safe", 100)),
+        "fp8-safe",
+        FASTEST.format(3),
+        {
+            "fp32": "accuracy inside the budget; 4.00× the latency of the chosen engine",
+            "bf16": "accuracy inside the budget; 2.00× the latency of the chosen engine",
+        },
+    ),
+    "fp8_slower": (
+        (FP32, BF16, Candidate("fp8-safe", 250)),
+        "bf16",
+        FASTEST.format(3) + "; FP8 is slower",
+        {"fp8-safe": "accuracy inside the budget; 1.25× the latency of the chosen engine"},
+    ),
+    "fp8_beyond": (
+        (FP32, BF16, Candidate("fp8-all", 50, (BEYOND,))),
+        "bf16",
+        FASTEST.format(2) + "; none of them runs FP8",
+        {"fp8-all": "accuracy beyond the budget"},
+    ),
+    "fp8_undecided": (
+        (FP32, BF16, Candidate("fp8-all", 50, (WITHIN, UNDECIDED))),
+        "bf16",
+        FASTEST.format(2) + "; none of them runs FP8",
+        {"fp8-all": "accuracy undecided: the budget lies inside the interval"},
+    ),
+    "beyond_outweighs_undecided": (
+        (FP32, Candidate("fp8-all", 50, (UNDECIDED, BEYOND))),
+        "fp32",
+        FASTEST.format(1) + "; none of them runs FP8",
+        {"fp8-all": "accuracy beyond the budget"},
+    ),
+    "only_fp32_inside": (
+        (FP32, Candidate("bf16", 200, (BEYOND,)), Candidate("fp8-safe", 100, (BEYOND,))),
+        "fp32",
+        FASTEST.format(1) + "; none of them runs FP8",
+        {"bf16": "accuracy beyond the budget", "fp8-safe": "accuracy beyond the budget"},
+    ),
+    "none_inside": (
+        (Candidate("bf16", 200, (BEYOND,)), Candidate("fp32", 400, (UNDECIDED,))),
+        "fp32",
+        "no engine with a measured speed is inside the budget: the exact model, fp32",
+        {"bf16": "accuracy beyond the budget"},
+    ),
+    "none_inside_and_no_fp32": (
+        (Candidate("fp8-safe", 100, (BEYOND,)), Candidate("bf16", 200, (BEYOND,))),
+        "bf16",
+        "no engine is inside the budget, and FP32 was not built: the most exact engine",
+        {"fp8-safe": "accuracy beyond the budget"},
+    ),
+    "fp32_failed": (
+        (
+            Candidate("fp32", None, (), BuildStatus.FAILED, detail="out of memory"),
+            Candidate("fp8-safe", 100, (BEYOND,)),
+            Candidate("fp16", 210, (BEYOND,)),
+            Candidate("bf16", 200, (BEYOND,)),
+        ),
+        "fp16",  # 11 significant bits, BF16 has 8
+        "no engine is inside the budget, and FP32 was not built: the most exact engine",
+        {"fp32": "failed: out of memory"},
+    ),
+    "a_simulation_never_wins_on_speed": (
+        (FP32, Candidate("fp8-all", 1, simulated=True), Candidate("fp8-safe", 1, (BEYOND,), simulated=True)),
+        "fp32",
+        FASTEST.format(1) + "; none of them runs FP8",
+        {
+            "fp8-all": "accuracy inside the budget; FP8 is simulated here, its speed never counts",
+            "fp8-safe": "accuracy beyond the budget; FP8 is simulated here, its speed never counts",
+        },
+    ),
+    "a_latency_that_does_not_count": (
+        (FP32, Candidate("fp8-all", 1, counts=False)),
+        "fp32",
+        FASTEST.format(1) + "; none of them runs FP8",
+        {"fp8-all": "accuracy inside the budget; its speed on the target was not measured"},
+    ),
+    "no_latency": (
+        (FP32, Candidate("fp8-all", None)),
+        "fp32",
+        FASTEST.format(1) + "; none of them runs FP8",
+        {"fp8-all": "accuracy inside the budget; its speed on the target was not measured"},
+    ),
+    "never_evaluated": (
+        (FP32, Candidate("fp8-all", None, (), detail="the first inference timed out")),
+        "fp32",
+        FASTEST.format(1) + "; none of them runs FP8",
+        {"fp8-all": "not measured: the first inference timed out"},
+    ),
+    "failed": (
+        (FP32, Candidate("fp8-all", None, (), BuildStatus.FAILED, detail="signal 11 (SIGSEGV)")),
+        "fp32",
+        FASTEST.format(1) + "; none of them runs FP8",
+        {"fp8-all": "failed: signal 11 (SIGSEGV)"},
+    ),
+    "one_that_cannot_run_beside_one_that_can": (
+        (
+            FP32,
+            Candidate("fp8-all", None, (), BuildStatus.BUILT_NOT_RUN, "rtx", "sm89", detail="no sm89 here"),
+        ),
+        "fp32",
+        FASTEST.format(1) + "; none of them runs FP8",
+        {"fp8-all": "not measured: no sm89 here"},
+    ),
+    "nothing_measured": (
+        (Candidate("bf16", None, ()), Candidate("fp32", None, ())),
+        "fp32",
+        "no engine with a measured speed is inside the budget: the exact model, fp32",
+        {"bf16": "not measured: built and run here"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_engines_that_ran_here(case: str) -> None:
+    candidates, winner, reason, others = TABLE[case]
+    target = only(*candidates)
+    assert (target.plan, target.reason, target.basis) == (winner, reason, MEASURED)
+    assert reasons(target).items() >= others.items()
+
+
+def test_the_faster_of_two_fp32_engines_is_the_fallback() -> None:
+    slow, fast = Candidate("fp32", 400, (UNDECIDED,)), Candidate("fp32", 300, (UNDECIDED,), backend="ort")
+    assert only(slow, fast, Candidate("bf16", 1, (BEYOND,))).engine == fast.engine().id
+
+
+def test_only_simulations_cannot_be_emitted() -> None:
+    with pytest.raises(PlanningError) as caught:
+        chosen(Candidate("fp8-all", 1, simulated=True))
+    assert str(caught.value) == (
+        "no engine of 'gpu' can be emitted\n"
+        "  evidence: every engine that runs here simulates FP8, and none of another kind was built\n"
+        "  remedy: add fp32 to `plan.plans`"
+    )
+
+
+def test_a_target_without_any_engine_is_an_error() -> None:
+    failed = Candidate("fp32", None, (), BuildStatus.FAILED, detail="no memory")
+    with pytest.raises(PlanningError) as caught:
+        chosen(failed, Candidate("bf16", None, (), BuildStatus.FAILED, detail="crash"))
+    assert str(caught.value) == (
+        "no engine could be built for 'gpu'\n"
+        "  evidence: gpu-trt-sm90-fp32: no memory; gpu-trt-sm90-bf16: crash\n"
+        "  remedy: `loka-onnx doctor` says what this machine can build"
+    )
+
+
+def test_the_split_that_decides() -> None:
+    """Selection says inside, certification says beyond."""
+    fp8 = Candidate("fp8-all", 100)
+    spoiled = Candidate("fp8-all", 100, (BEYOND,))
+    evaluations = EvaluationSet((FP32.evaluation(), fp8.evaluation("selection"), spoiled.evaluation()))
+    both = [FP32.engine(), fp8.engine()]
+    assert choose(both, evaluations, PLANS).targets[0].plan == "fp32"
+    on_selection = EvaluationSet((FP32.evaluation("selection"), *evaluations.evaluations))
+    assert choose(both, on_selection, PLANS, "selection").targets[0].plan == "fp8-all"
+
+
+def test_speed_is_the_mean_time_per_row_over_the_batch_sizes() -> None:
+    """10 µs at 10 rows weigh as much as 100 µs at 100."""
+
+    def evaluation(candidate: Candidate, *latencies: Latency) -> Evaluation:
+        whole = candidate.evaluation()
+        return Evaluation(
+            whole.engine, "trt", whole.plan, "gpu", whole.split, 1000, whole.outputs, latencies, "measured"
+        )
+
+    at_small = evaluation(BF16, latency(10, batch=10), latency(130, batch=100))
+    at_large = evaluation(FP32, latency(15, batch=10), latency(100, batch=100))
+    choice = choose([FP32.engine(), BF16.engine()], EvaluationSet((at_small, at_large)), PLANS)
+    assert choice.targets[0].plan == "bf16"
+    assert choice.targets[0].losers[0].reason.endswith("1.09× the latency of the chosen engine")
+
+
+# Hardware that is not here ----------------------------------------------------------------------------
+
+
+def absent(plan_id: str, **more: object) -> Candidate:
+    return Candidate(plan_id, None, (), BuildStatus.BUILT_NOT_RUN, **more)  # type: ignore[arg-type]
+
+
+def simulated(plan_id: str, accuracy: str = WITHIN) -> Candidate:
+    return Candidate(
+        plan_id, 1, (accuracy,), backend="ort", architecture="cpu", simulated=plan_id != "fp32", target="cpu"
+    )
+
+
+def provisional(engines: list[Candidate], here: list[Candidate]) -> TargetChoice:
+    candidates = [*engines, simulated("fp32"), *here]
+    choice = chosen(*candidates)
+    assert [target.target for target in choice.targets] == ["gpu", "cpu"]
+    target = choice.targets[0]
+    assert target.basis == PROVISIONAL
+    assert len(target.losers) == len(engines) - 1
+    return target
+
+
+EVERY = [absent(p) for p in ("fp32", "bf16", "fp8-all", "fp8-safe")]
+
+
+def test_the_most_fp8_whose_simulation_is_inside_is_chosen_provisionally() -> None:
+    target = provisional(EVERY, [simulated("fp8-all", BEYOND), simulated("fp8-safe")])
+    assert target.plan == "fp8-safe"
+    assert target.reason == (
+        "the simulated accuracy of 'fp8-safe' is inside the budget; "
+        "evaluate it on the device before deploying"
+    )
+    assert reasons(target) == {
+        "fp32": "built, not run: 'fp8-safe' has no less in FP8, at a simulated accuracy inside the budget",
+        "bf16": "built, not run: 'fp8-safe' has no less in FP8, at a simulated accuracy inside the budget",
+        "fp8-all": "built, not run: the accuracy of its plan on this host is not inside the budget",
+    }
+
+
+def test_what_was_not_simulated_is_not_chosen() -> None:
+    target = provisional(EVERY, [simulated("fp8-safe", UNDECIDED)])
+    assert target.plan == "bf16"
+    assert target.reason.startswith("no FP8 plan is inside the budget in simulation: high precision")
+    assert reasons(target) == {
+        "fp32": "built, not run: bf16 is expected to be faster",
+        "fp8-all": "built, not run: the accuracy of its plan was not simulated",
+        "fp8-safe": "built, not run: the accuracy of its plan on this host is not inside the budget",
+    }
+
+
+def test_fp8_is_told_by_the_plan_and_not_by_its_name() -> None:
+    engines = [absent("bf16"), absent("refined-1")]
+    assert provisional(engines, [simulated("refined-1")]).plan == "refined-1"
+    assert provisional(engines, [simulated("refined-1", BEYOND)]).plan == "bf16"
+
+
+def test_a_high_precision_plan_seen_beyond_the_budget_gives_way() -> None:
+    engines = [absent("fp32"), absent("bf16")]
+    seen = Candidate("bf16", 1, (BEYOND,), target="cpu", backend="ort", architecture="cpu")
+    target = provisional(engines, [seen])
+    assert target.plan == "fp32"
+    assert reasons(target)["bf16"].endswith("on this host is not inside the budget")
+
+
+def test_the_engine_with_fewer_fallbacks_wins() -> None:
+    engines = [absent("fp8-all", fallbacks=2), absent("fp8-all", backend="rtx", fallbacks=1)]
+    target = provisional(engines, [simulated("fp8-all")])
+    assert target.engine == engines[1].engine().id
+    assert target.losers[0].reason.startswith("built, not run: the same plan as 'gpu-rtx-sm90-fp8-all'")
+
+
+def test_a_failed_engine_keeps_its_reason() -> None:
+    broken = Candidate("fp8-all", None, (), BuildStatus.FAILED, detail="refused sm80")
+    assert reasons(provisional([absent("bf16"), broken], []))["fp8-all"] == "failed: refused sm80"
+
+
+def test_evaluations_of_another_split_do_not_count() -> None:
+    engines = [absent("bf16"), absent("fp8-all")]
+    evaluations = EvaluationSet((simulated("fp8-all").evaluation("selection"),))
+    built = [c.engine() for c in engines]
+    assert choose(built, evaluations, PLANS).targets[0].plan == "bf16"
+    assert choose(built, evaluations, PLANS, "selection").targets[0].plan == "fp8-all"
+
+
+# One choice for each piece of hardware ----------------------------------------------------------------
+
+GROUPS: dict[str, tuple[list[tuple[str, str]], list[list[str]]]] = {
+    "one_backend": ([("trt", "sm90")], [["trt sm90"]]),
+    "two_backends_that_name_it_differently": (
+        [("ort", "cuda"), ("trt", "sm90")],
+        [["ort cuda", "trt sm90"]],
+    ),
+    "one_backend_for_two_architectures": (
+        [("rtx", "sm89"), ("rtx", "sm120")],
+        [["rtx sm89"], ["rtx sm120"]],
+    ),
+    "a_general_engine_competes_everywhere": (
+        [("rtx", "sm89"), ("rtx", "sm120"), ("ort", "cuda")],
+        [["rtx sm89", "ort cuda"], ["rtx sm120", "ort cuda"]],
+    ),
+    "an_engine_for_one_of_them_competes_there": (
+        [("rtx", "sm89"), ("rtx", "sm120"), ("trt", "sm120")],
+        [["rtx sm89"], ["rtx sm120", "trt sm120"]],
+    ),
+    "two_backends_for_the_same_two": (
+        [("rtx", "sm89"), ("trt", "sm89"), ("rtx", "sm120"), ("trt", "sm120")],
+        [["rtx sm89", "trt sm89"], ["rtx sm120", "trt sm120"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_groups(case: str) -> None:
+    made, expected = GROUPS[case]
+    engines = [Candidate("fp32", backend=b, architecture=a).engine() for b, a in made]
+    found = [[f"{e.backend} {e.architecture}" for e in group] for group in group_by_hardware(engines)]
+    assert found == expected
+
+
+def test_two_backends_of_one_device_give_one_choice() -> None:
+    ort = Candidate("fp8-safe", 300, backend="ort", architecture="cuda")
+    target = only(FP32, BF16, ort, Candidate("fp8-safe", 150))
+    assert target.engine == "gpu-trt-sm90-fp8-safe"
+
+
+def test_targets_do_not_compete_with_one_another() -> None:
+    choice = chosen(FP32, Candidate("fp32", 1, target="cpu"), BF16)
+    assert [(t.target, t.plan) for t in choice.targets] == [("gpu", "bf16"), ("cpu", "fp32")]

@@ -1,0 +1,107 @@
+"""Sessions refuse what they cannot run, and never load FP8 above BASIC."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from loka_onnx.errors import EngineError, ModelError
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions, holds_float8
+
+ort = pytest.importorskip("onnxruntime")
+
+HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
+PLAIN = "g (float[b,4] x) => (float[b,4] y, float[b,4] z) { y = Relu(x)  z = Neg(x) }"
+FLOAT8 = {
+    "a zero point": "g (float[b] x) => (float[b] y) { q = QuantizeLinear(x, s, zero)  y = DequantizeLinear(q, s, zero) }",
+    "a cast": "g (float[b] x) => (float[b] y) { q = Cast<to=17>(x)  y = Cast<to=1>(q) }",
+    "an output type": "g (float[b] x) => (float[b] y) { q = QuantizeLinear<output_dtype=19>(x, s)  y = DequantizeLinear(q, s) }",
+    "a cast in a branch": (
+        "g (float[b] x, bool c) => (float[b] y) { y = If(c) <"
+        "then_branch = t () => (r) { q = Cast<to=18>(x)  r = Cast<to=1>(q) }, else_branch = e () => (r) { r = Relu(x) }> }"
+    ),
+    "a constant": "g (float[b] x) => (float[b] y) { y = DequantizeLinear(k, s) }",
+}
+
+
+def parsed(text: str, *, zero: bool = False) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(f"{HEADER} {text}")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0.5).reshape(()), "s"))
+    if zero:
+        model.graph.initializer.append(
+            onnx.numpy_helper.from_array(np.zeros((), ml_dtypes.float8_e4m3fn), "zero")
+        )
+    return model
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    onnx.save(parsed(PLAIN), tmp_path / "plain.onnx")
+    return tmp_path / "plain.onnx"
+
+
+@pytest.mark.parametrize("where", FLOAT8)
+def test_float8_is_found(where):
+    model = parsed(FLOAT8[where], zero=where == "a zero point")
+    if where == "a constant":
+        values = onnx.numpy_helper.from_array(np.ones(3, ml_dtypes.float8_e4m3fn))
+        model.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["k"], value=values))
+    assert holds_float8(model)
+
+
+def test_float8_is_not_found_where_there_is_none():
+    assert not holds_float8(parsed(PLAIN))
+    assert not holds_float8(
+        parsed("g (float[b] x) => (float[b] y) { q = Cast<to=10>(x)  y = Cast<to=1>(q) }")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "optimize", "level"),
+    [
+        (PLAIN, True, "ORT_ENABLE_ALL"),
+        (PLAIN, False, "ORT_ENABLE_BASIC"),
+        (FLOAT8["a zero point"], True, "ORT_ENABLE_BASIC"),
+        (FLOAT8["a zero point"], False, "ORT_ENABLE_BASIC"),
+    ],
+)
+def test_the_optimization_level(text, optimize, level, tmp_path, monkeypatch):
+    seen = []
+    original = ort.InferenceSession
+
+    def spy(path, settings, providers):
+        seen.append(settings.graph_optimization_level)
+        return original(path, settings, providers=providers)
+
+    monkeypatch.setattr(ort, "InferenceSession", spy)
+    onnx.save(parsed(text, zero=text is not PLAIN), tmp_path / "m.onnx")
+    OnnxSession(tmp_path / "m.onnx", SessionOptions(optimize=optimize))
+    assert seen == [getattr(ort.GraphOptimizationLevel, level)]
+
+
+def test_outputs_come_by_name(plain):
+    session = OnnxSession(plain)
+    x = np.array([[1, -2, 3, -4]], np.float32)
+    assert (session.input_names, session.output_names) == (("x",), ("y", "z"))
+    assert list(session.run({"x": x})) == ["y", "z"]
+    only = session.run({"x": np.asfortranarray(x), "unused": x}, ["z"])
+    assert list(only) == ["z"]
+    np.testing.assert_array_equal(only["z"], -x)
+
+
+def test_a_batch_that_fails_is_an_engine_error(plain):
+    with pytest.raises(EngineError, match=r"failed on a batch(?s:.*)Got: 3 Expected: 4"):
+        OnnxSession(plain).run({"x": np.ones((2, 3), np.float32)})
+
+
+def test_a_model_that_is_refused_says_why(tmp_path):
+    path = tmp_path / "bad.onnx"
+    onnx.save(parsed("g (float[b,4] x) => (float[b,4] y) { y = Frobnicate(x) }"), path)
+    with pytest.raises(ModelError, match=re.escape(f"ONNX Runtime refuses '{path}'") + "(?s:.*)Frobnicate"):
+        OnnxSession(path)

@@ -1,0 +1,90 @@
+"""Small ONNX models written as text, and what the tests of transforms ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+from onnx import TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.sites import find_sites
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def parse(
+    body: str,
+    constants: Mapping[str, Any] | None = None,
+    *,
+    inputs: str = "float[batch,8] x",
+    outputs: str = "float[batch,8] y",
+) -> onnx.ModelProto:
+    """A model of operator set 21; nodes without a name are named after their output, in module ``block``."""
+    text = f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => ({outputs}) {{ {body} }}'
+    model: onnx.ModelProto = onnx.parser.parse_model(text)
+    for node in model.graph.node:
+        node.name = node.name or f"block/{node.output[0]}"
+    for name, value in (constants or {}).items():
+        array = np.asarray(value)
+        array = array.astype(np.float32) if array.dtype == np.float64 else array
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    onnx.checker.check_model(model)
+    return model
+
+
+def artifact(model: onnx.ModelProto, path: Path) -> ModelArtifact:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, path)
+    graph = GraphModel.load(path)
+    return ModelArtifact(path, graph.save(path), graph.opset, (), (), find_sites(graph), "test")
+
+
+def as_double(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same graph in float64."""
+    wide = onnx.ModelProto()
+    wide.CopyFrom(model)
+    del wide.graph.value_info[:]
+    for info in (*wide.graph.input, *wide.graph.output):
+        if info.type.tensor_type.elem_type == TensorProto.FLOAT:
+            info.type.tensor_type.elem_type = TensorProto.DOUBLE
+    for tensor in wide.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            tensor.CopyFrom(
+                numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name)
+            )
+    return wide
+
+
+def evaluate(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
+    """Outputs by the ONNX reference evaluator."""
+    names = [output.name for output in model.graph.output]
+    return dict(zip(names, ReferenceEvaluator(model).run(None, feeds), strict=True))
+
+
+def random_rows(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Standard normal FP32 values with a mean of 0.5, so that a forgotten mean shows."""
+    values = np.random.default_rng(seed).normal(size=shape) + 0.5
+    return values.astype(np.float32)
+
+
+def op_types(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+def named(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    return next(node for node in model.graph.node if node.name == name)
+
+
+def initializer(model: onnx.ModelProto, name: str) -> onnx.TensorProto:
+    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
+
+
+def attribute(node: onnx.NodeProto, name: str) -> Any:
+    return next(onnx.helper.get_attribute_value(a) for a in node.attribute if a.name == name)

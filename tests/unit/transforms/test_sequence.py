@@ -1,0 +1,202 @@
+"""The sequence runner: mods are held against data, and what fails is rolled back and reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx
+import pytest
+from rewrite_models import artifact, evaluate, initializer, op_types, parse, random_rows
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.rewrite import Applied, Declined, RewriteLog
+from loka_onnx.core.site import SiteKind
+from loka_onnx.errors import TransformError
+from loka_onnx.graph.model import GraphModel, Node, values_of
+from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.fuse_layer_norm import FuseLayerNorm
+from loka_onnx.transforms.sequence import apply_mods
+
+ROWS = [{"x": random_rows(5, 8)}, {"x": random_rows(3, 8, seed=1)}]
+
+
+class EditGain(Mod[Node]):
+    """Test only: adds `step` to the factor that the node ``block/y`` multiplies with."""
+
+    name = "edit-gain"
+    step: ClassVar[float] = 0.0
+
+    def match(self, model: GraphModel) -> Found[Node]:
+        return Found((model.node("block/y"),), (Declined("block/other", "not this one"),))
+
+    def rewrite(self, model: GraphModel, match: Node) -> Applied:
+        match.inputs[1] = model.constant("gain.edited", values_of(match.inputs[1]) + np.float32(self.step))
+        return Applied(match.name, "gain edited")
+
+
+class Breaks(EditGain):
+    name = "breaks"
+    step = 0.01
+
+
+class Rounds(EditGain):
+    """Moves the output by less than the tolerance, by more than half of it."""
+
+    name = "rounds"
+    step = 2.5e-6
+
+
+class NotANumber(EditGain):
+    name = "not-a-number"
+    step = float("nan")
+
+
+class WrongShape(EditGain):
+    """The session refuses the batch: 7 factors for 8 columns."""
+
+    name = "wrong-shape"
+
+    def rewrite(self, model: GraphModel, match: Node) -> Applied:
+        match.inputs[1] = model.constant("gain.short", np.ones(7, np.float32))
+        return Applied(match.name, "gain cut")
+
+
+class Unloadable(EditGain):
+    name = "unloadable"
+
+    def rewrite(self, model: GraphModel, match: Node) -> Applied:
+        match.op = "NoSuchOperator"
+        return Applied(match.name, "operator replaced")
+
+
+def gained(folder: Path) -> ModelArtifact:
+    """``h = x · W``, ``y = h · gain``; the outputs are y and the far larger z = 10⁶ h."""
+    model = parse(
+        "[fc] h = MatMul(x, w) y = Mul(h, gain) z = Mul(h, huge)",
+        {"w": np.eye(8), "gain": np.full(8, 0.5), "huge": np.full(8, 1e6)},
+        outputs="float[batch,8] y, float[batch,8] z",
+    )
+    return artifact(model, folder / "before.onnx")
+
+
+def run(folder: Path, *mods: Mod[Any]) -> tuple[ModelArtifact, RewriteLog]:
+    result = apply_mods(gained(folder), ROWS, folder / "after.onnx", mods)
+    return result.model, result.log
+
+
+def gain(model: ModelArtifact) -> float:
+    proto = onnx.load(model.path)
+    name = next(n.input[1] for n in proto.graph.node if n.name == "block/y")
+    return float(onnx.numpy_helper.to_array(initializer(proto, name))[0])
+
+
+def test_a_mod_that_moves_an_output_is_rolled_back_and_reported(tmp_path: Path) -> None:
+    model, log = run(tmp_path, Breaks())
+    record = log.records[0]
+    largest = max(float(np.abs(batch["x"]).max()) for batch in ROWS)
+    assert record.rolled_back
+    assert record.applied == ()
+    assert record.max_abs == pytest.approx(0.01 * largest, rel=1e-3)
+    # Relative to the output that moved: z, which is 10⁶ times larger, must not lend its tolerance.
+    assert record.tolerance == pytest.approx(1e-5 * max(1.0, 0.5 * largest))
+    assert record.declined == (
+        Declined("block/other", "not this one"),
+        Declined(
+            "block/y",
+            "rolled back on the check rows: moved output 'y' by "
+            f"{record.max_abs:.3g}, tolerance {record.tolerance:.3g}",
+        ),
+    )
+    assert gain(model) == 0.5
+
+
+def test_rounding_is_accepted(tmp_path: Path) -> None:
+    model, log = run(tmp_path, Rounds())
+    record = log.records[0]
+    assert not record.rolled_back
+    assert record.applied == (Applied("block/y", "gain edited"),)
+    assert record.max_abs is not None
+    assert record.tolerance is not None
+    assert 0 < record.max_abs <= record.tolerance
+    assert gain(model) > 0.5
+
+
+def test_each_mod_is_held_against_the_model_before_it(tmp_path: Path) -> None:
+    """Three rounding steps together would exceed the tolerance of one."""
+    _, log = run(tmp_path, Rounds(), Rounds(), Rounds())
+    assert [record.rolled_back for record in log.records] == [False, False, False]
+    assert sum(record.max_abs or 0 for record in log.records) > (log.records[0].tolerance or 0)
+
+
+def test_what_follows_a_rollback_starts_from_the_model_before_it(tmp_path: Path) -> None:
+    model, log = run(tmp_path, Breaks(), Rounds())
+    assert [record.rolled_back for record in log.records] == [True, False]
+    assert gain(model) == pytest.approx(0.5 + Rounds.step, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("mod", "evidence"),
+    [
+        (NotANumber(), "moved output 'y' by inf"),
+        (WrongShape(), "ONNX Runtime"),
+        (Unloadable(), "ONNX Runtime refuses"),
+    ],
+)
+def test_a_mod_whose_model_does_not_run_is_rolled_back(mod: Mod[Any], evidence: str, tmp_path: Path) -> None:
+    model, log = run(tmp_path, mod)
+    assert log.records[0].rolled_back
+    assert evidence in log.records[0].declined[-1].reason
+    assert gain(model) == 0.5
+    assert serde.loads(RewriteLog, serde.dumps(log)) == log
+
+
+def test_the_log_and_the_artifact_survive_json(tmp_path: Path) -> None:
+    model, log = run(tmp_path, Rounds(), Breaks())
+    assert serde.loads(RewriteLog, serde.dumps(log)) == log
+    assert serde.loads(ModelArtifact, serde.dumps(model)) == model
+
+
+def test_a_mod_that_finds_nothing_is_recorded_unchecked(tmp_path: Path) -> None:
+    _, log = run(tmp_path, FuseLayerNorm())
+    record = log.records[0]
+    assert (record.transform, record.applied, record.max_abs) == ("fuse-layer-norm", (), None)
+
+
+@pytest.mark.parametrize("rows", [[], [{"x": np.zeros((0, 8), np.float32)}]])
+def test_no_rows_no_mods(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(TransformError, match="mods are checked on data, and there are no rows"):
+        apply_mods(gained(tmp_path), rows, tmp_path / "after.onnx")
+
+
+def test_the_artifact_describes_the_model_after_the_mods(tmp_path: Path) -> None:
+    source = artifact(
+        parse(
+            "[fc] x1 = MatMul(x, w) s = Mul(x1, x1) v = ReduceMean(s, axes) e = Add(v, eps) r = Sqrt(e)"
+            " q = Div(x1, r) [out] y = MatMul(q, w)",
+            {"w": np.eye(8), "axes": np.array([-1]), "eps": 1e-3},
+        ),
+        tmp_path / "before.onnx",
+    )
+    done: list[tuple[str, int, int]] = []
+    result = apply_mods(
+        source, ROWS, tmp_path / "after.onnx", progress=lambda stage, n, of: done.append((stage, n, of))
+    )
+    assert [site.name for site in source.sites] == ["fc", "out"]
+    assert [(s.name, s.kind, s.k) for s in result.model.sites] == [
+        ("fc", SiteKind.LINEAR, 8),
+        ("block", SiteKind.NORM, 8),
+        ("out", SiteKind.LINEAR, 8),
+    ]
+    assert result.model.opset == 23
+    assert result.model.digest != source.digest
+    assert result.model.path == tmp_path / "after.onnx"
+    assert done == [("mods", 1, 2), ("mods", 2, 2)]
+    after = onnx.load(result.model.path)
+    assert op_types(after) == ["MatMul", "RMSNormalization", "MatMul"]
+    # Two FP32 evaluations of 8-term sums of numbers of size 3.
+    np.testing.assert_allclose(
+        evaluate(after, ROWS[0])["y"], evaluate(onnx.load(source.path), ROWS[0])["y"], rtol=0, atol=2e-6
+    )
