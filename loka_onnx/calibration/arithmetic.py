@@ -104,7 +104,10 @@ def low_precision(model: GraphModel, site: Site, recipe: Recipe, scales: Mapping
     """Add the site in the low precision that is a question for its kind; returns its output."""
     if site.kind is SiteKind.NORM:
         return bfloat16_norm(model, site)
-    return quantized_product(ActivationQuantizer(model, recipe.format, scales), site, recipe)
+    node = model.node(site.name)
+    # An activation that comes from a switched site has another name here than where its range was taken.
+    present = {node.inputs[o.index].name: scales[o.tensor] for o in site.operands if not o.constant}
+    return quantized_product(ActivationQuantizer(model, recipe.format, present), site, recipe)
 
 
 def _rounded_weight(model: GraphModel, site: Site, operand: Operand, recipe: Recipe) -> Tensor:

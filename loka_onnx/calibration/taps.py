@@ -273,7 +273,7 @@ def tap_errors(
 
 
 def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
-    """Recipes that make sense at a site: weight granularity is no question where there is no weight."""
-    if site.kind is SiteKind.INTERACTION:
+    """Recipes that make sense at a site: only one with output channels can have a scale for each."""
+    if site.kind is SiteKind.INTERACTION or (site.weight is not None and len(site.weight.shape) < 2):
         return tuple(r for r in recipes if r.weight == "per_tensor")
     return tuple(recipes)

@@ -136,10 +136,15 @@ class Backend(ABC):
             OutputError: The output cannot be written.
         """
         started = time.monotonic()
+
+        def failed(detail: str) -> EngineArtifact:
+            seconds = time.monotonic() - started
+            return self.failure(request.plan, request.target, request.architecture, detail, seconds)
+
         self._check(request)
         refusal = self._refusal(request)
         if refusal:
-            return self._failed(request, f"declined: {refusal}", started)
+            return failed(f"declined: {refusal}")
         log = request.output.with_name(f"{request.output.name}.log")
         try:
             staging = _make_staging(request.output)
@@ -148,10 +153,30 @@ class Backend(ABC):
         try:
             response, detail = self._build_isolated(request, staging, log)
             if response is None:
-                return self._failed(request, detail, started)
+                return failed(detail)
             return self._publish(request, response, staging)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+    def failure(
+        self, plan: PrecisionPlan, target: str, architecture: str, detail: str, seconds: float = 0.0
+    ) -> EngineArtifact:
+        """A candidate that came to nothing, with the evidence."""
+        return EngineArtifact(
+            backend=self.name,
+            plan=plan.id,
+            target=target,
+            architecture=architecture,
+            status=BuildStatus.FAILED,
+            simulated=self.is_simulated(plan),
+            path=None,
+            bytes=0,
+            digest="",
+            backend_version=self.availability().version,
+            sites=(),
+            build_seconds=seconds,
+            detail=detail,
+        )
 
     def open(self, artifact: EngineArtifact, path: Path) -> Runner:
         """Load a built engine.
@@ -259,23 +284,6 @@ class Backend(ABC):
             build_seconds=response.build_seconds,
             detail=response.not_run,
             portability=self.portability(request.architecture),
-        )
-
-    def _failed(self, request: BuildRequest, detail: str, started: float) -> EngineArtifact:
-        return EngineArtifact(
-            backend=self.name,
-            plan=request.plan.id,
-            target=request.target,
-            architecture=request.architecture,
-            status=BuildStatus.FAILED,
-            simulated=self.is_simulated(request.plan),
-            path=None,
-            bytes=0,
-            digest="",
-            backend_version=self.availability().version,
-            sites=(),
-            build_seconds=time.monotonic() - started,
-            detail=detail,
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity
-from loka_onnx.errors import ExportError, MissingPackage, ModelError
+from loka_onnx.errors import ExportError, InternalError, MissingPackage, ModelError
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.graph.entry import OPSET
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
@@ -87,8 +87,12 @@ def export_torch(
     Raises:
         ExportError: The exporter refuses the module, or the graph does not agree with it.
         ModelError: The exported graph is refused.
+        InternalError: There are fewer than 2 rows: the exporter would take the batch for a constant 1.
     """
     torch = import_torch()
+    fewest = min((len(array) for array in rows.values()), default=0)
+    if fewest < 2:
+        raise InternalError("an export needs at least 2 example rows", evidence=f"{fewest} were given")
     module = module.eval()
     tensors = tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in rows.values())
     with torch.no_grad():

@@ -3,11 +3,13 @@
 ONNX Runtime's CPU kernels for FP8 QuantizeLinear and DequantizeLinear, and for Where, Sign and casts, work an
 element at a time. The same values come from vectorized FP32 operations:
 
-* FP8: let a = min(|x| / s, max) and p = max(a, smallest normal), in the binade [2**e, 2**(e+1)). With
+* FP8: let a = min(|x| / s, max) and p = max(a, 1.5 · smallest normal), in the binade [2**e, 2**(e+1)). With
   γ = 2**(23 − m)·p, the spacing of FP32 numbers around γ is 2**(e − m), which is that of the FP8 format at a
-  (and that of its subnormals below the smallest normal). So (a + γ) − γ is a rounded to FP8. γ is a multiple
-  of that spacing, an even one where a is a tie, so ties go to even. At the top of a binade a + γ may pass
-  into the next one; a is then within 2**-20 of its end, to which both spacings round.
+  (and that of its subnormals below the smallest normal). So γ − (γ − a) is a rounded to FP8. γ is a multiple
+  of that spacing, an even one where a is a tie, so ties go to even. At the bottom of a binade γ − a may pass
+  into the one below, whose spacing is half: a is then within 2**-20 of 2**e, and rounds to it all the same.
+  (a + γ may pass into the one above, whose spacing is double, and (a + γ) − γ then misses the end: seen at
+  8 of 2**23 mantissas.)
 * The sign comes back as x / max(|x|, tiny), which is exactly −1, 0 or 1.
 * BF16: with C = 2**16 + 1, t = C·x and h = t + (x − t), h is x rounded to 8 significant bits (Veltkamp's
   splitting; Dekker 1971, "A floating-point technique for extending the available precision", section 5).
@@ -92,9 +94,9 @@ def fake_quantize(
     scaled = add("Div", "scaled", tensor, scale)
     magnitude = add("Abs", "magnitude", scaled) if bounds.is_signed else scaled
     clipped = add("Clip", "clipped", magnitude, 0.0, spec.max) if bounds.saturates else magnitude
-    normal = add("Clip", "normal", clipped, spec.min_normal, spec.max)
+    normal = add("Clip", "normal", clipped, 1.5 * spec.min_normal, spec.max)
     shift = add("Mul", "shift", normal, 2.0 ** (23 - spec.mantissa_bits))
-    rounded = add("Sub", "rounded", add("Add", "shifted", clipped, shift), shift)
+    rounded = add("Sub", "rounded", shift, add("Sub", "shifted", shift, clipped))
     signed = rounded
     if bounds.is_signed:
         sign = add("Div", "sign", scaled, add("Clip", "nonzero", magnitude, TINY))

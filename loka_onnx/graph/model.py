@@ -111,6 +111,7 @@ class GraphModel:
         """
         self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
         proto = gs.export_onnx(self.graph, do_type_check=False)
+        self._mend_types(proto.graph)
         proto.ir_version = max(self._ir_version, 10)
         proto.producer_name = "loka-onnx"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,6 +132,17 @@ class GraphModel:
         path.write_bytes(proto.SerializeToString(deterministic=True))
         return model_digest(path)
 
+    def _mend_types(self, graph: onnx.GraphProto) -> None:
+        """Write the type of E4M3FNUZ tensors, which onnx-graphsurgeon 0.6.1 exports as E4M3FN."""
+        fnuz = np.dtype(ml_dtypes.float8_e4m3fnuz)
+        names = {name for name, tensor in self.graph.tensors().items() if tensor.dtype == fnuz}
+        for tensor in graph.initializer:
+            if tensor.name in names:
+                tensor.data_type = onnx.TensorProto.FLOAT8E4M3FNUZ
+        for info in graph.value_info:
+            if info.name in names:
+                info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT8E4M3FNUZ
+
     def copy(self) -> GraphModel:
         """A deep copy that shares the weights."""
         return GraphModel(self.graph.copy(), self.tables, self._ir_version)
@@ -145,9 +157,11 @@ class GraphModel:
     @opset.setter
     def opset(self, version: int) -> None:
         self.graph.opset = version
-        for entry in self.graph.import_domains or ():
-            if entry.domain in {"", "ai.onnx"}:
-                entry.version = version
+        # New entries: a copy of the graph shares the old ones.
+        self.graph.import_domains = [
+            onnx.helper.make_opsetid(e.domain, version if e.domain in {"", "ai.onnx"} else e.version)
+            for e in self.graph.import_domains or ()
+        ] or None
 
     @property
     def nodes(self) -> list[Node]:

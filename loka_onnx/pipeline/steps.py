@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 
+import numpy as np
+
 from loka_onnx.calibration.probe import ProbeOptions, calibrate
 from loka_onnx.config import RunConfig, WeightGranularity
 from loka_onnx.core import serde
@@ -20,8 +22,10 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity
 from loka_onnx.core.rewrite import RewriteLog
-from loka_onnx.data import InputBinding, Splits
+from loka_onnx.data import Dataset, InputBinding, Splits, open_dataset
 from loka_onnx.engines.registry import get_backend
+from loka_onnx.errors import DataError
+from loka_onnx.evaluation.columns import read_scores, read_truth
 from loka_onnx.evaluation.engines import Split, judge_engine, judge_reference, predict_split, with_latencies
 from loka_onnx.evaluation.latency import LatencyOptions, measure_interleaved
 from loka_onnx.evaluation.predictions import Run
@@ -40,6 +44,8 @@ from loka_onnx.transforms.sequence import apply_mods
 RECIPES = (PER_TENSOR, PER_CHANNEL_WEIGHT)
 CHECK_ROWS = 2048
 """Rows of the calibration split that mods and export parity are held against."""
+LABEL_ROWS = 65536
+"""Rows read at a time where only labels and weights are."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,32 @@ class Steps:
         return open_splits(self.config, self.bindings)
 
     def check_data(self) -> None:
-        """Read every row once, so that a bad one is found before the first long stage."""
+        """Read every row once, so that what the user must correct is found before the first long stage.
+
+        Raises:
+            DataError: A row, a label or a weight cannot be used.
+            ConfigError: An output does not hold what its declared kind allows.
+        """
         for data in (self.splits.calibration, self.splits.selection, self.splits.certification):
             data.check()
+        for data in (self.splits.selection, self.splits.certification):
+            self._check_labels(data)
+        rows = next(self.splits.selection.batches(CHECK_ROWS))
+        outputs = OnnxSession(self._exported.path, SessionOptions(threads=self.threads)).run(rows.inputs)
+        for spec in self.specs:
+            read_scores(outputs, spec, rows.rows, is_reference=True)
+
+    def _check_labels(self, data: Dataset) -> None:
+        labels = open_dataset(data.path, (), self.config.columns, data.selection)
+        batches = [batch.columns for batch in labels.batches(LABEL_ROWS)]
+        columns = {name: np.concatenate([batch[name] for batch in batches]) for name in self.config.columns}
+        for spec in self.specs:
+            try:
+                read_truth(columns, spec, None)
+            except DataError as error:
+                raise DataError(
+                    error.what, where=f"'{data.name}'", evidence=error.evidence, remedy=error.remedy
+                ) from error
 
     # Probe and mods --------------------------------------------------------------------------------
 

@@ -1,9 +1,12 @@
 """Which engine is emitted: the fastest whose accuracy is inside the budget.
 
-Accuracy is judged on the certification split by the upper end of the interval, speed on latencies measured
-on the target. High precision always competes: when FP8 is slower, or outside the budget, the best
-high-precision engine is emitted, and FP32 when nothing is inside. Where no engine could run on this host
-nothing was judged on its own outputs; the choice then is provisional and says what it rests on.
+Accuracy is judged by the upper end of the interval, speed on latencies measured on the target. The selection
+split decides; certification is looked at once, to hold what was chosen against the budget on rows that took
+no part in choosing it. An engine that misses there gives way to the exact model, not to the runner-up:
+choosing again would make certification a second selection. High precision always competes: when FP8 is
+slower, or outside the budget, the best high-precision engine is emitted, and FP32 when nothing is inside.
+Where no engine could run on this host nothing was judged on its own outputs; the choice then is provisional
+and says what it rests on.
 
 One choice for each piece of hardware. A target is one piece of hardware, on which all its engines compete:
 backends name the same device differently (``cuda``, ``sm90``). Only where one backend builds a target for
@@ -34,7 +37,6 @@ def choose(
     engines: Sequence[EngineArtifact],
     evaluations: EvaluationSet,
     plans: PlanSet,
-    split: str = "certification",
 ) -> Choice:
     """Choose one engine for each piece of hardware.
 
@@ -42,12 +44,11 @@ def choose(
         engines: Every candidate, failures included.
         evaluations: What was measured.
         plans: The plans that the candidates run.
-        split: The split whose intervals decide.
 
     Raises:
         PlanningError: A target has no engine that could be emitted.
     """
-    evidence = _Evidence({e.engine: e for e in evaluations.evaluations if e.split == split}, plans)
+    evidence = _Evidence(_of_split(evaluations, "selection"), _of_split(evaluations, "certification"), plans)
     return Choice(
         tuple(
             _choose_one(rivals, evidence)
@@ -70,17 +71,28 @@ def group_by_hardware(engines: Sequence[EngineArtifact]) -> list[list[EngineArti
     ]
 
 
+def _of_split(evaluations: EvaluationSet, split: str) -> dict[str, Evaluation]:
+    return {e.engine: e for e in evaluations.evaluations if e.split == split}
+
+
 @dataclass(frozen=True)
 class _Evidence:
     """What the engines are judged on.
 
     Attributes:
-        by_engine: Evaluation by engine id.
+        by_engine: Evaluation on the selection split by engine id.
+        certified: Evaluation on the certification split by engine id.
         plans: The plans of the engines.
     """
 
     by_engine: Mapping[str, Evaluation]
+    certified: Mapping[str, Evaluation]
     plans: PlanSet
+
+    def is_certified(self, engine: EngineArtifact) -> bool:
+        """Whether the engine's own outputs are inside the budget on the certification split."""
+        evaluation = self.certified.get(engine.id)
+        return evaluation is not None and evaluation.is_within_budget
 
     def is_within_budget(self, engine: EngineArtifact) -> bool:
         """Whether the engine's own outputs were judged inside the budget."""
@@ -98,7 +110,8 @@ class _Evidence:
 
     def plan_status(self, plan: str) -> bool | None:
         """Whether every engine of the plan that was judged here was inside the budget; None without any."""
-        judged = [e.is_within_budget for e in self.by_engine.values() if e.plan == plan and e.outputs]
+        both = (*self.by_engine.values(), *self.certified.values())
+        judged = [e.is_within_budget for e in both if e.plan == plan and e.outputs]
         return all(judged) if judged else None
 
     def has_fp8(self, engine: EngineArtifact) -> bool:
@@ -137,6 +150,8 @@ def _choose_measured(engines: Sequence[EngineArtifact], evidence: _Evidence) -> 
             reason += "; none of them runs FP8"
         elif not evidence.has_fp8(winner):
             reason += "; FP8 is slower"
+        if not evidence.is_certified(winner):
+            return _fall_back(engines, winner, latencies, evidence)
     else:
         winner = _most_exact([e for e in ready if not e.simulated], evidence, engines[0].target)
         reason = f"no engine with a measured speed is inside the budget: the exact model, {winner.plan}"
@@ -144,6 +159,28 @@ def _choose_measured(engines: Sequence[EngineArtifact], evidence: _Evidence) -> 
             reason = "no engine is inside the budget, and FP32 was not built: the most exact engine"
     losers = tuple(
         Loser(e.id, _why_not_measured(e, winner, latencies, evidence)) for e in engines if e is not winner
+    )
+    return TargetChoice(winner.target, winner.id, winner.plan, reason, MEASURED, losers)
+
+
+def _fall_back(
+    engines: Sequence[EngineArtifact],
+    missed: EngineArtifact,
+    latencies: Mapping[str, float],
+    evidence: _Evidence,
+) -> TargetChoice:
+    """What was selected misses the budget on certification: the exact model."""
+    others = [e for e in engines if e.status is BuildStatus.READY and not e.simulated and e is not missed]
+    winner = _most_exact(others or [missed], evidence, missed.target)
+    certified = evidence.certified.get(missed.id)
+    why_missed = f"selected; on certification {_accuracy(certified) if certified else 'not measured'}"
+    losers = tuple(
+        Loser(e.id, why_missed if e is missed else _why_not_measured(e, winner, latencies, evidence))
+        for e in engines
+        if e is not winner
+    )
+    reason = (
+        f"'{missed.plan}' was selected and is not inside the budget on certification: {winner.plan} instead"
     )
     return TargetChoice(winner.target, winner.id, winner.plan, reason, MEASURED, losers)
 
@@ -179,7 +216,7 @@ def _why_not_measured(
     accuracy = _accuracy(evaluation)
     if engine.simulated:
         return f"{accuracy}; FP8 is simulated here, its speed never counts"
-    if not evaluation.is_within_budget:
+    if not evaluation.is_within_budget or winner.id not in latencies:
         return accuracy
     if engine.id not in latencies:
         return f"{accuracy}; its speed on the target was not measured"

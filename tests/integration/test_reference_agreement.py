@@ -1,4 +1,4 @@
-"""ONNX Runtime's FP8 graphs against the ONNX reference evaluator: whole models, each site, and the known trap.
+"""ONNX Runtime's FP8 graphs against the ONNX reference evaluator: whole models, single sites, the known trap.
 
 Two correct evaluators may differ: an activation that lies on the tie between two FP8 numbers falls to either
 side with its last bit, and the rest of its row follows. Every row that differs is traced to such a tie.
@@ -40,8 +40,8 @@ AGREEMENT = 1e-5
 DEVIATING_ROWS = 0.005
 """Largest accepted share of rows with a flipped tie. Seen: 4 of 1500 (DLRM)."""
 TIE_ULPS = 16
-"""How far from the tie, in FP32 ulps of the largest magnitude of its row, a flipped input may lie. A sum of K
-terms carries up to some √K ulps of its largest term, and layers pass them on. Seen: 3."""
+"""How far from the tie, in FP32 ulps of its tensor's largest magnitude, a flipped input may lie: what two
+orders of summation leave of sums of some 20 terms that may be larger than their sum. Seen: 10."""
 
 Arrays = dict[str, Any]
 

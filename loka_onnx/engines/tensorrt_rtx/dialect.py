@@ -3,12 +3,12 @@
 The compiler moves Q in front of Concat, Transpose and Gather, into the table: Q(rows(E)) = rows(Q(E)). A
 table whose rows only that Q reads is then stored in FP8, half the bytes. A table whose rows something else
 reads as well would be stored twice, in FP8 and in the base precision: half as many bytes again. There the
-dialect adds zero in front of Q, which the compiler does not move Q across::
+dialect adds zero behind the lookup, which the compiler does not move Q across::
 
-    Q(x) = Q(x + 0)    exactly, for every x, NaN and infinities included (-0 becomes +0)
+    Q(rows(E)) = Q(rows(E) + 0)    exactly, for every value, NaN and infinities included (-0 becomes +0)
 
-The sum is part of the kernel that looks the rows up, so it costs no pass over them. That tables are stored
-once, and that FP8 is still engaged, is read from the built engine.
+The sum is part of the kernel that looks the rows up, so it costs no pass over them; behind Concat it would
+(two more kernels in Wukong). That tables are stored once and that FP8 is engaged is read from built engines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 MOVEMENTS = frozenset(
     {
@@ -34,48 +34,65 @@ MOVEMENTS = frozenset(
     }
 )
 """Operators that move values without changing them. All inputs of Concat are values, else the first is."""
+FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
 
-class TableReaders:
-    """Who reads the rows of the tables of a graph.
+def keep_tables_once(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Add zero to the rows of every table that would be stored twice; edits the model.
 
-    Args:
-        graph: The graph.
+    Returns:
+        These tables.
     """
+    graph = model.graph
+    tables = _stored_twice(graph)
+    nodes: list[onnx.NodeProto] = []
+    for original in graph.node:
+        node = onnx.NodeProto()
+        node.CopyFrom(original)
+        nodes.append(node)
+        if node.op_type != "Gather" or node.input[0] not in tables:
+            continue
+        kind, rows, name = tables[node.input[0]], node.output[0], f"{node.name or node.output[0]}/keep"
+        zero = np.zeros((), helper.tensor_dtype_to_np_dtype(kind)).tobytes()
+        graph.initializer.append(helper.make_tensor(f"{name}/zero", kind, (), zero, raw=True))
+        node.output[0] = f"{name}/rows"
+        nodes.append(helper.make_node("Add", [node.output[0], f"{name}/zero"], [rows], name))
+    if tables:
+        del graph.node[:]
+        graph.node.extend(nodes)
+    return tuple(tables)
+
+
+def _stored_twice(graph: onnx.GraphProto) -> dict[str, int]:
+    """Name and ONNX type of the tables whose rows a Q and something else read."""
+    kinds = {tensor.name: tensor.data_type for tensor in graph.initializer if tensor.data_type in FLOATS}
+    lookups = (node.input[0] for node in graph.node if node.op_type == "Gather")
+    rows = _Rows(graph)
+    return {table: kinds[table] for table in lookups if table in kinds and rows.are_shared(table)}
+
+
+class _Rows:
+    """Where the values of a tensor go."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
-        self._constants = {tensor.name: tensor for tensor in graph.initializer}
+        self._outputs = {output.name for output in graph.output}
         self._consumers: dict[str, list[onnx.NodeProto]] = {}
         for node in graph.node:
-            for tensor in node.input:
+            for tensor in set(node.input):
                 self._consumers.setdefault(tensor, []).append(node)
-        self._tables = {
-            node.input[0]
-            for node in graph.node
-            if node.op_type == "Gather" and self._is_float_constant(node.input[0])
-        }
-        self._outputs = {output.name for output in graph.output}
 
-    def stored_twice(self) -> dict[str, int]:
-        """Name of every Q that reads a table which something else reads too, and the table's ONNX type."""
-        found: dict[str, int] = {}
-        for table in self._tables:
-            readers = {id(node): node for node in self._readers(table)}
-            if len(readers) > 1 or self._leaves(table):
-                found |= {
-                    node.output[0]: self._constants[table].data_type
-                    for node in readers.values()
-                    if node.op_type == "QuantizeLinear"
-                }
-        return found
+    def are_shared(self, table: str) -> bool:
+        """Whether a Q reads the rows, and so does another node, another Q, or who runs the model."""
+        places = list(self._places(table))
+        readers = [
+            node for name in places for node in self._consumers.get(name, ()) if not _moves(node, name)
+        ]
+        others = len(readers) - 1 + len(self._outputs.intersection(places))
+        return others > 0 and any(node.op_type == "QuantizeLinear" for node in readers)
 
-    def _is_float_constant(self, name: str) -> bool:
-        kinds = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
-        return name in self._constants and self._constants[name].data_type in kinds
-
-    def _moved(self, tensor: str) -> Iterator[str]:
-        """The tensor, and everything that its values are moved to."""
-        pending, seen = [tensor], {tensor}
+    def _places(self, table: str) -> Iterator[str]:
+        """The table, and every tensor that its values are moved to."""
+        pending, seen = [table], {table}
         while pending:
             name = pending.pop()
             yield name
@@ -84,40 +101,6 @@ class TableReaders:
                     pending += [output for output in node.output if output not in seen]
                     seen.update(node.output)
 
-    def _readers(self, table: str) -> Iterator[onnx.NodeProto]:
-        for name in self._moved(table):
-            yield from (node for node in self._consumers.get(name, ()) if not _moves(node, name))
-
-    def _leaves(self, table: str) -> bool:
-        return any(name in self._outputs for name in self._moved(table))
-
 
 def _moves(node: onnx.NodeProto, tensor: str) -> bool:
-    if node.op_type not in MOVEMENTS:
-        return False
-    return node.op_type == "Concat" or node.input[0] == tensor
-
-
-def keep_tables_once(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Add zero in front of every Q for which a table would be stored twice; edits the model.
-
-    Returns:
-        The tensors that these Q make.
-    """
-    graph = model.graph
-    quantized = TableReaders(graph).stored_twice()
-    nodes = []
-    for node in graph.node:
-        kind = quantized.get(node.output[0]) if node.output else None
-        if kind is not None:
-            name = f"{node.name}/keep_table"
-            zero = np.zeros((), helper.tensor_dtype_to_np_dtype(kind))
-            graph.initializer.append(helper.make_tensor(f"{name}/zero", kind, (), zero.tobytes(), raw=True))
-            nodes.append(helper.make_node("Add", [node.input[0], f"{name}/zero"], [f"{name}:0"], name))
-            node.input[0] = f"{name}:0"
-        nodes.append(node)
-    if quantized:
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del graph.node[:]
-        graph.node.extend(copies)
-    return tuple(quantized)
+    return node.op_type in MOVEMENTS and (node.op_type == "Concat" or node.input[0] == tensor)

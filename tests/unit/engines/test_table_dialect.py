@@ -1,4 +1,4 @@
-"""Where zero is added in front of Q, and that it changes no value."""
+"""Where zero is added to the rows of a table, and that it changes no value."""
 
 from __future__ import annotations
 
@@ -67,13 +67,19 @@ def test_a_table_that_only_one_q_reads_is_left_to_the_compiler() -> None:
 def test_zero_is_added_where_something_else_reads_the_table(other: onnx.NodeProto, table: int) -> None:
     model = lookup(TO_OUT, other, outputs=("out", "out2"), table=table)
     model.graph.initializer.append(numpy_helper.from_array(np.array([0]), "axes"))
-    quantized = keep_tables_once(model)
-    assert "q" in quantized
-    added = [node for node in model.graph.node if node.op_type == "Add"]
-    assert [(list(node.input), list(node.output)) for node in added][:1] == [
-        (["columns", "site/q/keep_table/zero"], ["site/q/keep_table:0"])
+    assert keep_tables_once(model) == ("table",)
+    assert [(n.op_type, list(n.input), list(n.output)) for n in model.graph.node][:2] == [
+        ("Gather", ["table", "ids"], ["lookup/keep/rows"]),
+        ("Add", ["lookup/keep/rows", "lookup/keep/zero"], ["rows"]),
     ]
-    assert len(added) == len(quantized)
+
+
+def test_a_table_that_no_q_reads_is_left_alone() -> None:
+    model = lookup(TO_OUT, h.make_node("Relu", ["rows"], ["out2"], "other"), outputs=("out", "out2"))
+    kept = [node for node in model.graph.node if node.name not in {"site/q", "site/dq", "leave"}]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    assert keep_tables_once(model) == ()
 
 
 def test_no_value_changes() -> None:
@@ -101,4 +107,4 @@ def test_external_data_is_not_read(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
     (tmp_path / "m.data").unlink()
     loaded = onnx.load(tmp_path / "m.onnx", load_external_data=False)
-    assert keep_tables_once(loaded) == ("q",)
+    assert keep_tables_once(loaded) == ("table",)

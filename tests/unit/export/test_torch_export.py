@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.errors import ExportError, ModelError
+from loka_onnx.errors import ExportError, InternalError, ModelError
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.torch_module import PARITY_TOLERANCE, export_torch, load_builder
 from loka_onnx.graph.model import GraphModel
@@ -154,6 +154,12 @@ def test_modules_that_cannot_be_exported_are_refused(module, names, message, tmp
     assert not target.exists()
 
 
+def test_one_row_is_too_few(tmp_path):
+    one = {"dense": ROWS["dense"][:1]}
+    with pytest.raises(InternalError, match="needs at least 2 example rows"):
+        export_torch(AsList(), one, tmp_path / "model.onnx", outputs("logit"))
+
+
 def test_a_list_of_outputs_is_as_good_as_a_tuple(tmp_path):
     artifact = export_torch(AsList(), DENSE, tmp_path / "model.onnx", outputs("logit"))
     assert [o.name for o in artifact.outputs] == ["logit"]
@@ -252,7 +258,8 @@ def test_the_users_table_file_is_copied_and_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(graph_model, "TABLE_LIMIT_BYTES", 0)
     source = foreign(
         tmp_path,
-        "g (float[b,4] x, int64[b] i) => (float[b,4] y) { e = Gather(t, i)  s = Add(x, e)  y = MatMul(s, w) }",
+        "g (float[b,4] x, int64[b] i) => (float[b,4] y) {"
+        " e = Gather(t, i)  s = Add(x, e)  y = MatMul(s, w) }",
     )
     proto = onnx.load(source)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((50, 4), np.float32), "t"))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
-from loka_onnx.graph.fake_quantize import fake_quantize
+from loka_onnx.graph.fake_quantize import Bounds, fake_quantize, round_to_bfloat16
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -17,13 +16,14 @@ pytest.importorskip("onnxruntime")
 FORMATS = list(Float8)
 
 
-def session_of(write_model, format: Float8, scale: float) -> OnnxSession:
+def session_of(write_model, format: Float8, scale: float, bounds: Bounds | None = None) -> OnnxSession:
     """x → its FP8 value times the scale, and |x / scale|; at the optimization level that calibration uses."""
     model = GraphModel.load(write_model("g (float[n] x) => (float[n] y) { y = Identity(x) }"))
     (output,) = model.outputs
-    quantized = fake_quantize(model, model.inputs[0], scale, format, "q")
+    quantized = fake_quantize(model, model.inputs[0], scale, format, "q", bounds or Bounds())
     model.make_output(output, quantized.values)
     model.add_output(quantized.magnitude, np.float32, ["n"])
+    quantized.magnitude.name = "magnitude"
     path = write_model("g (float[n] x) => (float[n] y) { y = Identity(x) }", name="fake.onnx")
     model.save(path)
     return OnnxSession(path, SessionOptions(threads=1))
@@ -86,7 +86,7 @@ def test_scales_divide_and_multiply_as_quantize_and_dequantize_do(format, scale,
     normal = np.random.default_rng(0).standard_normal(100_000) * FLOAT8_SPECS[format].max * scale / 3
     x = np.clip(normal, -3e38, 3e38).astype(np.float32)
     np.testing.assert_array_equal(through(session, x), by_ml_dtypes(x, scale, format))
-    magnitude = session.run({"x": x}, ["q.abs.out"])["q.abs.out"]
+    magnitude = session.run({"x": x}, ["magnitude"])["magnitude"]
     np.testing.assert_array_equal(magnitude, np.abs(x / np.float32(scale)))
 
 
@@ -98,3 +98,27 @@ def test_zeros_and_the_ends_of_the_range(format, write_model):
     x = [0.0, -0.0, top, -top, top * 1.01, -3e38, 3e38, least, least / 2, -least / 2, least * 0.5001, 1e-45]
     got = through(session, np.array(x, np.float32))
     np.testing.assert_array_equal(got, [0, 0, top, -top, top, -top, top, least, 0, 0, least, 0])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_known_of_a_tensor_saves_operations_and_changes_nothing(format, write_model):
+    limit, scale = FLOAT8_SPECS[format].max, 0.0078125
+    x = np.linspace(0, limit * scale, 100_001, dtype=np.float32)
+    for saturates, is_signed in ((False, False), (False, True), (True, False)):
+        session = session_of(write_model, format, scale, Bounds(saturates, is_signed))
+        values = np.concatenate([x, x * 3]) if saturates else x
+        values = np.concatenate([values, -values]) if is_signed else values
+        np.testing.assert_array_equal(through(session, values), by_ml_dtypes(values, scale, format))
+
+
+def test_bfloat16_over_every_mantissa(write_model):
+    model = GraphModel.load(write_model("g (float[n] x) => (float[n] y) { y = Identity(x) }"))
+    model.make_output(model.outputs[0], round_to_bfloat16(model, model.inputs[0], "r"))
+    path = write_model("g (float[n] x) => (float[n] y) { y = Identity(x) }", name="bf16.onnx")
+    model.save(path)
+    session = OnnxSession(path, SessionOptions(threads=1))
+    binade = np.arange(0x3F800000, 0x40000000, dtype=np.uint32).view(np.float32)
+    wide = np.random.default_rng(0).standard_normal(100_000) * 10.0 ** np.linspace(-30, 30, 100_000)
+    for x in (binade, -binade, wide.astype(np.float32)):
+        want = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(through(session, x), want)

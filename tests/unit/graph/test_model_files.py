@@ -233,12 +233,15 @@ GIGABYTES = textwrap.dedent(
     for key, value in (("location", "table.bin"), ("offset", "0"), ("length", str(rows * width * 4))):
         table.external_data.add(key=key, value=value)
     w = onnx.numpy_helper.from_array(np.ones((width, 8), np.float32), "w")
-    graph = h.make_graph(
-        [h.make_node("Gather", ["table", "user"], ["e"]), h.make_node("MatMul", ["e", "w"], ["y"], name="fc")],
-        "g", [h.make_tensor_value_info("user", 7, ["b"])], [h.make_tensor_value_info("y", 1, ["b", 8])], [table, w],
-    )
+    nodes = [
+        h.make_node("Gather", ["table", "user"], ["e"]),
+        h.make_node("MatMul", ["e", "w"], ["y"], name="fc"),
+    ]
+    user, y = h.make_tensor_value_info("user", 7, ["b"]), h.make_tensor_value_info("y", 1, ["b", 8])
+    graph = h.make_graph(nodes, "g", [user], [y], [table, w])
+    proto = h.make_model(graph, opset_imports=[h.make_opsetid("", 19)], ir_version=10)
     source = folder / "ranker.onnx"
-    source.write_bytes(h.make_model(graph, opset_imports=[h.make_opsetid("", 19)], ir_version=10).SerializeToString())
+    source.write_bytes(proto.SerializeToString())
     process = psutil.Process()
     before, began = process.memory_info().rss, time.perf_counter()
     model = canonicalize(source).model

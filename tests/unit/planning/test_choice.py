@@ -81,7 +81,7 @@ class Candidate:
             detail=self.detail,
         )
 
-    def evaluation(self, split: str = "certification") -> Evaluation:
+    def evaluation(self, split: str) -> Evaluation:
         measured = self.status is BuildStatus.READY
         outputs = tuple(output(status) for status in self.accuracy) if measured else ()
         latencies = () if self.us is None else (latency(self.us, self.counts),)
@@ -98,6 +98,9 @@ class Candidate:
         )
 
 
+SPLITS = ("selection", "certification")
+
+
 def output(status: str) -> OutputEvaluation:
     return OutputEvaluation(
         "ctr", OutputKind.LOGIT, TaskMetrics(0.5, 0.9, 0.8, 1.0), None, 2e-4, status, None
@@ -109,7 +112,8 @@ def latency(us: float, counts: bool = True, batch: int = 100) -> Latency:
 
 
 def chosen(*candidates: Candidate) -> Choice:
-    evaluations = EvaluationSet(tuple(c.evaluation() for c in candidates if c.accuracy))
+    judged = [c for c in candidates if c.accuracy]
+    evaluations = EvaluationSet(tuple(c.evaluation(split) for split in SPLITS for c in judged))
     return choose([c.engine() for c in candidates], evaluations, PLANS)
 
 
@@ -281,29 +285,50 @@ def test_a_target_without_any_engine_is_an_error() -> None:
     )
 
 
-def test_the_split_that_decides() -> None:
-    """Selection says inside, certification says beyond."""
-    fp8 = Candidate("fp8-all", 100)
-    spoiled = Candidate("fp8-all", 100, (BEYOND,))
-    evaluations = EvaluationSet((FP32.evaluation(), fp8.evaluation("selection"), spoiled.evaluation()))
-    both = [FP32.engine(), fp8.engine()]
-    assert choose(both, evaluations, PLANS).targets[0].plan == "fp32"
-    on_selection = EvaluationSet((FP32.evaluation("selection"), *evaluations.evaluations))
-    assert choose(both, on_selection, PLANS, "selection").targets[0].plan == "fp8-all"
+def on_both(selection: list[Candidate], certification: list[Candidate]) -> TargetChoice:
+    evaluations = EvaluationSet(
+        (
+            *(c.evaluation("selection") for c in selection),
+            *(c.evaluation("certification") for c in certification),
+        )
+    )
+    return choose([c.engine() for c in selection], evaluations, PLANS).targets[0]
+
+
+def test_what_selection_chose_must_hold_on_certification() -> None:
+    fp8, spoiled = Candidate("fp8-all", 100), Candidate("fp8-all", 100, (BEYOND,))
+    target = on_both([FP32, BF16, fp8], [FP32, BF16, spoiled])
+    # Not the runner-up: certification is looked at once and does not choose.
+    assert target.plan == "fp32"
+    assert target.reason == (
+        "'fp8-all' was selected and is not inside the budget on certification: fp32 instead"
+    )
+    assert reasons(target) == {
+        "bf16": "accuracy inside the budget; 0.50× the latency of the chosen engine",
+        "fp8-all": "selected; on certification accuracy beyond the budget",
+    }
+    assert on_both([FP32, spoiled], [FP32, fp8]).plan == "fp32"
+    assert on_both([FP32, fp8], [FP32, fp8]).plan == "fp8-all"
+
+
+def test_what_was_never_certified_is_not_emitted() -> None:
+    assert on_both([FP32, Candidate("fp8-all", 100)], [FP32]).plan == "fp32"
 
 
 def test_speed_is_the_mean_time_per_row_over_the_batch_sizes() -> None:
     """10 µs at 10 rows weigh as much as 100 µs at 100."""
 
     def evaluation(candidate: Candidate, *latencies: Latency) -> Evaluation:
-        whole = candidate.evaluation()
+        whole = candidate.evaluation("selection")
         return Evaluation(
             whole.engine, "trt", whole.plan, "gpu", whole.split, 1000, whole.outputs, latencies, "measured"
         )
 
     at_small = evaluation(BF16, latency(10, batch=10), latency(130, batch=100))
     at_large = evaluation(FP32, latency(15, batch=10), latency(100, batch=100))
-    choice = choose([FP32.engine(), BF16.engine()], EvaluationSet((at_small, at_large)), PLANS)
+    certified = (BF16.evaluation("certification"), FP32.evaluation("certification"))
+    evaluations = EvaluationSet((at_small, at_large, *certified))
+    choice = choose([FP32.engine(), BF16.engine()], evaluations, PLANS)
     assert choice.targets[0].plan == "bf16"
     assert choice.targets[0].losers[0].reason.endswith("1.09× the latency of the chosen engine")
 
@@ -359,6 +384,12 @@ def test_what_was_not_simulated_is_not_chosen() -> None:
     }
 
 
+def test_a_plan_that_one_engine_here_saw_beyond_the_budget_is_not_chosen() -> None:
+    real = Candidate("fp8-all", 1, (BEYOND,), target="cpu", backend="other", architecture="cpu")
+    target = provisional([absent("bf16"), absent("fp8-all")], [simulated("fp8-all"), real])
+    assert target.plan == "bf16"
+
+
 def test_fp8_is_told_by_the_plan_and_not_by_its_name() -> None:
     engines = [absent("bf16"), absent("refined-1")]
     assert provisional(engines, [simulated("refined-1")]).plan == "refined-1"
@@ -385,12 +416,12 @@ def test_a_failed_engine_keeps_its_reason() -> None:
     assert reasons(provisional([absent("bf16"), broken], []))["fp8-all"] == "failed: refused sm80"
 
 
-def test_evaluations_of_another_split_do_not_count() -> None:
-    engines = [absent("bf16"), absent("fp8-all")]
-    evaluations = EvaluationSet((simulated("fp8-all").evaluation("selection"),))
-    built = [c.engine() for c in engines]
-    assert choose(built, evaluations, PLANS).targets[0].plan == "bf16"
-    assert choose(built, evaluations, PLANS, "selection").targets[0].plan == "fp8-all"
+def test_a_simulation_must_hold_on_both_splits() -> None:
+    built = [absent("bf16").engine(), absent("fp8-all").engine()]
+    good, bad = simulated("fp8-all"), simulated("fp8-all", BEYOND)
+    for first, second, plan in ((good, good, "fp8-all"), (good, bad, "bf16"), (bad, good, "bf16")):
+        evaluations = EvaluationSet((first.evaluation("selection"), second.evaluation("certification")))
+        assert choose(built, evaluations, PLANS).targets[0].plan == plan
 
 
 # One choice for each piece of hardware ----------------------------------------------------------------

@@ -19,12 +19,18 @@ ort = pytest.importorskip("onnxruntime")
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
 PLAIN = "g (float[b,4] x) => (float[b,4] y, float[b,4] z) { y = Relu(x)  z = Neg(x) }"
 FLOAT8 = {
-    "a zero point": "g (float[b] x) => (float[b] y) { q = QuantizeLinear(x, s, zero)  y = DequantizeLinear(q, s, zero) }",
+    "a zero point": (
+        "g (float[b] x) => (float[b] y) { q = QuantizeLinear(x, s, zero)  y = DequantizeLinear(q, s, zero) }"
+    ),
     "a cast": "g (float[b] x) => (float[b] y) { q = Cast<to=17>(x)  y = Cast<to=1>(q) }",
-    "an output type": "g (float[b] x) => (float[b] y) { q = QuantizeLinear<output_dtype=19>(x, s)  y = DequantizeLinear(q, s) }",
+    "an output type": (
+        "g (float[b] x) => (float[b] y) {"
+        " q = QuantizeLinear<output_dtype=19>(x, s)  y = DequantizeLinear(q, s) }"
+    ),
     "a cast in a branch": (
         "g (float[b] x, bool c) => (float[b] y) { y = If(c) <"
-        "then_branch = t () => (r) { q = Cast<to=18>(x)  r = Cast<to=1>(q) }, else_branch = e () => (r) { r = Relu(x) }> }"
+        "then_branch = t () => (r) { q = Cast<to=18>(x)  r = Cast<to=1>(q) },"
+        "else_branch = e () => (r) { r = Relu(x) }> }"
     ),
     "a constant": "g (float[b] x) => (float[b] y) { y = DequantizeLinear(k, s) }",
 }

@@ -1,0 +1,361 @@
+"""Whole small runs: what they leave, how they resume, and what they say of each output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import expit
+from synthetic_runs import ITEMS, WIDTH, Workplace, call, finish, make_workplace, scores, start, tree
+
+import loka_onnx
+from loka_onnx.core import serde
+from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet, OutputEvaluation
+from loka_onnx.data import SplitRule, split_file
+from loka_onnx.errors import ConfigError
+from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
+
+STAGES = [
+    "export",
+    "calibrate",
+    "mods",
+    "recalibrate",
+    "plan",
+    "build",
+    "evaluate",
+    "choose",
+    "report",
+    "bundle",
+]
+# What a run leaves beside its record: everything in it must come from a recorded stage, except scratch.
+UNRECORDED = ("run.json", "calibration/instrumented/", "calibration/sample.npz")
+
+
+def resumed(place: Workplace) -> dict[str, bool]:
+    """Whether each stage was taken over by one more run."""
+    seen: dict[str, bool] = {}
+
+    def note(stage: str, outcome: Outcome | None) -> None:
+        if outcome is not None and stage in STAGES:
+            seen[stage] = outcome.reused
+
+    run(place.run_file, RunOptions(resume=True, on_stage=note))
+    return seen
+
+
+def findings(directory: Path) -> dict[str, Any]:
+    """Everything that a run found and that does not depend on how fast the machine was."""
+    evaluations = json.loads((directory / "evaluation.json").read_text())["value"]["evaluations"]
+    engines = json.loads((directory / "engines.json").read_text())["value"]["engines"]
+    profile = json.loads((directory / "profile.json").read_text())["value"]
+    manifest = json.loads((directory / "bundle" / "manifest.json").read_text())["value"]
+    return {
+        "evaluations": [{k: v for k, v in e.items() if k != "latencies"} for e in evaluations],
+        "engines": [(e["plan"], e["status"], e["digest"], e["sites"]) for e in engines],
+        "profile": {k: v for k, v in profile.items() if k != "seconds"},
+        "plans": (directory / "plan.json").read_text(),
+        "choice": (directory / "choice.json").read_text().replace(str(directory), ""),
+        "bundle": [(e["id"], e["digest"], e["tolerance"]) for e in manifest["engines"]],
+        "sample": (directory / "bundle" / "sample.npz").read_bytes(),
+    }
+
+
+# What a run leaves ---------------------------------------------------------------------------------
+
+
+def test_layout(finished: RunResult) -> None:
+    wanted = {"bundle", "calibration", "choice.json", "engines", "engines.json", "evaluation.json", "model"}
+    wanted |= {"plan.json", "planned", "profile.json", "report.html", "report.json", "report.md", "run.json"}
+    assert {path.name for path in finished.directory.iterdir()} == wanted | {"rewrites.json"}
+    engines = {path.name for path in (finished.directory / "engines").iterdir() if path.is_dir()}
+    assert engines == {f"cpu-onnxruntime-cpu-{plan}" for plan in ("fp32", "fp8-all", "fp8-safe")}
+
+
+def test_lineage_holds_for_every_file(finished: RunResult) -> None:
+    record = json.loads((finished.directory / "run.json").read_text())["value"]
+    stages = record["stages"]
+    assert [stage["stage"] for stage in stages] == STAGES
+    by_file: dict[str, str] = {}
+    for stage in stages:
+        assert stage["seconds"] > 0
+        for file, digest in stage["files"].items():
+            content = (finished.directory / file).read_bytes()
+            assert hashlib.sha256(content).hexdigest() == digest
+            assert by_file.setdefault(file, stage["stage"]) == stage["stage"]
+    on_disk = {
+        path.relative_to(finished.directory).as_posix()
+        for path in finished.directory.rglob("*")
+        if path.is_file()
+    }
+    assert {file for file in on_disk if not file.startswith(UNRECORDED)} == set(by_file)
+    for number, stage in enumerate(stages):
+        written = {
+            earlier["stage"]: hashlib.sha256(
+                json.dumps(earlier["files"], sort_keys=True, separators=(",", ":")).encode()
+            ).hexdigest()
+            for earlier in stages[:number]
+        }
+        assert stage["parents"] == written
+    assert record["versions"]["loka-onnx"] and record["versions"]["onnxruntime"]
+    assert record["config"]["outputs"][0]["weight"] == "importance"
+
+
+def test_split_by_hash_keeps_requests_together(finished: RunResult) -> None:
+    data = finished.directory.parents[1] / "rows.parquet"
+    rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
+    splits = split_file(data, rule, (), ("request",))
+    requests = []
+    for split in (splits.calibration, splits.selection, splits.certification):
+        requests.append(set(np.concatenate([b.columns["request"] for b in split.batches(999)]).tolist()))
+        assert split.rows == 4 * len(requests[-1])
+    assert sum(map(len, requests)) == len(set.union(*requests)) == 1500
+    assert finished.report is not None
+    assert [split.rows for split in finished.report.data.splits] == [4 * len(r) for r in requests]
+
+
+def certification_columns(directory: Path) -> dict[str, np.ndarray]:
+    names = (*(f"d{i}" for i in range(WIDTH)), "item_id", "clicked", "bought", "amount", "importance")
+    rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
+    split = split_file(directory.parents[1] / "rows.parquet", rule, (), names).certification
+    batches = [batch.columns for batch in split.batches(1000)]
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in names}
+
+
+def of_plan(result: RunResult, plan: str) -> dict[str, OutputEvaluation]:
+    assert result.report is not None
+    evaluation = result.report.evaluation(f"cpu-onnxruntime-cpu-{plan}", "certification")
+    assert evaluation is not None
+    return {output.output: output for output in evaluation.outputs}
+
+
+def test_each_output_is_judged_by_its_own_loss(finished: RunResult) -> None:
+    """Against losses computed here in float64 from the weights that the model was made of."""
+    rows = certification_columns(finished.directory)
+    dense = np.stack([rows[f"d{i}"] for i in range(WIDTH)], axis=1)
+    answers = scores(dense, rows["item_id"])
+
+    def entropy(p: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return -(y * np.log(p) + (1 - y) * np.log1p(-p))
+
+    def normalized(score: np.ndarray, y: np.ndarray, w: np.ndarray) -> float:
+        base = np.full_like(score, np.average(y, weights=w))
+        loss = np.average(entropy(expit(score), y), weights=w)
+        return float(loss / np.average(entropy(base, y), weights=w))
+
+    even = np.ones(len(dense))
+    amount = rows["amount"].astype(np.float64)
+    expected = {
+        "ctr": normalized(answers[:, 0], rows["clicked"], rows["importance"].astype(np.float64)),
+        "cvr": normalized(answers[:, 1], rows["bought"], even),
+        "spend": float(np.mean((answers[:, 2] - amount) ** 2) / np.var(amount)),
+    }
+    found = of_plan(finished, "fp32")
+    for name, value in expected.items():
+        # The model sums 32 products in FP32; the loss averages some thousand rows.
+        assert found[name].metrics.normalized_entropy == pytest.approx(value, rel=1e-5)
+    unweighted = normalized(answers[:, 0], rows["clicked"], even)
+    assert abs(unweighted - expected["ctr"]) > 1e-3, "the weights must matter for this test to say anything"
+    assert found["spend"].metrics.auc is None
+    assert found["ctr"].metrics.auc is not None and found["ctr"].metrics.auc > 0.6
+
+
+def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished: RunResult) -> None:
+    assert finished.choice is not None and finished.report is not None
+    (choice,) = finished.choice.targets
+    assert choice.plan == "fp32"
+    assert "simulated" in next(loser.reason for loser in choice.losers if loser.engine.endswith("fp8-all"))
+    for output in of_plan(finished, "fp8-all").values():
+        assert output.difference is not None and output.difference.delta_rmse > 1e-4
+        assert output.difference.delta_ne.lower < output.difference.delta_ne.upper
+    assert {o.budget_status for o in of_plan(finished, "fp32").values()} == {BudgetStatus.WITHIN}
+
+
+def test_generated_rows_are_stamped(finished: RunResult) -> None:
+    for name in ("report.md", "report.html"):
+        assert "SYNTHETIC DATA" in (finished.directory / name).read_text()
+
+
+def test_bundle_answers_like_the_model(finished: RunResult) -> None:
+    assert finished.bundle is not None
+    engine = loka_onnx.load(finished.bundle)
+    dense = np.random.default_rng(5).standard_normal((7, WIDTH)).astype(np.float32)
+    item = np.arange(7) % ITEMS
+    answer = engine.infer({"dense": dense, "item": item})
+    expected = scores(dense, item)
+    # FP32 against float64 over three layers of at most 32 products.
+    np.testing.assert_allclose(answer["ctr"], expected[:, 0], atol=1e-5)
+    np.testing.assert_allclose(answer["cvr"], expit(expected[:, 1]), atol=1e-5)
+
+
+# Resuming ------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_takes_everything_over(place: Workplace) -> None:
+    run(place.run_file)
+    before = tree(place.output)
+    assert resumed(place) == dict.fromkeys(STAGES, True)
+    assert tree(place.output) == before
+
+    # An altered file costs its stage, and what depends on it only if the result differs.
+    (place.output / "plan.json").write_text("{}")
+    again = resumed(place)
+    assert [stage for stage in STAGES if not again[stage]] == ["plan"]
+    assert tree(place.output)["plan.json"] == before["plan.json"]
+
+    # So does a file that does not belong into the bundle.
+    (place.output / "bundle" / "extra.txt").write_text("?")
+    again = resumed(place)
+    assert [stage for stage in STAGES if not again[stage]] == ["bundle"]
+    assert not (place.output / "bundle" / "extra.txt").exists()
+
+    # Another budget: everything that it can change, in the same places of the record.
+    place.write_run_file(plan={"keep": ["fc1"]})
+    again = resumed(place)
+    assert [stage for stage in STAGES if again[stage]] == ["export", "calibrate", "mods", "recalibrate"]
+    stages = json.loads((place.output / "run.json").read_text())["value"]["stages"]
+    assert [stage["stage"] for stage in stages] == STAGES
+    assert [len(stage["parents"]) for stage in stages] == list(range(len(STAGES)))
+
+
+def test_stage_verbs_share_the_run_directory(
+    place: Workplace, finished: RunResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.run_file.rename(place.path / "steps.yaml")
+    told = {}
+    for stage in Stage:
+        if stage is not Stage.BUNDLE:
+            options = ["--explain"] if stage is Stage.TRANSFORM else []
+            done = call(capsys, stage, place.path / "steps.yaml", *options)
+            assert done.code == 0, done.err
+            # Only its own stage was left to do: every earlier one is reused.
+            fresh = [
+                line for line in done.err.splitlines() if "reused" not in line and "check data" not in line
+            ]
+            assert len(fresh) <= 2, done.err
+            told[stage] = done.out
+    done = call(capsys, "run", place.path / "steps.yaml", "--resume", "--quiet")
+    assert done.code == 0 and done.err == ""
+    assert findings(place.path / "runs" / "steps") == findings(finished.directory)
+    assert "3 sites, 3 of them linear; opset 21" in told[Stage.EXPORT]
+    assert "fuse-layer-norm: 0 applied" in told[Stage.TRANSFORM]
+    assert "fp8-all   bf16  3 of 3" in told[Stage.PLAN]
+    assert "cpu-onnxruntime-cpu-fp8-all: built and run here" in told[Stage.BUILD]
+    assert "steps, cpu: certification" in told[Stage.REPORT]
+
+
+def test_force_starts_over(place: Workplace) -> None:
+    run(place.run_file, RunOptions(until=Stage.PLAN))
+    (place.output / "notes.txt").write_text("mine")
+    seen = []
+    run(
+        place.run_file,
+        RunOptions(force=True, until=Stage.EXPORT, on_stage=lambda s, o: seen.append((s, o and o.reused))),
+    )
+    assert ("export", False) in seen
+    assert sorted(path.name for path in place.output.iterdir()) == ["model", "notes.txt", "run.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_that_is_killed_resumes_to_the_same_results(
+    place: Workplace, finished: RunResult, seed: int
+) -> None:
+    moments = random.Random(seed)
+    after = []
+    for attempt in range(4):
+        process = start("run", place.run_file, *(["--resume"] if attempt else []))
+        after.append(moments.uniform(0.5, 5))
+        time.sleep(after[-1])
+        process.kill()
+        process.communicate()
+    done = finish(start("run", place.run_file, "--resume"))
+    assert done.code == 0, (after, done.err)
+    assert findings(place.output) == findings(finished.directory), after
+    loka_onnx.verify_bundle(place.output / "bundle")
+    assert not [path for path in place.output.rglob("*") if "building-" in path.name], after
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_build_is_cleaned_up(place: Workplace, number: signal.Signals, code: int) -> None:
+    process = start("run", place.run_file)
+    deadline = time.monotonic() + 60
+    while not list(place.output.glob("engines/.*.building-*")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    done = finish(process)
+    assert done.code == code
+    assert done.err.splitlines()[-1] == (
+        "interrupted; `run --resume` and every stage verb go on from the last finished stage"
+    )
+    assert "Traceback" not in done.err
+    assert not [path for path in place.output.rglob("*") if "building-" in path.name]
+    assert resumed(place)["calibrate"]
+
+
+def test_a_run_killed_while_it_replaces_another_gives_it_back(place: Workplace, tmp_path: Path) -> None:
+    """SIGKILL between setting the earlier run aside and accepting the new input."""
+    run(place.run_file, RunOptions(until=Stage.PLAN))
+    before = tree(place.output)
+    aside = place.output / ".earlier-run"
+    aside.mkdir()
+    for name in ("plan.json", "model", "run.json"):
+        (place.output / name).rename(aside / name)
+    (place.output / "model").mkdir()
+    (place.output / "model" / "half.onnx").write_bytes(b"?")
+    run(place.run_file, RunOptions(resume=True, until=Stage.EXPORT))
+    assert tree(place.output) == before
+
+
+# Options -------------------------------------------------------------------------------------------
+
+
+def test_require_fp8(place: Workplace, finished: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(finished.directory.parents[1], place.path / "copy")
+    copied = make_workplace(place.path / "copy")
+    done = call(capsys, "run", copied.run_file, "--resume", "--quiet", "--require-fp8")
+    assert done.code == 0, done.err
+
+    tight = [arg for i in range(3) for arg in ("--set", f"outputs.{i}.budget=1e-9")]
+    done = call(capsys, "run", copied.run_file, "--resume", "--quiet", "--require-fp8", *tight)
+    assert done.code == 3
+    lines = done.err.splitlines()
+    assert lines[0] == "error: RUN: no FP8 plan is inside the budget"
+    assert lines[1].startswith("  evidence: cpu-onnxruntime-cpu-fp8-all, ctr: upper bound of ΔNE +")
+    assert lines[2].startswith("  remedy: raise `outputs.budget`")
+    assert "bundle" in done.out, "the high-precision engine is emitted all the same"
+
+
+def test_output_starts_where_the_user_is(
+    place: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = call(capsys, "export", place.run_file, "--output", "here")
+    assert done.code == 0
+    assert done.out.splitlines()[-1] == f"wrote here{os.sep}model/exported.json"
+    assert (tmp_path / "here" / "model" / "exported.onnx").is_file()
+
+
+def test_run_takes_a_path_or_a_configuration(place: Workplace) -> None:
+    config = loka_onnx.load_run_file(place.run_file)
+    assert loka_onnx.run(config, RunOptions(until=Stage.EXPORT)).directory == place.output
+    assert loka_onnx.run(place.run_file, RunOptions(until=Stage.EXPORT, resume=True)).choice is None
+    with pytest.raises(ConfigError, match="cannot read the run file"):
+        loka_onnx.run(place.path / "absent.yaml")
+
+
+def test_evaluations_are_of_both_splits(finished: RunResult) -> None:
+    evaluations = serde.read(EvaluationSet, finished.directory / "evaluation.json").evaluations
+    assert {e.split for e in evaluations} == {"selection", "certification"}
+    fp8 = [e for e in evaluations if e.plan.startswith("fp8")]
+    assert fp8 and all(not latency.counts_for_choice for e in fp8 for latency in e.latencies)
