@@ -72,14 +72,16 @@ class StageReporter:
 
     def progress(self, task: str, done: int, total: int) -> None:
         """`done` of `total` units of a task of the running stage are finished."""
+        text = task if task.startswith(self._stage) else f"{self._stage}: {task}"
         share = f"{done / total:4.0%}" if total else ""
         now = time.monotonic()
         if self._live and self._task is not None:
-            text = escape(f"{self._stage}: {task}" if task != self._stage else task)
-            self._bar.update(self._task, description=text, completed=done, total=total or None, share=share)
+            self._bar.update(
+                self._task, description=escape(text), completed=done, total=total or None, share=share
+            )
         elif not self._live and not self._quiet and now - self._spoke >= HEARTBEAT_SECONDS:
             self._spoke = now
-            self._console.print(f"  {self._stage}: {task} {share}", markup=False)
+            self._console.print(f"  {text} {share}", markup=False)
 
     def _drop_bar(self) -> None:
         if self._task is not None:

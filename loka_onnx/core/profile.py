@@ -110,9 +110,11 @@ class ErrorStats:
 
     @property
     def cosine(self) -> float:
-        """Cosine between quantized and exact output; 1 where both are zero."""
+        """Cosine between quantized and exact output; 1 where both are zero, 0 where only one is."""
         norm = (self.signal * self.quantized) ** 0.5
-        return float(self.cross / norm) if norm else 1.0
+        if norm == 0.0:
+            return 1.0 if self.signal == self.quantized else 0.0
+        return float(self.cross / norm)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ from loka_onnx.graph.shapes import infer_shapes
 INLINE_LIMIT_BYTES = 1 << 30
 """Dense weights beyond this are stored beside the model; protobuf ends at 2 GiB."""
 
+OLDEST_IR = 10
+"""IR version from which FP8 tensors are complete."""
 TABLE_LIMIT_BYTES = 1 << 28
 """Embedding tables that hold less than this together are read like any other weight: one file is simpler."""
 
@@ -67,13 +69,11 @@ class GraphModel:
     Args:
         graph: The graph.
         tables: Embedding tables that stay outside, by name; their locations are absolute paths.
-        ir_version: ONNX IR version to write.
     """
 
-    def __init__(self, graph: gs.Graph, tables: Mapping[str, onnx.TensorProto], ir_version: int) -> None:
+    def __init__(self, graph: gs.Graph, tables: Mapping[str, onnx.TensorProto]) -> None:
         self.graph = graph
         self.tables = dict(tables)
-        self._ir_version = ir_version
         self._names: set[str] = set()
         self._sink: list[Node] = graph.nodes
 
@@ -96,7 +96,7 @@ class GraphModel:
             if uses_external_data(tensor):
                 _read_external(tensor, directory)
         inferred = infer_shapes(proto)
-        return cls(gs.import_onnx(inferred), tables, proto.ir_version)
+        return cls(gs.import_onnx(inferred), tables)
 
     def save(self, path: Path, *, link_tables: bool = True) -> str:
         """Write the model and whatever it keeps outside; returns the digest of its content.
@@ -112,7 +112,8 @@ class GraphModel:
         self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
         proto = gs.export_onnx(self.graph, do_type_check=False)
         self._mend_types(proto.graph)
-        proto.ir_version = max(self._ir_version, 10)
+        # The oldest that the operators allow: ONNX Runtime refuses files newer than itself.
+        proto.ir_version = max(onnx.helper.find_min_ir_version_for(list(proto.opset_import)), OLDEST_IR)
         proto.producer_name = "loka-onnx"
         path.parent.mkdir(parents=True, exist_ok=True)
         used = {name for node in proto.graph.node for name in node.input} | _names_in_subgraphs(proto.graph)
@@ -145,7 +146,7 @@ class GraphModel:
 
     def copy(self) -> GraphModel:
         """A deep copy that shares the weights."""
-        return GraphModel(self.graph.copy(), self.tables, self._ir_version)
+        return GraphModel(self.graph.copy(), self.tables)
 
     # Reading ---------------------------------------------------------------------------------------
 

@@ -130,17 +130,14 @@ def test_column_of_text(place: Workplace, capsys: Capture) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("column", "row", "value", "word", "shown", "rows"),
-    [("d3", 7, np.nan, "NaN", "nan", 244), ("amount", 9, np.inf, "infinity", "inf", 244)],
-)
+@pytest.mark.parametrize(("column", "value", "word"), [("d3", np.nan, "NaN"), ("amount", np.inf, "infinity")])
 def test_value_that_is_not_finite(
-    place: Workplace, capsys: Capture, column: str, row: int, value: float, word: str, shown: str, rows: int
+    place: Workplace, capsys: Capture, column: str, value: float, word: str
 ) -> None:
-    with_rows(place, **{column: put(row, value)})
+    with_rows(place, **{column: put(7, value)})
     assert refusal(capsys, place) == (
         f"error: column '{column}' of 'rows.parquet' holds {word}\n"
-        f"  evidence: 1 of {rows} rows, the first is row {row}: {shown}\n"
+        f"  evidence: 1 of 244 rows, the first is row 7: {value}\n"
         "  remedy: drop or fill the rows; model inputs and labels must be finite\n"
     )
 

@@ -39,9 +39,9 @@ AGREEMENT = 1e-5
 """Seen: 6e-8 to 6e-6 on rows without a flipped tie, at outputs of order 0.1."""
 DEVIATING_ROWS = 0.005
 """Largest accepted share of rows with a flipped tie. Seen: 4 of 1500 (DLRM)."""
-TIE_ULPS = 16
+TIE_ULPS = 24
 """How far from the tie, in FP32 ulps of its tensor's largest magnitude, a flipped input may lie: what two
-orders of summation leave of sums of some 20 terms that may be larger than their sum. Seen: 10."""
+orders of summation leave of sums of some 20 terms that may be larger than their sum. Seen: 13."""
 
 Arrays = dict[str, Any]
 

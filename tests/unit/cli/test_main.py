@@ -1,0 +1,113 @@
+"""Exit codes and messages: what becomes of every kind of ending."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loka_onnx.cli import doctor as doctor_verb
+from loka_onnx.cli.main import main
+from loka_onnx.errors import BudgetMissed, ConfigError, EngineError, InternalError
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _keep_handler() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, error: BaseException, *flags: str) -> int:
+    """Exit code of a verb that raises."""
+
+    def fail(model: Path | None = None) -> None:
+        raise error
+
+    monkeypatch.setattr(doctor_verb, "diagnose", fail)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *flags])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("bad key", where="RUN.yaml:3", evidence="found 7", remedy="remove it"), 2),
+        (EngineError("bad key", where="RUN.yaml:3", evidence="found 7", remedy="remove it"), 1),
+        (BudgetMissed("bad key", where="RUN.yaml:3", evidence="found 7", remedy="remove it"), 3),
+    ],
+)
+def test_an_expected_error_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: Exception, code: int
+) -> None:
+    assert ending(monkeypatch, error) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "error: RUN.yaml:3: bad key\n  evidence: found 7\n  remedy: remove it\n"
+    assert ending(monkeypatch, error, "--debug") == code
+    debug = capsys.readouterr().err
+    assert debug.startswith("Traceback") and debug.endswith(captured.err)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), InternalError("by zero")])
+def test_a_bug_says_that_it_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: Exception
+) -> None:
+    assert ending(monkeypatch, error) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("Traceback")
+    assert message.splitlines()[-1].startswith("internal error, please report: ")
+    assert message.endswith("by zero\n")
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    assert ending(monkeypatch, KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err.startswith("interrupted; ")
+
+
+def test_brackets_in_a_message_are_not_markup(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    ending(monkeypatch, ConfigError("[red]x[/red] and [/nothing]"))
+    assert capsys.readouterr().err == "error: [red]x[/red] and [/nothing]\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["frobnicate"], ["run"], ["run", "--bogus", "x"], ["bundle", "verify"]]
+)
+def test_wrong_usage(arguments: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("Usage: loka-onnx")
+
+
+@pytest.mark.parametrize("arguments", [["--quiet", "schema"], ["schema", "--quiet"]])
+def test_global_flags_stand_anywhere(arguments: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("{")
+
+
+def test_a_bundle_that_does_not_verify(tmp_path: Path, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bundle", "verify", str(tmp_path)])
+    assert ended.value.code == 3
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}")
+
+
+def test_a_stream_that_knows_only_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    sys.stdout.flush()
+    assert ended.value.code == 0
+    assert b"? onnxruntime" in raw.getvalue()

@@ -1,0 +1,106 @@
+"""What a user sees while a run works, on a terminal, in a pipe and in a log."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from loka_onnx.cli import progress as module
+from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.terminal import Terminal, is_plain
+from loka_onnx.pipeline.directory import Outcome
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def report(stream: io.StringIO, *, is_terminal: bool, quiet: bool = False) -> str:
+    console = Console(file=stream, force_terminal=is_terminal, width=80, highlight=False)
+    with StageReporter(Terminal(console, console, quiet)) as reporter:
+        reporter.on_stage("calibrate", None)
+        reporter.progress("ranges", 3, 12)
+        reporter.progress("errors", 9, 12)
+        reporter.on_stage("calibrate", Outcome("calibrate", False, 6.84))
+        reporter.on_stage("plan", None)
+        reporter.on_stage("plan", Outcome("plan", True, 0.0))
+        reporter.on_stage("mods", None)
+        reporter.on_stage("mods", Outcome("mods", False, 0.01))
+    return stream.getvalue()
+
+
+def test_a_pipe_gets_one_line_for_each_stage() -> None:
+    assert report(io.StringIO(), is_terminal=False) == (
+        "✓ calibrate      6.8 s\n✓ plan           reused\n✓ mods           < 0.1 s\n"
+    )
+
+
+def test_quiet_says_nothing() -> None:
+    assert report(io.StringIO(), is_terminal=False, quiet=True) == ""
+    assert report(Tty(), is_terminal=True, quiet=True) == ""
+
+
+def test_a_terminal_gets_the_lines_and_is_left_clean() -> None:
+    text = report(Tty(), is_terminal=True)
+    assert "✓" in text and "calibrate      6.8 s" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor comes back"
+
+
+def test_a_terminal_shows_the_running_task() -> None:
+    stream = Tty()
+    console = Console(file=stream, force_terminal=True, width=80)
+    with StageReporter(Terminal(console, console)) as reporter:
+        reporter.on_stage("evaluate", None)
+        reporter.progress("fp8-all on [selection]", 3000, 12000)
+        reporter._bar.refresh()
+        assert "evaluate: fp8-all on [selection]" in stream.getvalue()
+        assert "25%" in stream.getvalue()
+
+
+def test_a_bar_does_not_outlive_an_error() -> None:
+    stream = Tty()
+    console = Console(file=stream, force_terminal=True, width=80)
+    with pytest.raises(ValueError), StageReporter(Terminal(console, console)) as reporter:
+        reporter.on_stage("build", None)
+        raise ValueError
+    assert stream.getvalue().endswith("\r\x1b[2K\x1b[?25h\r"), "the line is erased and the cursor is back"
+
+
+def test_a_log_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=False, width=80, highlight=False)
+    with StageReporter(Terminal(console, console)) as reporter:
+        reporter.on_stage("train", None)
+        for second in range(100):
+            now[0] = float(second)
+            reporter.progress("train (loss 0.5)", second, 100)
+    assert stream.getvalue().splitlines() == [f"  train (loss 0.5)  {s}%" for s in (30, 60, 90)]
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "plain"),
+    [
+        (io.StringIO(), {}, True),
+        (io.StringIO(), {"FORCE_COLOR": "1"}, True),
+        (Tty(), {}, False),
+        (Tty(), {"NO_COLOR": "1"}, True),
+        (Tty(), {"NO_COLOR": ""}, False),
+        (Tty(), {"TERM": "dumb"}, True),
+    ],
+)
+def test_who_gets_plain_lines(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, environment: dict[str, str], plain: bool
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_plain(stream) is plain
+    monkeypatch.setattr("sys.stdout", stream)
+    assert Terminal.open().out.is_terminal is not plain
