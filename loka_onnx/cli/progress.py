@@ -76,9 +76,10 @@ class StageReporter:
         share = f"{done / total:4.0%}" if total else ""
         now = time.monotonic()
         if self._live and self._task is not None:
-            self._bar.update(
-                self._task, description=escape(text), completed=done, total=total or None, share=share
-            )
+            # A little short of the end: rich stops the clock of a task that is complete, and the next task of
+            # the stage, or a last step without any report, would look dead.
+            end = total + 1e-3 if total else None
+            self._bar.update(self._task, description=escape(text), completed=done, total=end, share=share)
         elif not self._live and not self._quiet and now - self._spoke >= HEARTBEAT_SECONDS:
             self._spoke = now
             self._console.print(f"  {text} {share}", markup=False)

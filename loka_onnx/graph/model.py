@@ -113,7 +113,8 @@ class GraphModel:
         proto = gs.export_onnx(self.graph, do_type_check=False)
         self._mend_types(proto.graph)
         # The oldest that the operators allow: ONNX Runtime refuses files newer than itself.
-        proto.ir_version = max(onnx.helper.find_min_ir_version_for(list(proto.opset_import)), OLDEST_IR)
+        standard = [entry for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}]
+        proto.ir_version = max(onnx.helper.find_min_ir_version_for(standard), OLDEST_IR)
         proto.producer_name = "loka-onnx"
         path.parent.mkdir(parents=True, exist_ok=True)
         used = {name for node in proto.graph.node for name in node.input} | _names_in_subgraphs(proto.graph)

@@ -60,6 +60,15 @@ def test_a_terminal_shows_the_running_task() -> None:
         assert "25%" in stream.getvalue()
 
 
+def test_the_clock_goes_on_after_the_last_unit() -> None:
+    console = Console(file=Tty(), force_terminal=True, width=80)
+    with StageReporter(Terminal(console, console)) as reporter:
+        reporter.on_stage("evaluate", None)
+        reporter.progress("fp8-all", 12, 12)
+        (task,) = reporter._bar.tasks
+        assert not task.finished and task.percentage > 99.9
+
+
 def test_a_bar_does_not_outlive_an_error() -> None:
     stream = Tty()
     console = Console(file=stream, force_terminal=True, width=80)

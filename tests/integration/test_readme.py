@@ -1,0 +1,92 @@
+"""The example of the README, executed exactly as it is printed, in an empty directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from synthetic_runs import BIN
+
+README = Path(__file__).parents[2] / "README.md"
+FENCE = re.compile(r"^```(?P<language>\w+)(?: file=(?P<file>\S+))?\n(?P<body>.*?)^```$", re.S | re.M)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: a file to write, or commands (lines after ``$ ``) and their output."""
+
+    language: str
+    file: str | None
+    body: str
+
+    @property
+    def commands(self) -> list[str]:
+        return [line[2:] for line in self.body.splitlines() if line.startswith("$ ")]
+
+
+def blocks() -> list[Block]:
+    found = FENCE.finditer(README.read_text(encoding="utf-8"))
+    return [Block(match["language"], match["file"], match["body"]) for match in found]
+
+
+def shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(
+        command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_the_example_runs_as_printed(tmp_path: Path) -> None:
+    printed = []
+    for block in blocks():
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.body, encoding="utf-8")
+        elif block.language == "console":
+            for command in block.commands:
+                if command.startswith("make "):
+                    continue  # `make demo` has a test of its own, `make test` is running
+                done = shell(command, tmp_path)
+                assert done.returncode == 0, (command, done.stderr)
+                printed.append(done.stdout)
+    for name in ("report.html", "report.md", "report.json", "run.json", "bundle/manifest.json"):
+        assert (tmp_path / "runs" / "RUN" / name).is_file()
+    assert "SYNTHETIC DATA" in "".join(printed)
+    assert any("ctr" in text and "cpu-onnxruntime-cpu-fp32" in text for text in printed)
+
+
+def test_commands_and_layout_that_are_named_exist() -> None:
+    text = README.read_text(encoding="utf-8")
+    from typer.main import get_command
+
+    from loka_onnx.cli.main import app
+    from loka_onnx.pipeline.directory import OWNED
+
+    verbs = set(getattr(get_command(app), "commands", {}))
+    named = set(re.findall(r"loka-onnx ([a-z]+)", text))
+    assert named <= verbs and {"run", "doctor", "demo", "bundle"} <= named
+    for name in OWNED:
+        assert f"`{name}" in text, f"the layout lacks {name}"
+    makefile = (README.parent / "Makefile").read_text()
+    for target in re.findall(r"^\$ make (\w+)", text, re.M):
+        assert f"\n{target}:" in makefile
+
+
+def test_extras_are_those_of_the_package() -> None:
+    import tomllib
+
+    project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
+    listed = re.findall(r"^\| `([a-z-]+)` \|", README.read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(project["optional-dependencies"])
+
+
+def test_no_block_is_left_out() -> None:
+    kinds = [(block.language, block.file) for block in blocks()]
+    assert ("python", "make_ranker.py") in kinds and ("yaml", "RUN.yaml") in kinds
+    assert all(language in {"python", "yaml", "console", "text"} for language, _ in kinds)
+    assert shutil.which("loka-onnx", path=os.fspath(BIN))
