@@ -87,7 +87,9 @@ def _failures(data: ReportData) -> Iterator[Text]:
     for engine in data.engines:
         if engine.status is BuildStatus.FAILED:
             detail = engine.detail.strip().partition("\n")[0]
-            yield Text.assemble(("✗ ", "red"), f"{engine.id}: {detail}")
+            # A backend that says beforehand that it cannot honour a plan has not failed at anything.
+            mark = ("– ", "dim") if detail.startswith("declined: ") else ("✗ ", "red")
+            yield Text.assemble(mark, f"{engine.id}: {detail}")
 
 
 def _places(result: RunResult) -> Iterator[tuple[str, Path]]:

@@ -120,9 +120,10 @@ class Steps:
             read_scores(outputs, spec, rows.rows, is_reference=True)
 
     def _check_labels(self, data: Dataset) -> None:
-        labels = open_dataset(data.path, (), self.config.columns, data.selection)
-        batches = [batch.columns for batch in labels.batches(LABEL_ROWS)]
-        columns = {name: np.concatenate([batch[name] for batch in batches]) for name in self.config.columns}
+        wanted = [name for spec in self.specs for name in (spec.label, spec.weight) if name is not None]
+        names = tuple(dict.fromkeys(wanted))
+        batches = [b.columns for b in open_dataset(data.path, (), names, data.selection).batches(LABEL_ROWS)]
+        columns = {name: np.concatenate([batch[name] for batch in batches]) for name in names}
         for spec in self.specs:
             try:
                 read_truth(columns, spec, None)

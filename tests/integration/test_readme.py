@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from synthetic_runs import BIN
 
+from loka_onnx.config import RunConfig, load_run_file, schema
+from loka_onnx.core import serde
+from loka_onnx.report import ReportData
+
 README = Path(__file__).parents[2] / "README.md"
 FENCE = re.compile(r"^```(?P<language>\w+)(?: file=(?P<file>\S+))?\n(?P<body>.*?)^```$", re.S | re.M)
 
@@ -37,7 +41,14 @@ def blocks() -> list[Block]:
 def shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.run(
-        command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=300
+        command,
+        shell=True,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
 
 
@@ -57,7 +68,13 @@ def test_the_example_runs_as_printed(tmp_path: Path) -> None:
     for name in ("report.html", "report.md", "report.json", "run.json", "bundle/manifest.json"):
         assert (tmp_path / "runs" / "RUN" / name).is_file()
     assert "SYNTHETIC DATA" in "".join(printed)
-    assert any("ctr" in text and "cpu-onnxruntime-cpu-fp32" in text for text in printed)
+    assert re.fullmatch(r"cpu-onnxruntime-cpu-fp32 \[-?\d\S* +-?\d\S*\]\n", printed[-1])
+    report = serde.read(ReportData, tmp_path / "runs" / "RUN" / "report.json")
+    inside = {
+        plan: (e := report.evaluation(f"cpu-onnxruntime-cpu-{plan}", "certification")) and e.is_within_budget
+        for plan in ("fp32", "fp8-all", "fp8-safe")
+    }
+    assert inside == {"fp32": True, "fp8-all": False, "fp8-safe": True}, "what the README says of it"
 
 
 def test_commands_and_layout_that_are_named_exist() -> None:
@@ -83,6 +100,26 @@ def test_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
     listed = re.findall(r"^\| `([a-z-]+)` \|", README.read_text(encoding="utf-8"), re.M)
     assert sorted(listed) == sorted(project["optional-dependencies"])
+
+
+def test_the_annotated_run_file_names_every_key_with_its_default(tmp_path: Path) -> None:
+    text = (README.parent / "examples" / "every-key.yaml").read_text(encoding="utf-8")
+    (tmp_path / "every-key.yaml").write_text(text)
+    for name in ("ranker.onnx", "day-07.parquet", "day-08.parquet", "day-09.parquet"):
+        (tmp_path / name).touch()
+    config = load_run_file(tmp_path / "every-key.yaml")
+    for section in (RunConfig, *(f for f in vars(schema).values() if _is_section(f))):
+        for key in section.model_fields:
+            assert re.search(rf"\b{key}:", text), f"{section.__name__}.{key} is not in the example"
+    for key in ("batch", "calibration", "build", "threads"):
+        assert getattr(config, key) == RunConfig.model_fields[key].get_default(call_default_factory=True)
+    default = schema.PlanConfig()
+    assert config.plan.model_copy(update={"keep": ()}) == default
+    assert config.outputs[0].budget == schema.OutputConfig.model_fields["budget"].default
+
+
+def _is_section(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, schema.BaseModel) and bool(value.model_fields)
 
 
 def test_no_block_is_left_out() -> None:
