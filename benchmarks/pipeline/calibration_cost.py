@@ -1,9 +1,10 @@
 """What calibration costs: time over a plain ONNX Runtime pass, and memory as the data grows.
 
-The plain pass runs the exported model over the same batches with full optimization and as many threads.
-Both are timed in turns in one process, so that the ratio holds when the machine drifts; each memory figure
-is the peak of anonymous memory of a process of its own. The rows are generated (`data.synthetic`): cost does
-not depend on their values::
+The plain pass runs the exported model over the same batches with full optimization and as many threads, one
+batch after the other as a user would; the probe runs a batch on each thread. The ratio over a plain pass in
+such streams is given as well. All are timed in turns in one process, so that the ratio holds when the machine
+drifts; each memory figure is the peak of anonymous memory of a process of its own. The rows are generated
+(`data.synthetic`): cost does not depend on their values::
 
     python -m benchmarks.pipeline.calibration_cost
 """
@@ -30,10 +31,11 @@ from loka_onnx.data import Dataset
 from loka_onnx.data.synthetic import SyntheticOptions, prepare_synthetic
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.streams import map_in_order
 from loka_onnx.zoo import MODEL_NAMES, FeatureSpec, create
 
-BATCH = 1024
-ROWS = 60 * BATCH
+BATCH = 512
+ROWS = 120 * BATCH
 
 
 def exported(model: str, directory: Path, rows: int) -> tuple[ModelArtifact, Dataset]:
@@ -48,10 +50,17 @@ def exported(model: str, directory: Path, rows: int) -> tuple[ModelArtifact, Dat
 
 
 def plain_pass(artifact: ModelArtifact, data: Dataset, threads: int) -> None:
-    """What the probe is compared with."""
+    """What the probe is compared with: a session on all threads, one batch after the other."""
     session = OnnxSession(artifact.path, SessionOptions(threads=threads))
     for batch in data.batches(BATCH):
         session.run(batch.inputs)
+
+
+def plain_streams(artifact: ModelArtifact, data: Dataset, threads: int) -> None:
+    """The same pass with as many batches at once as the probe runs."""
+    session = OnnxSession(artifact.path, SessionOptions(threads=1))
+    for _ in map_in_order(lambda batch: session.run(batch.inputs), data.batches(BATCH), threads):
+        pass
 
 
 def probe_pass(artifact: ModelArtifact, data: Dataset, threads: int, recipes: tuple[Recipe, ...]) -> None:
@@ -73,6 +82,15 @@ def time_in_turns(passes: dict[str, Callable[[], None]], rounds: int) -> dict[st
             if number:
                 seconds[name].append(time.perf_counter() - began)
     return seconds
+
+
+def ratios(seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
+    """Median and spread of each pass over another, round by round."""
+    found = {}
+    for name in ("one recipe", "two recipes"):
+        values = sorted(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
+        found[name] = {"median": statistics.median(values), "min": values[0], "max": values[-1]}
+    return found
 
 
 def anonymous_peak_mib(work: Callable[[], None]) -> float:
@@ -122,23 +140,18 @@ def measure(model: str, rounds: int, threads: int) -> dict[str, Any]:
         seconds = time_in_turns(
             {
                 "plain": lambda: plain_pass(artifact, data, threads),
+                "plain, in streams": lambda: plain_streams(artifact, data, threads),
                 "one recipe": lambda: probe_pass(artifact, data, threads, (PER_TENSOR,)),
                 "two recipes": lambda: probe_pass(artifact, data, threads, (PER_TENSOR, PER_CHANNEL_WEIGHT)),
             },
             rounds,
         )
-    ratios = {
-        name: sorted(a / b for a, b in zip(values, seconds["plain"], strict=True))
-        for name, values in seconds.items()
-        if name != "plain"
-    }
     return {
         "sites": len(artifact.sites),
         "rows": ROWS,
         "plain_seconds_median": statistics.median(seconds["plain"]),
-        "ratio_over_plain": {
-            name: {"median": statistics.median(v), "min": v[0], "max": v[-1]} for name, v in ratios.items()
-        },
+        "ratio_over_plain": ratios(seconds, "plain"),
+        "ratio_over_plain_in_streams": ratios(seconds, "plain, in streams"),
         "anonymous_peak_mib": {str(n): memory(model, n, threads) for n in (10, 1000)},
     }
 

@@ -26,11 +26,12 @@ from loka_onnx.core.profile import ErrorStats, Profile, RangeStats, SiteProfile
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
 from loka_onnx.core.site import Site
-from loka_onnx.data.dataset import Dataset
+from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.numerics.scales import amax_scale
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.streams import map_in_order, stream_count
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class ProbeOptions:
         batch_size: Rows of one pass through the graph.
         rows: Rows for ranges and errors; None for all.
         sensitivity_rows: Most rows for the sensitivity pass.
-        threads: Threads of one operator, 0 for ONNX Runtime's choice.
+        threads: Batches at once, each on one thread; 0 for one a core.
         group: Column of rows that belong together; None where rows are independent.
         synthetic: Whether the data was generated.
         only: Sites to calibrate; None for all.
@@ -52,7 +53,7 @@ class ProbeOptions:
 
     recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
     weight: Granularity | None = None
-    batch_size: int = 1024
+    batch_size: int = 512
     rows: int | None = None
     sensitivity_rows: int = 16384
     threads: int = 0
@@ -100,13 +101,14 @@ def calibrate(
     after_errors = time.perf_counter()
     sensitivity_rows = min(options.sensitivity_rows, probe.rows)
     switches = [Switch(site, _planned_recipe(site, options, errors[site.name])) for site in sites]
-    switchable = SwitchableModel(GraphModel.load(model.path), switches, scales, scratch, options.threads)
+    switchable = SwitchableModel(GraphModel.load(model.path), switches, scales, scratch)
     measured = measure_sensitivities(
         switchable,
         data.batches(options.batch_size, stop=sensitivity_rows),
         outputs,
         options.group,
         _counted(progress, sensitivity_rows),
+        stream_count(options.threads),
     )
     finished = time.perf_counter()
     graph = GraphModel.load(model.path)
@@ -202,11 +204,16 @@ class Probe:
 
     def _measure(self, graph: GraphModel, path: Path, task: str) -> Iterator[_Measured]:
         graph.save(path)
-        session = OnnxSession(path, SessionOptions(threads=self.options.threads))
+        session = OnnxSession(path, SessionOptions(threads=1))
+
+        def run(batch: Batch) -> _Measured:
+            return _Measured(session.run(batch.inputs), batch.rows)
+
         done = 0
-        for batch in self.data.batches(self.options.batch_size, stop=self.rows):
-            yield _Measured(session.run(batch.inputs), batch.rows)
-            done += batch.rows
+        batches = self.data.batches(self.options.batch_size, stop=self.rows)
+        for measured in map_in_order(run, batches, stream_count(self.options.threads)):
+            yield measured
+            done += measured.rows
             self.progress(task, done, self.rows)
 
     def _check_finite(self, tap: RangeTap, stats: RangeStats, batch: int) -> None:

@@ -24,6 +24,7 @@ from loka_onnx.data.batch import Batch
 from loka_onnx.numerics.intervals import ratio_interval
 from loka_onnx.numerics.loss_change import loss_change
 from loka_onnx.numerics.task_metrics import log_loss_rows, logits_from_probabilities, squared_error_rows
+from loka_onnx.sessions.streams import map_in_order
 
 Rows = npt.NDArray[np.float64]
 
@@ -39,6 +40,15 @@ class Sensitivities:
 
     by_site: dict[str, tuple[Sensitivity, ...]]
     baseline_loss: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Outputs of the model for one batch: exact, and with each site alone in low precision."""
+
+    batch: Batch
+    exact: Mapping[str, npt.NDArray[Any]]
+    changed: Mapping[str, Mapping[str, npt.NDArray[Any]]]
 
 
 @dataclass
@@ -58,6 +68,7 @@ def measure_sensitivities(
     outputs: tuple[OutputSpec, ...],
     group: str | None,
     progress: Callable[[int], None],
+    streams: int = 1,
 ) -> Sensitivities:
     """Turn on one site at a time over the same rows.
 
@@ -67,22 +78,26 @@ def measure_sensitivities(
         outputs: Judged outputs.
         group: Column of rows that belong together.
         progress: Called with the rows done.
+        streams: Batches at once.
     """
+
+    def run(batch: Batch) -> _Runs:
+        names = (switch.site.name for switch in model.switches)
+        changed = {name: model.run(batch.inputs, (name,)) for name in names}
+        return _Runs(batch, model.run(batch.inputs), changed)
+
     tracks = {spec.name: _Track({}, {}, {}, [], []) for spec in outputs}
     groups: list[npt.NDArray[Any]] = []
     done = 0
-    for batch in batches:
-        exact = model.run(batch.inputs)
+    for runs in map_in_order(run, batches, streams):
+        columns = runs.batch.columns
         if group is not None:
-            groups.append(batch.columns[group])
+            groups.append(columns[group])
         for spec in outputs:
-            _note_baseline(tracks[spec.name], spec, exact, batch.columns)
-        for switch in model.switches:
-            name = switch.site.name
-            changed = model.run(batch.inputs, (name,))
-            for spec in outputs:
-                _note_change(tracks[spec.name], spec, name, (exact, changed), batch.columns)
-        done += batch.rows
+            _note_baseline(tracks[spec.name], spec, runs.exact, columns)
+            for name, changed in runs.changed.items():
+                _note_change(tracks[spec.name], spec, name, (runs.exact, changed), columns)
+        done += runs.batch.rows
         progress(done)
     keys = np.concatenate(groups) if groups else None
     return Sensitivities(

@@ -346,7 +346,7 @@ class BatchConfig(_Strict):
 class CalibrationConfig(_Strict):
     """How ranges, errors and sensitivities are measured."""
 
-    batch_size: Count = Field(1024, description="rows in one calibration batch")
+    batch_size: Count = Field(512, description="rows in one calibration batch")
     rows: Count | None = Field(None, description="rows that ranges and errors come from; null for all")
     sensitivity_rows: Count = Field(
         16384, description="rows that the effect of each site on the outputs is measured on"
