@@ -15,9 +15,10 @@ import onnx.inliner
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import ModelError
-from loka_onnx.graph.model import GraphModel, check_external_files, read_proto
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.naming import module_path, name_sites
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
+from loka_onnx.graph.storage import check_external_files, read_proto
 
 OPSET = 21
 """Lowest operator set written: FP8 Q/DQ is complete there in every engine."""

@@ -32,7 +32,8 @@ from loka_onnx.evaluation.predictions import Run
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.id_bounds import id_bounds
-from loka_onnx.graph.model import GraphModel, model_digest, model_files
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.storage import model_digest, model_files
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.sample import Arrays, generated_rows
 from loka_onnx.pipeline.splits import bind_inputs, open_splits

@@ -10,7 +10,7 @@ which is the operator's definition (ONNX operator set 17, LayerNormalization). Î
 
 from __future__ import annotations
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied
 from loka_onnx.graph.model import GraphModel, Node
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.norm_pattern import (
@@ -19,11 +19,10 @@ from loka_onnx.transforms.norm_pattern import (
     module_of,
     read_centred,
     read_quotient,
-    why_not_fused,
     with_bias,
     with_scale,
 )
-from loka_onnx.transforms.norm_rewrite import replace_by_norm
+from loka_onnx.transforms.norm_rewrite import find_norms, replace_by_norm
 
 
 class FuseLayerNorm(Mod[DecomposedNorm]):
@@ -33,21 +32,7 @@ class FuseLayerNorm(Mod[DecomposedNorm]):
 
     def match(self, model: GraphModel) -> Found[DecomposedNorm]:
         """Find quotients of a centred tensor and the root of its variance."""
-        matches: list[DecomposedNorm] = []
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if node.op not in {"Div", "Mul"}:
-                continue
-            try:
-                norm = _read(node)
-            except NotANorm:
-                continue
-            reason = why_not_fused(model, norm)
-            if reason is None:
-                matches.append(norm)
-            else:
-                declined.append(Declined(node.name, reason))
-        return Found(tuple(matches), tuple(declined))
+        return find_norms(model, _read)
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
         """Replace the primitives by one node."""

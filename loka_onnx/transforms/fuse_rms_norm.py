@@ -11,8 +11,8 @@ and none changed its meaning (ONNX changelog).
 
 from __future__ import annotations
 
-from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node
+from loka_onnx.core.rewrite import Applied
+from loka_onnx.graph.model import GraphModel, Node, Tensor
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.norm_pattern import (
     DecomposedNorm,
@@ -20,10 +20,9 @@ from loka_onnx.transforms.norm_pattern import (
     module_of,
     read_centred,
     read_quotient,
-    why_not_fused,
     with_scale,
 )
-from loka_onnx.transforms.norm_rewrite import replace_by_norm
+from loka_onnx.transforms.norm_rewrite import find_norms, replace_by_norm
 
 RMS_OPSET = 23
 
@@ -35,23 +34,7 @@ class FuseRMSNorm(Mod[DecomposedNorm]):
 
     def match(self, model: GraphModel) -> Found[DecomposedNorm]:
         """Find quotients of a tensor and the root of its own mean square."""
-        matches: list[DecomposedNorm] = []
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if node.op not in {"Div", "Mul"}:
-                continue
-            try:
-                norm = _read(node)
-            except NotANorm:
-                continue
-            if _is_centred(norm):
-                continue
-            reason = why_not_fused(model, norm)
-            if reason is None:
-                matches.append(norm)
-            else:
-                declined.append(Declined(node.name, reason))
-        return Found(tuple(matches), tuple(declined))
+        return find_norms(model, _read)
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
         """Replace the primitives by one node."""
@@ -63,6 +46,8 @@ def _read(node: Node) -> DecomposedNorm:
     source, root = read_quotient(node)
     if root.squared is not source:
         raise NotANorm("the divisor belongs to another tensor")
+    if _is_centred(source, root.axis):
+        raise NotANorm("a LayerNorm")
     inner = (*root.nodes, node)
     # RMSNormalization has no bias: an addition that follows stays where it is.
     return with_scale(
@@ -70,10 +55,10 @@ def _read(node: Node) -> DecomposedNorm:
     )
 
 
-def _is_centred(norm: DecomposedNorm) -> bool:
+def _is_centred(source: Tensor, axis: int) -> bool:
     """Whether the tensor had its own mean removed: then the whole is a LayerNorm."""
     try:
-        read_centred(norm.source, norm.axis)
+        read_centred(source, axis)
     except NotANorm:
         return False
     return True

@@ -1,14 +1,41 @@
-"""Putting one normalization operator in the place of the primitives that were read."""
+"""Finding decomposed normalizations with a reader, and putting one operator in their place."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.rewrite import Applied
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.model import GraphModel, Tensor, producer, values_of
-from loka_onnx.transforms.norm_pattern import DecomposedNorm, normalized_shape
+from loka_onnx.graph.model import GraphModel, Node, Tensor, producer, values_of
+from loka_onnx.transforms.base import Found
+from loka_onnx.transforms.norm_pattern import DecomposedNorm, NotANorm, normalized_shape, why_not_fused
+
+
+def find_norms(model: GraphModel, read: Callable[[Node], DecomposedNorm]) -> Found[DecomposedNorm]:
+    """Offer every quotient of the graph to a reader.
+
+    Args:
+        model: The graph.
+        read: Returns the norm that a node is the quotient of, or raises `NotANorm`.
+    """
+    matches: list[DecomposedNorm] = []
+    declined: list[Declined] = []
+    for node in model.nodes:
+        if node.op not in {"Div", "Mul"}:
+            continue
+        try:
+            norm = read(node)
+        except NotANorm:
+            continue
+        reason = why_not_fused(model, norm)
+        if reason is None:
+            matches.append(norm)
+        else:
+            declined.append(Declined(node.name, reason))
+    return Found(tuple(matches), tuple(declined))
 
 
 def replace_by_norm(model: GraphModel, norm: DecomposedNorm, op: str) -> Applied:

@@ -253,9 +253,9 @@ def test_the_users_table_file_is_copied_and_left_alone(tmp_path, monkeypatch):
     """A hard link would let the user's next training run write into this one, and onnx refuses such files."""
     import onnx
 
-    from loka_onnx.graph import model as graph_model
+    from loka_onnx.graph import storage
 
-    monkeypatch.setattr(graph_model, "TABLE_LIMIT_BYTES", 0)
+    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     source = foreign(
         tmp_path,
         "g (float[b,4] x, int64[b] i) => (float[b,4] y) {"

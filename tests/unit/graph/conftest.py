@@ -11,7 +11,7 @@ import onnx
 import onnx.parser
 import pytest
 
-from loka_onnx.graph import model as graph_model
+from loka_onnx.graph import storage
 
 Write = Callable[..., Path]
 
@@ -19,7 +19,7 @@ Write = Callable[..., Path]
 @pytest.fixture(autouse=True)
 def every_table_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of these tests have some hundred bytes; the limit has a test of its own."""
-    monkeypatch.setattr(graph_model, "TABLE_LIMIT_BYTES", 0)
+    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
 
 
 @pytest.fixture

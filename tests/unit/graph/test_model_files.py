@@ -12,8 +12,9 @@ import onnx
 import pytest
 
 from loka_onnx.errors import InternalError
-from loka_onnx.graph import model as graph_model
-from loka_onnx.graph.model import GraphModel, is_constant, model_digest, model_files, values_of
+from loka_onnx.graph import storage
+from loka_onnx.graph.model import GraphModel, is_constant, values_of
+from loka_onnx.graph.storage import model_digest, model_files
 
 RANDOM = np.random.default_rng(0)
 
@@ -118,7 +119,7 @@ def test_a_table_file_of_an_earlier_run_is_neither_used_nor_written_over(ranker,
 
 
 def test_dense_weights_beyond_the_limit_go_beside_the_model(write_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_model, "INLINE_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", 1000)
     body = "g (float[b,8] x) => (float[b,64] y) { [fc] h = MatMul(x, w)  y = Add(h, bias) }"
     source = write_model(body, {"w": randn(8, 64), "bias": randn(64)})
     target = tmp_path / "run/model.onnx"
@@ -142,7 +143,7 @@ def test_dense_weights_never_overwrite_the_file_that_holds_the_tables(ranker, tm
     proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 300
     onnx.save(proto, user, save_as_external_data=True, location="same.onnx.data", size_threshold=64)
     original, before = (user.parent / "same.onnx.data").read_bytes(), run(user)
-    monkeypatch.setattr(graph_model, "INLINE_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", 1000)
     previous = user
     for number in range(3):
         target = tmp_path / f"stage{number}/same.onnx"
@@ -169,7 +170,7 @@ def test_only_tables_of_gather_stay_outside(write_model):
 @pytest.mark.parametrize(("limit", "outside"), [(320, {"table"}), (321, set())])
 def test_small_tables_move_into_the_model(limit, outside, ranker, tmp_path, monkeypatch):
     """20 rows of 4 FP32 values: 320 bytes."""
-    monkeypatch.setattr(graph_model, "TABLE_LIMIT_BYTES", limit)
+    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", limit)
     model = GraphModel.load(ranker)
     assert set(model.tables) == outside
     target = tmp_path / "run/model.onnx"

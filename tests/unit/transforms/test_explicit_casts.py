@@ -194,7 +194,7 @@ def with_table(folder: Path) -> onnx.ModelProto:
 def test_a_table_outside_stays_fp32_and_its_rows_are_cast(
     base: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loka_onnx.graph.model.TABLE_LIMIT_BYTES", 0)
+    monkeypatch.setattr("loka_onnx.graph.storage.TABLE_LIMIT_BYTES", 0)
     typed = cast(with_table(tmp_path), base, tmp_path)
     table = initializer(typed.model, "table")
     assert uses_external_data(table)

@@ -1,0 +1,268 @@
+"""Model files, and the weights that stand beside them.
+
+Weights over 2 GB work because large embedding tables are never read: an initializer that is stored outside
+the model file and is used only as the data of Gather stays a reference into that file. A model that is taken
+in brings a copy of the file, and every later copy of the model links that one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import onnx
+from onnx.external_data_helper import set_external_data, uses_external_data
+
+from loka_onnx.core.digests import digest_file, digest_json
+from loka_onnx.errors import InternalError, ModelError
+
+INLINE_LIMIT_BYTES = 1 << 30
+"""Dense weights beyond this are stored beside the model; protobuf ends at 2 GiB."""
+
+TABLE_LIMIT_BYTES = 1 << 28
+"""Embedding tables that hold less than this together are read like any other weight: one file is simpler."""
+
+
+def read_proto(path: Path) -> onnx.ModelProto:
+    """Parse a model file without loading what it keeps outside.
+
+    Raises:
+        ModelError: The file is missing, truncated or not an ONNX model.
+    """
+    try:
+        model = onnx.load(os.fspath(path), load_external_data=False)
+    except OSError as error:
+        raise ModelError(f"cannot read the model '{path}'", evidence=str(error)) from error
+    except Exception as error:
+        # protobuf's DecodeError is not importable under one name across its implementations.
+        raise ModelError(
+            f"'{path}' is not an ONNX model, or is truncated",
+            evidence=f"{path.stat().st_size} bytes; {error}",
+            remedy="export or copy the file again",
+        ) from error
+    if not model.graph.node:
+        raise ModelError(
+            f"'{path}' is not an ONNX model, or is truncated",
+            evidence=f"{path.stat().st_size} bytes hold a graph without nodes",
+            remedy="export or copy the file again",
+        )
+    return model
+
+
+def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Names of the files that hold external data, relative to the model."""
+    locations = {
+        entry.value
+        for tensor in _all_initializers(model.graph)
+        if uses_external_data(tensor)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    return tuple(sorted(locations))
+
+
+def model_files(path: Path) -> tuple[Path, ...]:
+    """The model file and every file that holds its external data."""
+    return (path, *(path.parent / name for name in external_files(read_proto(path))))
+
+
+def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
+    """Load a tensor; edits it.
+
+    onnx's own helper refuses files with more than one hard link, which linked tables have.
+    """
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    with (directory / entries["location"]).open("rb") as stream:
+        stream.seek(int(entries.get("offset", 0)))
+        tensor.raw_data = stream.read(int(entries["length"]) if "length" in entries else -1)
+    tensor.data_location = onnx.TensorProto.DEFAULT
+    del tensor.external_data[:]
+
+
+def check_external_files(model: onnx.ModelProto, path: Path) -> None:
+    """Make sure that what a model keeps outside is beside it, and whole.
+
+    Raises:
+        ModelError: A file lies outside the model's directory, is missing, or ends before its tensor.
+    """
+    homes = {path.parent.resolve(), path.resolve().parent}
+    for tensor in _all_initializers(model.graph):
+        if not uses_external_data(tensor):
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        name = entries.get("location", "")
+        resolved = (path.parent / name).resolve()
+        if (
+            Path(name).is_absolute()
+            or ".." in Path(name).parts
+            or not any(resolved.is_relative_to(home) for home in homes)
+        ):
+            raise ModelError(
+                f"'{path}' refers to weights outside its directory",
+                evidence=f"location '{name}' of tensor '{tensor.name}'",
+                remedy="save the model again with its weights beside it",
+            )
+        file = path.parent / name
+        if not file.is_file():
+            raise ModelError(
+                f"the weights of '{path}' are missing",
+                evidence=f"it stores tensors in '{name}', which is not beside it",
+                remedy="copy the external data file next to the model",
+            )
+        end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
+        if end > file.stat().st_size:
+            raise ModelError(
+                f"the weights of '{path}' are truncated",
+                evidence=f"tensor '{tensor.name}' ends at byte {end} of '{name}', which has "
+                f"{file.stat().st_size}",
+                remedy="copy the external data file again",
+            )
+
+
+def model_digest(path: Path) -> str:
+    """SHA-256 over the model file and the files it refers to."""
+    model, *weights = model_files(path)
+    return digest_json([digest_file(model), *(_digest_weights(file) for file in weights)])
+
+
+def _digest_weights(path: Path) -> str:
+    """SHA-256 of a file of weights; one that many models link is read once."""
+    stat = path.stat()
+    key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    if key not in _DIGESTS:
+        _DIGESTS[key] = digest_file(path)
+    return _DIGESTS[key]
+
+
+_DIGESTS: dict[tuple[int, int, int, int], str] = {}
+
+
+def _all_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _all_initializers(attribute.g)
+
+
+def names_in_subgraphs(graph: onnx.GraphProto) -> set[str]:
+    """Names that the branches and bodies of a graph's nodes read."""
+    names: set[str] = set()
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                names |= {name for inner in attribute.g.node for name in inner.input}
+                names |= names_in_subgraphs(attribute.g)
+    return names
+
+
+def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.TensorProto]:
+    """Move external initializers that only Gather reads out of the graph, as references."""
+    uses: dict[str, set[str]] = {}
+    for node in proto.graph.node:
+        for index, name in enumerate(node.input):
+            uses.setdefault(name, set()).add("table" if node.op_type == "Gather" and index == 0 else "value")
+    for name in names_in_subgraphs(proto.graph):
+        uses.setdefault(name, set()).add("value")
+    found = [
+        tensor
+        for tensor in proto.graph.initializer
+        if uses_external_data(tensor) and uses.get(tensor.name) == {"table"}
+    ]
+    if sum(_stored_bytes(tensor) for tensor in found) < TABLE_LIMIT_BYTES:
+        return {}
+    tables: dict[str, onnx.TensorProto] = {}
+    for tensor in found:
+        table = onnx.TensorProto()
+        table.CopyFrom(tensor)
+        for entry in table.external_data:
+            if entry.key == "location":
+                entry.value = os.fspath((directory / entry.value).resolve())
+        tables[tensor.name] = table
+    kept = [tensor for tensor in proto.graph.initializer if tensor.name not in tables]
+    if len(kept) != len(proto.graph.initializer):
+        del proto.graph.initializer[:]
+        proto.graph.initializer.extend(kept)
+        known = {info.name for info in proto.graph.value_info}
+        for name, table in tables.items():
+            if name not in known:
+                proto.graph.value_info.append(
+                    onnx.helper.make_tensor_value_info(name, table.data_type, list(table.dims))
+                )
+    return tables
+
+
+def _stored_bytes(tensor: onnx.TensorProto) -> int:
+    """Bytes of a tensor, from its type and dimensions."""
+    return int(prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.TensorProto:
+    """A reference to a table's file from a directory, to which the file is linked or copied if need be."""
+    placed = onnx.TensorProto()
+    placed.CopyFrom(table)
+    for entry in placed.external_data:
+        if entry.key == "location":
+            entry.value = _place_file(Path(entry.value), directory, link)
+    return placed
+
+
+def _place_file(source: Path, directory: Path, link: bool) -> str:
+    """Name under which a directory holds the content of a table file, which is brought there if need be.
+
+    Where another file has that name already (an earlier version of the table, which other models in the
+    directory may use), the name takes the digest of its content.
+    """
+    name = source.name
+    if (directory / name).exists() and not _is_same_content(source, directory / name):
+        name = f"{_digest_weights(source)[:16]}-{name}"
+    if not (directory / name).exists():
+        (link_or_copy if link else shutil.copyfile)(source, directory / name)
+    elif not _is_same_content(source, directory / name):
+        raise InternalError(f"'{directory / name}' is not the table file '{source}' that it is named after")
+    return name
+
+
+def _is_same_content(one: Path, other: Path) -> bool:
+    return one.samefile(other) or (
+        one.stat().st_size == other.stat().st_size and _digest_weights(one) == _digest_weights(other)
+    )
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name; copy it where the file system cannot."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def move_outside(proto: onnx.ModelProto, path: Path) -> None:
+    """Write dense weights to ``<name>.data`` beside the model, where they are too large to stay in it.
+
+    That file may be a link to the source of the tables: it is replaced, never written into, and has another
+    name where the tables of this model are in it.
+    """
+    if sum(len(tensor.raw_data) for tensor in proto.graph.initializer) <= INLINE_LIMIT_BYTES:
+        return
+    linked = set(external_files(proto))
+    location = f"{path.name}.data"
+    while location in linked:
+        location = f"{location}.dense"
+    (path.parent / location).unlink(missing_ok=True)
+    offset = 0
+    with (path.parent / location).open("wb") as stream:
+        for tensor in proto.graph.initializer:
+            if uses_external_data(tensor) or len(tensor.raw_data) < 1024:
+                continue
+            padding = -offset % 4096
+            stream.write(b"\0" * padding)
+            offset += padding
+            length = stream.write(tensor.raw_data)
+            set_external_data(tensor, location, offset, length)
+            tensor.ClearField("raw_data")
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            offset += length
