@@ -28,7 +28,7 @@ def print_outcome(terminal: Terminal, result: RunResult) -> None:
         out.print()
         out.print(summary_table(_only(result.report, target), SPLIT))
     out.print()
-    for line in (*_chosen(result.report), *_undecided(result.report), *_failures(result.report)):
+    for line in (*_chosen(result.report), *_undecided(result.report), *_not_built(result.report)):
         # soft_wrap: a path or id that is cut at the margin cannot be copied.
         out.print(line, soft_wrap=True)
     out.print()
@@ -83,13 +83,12 @@ def _undecided(data: ReportData) -> Iterator[Text]:
                 )
 
 
-def _failures(data: ReportData) -> Iterator[Text]:
+def _not_built(data: ReportData) -> Iterator[Text]:
     for engine in data.engines:
-        if engine.status is BuildStatus.FAILED:
+        if not engine.is_built:
+            mark = ("– ", "dim") if engine.status is BuildStatus.DECLINED else ("✗ ", "red")
             detail = engine.detail.strip().partition("\n")[0]
-            # A backend that says beforehand that it cannot honour a plan has not failed at anything.
-            mark = ("– ", "dim") if detail.startswith("declined: ") else ("✗ ", "red")
-            yield Text.assemble(mark, f"{engine.id}: {detail}")
+            yield Text.assemble(mark, f"{engine.id} {engine.status}: {detail}")
 
 
 def _places(result: RunResult) -> Iterator[tuple[str, Path]]:

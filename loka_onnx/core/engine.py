@@ -16,6 +16,8 @@ class BuildStatus(StrEnum):
     READY = "built and run here"
     BUILT_NOT_RUN = "built, not run"
     """The engine is for a device that this host does not have."""
+    DECLINED = "declined"
+    """The backend cannot honour the plan and says so beforehand: a result, not a failure."""
     FAILED = "failed"
 
 
@@ -49,13 +51,13 @@ class EngineArtifact:
         architecture: Device architecture as the backend names it (``sm89``, ``cpu``).
         status: How far it came.
         simulated: FP8 is simulated: accuracy counts, speed never enters the choice.
-        path: Engine file relative to the run directory; None when the build failed.
+        path: Engine file relative to the run directory; None when it was not built.
         bytes: Size of all of its files.
         digest: SHA-256 of the engine file; over all of its files when weights are beside it.
         backend_version: Version of the library that built it.
         sites: What the compiled engine runs each planned site in.
         build_seconds: Wall time of the build.
-        detail: Failure with its evidence, or why it was not run.
+        detail: Failure with its evidence, or why it was declined or not run.
         portability: Where the engine file may be loaded.
     """
 
@@ -83,6 +85,11 @@ class EngineArtifact:
         return f"{self.target}-{self.backend}-{self.architecture}-{self.plan}"
 
     @property
+    def is_built(self) -> bool:
+        """Whether there is an engine, run here or not."""
+        return self.status in {BuildStatus.READY, BuildStatus.BUILT_NOT_RUN}
+
+    @property
     def fallbacks(self) -> tuple[SitePrecision, ...]:
         """Planned sites that the engine does not run as planned."""
         return tuple(s for s in self.sites if not s.engaged)
@@ -90,7 +97,7 @@ class EngineArtifact:
 
 @dataclass(frozen=True)
 class EngineSet:
-    """Every candidate of a run, failures included."""
+    """Every candidate of a run, declined and failed ones included."""
 
     SCHEMA: ClassVar[str] = "engines/1"
     __pydantic_config__ = STRICT

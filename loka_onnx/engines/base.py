@@ -15,7 +15,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -128,7 +128,7 @@ class Backend(ABC):
         suffix ``.log``.
 
         Returns:
-            READY, BUILT_NOT_RUN with the reason, or FAILED with the evidence.
+            READY, BUILT_NOT_RUN or DECLINED with the reason, or FAILED with the evidence.
 
         Raises:
             ModelError: The model or the sample is missing.
@@ -142,9 +142,9 @@ class Backend(ABC):
             return self.failure(request.plan, request.target, request.architecture, detail, seconds)
 
         self._check(request)
-        refusal = self._refusal(request)
-        if refusal:
-            return failed(f"declined: {refusal}")
+        reason = self._why_not_built(request)
+        if reason:
+            return self.refusal(request.plan, request.target, request.architecture, reason)
         log = request.output.with_name(f"{request.output.name}.log")
         try:
             staging = _make_staging(request.output)
@@ -161,7 +161,7 @@ class Backend(ABC):
     def failure(
         self, plan: PrecisionPlan, target: str, architecture: str, detail: str, seconds: float = 0.0
     ) -> EngineArtifact:
-        """A candidate that came to nothing, with the evidence."""
+        """A candidate that should have been built and was not, with the evidence."""
         return EngineArtifact(
             backend=self.name,
             plan=plan.id,
@@ -178,6 +178,10 @@ class Backend(ABC):
             detail=detail,
         )
 
+    def refusal(self, plan: PrecisionPlan, target: str, architecture: str, reason: str) -> EngineArtifact:
+        """A candidate that is not built because the backend cannot honour the plan."""
+        return replace(self.failure(plan, target, architecture, reason), status=BuildStatus.DECLINED)
+
     def open(self, artifact: EngineArtifact, path: Path) -> Runner:
         """Load a built engine.
 
@@ -186,11 +190,11 @@ class Backend(ABC):
             path: Its engine file.
 
         Raises:
-            EngineError: The build failed, the file is not the one that was built, or the engine cannot
+            EngineError: Nothing was built, the file is not the one that was built, or the engine cannot
                 run on this machine.
         """
         where = f"engine '{artifact.id}'"
-        if artifact.backend != self.name or artifact.status is BuildStatus.FAILED:
+        if artifact.backend != self.name or not artifact.is_built:
             raise EngineError(
                 "there is no such engine to load",
                 where=where,
@@ -233,7 +237,7 @@ class Backend(ABC):
                     evidence=f"{value}; it takes {allowed.start} to {allowed.stop - 1}",
                 )
 
-    def _refusal(self, request: BuildRequest) -> str:
+    def _why_not_built(self, request: BuildRequest) -> str:
         availability = self.availability()
         if not availability.can_build:
             return f"{availability.reason}; {availability.remedy}"

@@ -46,12 +46,15 @@ class OnnxRuntimeBackend(Backend):
         return Availability(True, version, True, True, ("cpu",), "", "")
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """BF16 and FP16 plans are declined; FP8 ones run as a simulation."""
+        """Plans that run wholly in BF16 or FP16 are declined; those with FP8 run as a simulation."""
         if plan.fp8_sites or plan.base is Precision.FP32:
             return None
+        lacks = f"the CPU provider has no {plan.base.upper()} products"
+        if plan.id == plan.base:
+            return f"{lacks}: it would run plan '{plan.id}' in FP32 between casts"
         return (
-            f"the CPU provider has no {plan.base.upper()} products: it would run plan '{plan.id}' in FP32 "
-            "between casts"
+            f"no site of plan '{plan.id}' runs in FP8, which makes it plan '{plan.base}', and {lacks}: "
+            "it would run it in FP32 between casts"
         )
 
     def base_precision(self, plan: PrecisionPlan) -> Precision:

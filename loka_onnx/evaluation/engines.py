@@ -79,6 +79,8 @@ def judge_engine(
         open_run: Loads the engine and returns what runs one batch.
         progress: Called with the rows done.
     """
+    if not artifact.is_built:
+        return _unmeasured(artifact, split, f"not measured: {artifact.status}")
     if artifact.status is not BuildStatus.READY:
         return _unmeasured(artifact, split, f"not measured: {artifact.detail or artifact.status}")
     try:

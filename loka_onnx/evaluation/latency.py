@@ -29,7 +29,7 @@ MakeInputs = Callable[[int], Mapping[str, Array]]
 
 @dataclass(frozen=True)
 class LatencyOptions:
-    """How long to measure, per batch size.
+    """How to measure, per batch size.
 
     Attributes:
         warmup: Untimed requests of each engine first; autotuning and first-touch costs fall here.
@@ -39,6 +39,7 @@ class LatencyOptions:
             limit of its own, after at least one request each.
         input_sets: Different requests to take in turns, so that embedding rows are not all in cache.
         clock_ns: Monotonic clock, nanoseconds.
+        on_batch: Called when a batch size is done.
     """
 
     warmup: int = 10
@@ -47,6 +48,7 @@ class LatencyOptions:
     max_seconds: float = 3.0
     input_sets: int = 4
     clock_ns: Callable[[], int] = field(default=time.perf_counter_ns, repr=False)
+    on_batch: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -101,6 +103,7 @@ def measure_latency(
         for failure in timed.failures.values():
             raise failure
         latencies += (_latency(timed.nanoseconds[""], batch, device, counts_for_choice),)
+        options.on_batch()
     return latencies
 
 
@@ -137,6 +140,7 @@ def measure_interleaved(
             del left[engine]
         for engine in left:
             latencies[engine] += (_latency(timed.nanoseconds[engine], batch, device, counts_for_choice),)
+        options.on_batch()
     return Interleaved(latencies, failures)
 
 

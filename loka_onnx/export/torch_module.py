@@ -95,8 +95,16 @@ def export_torch(
         raise InternalError("an export needs at least 2 example rows", evidence=f"{fewest} were given")
     module = module.eval()
     tensors = tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in rows.values())
-    with torch.no_grad():
-        results = module(*tensors)
+    try:
+        with torch.no_grad():
+            results = module(*tensors)
+    except (IndexError, RuntimeError) as error:
+        raise ModelError(
+            f"{type(module).__name__} fails on the first {fewest} rows of the data",
+            evidence=" ".join(str(error).split())[:300],
+            remedy="compare the ids with the sizes of the embedding tables, and the columns with the inputs "
+            "that the model was trained with",
+        ) from error
     results = tuple(results) if isinstance(results, tuple | list) else (results,)
     wrong = [type(result).__name__ for result in results if not isinstance(result, torch.Tensor)]
     if wrong:

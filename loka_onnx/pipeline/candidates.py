@@ -9,7 +9,7 @@ from pathlib import Path
 from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
+from loka_onnx.core.engine import EngineArtifact, EngineSet
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.progress import Progress
@@ -85,13 +85,13 @@ class EngineBuilder:
 
     def _build(self, model: ModelArtifact, candidate: Candidate) -> EngineArtifact:
         backend, plan = candidate.backend, candidate.plan
-        refusal = backend.decline(plan, candidate.architecture)
-        if refusal is not None:
-            return _failed(candidate, f"declined: {refusal}")
+        reason = backend.decline(plan, candidate.architecture)
+        if reason is not None:
+            return backend.refusal(plan, candidate.target, candidate.architecture, reason)
         try:
             planned = self._planned_model(model, candidate)
         except TransformError as error:
-            return _failed(candidate, str(error))
+            return backend.failure(plan, candidate.target, candidate.architecture, str(error))
         batch = self.config.batch
         serve = sorted(batch.serve)[len(batch.serve) // 2]
         limits = self.config.build
@@ -140,29 +140,10 @@ def build_engines(builder: EngineBuilder, model: ModelArtifact, plans: PlanSet) 
         "plans": serde.to_plain(plans),
         "targets": [target.model_dump(mode="json") for target in builder.config.targets],
         "batch": builder.config.batch.model_dump(mode="json"),
-        "versions": directory.record.versions,
     }
     return directory.stage(
         "build",
         key,
         produce,
         lambda: Built(serde.read(EngineSet, engines), serde.read(RewriteLogs, rewrites)),
-    )
-
-
-def _failed(candidate: Candidate, detail: str) -> EngineArtifact:
-    return EngineArtifact(
-        backend=candidate.backend.name,
-        plan=candidate.plan.id,
-        target=candidate.target,
-        architecture=candidate.architecture,
-        status=BuildStatus.FAILED,
-        simulated=candidate.backend.is_simulated(candidate.plan),
-        path=None,
-        bytes=0,
-        digest="",
-        backend_version=candidate.backend.availability().version,
-        sites=(),
-        build_seconds=0.0,
-        detail=detail,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from loka_onnx.config import DataConfig, Preparation, load_preset, load_run_file
+from loka_onnx.config import DataConfig, Preparation, Preset, load_preset, load_run_file
 from loka_onnx.core import serde
 from loka_onnx.core.progress import Progress
 from loka_onnx.data.movielens100k import prepare_movielens_100k
@@ -38,15 +38,25 @@ def run_demo(output: Path, options: RunOptions | None = None) -> RunResult:
     """
     options = options or RunOptions()
     preset = load_preset("demo")
-    directory = RunDirectory.create(
+    with RunDirectory.create(
         output, {"preset": "demo"}, library_versions(), force=options.force, resume=not options.force
-    )
-    directory.on_stage = options.on_stage
-    with directory.undone_on_error():
-        import_torch()
-        with directory.watched("prepare data"):
-            prepared = prepare_movielens_100k(directory.path / "data")
-    checkpoint = _train(directory, preset.prepare, prepared, options.progress)
+    ) as directory:
+        directory.on_stage = options.on_stage
+        with directory.undone_on_error():
+            import_torch()
+            with directory.watched("prepare data"):
+                prepared = prepare_movielens_100k(directory.path / "data")
+        checkpoint = _train(directory, preset.prepare, prepared, options.progress)
+        run_file = _write_run_file(directory, preset, prepared, checkpoint)
+    # The run takes the lock again; a demo that slips in between does the same work.
+    config = load_run_file(run_file)
+    return run(config, replace(options, force=False, resume=True, label_rule=prepared.rule))
+
+
+def _write_run_file(
+    directory: RunDirectory, preset: Preset, prepared: PreparedData, checkpoint: Path
+) -> Path:
+    """What was prepared, as a run file → `RUN.yaml`."""
     values = {
         **preset.run,
         "model": {
@@ -62,8 +72,7 @@ def run_demo(output: Path, options: RunOptions | None = None) -> RunResult:
     }
     run_file = directory.path / RUN_FILE
     serde.write_text(RUN_FILE_HEAD + yaml.safe_dump(values, sort_keys=False, width=100), run_file)
-    config = load_run_file(run_file)
-    return run(config, replace(options, force=False, resume=True, label_rule=prepared.rule))
+    return run_file
 
 
 def _train(directory: RunDirectory, preparation: Preparation, data: PreparedData, progress: Progress) -> Path:

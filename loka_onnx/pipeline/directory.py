@@ -7,7 +7,7 @@ again.
 
 `run.json` is written before anything else, so that a directory without one is never taken for a run. Until a
 run has accepted its inputs (`undone_on_error`) it can be taken back as a whole; `--force` sets the earlier
-run aside that long.
+run aside that long. All of this is one process's: the directory is locked for the life of the run (`lock`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.lineage import RunRecord, StageRecord
 from loka_onnx.errors import CheckFailed, OutputError, UserError
+from loka_onnx.pipeline.lock import DirectoryLock
 
 T = TypeVar("T")
 
@@ -74,11 +75,12 @@ class Outcome:
 
 @dataclass
 class RunDirectory:
-    """A directory that stages write to.
+    """A directory that stages write to; locked until the end of its `with` block.
 
     Attributes:
         path: The directory, absolute.
         record: What `run.json` holds.
+        lock: Keeps other runs out.
         on_stage: Called when a stage begins (with None) and when it ends.
         is_fresh: Whether nothing of an earlier run is taken over.
         made: The outermost directory that was created for this run; None when the directory was there.
@@ -86,6 +88,7 @@ class RunDirectory:
 
     path: Path
     record: RunRecord
+    lock: DirectoryLock
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
     is_fresh: bool = False
     made: Path | None = None
@@ -94,7 +97,7 @@ class RunDirectory:
     def create(
         cls, path: Path, config: dict[str, Any], versions: dict[str, str], *, force: bool, resume: bool
     ) -> RunDirectory:
-        """Open a directory for a run.
+        """Open and lock a directory for a run.
 
         Args:
             path: The directory; created when missing.
@@ -104,29 +107,42 @@ class RunDirectory:
             resume: Take over the finished stages of an earlier run.
 
         Raises:
-            OutputError: The directory is not empty and neither was asked for, holds something else than a
-                run, or cannot be written.
+            OutputError: Another run is at work in the directory; it is not empty and neither was asked for,
+                holds something else than a run, or cannot be written.
         """
         path = path.absolute()
         fresh = RunRecord(config, versions, (), path)
         made = _outermost_missing(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            _restore(path)
-            left = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
-            _check_usable(path, left, may_hold_run=force or resume)
-            if resume and not force and RECORD in left:
-                earlier = serde.read(RunRecord, path / RECORD)
-                return cls(path, replace(fresh, stages=earlier.stages))
-            _set_aside(path)
-        except OSError as error:
-            raise OutputError(
-                f"cannot use the output directory '{path}'",
-                evidence=str(error),
-                remedy="choose another directory with --output",
-            ) from error
-        serde.write(fresh, path / RECORD)
-        return cls(path, fresh, is_fresh=True, made=made)
+        with ExitStack() as on_error:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                _check_writable(path)
+                # Before anything is looked at: a run at work may have set things aside for a moment.
+                lock = on_error.enter_context(DirectoryLock(path))
+                _restore(path)
+                left = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+                _check_usable(path, left, may_hold_run=force or resume)
+                if resume and not force and RECORD in left:
+                    earlier = serde.read(RunRecord, path / RECORD)
+                    opened = cls(path, replace(fresh, stages=earlier.stages), lock)
+                else:
+                    _set_aside(path)
+                    serde.write(fresh, path / RECORD)
+                    opened = cls(path, fresh, lock, is_fresh=True, made=made)
+            except OSError as error:
+                raise OutputError(
+                    f"cannot use the output directory '{path}'",
+                    evidence=str(error),
+                    remedy="choose another directory with --output",
+                ) from error
+            on_error.pop_all()
+            return opened
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -142,6 +158,7 @@ class RunDirectory:
                 with suppress(OSError):
                     _remove_owned(self.path, OWNED)
                     _restore(self.path)
+                    self.lock.release()
                     _remove_made(self.path, self.made)
             raise
         if self.is_fresh:
@@ -164,7 +181,7 @@ class RunDirectory:
             produce: Does the work and returns the files it wrote, below the run directory.
             load: Reads the result from the files.
         """
-        digest = digest_json({"stage": name, "key": key})
+        digest = digest_json({"stage": name, "key": key, "versions": self.record.versions})
         self.on_stage(name, None)
         if self._is_finished(name, digest):
             try:
@@ -226,14 +243,17 @@ def _outermost_missing(path: Path) -> Path | None:
     return missing
 
 
-def _check_usable(path: Path, left: Sequence[str], *, may_hold_run: bool) -> None:
-    """Refuse a directory that must not be written to: nothing that is not a run is ever touched."""
+def _check_writable(path: Path) -> None:
     if not os.access(path, os.W_OK):
         raise OutputError(
             f"the output directory '{path}' is not writable",
             evidence=f"its mode is {path.stat().st_mode & 0o777:o}",
             remedy="choose another directory with --output",
         )
+
+
+def _check_usable(path: Path, left: Sequence[str], *, may_hold_run: bool) -> None:
+    """Refuse a directory that must not be written to: nothing that is not a run is ever touched."""
     if not left:
         return
     holds = f"it holds {', '.join(left[:4])}{' …' if len(left) > 4 else ''}"

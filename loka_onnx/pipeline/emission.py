@@ -144,7 +144,7 @@ def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequen
     engines = [
         _bundled(steps, results, engine, sample, fallback)
         for engine in results.engines.engines
-        if engine.id in chosen and engine.status is not BuildStatus.FAILED
+        if engine.id in chosen and engine.is_built
     ]
     batch = steps.config.batch
     return write_bundle(

@@ -81,9 +81,7 @@ class RunResult:
     bundle: Path | None = None
 
 
-def run(  # noqa: PLR0911 - one for each end
-    config: RunConfig | str | Path, options: RunOptions | None = None
-) -> RunResult:
+def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> RunResult:
     """Turn a trained model into the fastest engine that is still accurate.
 
     Args:
@@ -91,21 +89,25 @@ def run(  # noqa: PLR0911 - one for each end
         options: How to run.
 
     Raises:
-        UserError: The configuration or an input is wrong.
+        UserError: The configuration or an input is wrong, or another run is at work in the directory.
         StageError: A stage could not finish.
     """
     options = options or RunOptions()
     if not isinstance(config, RunConfig):
         config = load_run_file(config)
-    directory = RunDirectory.create(
+    with RunDirectory.create(
         config.output,
         config.model_dump(mode="json"),
         library_versions(),
         force=options.force,
         resume=options.resume,
-    )
-    directory.on_stage = options.on_stage
-    steps = Steps(config, directory, options.progress)
+    ) as directory:
+        directory.on_stage = options.on_stage
+        return _run_stages(Steps(config, directory, options.progress), options)
+
+
+def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR0911 - one for each end
+    config, directory = steps.config, steps.directory
     ended = RunResult(directory.path)
 
     with directory.undone_on_error():

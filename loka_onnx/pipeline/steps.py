@@ -264,16 +264,23 @@ class Steps:
     def _time(self, engines: Sequence[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
         """Latency of every engine that runs here, in turns with the others of its kind."""
         latencies: dict[str, tuple[Latency, ...]] = {}
-        for simulated in (False, True):
-            group = [e for e in engines if e.status is BuildStatus.READY and e.simulated is simulated]
-            if not group:
-                continue
+        ready = [e for e in engines if e.status is BuildStatus.READY]
+        kinds = sorted({e.simulated for e in ready})
+        sizes, done = len(kinds) * len(self.config.batch.serve), count(1)
+        options = LatencyOptions(
+            max_seconds=1.0,
+            max_repeats=200,
+            on_batch=lambda: self.progress("latency", next(done), sizes),
+        )
+        self.progress("latency", 0, sizes)
+        for simulated in kinds:
+            group = [e for e in ready if e.simulated is simulated]
             with ExitStack() as stack:
                 timed = measure_interleaved(
                     {engine.id: self.open_engine(engine, stack) for engine in group},
                     self.generated,
                     self.config.batch.serve,
-                    LatencyOptions(max_seconds=1.0, max_repeats=200),
+                    options,
                     group[0].target,
                     counts_for_choice=not simulated,
                 )

@@ -41,7 +41,7 @@ def choose(
     """Choose one engine for each piece of hardware.
 
     Args:
-        engines: Every candidate, failures included.
+        engines: Every candidate, declined and failed ones included.
         evaluations: What was measured.
         plans: The plans that the candidates run.
 
@@ -124,11 +124,11 @@ class _Evidence:
 
 
 def _choose_one(engines: Sequence[EngineArtifact], evidence: _Evidence) -> TargetChoice:
-    built = [e for e in engines if e.status is not BuildStatus.FAILED]
+    built = [e for e in engines if e.is_built]
     if not built:
         raise PlanningError(
             f"no engine could be built for '{engines[0].target}'",
-            evidence="; ".join(f"{e.id}: {e.detail}" for e in engines),
+            evidence="; ".join(f"{e.id} {e.status}: {e.detail}" for e in engines),
             remedy="`loka-onnx doctor` says what this machine can build",
         )
     if any(e.status is BuildStatus.READY for e in built):
@@ -208,8 +208,8 @@ def _most_exact(engines: Sequence[EngineArtifact], evidence: _Evidence, target: 
 def _why_not_measured(
     engine: EngineArtifact, winner: EngineArtifact, latencies: Mapping[str, float], evidence: _Evidence
 ) -> str:
-    if engine.status is BuildStatus.FAILED:
-        return f"failed: {engine.detail}"
+    if not engine.is_built:
+        return f"{engine.status}: {engine.detail}"
     evaluation = evidence.by_engine.get(engine.id)
     if evaluation is None or not evaluation.outputs:
         return f"not measured: {engine.detail or (evaluation.status if evaluation else engine.status)}"
@@ -272,8 +272,8 @@ def _high_precision_rank(engine: EngineArtifact, evidence: _Evidence) -> tuple[b
 
 
 def _why_not_provisional(engine: EngineArtifact, winner: EngineArtifact, evidence: _Evidence) -> str:
-    if engine.status is BuildStatus.FAILED:
-        return f"failed: {engine.detail}"
+    if not engine.is_built:
+        return f"{engine.status}: {engine.detail}"
     status = evidence.plan_status(engine.plan)
     if status is False:
         return "built, not run: the accuracy of its plan on this host is not inside the budget"

@@ -28,9 +28,10 @@ ENGINE_COLUMNS = (
     Column("Outcome", prose=True),
 )
 
-_STATUS_TONES = {
+STATUS_TONES = {
     BuildStatus.READY: Tone.PLAIN,
     BuildStatus.BUILT_NOT_RUN: Tone.WARN,
+    BuildStatus.DECLINED: Tone.MUTED,
     BuildStatus.FAILED: Tone.BAD,
 }
 _BUDGET_TONES = {
@@ -93,7 +94,7 @@ def fp8_sites(data: ReportData, engine: EngineArtifact) -> str:
     """Sites that run in FP8 of those planned, ``5 of 7``."""
     plan = data.plan(engine.plan)
     planned = len(plan.fp8_sites) if plan is not None else 0
-    if engine.status is BuildStatus.FAILED or not engine.sites:
+    if not engine.sites:
         return f"{planned} planned" if planned else "0"
     engaged = sum(s.engaged and s.planned == Precision.FP8 for s in engine.sites)
     return f"{engaged} of {planned}" if planned else "0"
@@ -185,7 +186,7 @@ def _engine_rows(
         cell(fp8_sites(data, engine)),
         cell(fp8_share(data, engine)),
         cell(numbers.size(engine.bytes) if engine.path is not None else numbers.NONE),
-        cell(engine.status, _STATUS_TONES[engine.status]),
+        cell(engine.status, STATUS_TONES[engine.status]),
     )
     latency = latency_text(data, engine)
     speed = cell(latency, Tone.PLAIN if latency[0].isdigit() else Tone.MUTED)
@@ -222,7 +223,8 @@ def _outcome(data: ReportData, engine: EngineArtifact, evaluation: Evaluation | 
     parts = [f"Emitted for {chosen.target}: {chosen.reason}"] if chosen is not None else []
     reason = data.why_lost(engine.id)
     parts += [f"Not chosen: {reason}"] if reason and chosen is None else []
-    parts += [engine.detail] if engine.detail else []
+    # The reason of one that was not built is its detail already.
+    parts += [engine.detail] if engine.detail and not any(engine.detail in part for part in parts) else []
     if evaluation is not None and not evaluation.outputs:
         parts.append(f"Accuracy: {evaluation.status}")
     if engine.simulated:

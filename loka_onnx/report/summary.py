@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import OutputEvaluation
 from loka_onnx.report import numbers
 from loka_onnx.report.data import SELECTION, ReportData
 from loka_onnx.report.document import Tone
-from loka_onnx.report.engine_tables import delta_text, delta_tone, fp8_share, fp8_sites
+from loka_onnx.report.engine_tables import STATUS_TONES, delta_text, delta_tone, fp8_share, fp8_sites
 from loka_onnx.report.sections import SYNTHETIC_BANNER
 
 _STYLES = {Tone.GOOD: "green", Tone.BAD: "red", Tone.WARN: "yellow", Tone.MUTED: "dim", Tone.PLAIN: ""}
@@ -96,9 +96,7 @@ def _add_engine(table: Table, data: ReportData, engine: EngineArtifact, shape: _
     size = numbers.size(engine.bytes) if engine.path is not None else numbers.NONE
     build = (fp8_sites(data, engine), fp8_share(data, engine), size)
     if evaluation is None or not evaluation.outputs:
-        status = Text(
-            f"{engine.status}{simulated}", style="red" if engine.status == BuildStatus.FAILED else ""
-        )
+        status = Text(f"{engine.status}{simulated}", style=_STYLES[STATUS_TONES[engine.status]])
         missing = Text(numbers.NOT_MEASURED, style="dim")
         names = shape.names(engine, plan, numbers.NONE)
         table.add_row(*names, numbers.NONE, numbers.NONE, missing, *build, status)

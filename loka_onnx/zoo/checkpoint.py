@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from torch import Tensor
 from loka_onnx.errors import MissingPackage, ModelError
 
 _SAFETENSORS = ".safetensors"
+_ADVICE = re.compile(
+    "Weights only load failed|In PyTorch 2|Re-running|Do it only if|file an issue|safe_globals"
+)
+"""Sentences of `torch.load` that say how to trust the file, or only that it was refused."""
 
 
 def save_checkpoint(path: str | Path, weights: Mapping[str, Tensor]) -> None:
@@ -132,5 +137,8 @@ def _no_weights(path: Path, evidence: str) -> ModelError:
 
 
 def _first_sentence(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:200] if text else type(error).__name__
+    """What an error found, without PyTorch's advice on how to load the file all the same."""
+    found = str(error).rpartition("WeightsUnpickler error:")[2]
+    sentences = (part.strip() for part in re.split(r"(?<=[.!])\s+|\n", found))
+    said = [part for part in sentences if part and not _ADVICE.search(part)]
+    return said[0][:200] if said else type(error).__name__

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
-from tiny_models import MlpShape, TinyModel, mlp
+from tiny_models import MlpShape, TinyModel, make_plan, mlp
 
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
@@ -83,7 +83,7 @@ def request_for(subject: Subject, model: TinyModel, output: Path) -> BuildReques
 
 def build(subject: Subject, model: TinyModel, output: Path) -> EngineArtifact:
     artifact = subject.backend.build(request_for(subject, model, output))
-    assert artifact.status is not BuildStatus.FAILED, artifact.detail
+    assert artifact.is_built, artifact.detail
     return artifact
 
 
@@ -166,8 +166,9 @@ def test_what_it_declines_is_not_built(subject: Subject, make: Make, tmp_path: P
     reason = subject.backend.decline(request.plan, request.architecture)
     assert reason is not None
     artifact = subject.backend.build(request)
-    assert artifact.status is BuildStatus.FAILED
-    assert artifact.detail == f"declined: {reason}"
+    assert artifact.status is BuildStatus.DECLINED
+    assert not artifact.is_built
+    assert artifact.detail == reason
     assert not (tmp_path / "e").exists()
 
 
@@ -186,7 +187,7 @@ def test_a_broken_model_costs_the_candidate(subject: Subject, make: Make, tmp_pa
 def test_inference_agrees_with_the_reference(subject: Subject, make: Make, tmp_path: Path) -> None:
     reason = subject.backend.why_not_run(subject.architecture)
     if reason:
-        pytest.skip(reason)
+        pytest.skip(f"needs a GPU: {reason}")
     model = make(fp8=True)
     artifact = build(subject, model, tmp_path / "e")
     assert artifact.path is not None
@@ -201,16 +202,31 @@ def test_inference_agrees_with_the_reference(subject: Subject, make: Make, tmp_p
             np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-def test_opening_where_it_cannot_run_says_why(subject: Subject, make: Make, tmp_path: Path) -> None:
+def test_opening_says_why_where_it_cannot_run(subject: Subject, make: Make, tmp_path: Path) -> None:
     reason = subject.backend.why_not_run(subject.architecture)
-    if not reason:
-        pytest.skip(f"{subject.backend.name} runs here")
     artifact = build(subject, make(fp8=False), tmp_path / "e")
-    assert artifact.status is BuildStatus.BUILT_NOT_RUN
     assert artifact.detail == reason
     assert artifact.path is not None
+    if not reason:
+        assert artifact.status is BuildStatus.READY
+        subject.backend.open(artifact, tmp_path / artifact.path).close()
+        return
+    assert artifact.status is BuildStatus.BUILT_NOT_RUN
     with pytest.raises(EngineError, match="cannot run here: the engine is for sm89"):
         subject.backend.open(artifact, tmp_path / artifact.path)
+
+
+def test_an_fp8_plan_that_holds_no_fp8_is_declined_on_the_cpu_as_what_it_is() -> None:
+    backend = get_backend("onnxruntime")
+    bf16 = make_plan((), base=Precision.BF16)
+    assert backend.decline(bf16, "cpu") == (
+        "the CPU provider has no BF16 products: it would run plan 'bf16' in FP32 between casts"
+    )
+    assert backend.decline(replace(bf16, id="fp8-safe"), "cpu") == (
+        "no site of plan 'fp8-safe' runs in FP8, which makes it plan 'bf16', and the CPU provider has no "
+        "BF16 products: it would run it in FP32 between casts"
+    )
+    assert backend.decline(replace(make_plan((), base=Precision.FP32), id="fp8-safe"), "cpu") is None
 
 
 def test_formats_it_cannot_multiply_are_declined(subject: Subject, make: Make) -> None:

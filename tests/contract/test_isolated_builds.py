@@ -177,8 +177,9 @@ def test_opening_refuses_what_was_not_built(model: TinyModel, tmp_path: Path) ->
     backend = OnnxRuntimeBackend()
     artifact = backend.build(request_for(model, tmp_path / "engine"))
     engine = tmp_path / "engine" / "engine.onnx"
-    with pytest.raises(EngineError, match="no such engine to load"):
-        backend.open(replace(artifact, status=BuildStatus.FAILED), engine)
+    for status in (BuildStatus.FAILED, BuildStatus.DECLINED):
+        with pytest.raises(EngineError, match="no such engine to load"):
+            backend.open(replace(artifact, status=status), engine)
     engine.write_bytes(engine.read_bytes() + b"\x00")
     with pytest.raises(EngineError, match="is not the one that was built"):
         backend.open(artifact, engine)

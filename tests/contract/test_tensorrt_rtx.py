@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, write_sample
 
-from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
+from loka_onnx.core.engine import EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.request import BatchRange, BuildRequest
@@ -66,7 +66,7 @@ def request_for(output: Path, model: TinyModel) -> BuildRequest:
 
 def build(output: Path, model: TinyModel) -> EngineArtifact:
     artifact = TensorRtRtxBackend().build(request_for(output, model))
-    assert artifact.status is not BuildStatus.FAILED, artifact.detail
+    assert artifact.is_built, artifact.detail
     return artifact
 
 
@@ -291,7 +291,7 @@ def test_the_optimization_level_has_a_range(tmp_path: Path) -> None:
     model = mlp(tmp_path, Precision.BF16, Precision.BF16, fp8=False)
     request = request_for(tmp_path / "e", model)
     artifact = TensorRtRtxBackend().build(replace(request, options={"optimization_level": 5}))
-    assert artifact.status is not BuildStatus.FAILED, artifact.detail
+    assert artifact.is_built, artifact.detail
     with pytest.raises(ConfigError, match=r"out of range(?s:.*)6; it takes 0 to 5"):
         TensorRtRtxBackend().build(replace(request, options={"optimization_level": 6}))
 

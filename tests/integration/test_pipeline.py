@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,12 @@ from synthetic_runs import ITEMS, WIDTH, Workplace, call, finish, make_workplace
 
 import loka_onnx
 from loka_onnx.core import serde
+from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet, OutputEvaluation
 from loka_onnx.data import SplitRule, split_file
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import ConfigError, OutputError
 from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.pipeline.lock import DirectoryLock
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
 
 STAGES = [
@@ -180,6 +184,32 @@ def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished: RunResu
     assert {o.budget_status for o in of_plan(finished, "fp32").values()} == {BudgetStatus.WITHIN}
 
 
+def test_a_declined_plan_is_a_result(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    place.write_run_file(plan={"plans": ["fp32", "bf16"]})
+    done = call(capsys, "run", place.run_file, "--quiet")
+    assert done.code == 0, done.err
+    reason = "the CPU provider has no BF16 products: it would run plan 'bf16' in FP32 between casts"
+    assert f"– cpu-onnxruntime-cpu-bf16 declined: {reason}\n" in done.out
+    fp32, bf16 = serde.read(EngineSet, place.output / "engines.json").engines
+    assert (fp32.status, fp32.is_built) == (BuildStatus.READY, True)
+    assert (bf16.status, bf16.is_built, bf16.path, bf16.detail) == (BuildStatus.DECLINED, False, None, reason)
+    evaluations = serde.read(EvaluationSet, place.output / "evaluation.json")
+    assert evaluations.of(bf16.id, "selection").status == "not measured: declined"
+    text = " ".join((place.output / "report.md").read_text().replace("\\", "").split())
+    assert f"Not chosen: declined: {reason}; Accuracy: not measured: declined." in text
+    loka_onnx.verify_bundle(place.output / "bundle")
+
+
+def test_latency_reports_each_batch_size(place: Workplace) -> None:
+    told = []
+    run(
+        place.run_file,
+        RunOptions(until=Stage.EVALUATE, progress=lambda task, done, total: told.append((task, done, total))),
+    )
+    # Two batch sizes, once for the engines whose speed counts and once for the simulations.
+    assert [item for item in told if item[0] == "latency"] == [("latency", i, 4) for i in range(5)]
+
+
 def test_generated_rows_are_stamped(finished: RunResult) -> None:
     for name in ("report.md", "report.html"):
         assert "SYNTHETIC DATA" in (finished.directory / name).read_text()
@@ -316,6 +346,65 @@ def test_a_run_killed_while_it_replaces_another_gives_it_back(place: Workplace, 
     (place.output / "model" / "half.onnx").write_bytes(b"?")
     run(place.run_file, RunOptions(resume=True, until=Stage.EXPORT))
     assert tree(place.output) == before
+
+
+# Two runs in one directory -------------------------------------------------------------------------
+
+
+def test_a_second_run_is_kept_out_as_long_as_the_first_lives(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = start("run", place.run_file)
+    deadline = time.monotonic() + 60
+    while not (place.output / "model" / "exported.json").exists():
+        assert time.monotonic() < deadline and first.poll() is None
+        time.sleep(0.01)
+    first.send_signal(signal.SIGSTOP)
+    before = tree(place.output)
+    for options in (["run"], ["run", "--resume"], ["run", "--force"], ["plan"]):
+        done = call(capsys, options[0], place.run_file, "--quiet", *options[1:])
+        assert (done.code, done.out) == (2, "")
+        assert done.err == (
+            f"error: the output directory '{place.output}' is in use by another run\n"
+            f"  evidence: process {first.pid} on '{socket.gethostname()}' holds the lock on '.run.lock'\n"
+            "  remedy: wait until that run has ended, or choose another directory with --output\n"
+        )
+    assert tree(place.output) == before
+    # SIGKILL: nothing of the first run's own could let go of the lock.
+    first.kill()
+    first.communicate()
+    assert (place.output / ".run.lock").exists()
+    assert call(capsys, "plan", place.run_file, "--quiet").code == 0
+    assert not (place.output / ".run.lock").exists()
+
+
+def test_the_lock_ends_with_the_run_however_it_ends(place: Workplace) -> None:
+    def fail(stage: str, outcome: Outcome | None) -> None:
+        if stage == "calibrate":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(place.run_file, RunOptions(on_stage=fail))
+    assert not (place.output / ".run.lock").exists()
+    assert run(place.run_file, RunOptions(resume=True, until=Stage.EXPORT)).directory == place.output
+
+
+def test_a_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last run removes the file between a second one's opening and locking it."""
+    flock, taken = fcntl.flock, []
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        if not taken:
+            (tmp_path / ".run.lock").unlink()
+        taken.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with DirectoryLock(tmp_path):
+        assert len(taken) == 2
+        with pytest.raises(OutputError, match="is in use by another run"):
+            DirectoryLock(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 # Options -------------------------------------------------------------------------------------------

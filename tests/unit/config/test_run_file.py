@@ -77,7 +77,7 @@ class TestMeaning:
         assert config.name == "ranker-fp8" and config.directory == here
         assert config.output_specs == (OutputSpec("ctr", OutputKind.LOGIT, "clicked", None, 0.0002, 1e-7),)
         assert config.columns == ("clicked", "request_id", "country")
-        assert (config.batch.min, config.batch.serve, config.batch.max) == (1, (256, 512), 4096)
+        assert (config.batch.min, config.batch.serve, config.batch.max) == (1, (256, 1024), 4096)
         assert config.calibration.model_dump() == {
             "batch_size": 512,
             "rows": None,

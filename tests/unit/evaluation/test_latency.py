@@ -67,6 +67,17 @@ def test_one_entry_per_batch_size_in_order():
     assert [(x.batch, x.p50_us) for x in got] == [(64, 64.0), (1, 1.0)]
 
 
+def test_every_batch_size_that_is_done_is_told():
+    machine = Machine()
+    told = []
+    options = machine.options(on_batch=lambda: told.append(machine.calls[-1][1]))
+    runs = {"a": machine.engine("a", 1), "b": machine.engine("b", 2)}
+    measure_interleaved(runs, Inputs(), (4, 2, 8), options, "cpu", True)
+    assert told == [4, 2, 8]
+    measure_latency(runs["a"], Inputs(), (16,), options, "cpu", True)
+    assert told == [4, 2, 8, 16]
+
+
 def test_the_time_limit_stops_but_not_before_the_least_repeats():
     machine = Machine()
     run = machine.engine("a", 1e6)

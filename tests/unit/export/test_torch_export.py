@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -269,3 +270,25 @@ def test_the_users_table_file_is_copied_and_left_alone(tmp_path, monkeypatch):
     assert copy.read_bytes() == original.read_bytes() and not copy.samefile(original)
     assert set(GraphModel.load(artifact.path).tables) == {"t"}
     assert onnx.load(source).graph.initializer
+
+
+def test_ids_beyond_a_table_are_the_users_to_correct(tmp_path: Path) -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = nn.Embedding(4, 16)
+            self.head = nn.Linear(16, 16)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.items(ids)).sum(-1)
+
+    spec = OutputSpec("logit", OutputKind.LOGIT, "label")
+    with pytest.raises(ModelError) as caught:
+        export_torch(Lookup(), {"ids": np.array([0, 7, 1])}, tmp_path / "model.onnx", (spec,))
+    assert str(caught.value) == (
+        "Lookup fails on the first 3 rows of the data\n"
+        "  evidence: index out of range in self\n"
+        "  remedy: compare the ids with the sizes of the embedding tables, and the columns with the inputs "
+        "that the model was trained with"
+    )
+    assert not (tmp_path / "model.onnx").exists()

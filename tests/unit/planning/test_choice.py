@@ -233,6 +233,12 @@ TABLE = {
         FASTEST.format(1) + "; none of them runs FP8",
         {"fp8-all": "failed: signal 11 (SIGSEGV)"},
     ),
+    "declined": (
+        (FP32, Candidate("bf16", None, (), BuildStatus.DECLINED, detail="no BF16 products")),
+        "fp32",
+        FASTEST.format(1) + "; none of them runs FP8",
+        {"bf16": "declined: no BF16 products"},
+    ),
     "one_that_cannot_run_beside_one_that_can": (
         (
             FP32,
@@ -277,10 +283,10 @@ def test_only_simulations_cannot_be_emitted() -> None:
 def test_a_target_without_any_engine_is_an_error() -> None:
     failed = Candidate("fp32", None, (), BuildStatus.FAILED, detail="no memory")
     with pytest.raises(PlanningError) as caught:
-        chosen(failed, Candidate("bf16", None, (), BuildStatus.FAILED, detail="crash"))
+        chosen(failed, Candidate("bf16", None, (), BuildStatus.DECLINED, detail="no BF16 products"))
     assert str(caught.value) == (
         "no engine could be built for 'gpu'\n"
-        "  evidence: gpu-trt-sm90-fp32: no memory; gpu-trt-sm90-bf16: crash\n"
+        "  evidence: gpu-trt-sm90-fp32 failed: no memory; gpu-trt-sm90-bf16 declined: no BF16 products\n"
         "  remedy: `loka-onnx doctor` says what this machine can build"
     )
 
@@ -411,9 +417,13 @@ def test_the_engine_with_fewer_fallbacks_wins() -> None:
     assert target.losers[0].reason.startswith("built, not run: the same plan as 'gpu-rtx-sm90-fp8-all'")
 
 
-def test_a_failed_engine_keeps_its_reason() -> None:
-    broken = Candidate("fp8-all", None, (), BuildStatus.FAILED, detail="refused sm80")
-    assert reasons(provisional([absent("bf16"), broken], []))["fp8-all"] == "failed: refused sm80"
+@pytest.mark.parametrize("status", [BuildStatus.FAILED, BuildStatus.DECLINED])
+def test_an_engine_that_was_not_built_keeps_its_reason(status: BuildStatus) -> None:
+    # Its simulation is inside the budget: only what was built is chosen all the same.
+    missing = Candidate("fp8-all", None, (), status, detail="refused sm80")
+    target = provisional([absent("bf16"), missing], [simulated("fp8-all")])
+    assert target.plan == "bf16"
+    assert reasons(target)["fp8-all"] == f"{status}: refused sm80"
 
 
 def test_a_simulation_must_hold_on_both_splits() -> None:

@@ -288,7 +288,7 @@ def declined_engine() -> EngineArtifact:
         "bf16",
         "cpu",
         "cpu",
-        BuildStatus.FAILED,
+        BuildStatus.DECLINED,
         False,
         None,
         0,
@@ -377,7 +377,7 @@ def make_rewrites(sites: tuple[str, ...]) -> RewriteLog:
 
 def make_choice(engines: tuple[EngineArtifact, ...]) -> Choice:
     losers = tuple(
-        Loser(e.id, "its FP8 is simulated" if e.simulated else "it was not built")
+        Loser(e.id, "its FP8 is simulated" if e.simulated else f"{e.status}: {e.detail}")
         for e in engines
         if e.target == "cpu" and e.plan != "fp32"
     )

@@ -89,7 +89,7 @@ def test_both_texts_say_the_same(texts):
     for sentence in (
         "No FP8 engine is emitted for this target: it gets high precision (fp32).",
         "undecided against the budget of 0.02 %; about 123,456 rows would decide it",
-        "Not chosen: it was not built; the CPU provider has no BF16 products.",
+        "Not chosen: declined: the CPU provider has no BF16 products.",
         "planned fp8, runs in BFloat16 × BFloat16: layer 3 of the engine inspector",
         "simulated: speed never counts",
         "folded: discarded, because an output moved by 0.31; the tolerance is 1e-05",
@@ -218,6 +218,7 @@ def test_the_terminal_table_shows_every_candidate(sample):
             assert numbers.metric(output.metrics.auc) in text
             assert numbers.percent_interval(output.difference.delta_ne, output.budget).split(" [")[0] in text
     assert "not measured" in text
+    assert re.search(r"bf16 .* declined", text) and "failed" not in text
     assert "SYNTHETIC DATA" in text
     assert all(len(line) <= 100 for line in text.splitlines())
 

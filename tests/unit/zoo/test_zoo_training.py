@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -156,10 +157,33 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     marker = tmp_path / "marker"
     torch.save({"w": Payload(marker)}, tmp_path / "evil.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps({"w": Payload(marker)}, protocol=2))
-    for name in ("evil.pt", "plain.pt"):
-        with pytest.raises(ModelError, match=r"holds more than weights(?s:.*)torch.save\(model.state_dict"):
+    (tmp_path / "blocked.pt").write_bytes(b"\x80\x02cposix\nsystem\n.")
+    refused = "Unsupported global: GLOBAL io.open was not an allowed global by default."
+    found = {
+        "evil.pt": refused,
+        "plain.pt": refused,
+        "blocked.pt": "Trying to load unsupported GLOBAL posix.system whose module posix is blocked.",
+    }
+    for name, evidence in found.items():
+        with pytest.raises(ModelError) as caught:
             load_checkpoint(tmp_path / name)
+        # What PyTorch found, and none of what it says on how to load the file all the same.
+        assert str(caught.value) == (
+            f"{tmp_path / name}: the checkpoint holds more than weights, or is broken; "
+            f"loading it could run code\n  evidence: {evidence}\n"
+            "  remedy: save the weights alone: torch.save(model.state_dict(), path), or a .safetensors file"
+        )
     assert not marker.exists()
+
+
+def test_a_script_archive_is_refused_without_advice_to_trust_it(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "script.pt")
+        with pytest.raises(ModelError) as caught:
+            load_checkpoint(tmp_path / "script.pt")
+    assert caught.value.evidence.startswith("Cannot use ``weights_only=True`` with TorchScript archives")
+    assert "Re-running" not in caught.value.evidence
 
 
 def test_a_whole_module_is_refused_with_the_remedy(tmp_path):
