@@ -83,7 +83,7 @@ class MagnitudeHistogram:
         if not 0.0 <= share <= 1.0 or not self.total:
             raise ValueError(f"no quantile {share:g} of {self.total} elements")
         wanted = share * self.total - self.zeros
-        if wanted <= 0.0 or not self.counts:
+        if not self.counts or (self.zeros and wanted <= 0.0):
             return 0.0
         edges = self.edges
         for index, after in enumerate(accumulate(self.counts)):
