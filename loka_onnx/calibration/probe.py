@@ -31,7 +31,7 @@ from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
-from loka_onnx.numerics.scales import amax_scale
+from loka_onnx.numerics.scale_choice import activation_scale
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.streams import map_in_order, stream_count
 
@@ -43,7 +43,8 @@ class ProbeOptions:
     Attributes:
         recipes: Recipes whose error is measured.
         weight: Granularity of the recipe whose sensitivity is measured, and which the plan will use; None
-            takes the recipe with the smaller measured error, site by site.
+            for any. Of the recipes that it leaves, the one with the smallest measured error is taken, site by
+            site; the first of several.
         batch_size: Rows of one pass through the graph.
         rows: Rows for ranges and errors; None for all.
         sensitivity_rows: Most rows for the sensitivity pass.
@@ -140,10 +141,11 @@ def calibrate(
 
 
 def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
-    """Activation scale of every tensor, by format name and tensor name."""
+    """Activation scale of every tensor, by `Recipe.activation_id` and tensor name."""
+    one_each = {recipe.activation_id: recipe for recipe in recipes}
     return {
-        recipe.format: {name: amax_scale(stats.amax, recipe.format) for name, stats in ranges.items()}
-        for recipe in recipes
+        name: {tensor: activation_scale(stats, recipe) for tensor, stats in ranges.items()}
+        for name, recipe in one_each.items()
     }
 
 

@@ -1,13 +1,13 @@
 """Rows that an instrumented graph hands out, to count their magnitudes outside.
 
-ONNX has no bincount. For an activation of 512 × 512, on one core, a batch's five exact reductions take
-150 µs; a histogram in the graph (Log, Floor, ScatterElements) takes 1430 µs, counting every element in NumPy
+ONNX has no bincount. For an activation of 512 × 512, on one core, a batch's five exact reductions take 150
+µs; a histogram in the graph (Log, Floor, ScatterElements) takes 1430 µs, counting every element in NumPy
 470 µs, and counting every 11th row 40 µs, the copy out of the graph included. The largest magnitude of each
-channel takes 135 µs in the graph: ONNX Runtime is slow at reductions over rows. Both therefore come from every
-n-th row of a batch, with n the first prime that leaves at most 64 rows (and at least 11); a prime, so that the
-sample does not fall in step with fields that are folded into the first axis. Ranges and errors of a whole model
-then take 1.05 times what they took without (DCNv2 and Wukong, median of 7 in turns). What must not be missed
-(amax, zeros, saturated and underflowed elements) is counted over all rows.
+channel takes 135 µs in the graph: ONNX Runtime is slow at reductions over rows. Both therefore come from
+every n-th row of a batch, with n the first prime that leaves at most 64 rows (and at least 11); a prime, so
+that the sample does not fall in step with fields that are folded into the first axis. Ranges and errors of
+a whole model then take 1.05 times what they took without (DCNv2 and Wukong, median of 7 in turns). What
+must not be missed (amax, zeros, saturated and underflowed elements) is counted over all rows.
 
 The sample is a fixed function of the batches, so that a profile is the same however many threads took it.
 """

@@ -183,7 +183,7 @@ class ErrorTapBuilder:
 
     Args:
         model: The graph to add to.
-        scales: Activation scales by format name and tensor name.
+        scales: Activation scales by `Recipe.activation_id` and tensor name.
         ranges: Range of each activation over the same rows.
     """
 
@@ -199,12 +199,11 @@ class ErrorTapBuilder:
 
     def add_product(self, site: Site, recipe: Recipe) -> None:
         """Tap a linear or interaction site under a recipe."""
-        scales = self.scales[recipe.format]
-        if recipe.format not in self._quantizers:
-            self._quantizers[recipe.format] = ActivationQuantizer(
-                self.model, recipe.format, scales, self.ranges
-            )
-        product = quantized_product(self._quantizers[recipe.format], site, recipe)
+        rounding = recipe.activation_id
+        scales = self.scales[rounding]
+        if rounding not in self._quantizers:
+            self._quantizers[rounding] = ActivationQuantizer(self.model, recipe.format, scales, self.ranges)
+        product = quantized_product(self._quantizers[rounding], site, recipe)
         name = f"{site.name}.{recipe.id}"
         self.found.append(
             ErrorTap(
@@ -239,8 +238,10 @@ class ErrorTapBuilder:
 
     def _activation(self, site: Site, recipe: Recipe, name: str) -> ActivationSlots:
         tensor = self.model.node(site.name).inputs[site.activation.index]
-        quantized = self._quantizers[recipe.format].root(tensor, f"{site.name}.in{site.activation.index}")
-        key = (recipe.format, quantized.magnitude.name)
+        quantized = self._quantizers[recipe.activation_id].root(
+            tensor, f"{site.name}.in{site.activation.index}"
+        )
+        key = (recipe.activation_id, quantized.magnitude.name)
         if key not in self._activations:
             smallest = FLOAT8_SPECS[recipe.format].min_subnormal
             self._activations[key] = ActivationSlots(
@@ -277,13 +278,16 @@ def tap_errors(
     scales: dict[str, dict[str, float]],
     ranges: Mapping[str, RangeStats],
 ) -> tuple[ErrorTap, ...]:
-    """Add the output error of every site under every recipe that applies to it."""
+    """Add the output error of every site under every recipe that applies to it.
+
+    Where two scale rules come to the same scales, the first of them is measured.
+    """
     builder = ErrorTapBuilder(model, scales, ranges)
     for site in sites:
         if site.kind is SiteKind.NORM:
             builder.add_norm(site)
             continue
-        for recipe in recipes_for(site, recipes):
+        for recipe in _distinct(site, recipes_for(site, recipes), scales):
             builder.add_product(site, recipe)
     builder.reductions.finish()
     return tuple(builder.found)
@@ -294,3 +298,16 @@ def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
     if site.kind is SiteKind.INTERACTION or (site.weight is not None and len(site.weight.shape) < 2):
         return tuple(r for r in recipes if r.weight == "per_tensor")
     return tuple(recipes)
+
+
+def _distinct(
+    site: Site, recipes: Sequence[Recipe], scales: Mapping[str, Mapping[str, float]]
+) -> tuple[Recipe, ...]:
+    """Recipes that differ at a site: one for each format, granularity and scales of its activations."""
+    activations = [operand.tensor for operand in site.operands if not operand.constant]
+    found: dict[tuple[object, ...], Recipe] = {}
+    for recipe in recipes:
+        known = scales[recipe.activation_id]
+        key = (recipe.format, recipe.activation, recipe.weight, *(known[tensor] for tensor in activations))
+        found.setdefault(key, recipe)
+    return tuple(found.values())

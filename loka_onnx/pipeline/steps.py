@@ -20,7 +20,7 @@ from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity
+from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.data import Dataset, InputBinding, Splits, open_dataset
 from loka_onnx.engines.registry import get_backend
@@ -34,6 +34,7 @@ from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel, model_digest, model_files
 from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.sample import Arrays, generated_rows
 from loka_onnx.pipeline.splits import bind_inputs, open_splits
 from loka_onnx.pipeline.torch_source import build_torch_model
@@ -41,7 +42,6 @@ from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.sequence import apply_mods
 
-RECIPES = (PER_TENSOR, PER_CHANNEL_WEIGHT)
 CHECK_ROWS = 2048
 """Rows of the calibration split that mods and export parity are held against."""
 LABEL_ROWS = 65536
@@ -146,6 +146,7 @@ class Steps:
             "data": self.splits.calibration.digest,
             "settings": settings.model_dump(mode="json"),
             "weight": self.config.plan.weight_granularity,
+            "recipes": [recipe.id for recipe in planned_recipes(self.config.plan)],
             "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
             "group": self.config.data.group,
             "synthetic": self.config.data.synthetic,
@@ -156,7 +157,7 @@ class Steps:
                 serde.write(_carried(earlier, model), document)
                 return [document]
             options = ProbeOptions(
-                recipes=RECIPES,
+                recipes=planned_recipes(self.config.plan),
                 weight=_granularity(self.config.plan.weight_granularity),
                 batch_size=settings.batch_size,
                 rows=settings.rows,
@@ -200,7 +201,8 @@ class Steps:
 
         def produce() -> Sequence[Path]:
             options = PlanOptions(chosen.keep, chosen.force, chosen.base, tuple(chosen.plans))
-            serde.write(make_plans(model, profile, self.specs, RECIPES, options), document)
+            recipes = planned_recipes(chosen)
+            serde.write(make_plans(model, profile, self.specs, recipes, options), document)
             return [document]
 
         key = {
