@@ -1,8 +1,8 @@
 """The Probe stage: ranges, then FP8 error under the scales that the ranges give, then sensitivity.
 
 Three passes, because FP8 error depends on the scale and the scale on the final range. Every pass streams:
-a batch leaves behind a few numbers a site (ranges, errors) or one loss change a row (sensitivity, whose rows
-are capped), so memory does not grow with the number of batches.
+a batch leaves behind a few numbers a site (ranges, errors), counts of magnitudes (`sampling`), or one loss
+change a row (sensitivity, whose rows are capped), so memory does not grow with the number of batches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.calibration.reductions import Outputs
+from loka_onnx.calibration.sampling import MagnitudeTotals, SampleTap, sampling_stride
 from loka_onnx.calibration.sensitivity import measure_sensitivities
 from loka_onnx.calibration.switchable import Switch, SwitchableModel
 from loka_onnx.calibration.taps import ErrorTap, RangeTap, recipes_for, tap_errors, tap_ranges
@@ -29,7 +30,8 @@ from loka_onnx.core.site import Site
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.graph.model import GraphModel, values_of
-from loka_onnx.numerics.scales import amax_scale
+from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
+from loka_onnx.numerics.scale_choice import activation_scale
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.streams import map_in_order, stream_count
 
@@ -41,7 +43,8 @@ class ProbeOptions:
     Attributes:
         recipes: Recipes whose error is measured.
         weight: Granularity of the recipe whose sensitivity is measured, and which the plan will use; None
-            takes the recipe with the smaller measured error, site by site.
+            for any. Of the recipes that it leaves, the one with the smallest measured error is taken, site by
+            site; the first of several.
         batch_size: Rows of one pass through the graph.
         rows: Rows for ranges and errors; None for all.
         sensitivity_rows: Most rows for the sensitivity pass.
@@ -138,10 +141,11 @@ def calibrate(
 
 
 def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
-    """Activation scale of every tensor, by format name and tensor name."""
+    """Activation scale of every tensor, by `Recipe.activation_id` and tensor name."""
+    one_each = {recipe.activation_id: recipe for recipe in recipes}
     return {
-        recipe.format: {name: amax_scale(stats.amax, recipe.format) for name, stats in ranges.items()}
-        for recipe in recipes
+        name: {tensor: activation_scale(stats, recipe) for tensor, stats in ranges.items()}
+        for name, recipe in one_each.items()
     }
 
 
@@ -178,14 +182,17 @@ class Probe:
     def ranges(self, scratch: Path) -> dict[str, RangeStats]:
         """Range of every activation that a site reads."""
         graph = GraphModel.load(self.model.path)
-        taps = tap_ranges(graph, self.sites)
+        taps = tap_ranges(graph, self.sites, sampling_stride(self.options.batch_size))
         totals: dict[str, RangeStats] = {}
+        magnitudes = {tap.slots.sample: MagnitudeTotals() for tap in taps}
         for number, measured in enumerate(self._measure(graph, scratch / "ranges.onnx", "ranges")):
             for tap in taps:
                 stats = tap.read(measured.outputs, measured.rows)
                 self._check_finite(tap, stats, number)
                 totals[tap.tensor] = totals[tap.tensor].merge(stats) if tap.tensor in totals else stats
-        return totals
+            for sample, total in magnitudes.items():
+                total.add(sample.read(measured.outputs))
+        return {tap.tensor: _with_magnitudes(tap, totals[tap.tensor], magnitudes) for tap in taps}
 
     def errors(self, scratch: Path, ranges: Mapping[str, RangeStats]) -> dict[str, list[ErrorStats]]:
         """Output error of every site under every recipe."""
@@ -252,6 +259,14 @@ def _operand_ranges(
     }
 
 
+def _with_magnitudes(
+    tap: RangeTap, stats: RangeStats, magnitudes: Mapping[SampleTap, MagnitudeTotals]
+) -> RangeStats:
+    found = magnitudes[tap.slots.sample]
+    channels = () if tap.is_layout else found.channel_amax
+    return replace(stats, histogram=histogram_of(found.counts), channel_amax=channels)
+
+
 def _weight_range(values: npt.NDArray[Any]) -> RangeStats:
     wide = values.astype(np.float64)
     return RangeStats(
@@ -261,4 +276,8 @@ def _weight_range(values: npt.NDArray[Any]) -> RangeStats:
         maximum=float(wide.max()),
         total=float(wide.sum()),
         total_squares=float(np.square(wide).sum()),
+        histogram=histogram_of(count_magnitudes(values)),
+        channel_amax=tuple(np.abs(wide).reshape(-1, wide.shape[-1]).max(axis=0).tolist())
+        if wide.ndim
+        else (),
     )

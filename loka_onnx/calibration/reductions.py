@@ -68,10 +68,11 @@ class Count:
 
 
 class Reductions:
-    """Collects reductions of a graph and makes them its only outputs."""
+    """Collects reductions of a graph and makes them its outputs, in place of the model's own."""
 
     def __init__(self, model: GraphModel) -> None:
         self.model = model
+        model.graph.outputs = []
         self._batch = model.inputs[0].shape[0] if model.inputs and model.inputs[0].shape else None
         self._columns: dict[Reduction, list[Tensor]] = {kind: [] for kind in Reduction}
         self._scalars: dict[Reduction, list[Tensor]] = {kind: [] for kind in Reduction}
@@ -103,8 +104,7 @@ class Reductions:
         return Count(None, self._append_scalar(size, name, Reduction.SUM))
 
     def finish(self) -> None:
-        """Make the collected reductions the only outputs of the graph."""
-        self.model.graph.outputs = []
+        """Make the collected reductions outputs of the graph."""
         for kind in Reduction:
             columns, scalars = self._columns[kind], self._scalars[kind]
             if columns:

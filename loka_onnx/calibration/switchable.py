@@ -39,7 +39,7 @@ class SwitchableModel:
     Args:
         model: The exact model; consumed.
         switches: What can be turned on; a site may occur once only.
-        scales: Activation scales by format name and tensor name.
+        scales: Activation scales by `Recipe.activation_id` and tensor name.
         scratch: Directory for the model file, on the file system of the tables.
         threads: Threads of one operator, 0 for ONNX Runtime's choice.
     """
@@ -57,7 +57,7 @@ class SwitchableModel:
         self.output_names = tuple(tensor.name for tensor in model.outputs)
         vector = model.add_input(SWITCHES, np.bool_, [len(self.switches)])
         for position, switch in enumerate(self.switches):
-            self._add(model, switch, vector, position, dict(scales[switch.recipe.format]))
+            self._add(model, switch, vector, position, dict(scales[switch.recipe.activation_id]))
         path = scratch / "switchable.onnx"
         model.save(path)
         self._session = OnnxSession(path, SessionOptions(threads=threads))

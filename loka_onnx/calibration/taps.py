@@ -15,6 +15,7 @@ from loka_onnx.calibration.arithmetic import (
     quantized_product,
 )
 from loka_onnx.calibration.reductions import Count, Outputs, Reductions, Slot
+from loka_onnx.calibration.sampling import SampleTap, add_sample
 from loka_onnx.core.formats import FLOAT8_SPECS
 from loka_onnx.core.profile import ErrorStats, RangeStats
 from loka_onnx.core.recipe import Recipe
@@ -33,6 +34,7 @@ class RangeSlots:
     maximum: Slot
     total: Slot
     squares: Slot
+    sample: SampleTap
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,17 @@ class RangeTap:
         tensor: Name of the activation.
         site: The first site that reads it.
         slots: Where it is found.
+        is_layout: Whether the activation is a layout of the tensor that was tapped, so that its last axis is
+            another one.
     """
 
     tensor: str
     site: str
     slots: RangeSlots
+    is_layout: bool
 
     def read(self, outputs: Outputs, rows: int) -> RangeStats:
-        """The range of one batch."""
+        """The range of one batch, without its magnitudes: those add up in place (`MagnitudeTotals`)."""
         low, high = self.slots.minimum.read(outputs), self.slots.maximum.read(outputs)
         return RangeStats(
             count=self.slots.count.read(outputs, rows),
@@ -62,10 +67,15 @@ class RangeTap:
         )
 
 
-def tap_ranges(model: GraphModel, sites: Sequence[Site]) -> tuple[RangeTap, ...]:
+def tap_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tuple[RangeTap, ...]:
     """Add range statistics of every activation that a site reads.
 
     Tensors in common are tapped once, and so are layouts of one tensor.
+
+    Args:
+        model: The graph; its outputs become the statistics.
+        sites: Sites whose activations are tapped.
+        stride: Every how many rows one is handed out for the histogram.
     """
     reductions = Reductions(model)
     found: dict[str, RangeTap] = {}
@@ -75,7 +85,8 @@ def tap_ranges(model: GraphModel, sites: Sequence[Site]) -> tuple[RangeTap, ...]
         for operand in site.operands:
             if operand.constant or operand.tensor in found:
                 continue
-            root, name = layout_root(node.inputs[operand.index]).tensor, f"{site.name}.range{operand.index}"
+            tensor, name = node.inputs[operand.index], f"{site.name}.range{operand.index}"
+            root = layout_root(tensor).tensor
             if root.name not in roots:
                 roots[root.name] = RangeSlots(
                     reductions.count(root, name),
@@ -83,8 +94,9 @@ def tap_ranges(model: GraphModel, sites: Sequence[Site]) -> tuple[RangeTap, ...]
                     reductions.maximum(root, f"{name}.max"),
                     reductions.total(root, f"{name}.sum"),
                     reductions.squares(root, f"{name}.squares"),
+                    add_sample(model, root, stride, name),
                 )
-            found[operand.tensor] = RangeTap(operand.tensor, site.name, roots[root.name])
+            found[operand.tensor] = RangeTap(operand.tensor, site.name, roots[root.name], root is not tensor)
     reductions.finish()
     return tuple(found.values())
 
@@ -117,10 +129,13 @@ class ActivationSlots:
     survived: Slot
     smallest: float
 
+    def nonzeros(self, outputs: Outputs) -> int:
+        """Elements that are not zero."""
+        return round(self.nonzero.read(outputs) / TINY)
+
     def underflowed(self, outputs: Outputs) -> int:
         """Nonzero elements that became zero."""
-        nonzero = round(self.nonzero.read(outputs) / TINY)
-        return nonzero - round(self.survived.read(outputs) / self.smallest)
+        return self.nonzeros(outputs) - round(self.survived.read(outputs) / self.smallest)
 
 
 @dataclass(frozen=True)
@@ -146,6 +161,7 @@ class ErrorTap:
         signal, quantized = self.output.signal.read(outputs), self.output.quantized.read(outputs)
         noise, activation = self.output.noise.read(outputs), self.activation
         saturated = activation.saturated if activation is not None else None
+        elements = activation.count.read(outputs, rows) if activation is not None else 0
         return ErrorStats(
             recipe=self.recipe,
             activation_scale=self.activation_scale,
@@ -155,9 +171,10 @@ class ErrorTap:
             # 2⟨q, y⟩ = ‖q‖² + ‖y‖² − ‖q − y‖²
             cross=(signal + quantized - noise) / 2.0,
             quantized=quantized,
-            activation_count=activation.count.read(outputs, rows) if activation is not None else 0,
+            activation_count=elements,
             saturated=round(saturated.read(outputs)) if saturated is not None else 0,
             underflowed=activation.underflowed(outputs) if activation is not None else 0,
+            zeros=elements - activation.nonzeros(outputs) if activation is not None else 0,
         )
 
 
@@ -166,7 +183,7 @@ class ErrorTapBuilder:
 
     Args:
         model: The graph to add to.
-        scales: Activation scales by format name and tensor name.
+        scales: Activation scales by `Recipe.activation_id` and tensor name.
         ranges: Range of each activation over the same rows.
     """
 
@@ -182,12 +199,11 @@ class ErrorTapBuilder:
 
     def add_product(self, site: Site, recipe: Recipe) -> None:
         """Tap a linear or interaction site under a recipe."""
-        scales = self.scales[recipe.format]
-        if recipe.format not in self._quantizers:
-            self._quantizers[recipe.format] = ActivationQuantizer(
-                self.model, recipe.format, scales, self.ranges
-            )
-        product = quantized_product(self._quantizers[recipe.format], site, recipe)
+        rounding = recipe.activation_id
+        scales = self.scales[rounding]
+        if rounding not in self._quantizers:
+            self._quantizers[rounding] = ActivationQuantizer(self.model, recipe.format, scales, self.ranges)
+        product = quantized_product(self._quantizers[rounding], site, recipe)
         name = f"{site.name}.{recipe.id}"
         self.found.append(
             ErrorTap(
@@ -222,8 +238,10 @@ class ErrorTapBuilder:
 
     def _activation(self, site: Site, recipe: Recipe, name: str) -> ActivationSlots:
         tensor = self.model.node(site.name).inputs[site.activation.index]
-        quantized = self._quantizers[recipe.format].root(tensor, f"{site.name}.in{site.activation.index}")
-        key = (recipe.format, quantized.magnitude.name)
+        quantized = self._quantizers[recipe.activation_id].root(
+            tensor, f"{site.name}.in{site.activation.index}"
+        )
+        key = (recipe.activation_id, quantized.magnitude.name)
         if key not in self._activations:
             smallest = FLOAT8_SPECS[recipe.format].min_subnormal
             self._activations[key] = ActivationSlots(
@@ -260,13 +278,16 @@ def tap_errors(
     scales: dict[str, dict[str, float]],
     ranges: Mapping[str, RangeStats],
 ) -> tuple[ErrorTap, ...]:
-    """Add the output error of every site under every recipe that applies to it."""
+    """Add the output error of every site under every recipe that applies to it.
+
+    Where two scale rules come to the same scales, the first of them is measured.
+    """
     builder = ErrorTapBuilder(model, scales, ranges)
     for site in sites:
         if site.kind is SiteKind.NORM:
             builder.add_norm(site)
             continue
-        for recipe in recipes_for(site, recipes):
+        for recipe in _distinct(site, recipes_for(site, recipes), scales):
             builder.add_product(site, recipe)
     builder.reductions.finish()
     return tuple(builder.found)
@@ -277,3 +298,16 @@ def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
     if site.kind is SiteKind.INTERACTION or (site.weight is not None and len(site.weight.shape) < 2):
         return tuple(r for r in recipes if r.weight == "per_tensor")
     return tuple(recipes)
+
+
+def _distinct(
+    site: Site, recipes: Sequence[Recipe], scales: Mapping[str, Mapping[str, float]]
+) -> tuple[Recipe, ...]:
+    """Recipes that differ at a site: one for each format, granularity and scales of its activations."""
+    activations = [operand.tensor for operand in site.operands if not operand.constant]
+    found: dict[tuple[object, ...], Recipe] = {}
+    for recipe in recipes:
+        known = scales[recipe.activation_id]
+        key = (recipe.format, recipe.activation, recipe.weight, *(known[tensor] for tensor in activations))
+        found.setdefault(key, recipe)
+    return tuple(found.values())

@@ -19,6 +19,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from loka_onnx.cli.bundle import bundle
+from loka_onnx.cli.calibrate import calibrate
 from loka_onnx.cli.demo import demo
 from loka_onnx.cli.doctor import doctor
 from loka_onnx.cli.run import run
@@ -84,8 +85,8 @@ def _globals(
 
 app.command()(demo)
 app.command()(run)
-for _stage in (Stage.EXPORT, Stage.CALIBRATE):
-    add_stage_verb(app, _stage)
+add_stage_verb(app, Stage.EXPORT)
+app.command()(calibrate)
 app.command()(transform)
 for _stage in (Stage.PLAN, Stage.BUILD, Stage.EVALUATE, Stage.REPORT):
     add_stage_verb(app, _stage)

@@ -1,4 +1,4 @@
-"""One verb per stage: `export`, `calibrate`, `plan`, `build`, `evaluate` and `report`.
+"""One verb per stage: `export`, `plan`, `build`, `evaluate` and `report`; `calibrate` has a file of its own.
 
 Each runs the pipeline up to its stage in the run's own directory, so that finished stages before it are taken
 over and it can be followed by the next verb, or by `run --resume`.
@@ -50,10 +50,6 @@ def _show_model(terminal: Terminal, result: RunResult) -> None:
     print_written(terminal, result, "model/exported.onnx", "model/exported.json")
 
 
-def _show_profile(terminal: Terminal, result: RunResult) -> None:
-    print_written(terminal, result, "calibration/exported.json")
-
-
 def _show_plans(terminal: Terminal, result: RunResult) -> None:
     plans = serde.read(PlanSet, result.directory / "plan.json").plans
     table = _table("plan", "base", "FP8 sites", "FP8 FLOPs")
@@ -87,7 +83,6 @@ def _table(*headings: str) -> Table:
 
 _VERBS: dict[Stage, tuple[str, Show]] = {
     Stage.EXPORT: ("Bring the model into canonical ONNX with named sites.", _show_model),
-    Stage.CALIBRATE: ("Measure on data what FP8 does to each site.", _show_profile),
     Stage.PLAN: ("Decide the precision of each site.", _show_plans),
     Stage.BUILD: ("Build an engine for every backend and plan.", _show_engines),
     Stage.EVALUATE: ("Measure accuracy and latency of the engines.", _show_evaluation),

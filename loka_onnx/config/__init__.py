@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from loka_onnx.config.choices import Backend, PlanId, ScaleRule, SplitBy, WeightGranularity
 from loka_onnx.config.loading import build_run_config, load_run_file, parse_overrides
 from loka_onnx.config.presets import Preparation, Preset, load_preset, preset_names
 from loka_onnx.config.schema import (
-    Backend,
     BatchConfig,
     BuildConfig,
     CalibrationConfig,
@@ -13,13 +13,10 @@ from loka_onnx.config.schema import (
     ModelConfig,
     OutputConfig,
     PlanConfig,
-    PlanId,
     RunConfig,
-    SplitBy,
     SplitConfig,
     SplitFractions,
     TargetConfig,
-    WeightGranularity,
     run_file_schema,
 )
 
@@ -36,6 +33,7 @@ __all__ = [
     "Preparation",
     "Preset",
     "RunConfig",
+    "ScaleRule",
     "SplitBy",
     "SplitConfig",
     "SplitFractions",

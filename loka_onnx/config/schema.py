@@ -6,7 +6,6 @@ the file; a rule between keys reports through `fault`, which names the key at fa
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -25,8 +24,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from loka_onnx.config.choices import Backend, PlanId, ScaleRule, SplitBy, WeightGranularity
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.formats import Precision
+from loka_onnx.core.formats import Float8, Precision
 
 FAULT = "loka_fault"
 """Type of the validation errors that `fault` makes."""
@@ -91,45 +91,6 @@ class _Strict(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
     )
-
-
-class Backend(StrEnum):
-    """An engine maker."""
-
-    ONNXRUNTIME = "onnxruntime"
-    TENSORRT = "tensorrt"
-    TENSORRT_RTX = "tensorrt_rtx"
-    MIGRAPHX = "migraphx"
-    INDUCTOR = "inductor"
-
-
-class PlanId(StrEnum):
-    """A precision assignment that competes."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP8_ALL = "fp8-all"
-    FP8_SAFE = "fp8-safe"
-    FP8_FAST = "fp8-fast"
-
-
-class WeightGranularity(StrEnum):
-    """Over which elements of a weight one scale is shared."""
-
-    PER_TENSOR = "per_tensor"
-    PER_CHANNEL = "per_channel"
-    BEST = "best"
-    """Per site, the one whose measured error is smaller."""
-
-
-class SplitBy(StrEnum):
-    """How one file is divided."""
-
-    ORDER = "order"
-    """Contiguous rows in file order."""
-    HASH = "hash"
-    """By a hash of a key column, so that rows that share a key stay together."""
 
 
 class ModelConfig(_Strict):
@@ -365,6 +326,17 @@ class PlanConfig(_Strict):
     weight_granularity: WeightGranularity = Field(
         WeightGranularity.BEST,
         description="per_tensor, per_channel, or best to take at each site the one with the smaller error",
+    )
+    format: Float8 = Field(
+        Float8.E4M3FN,
+        description="E4M3FN, E4M3FNUZ or E5M2: FP8 format of both operands; an engine maker that cannot "
+        "multiply it declines the plan",
+    )
+    scale: ScaleRule = Field(
+        ScaleRule.AMAX,
+        description="rule of activation scales: amax (no calibration row saturates), percentile (99.99 % of "
+        "the values do not), mse (smallest squared error that the histogram predicts), or best to measure "
+        "these and take at each site the one with the smallest error; weights are scaled by amax",
     )
     plans: tuple[PlanId, ...] = Field(
         (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE),

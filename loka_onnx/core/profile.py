@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log10
 from typing import ClassVar
 
+from loka_onnx.core.histogram import NOTHING_COUNTED, MagnitudeHistogram
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.serde import STRICT
 
@@ -20,6 +22,10 @@ class RangeStats:
         maximum: Largest value.
         total: Sum of the values, in float64.
         total_squares: Sum of their squares, in float64.
+        histogram: Magnitudes. Of an activation, a sample of the rows (`calibration.sampling`): it says
+            shares and quantiles, the range itself is `amax`.
+        channel_amax: Largest magnitude at each index of the last axis, over the rows of the histogram; empty
+            where it is unknown (a scalar, a layout of another tensor, an axis that is not fixed).
     """
 
     count: int
@@ -28,9 +34,20 @@ class RangeStats:
     maximum: float
     total: float
     total_squares: float
+    histogram: MagnitudeHistogram = NOTHING_COUNTED
+    channel_amax: tuple[float, ...] = ()
 
     def merge(self, other: RangeStats) -> RangeStats:
-        """Statistics of both sets of rows together."""
+        """Statistics of both sets of rows together; channels that one of them does not know are unknown.
+
+        Raises:
+            ValueError: They have different numbers of channels.
+        """
+        channels: tuple[float, ...] = ()
+        if self.channel_amax and other.channel_amax:
+            if len(self.channel_amax) != len(other.channel_amax):
+                raise ValueError("ranges of tensors with different numbers of channels do not merge")
+            channels = tuple(map(max, zip(self.channel_amax, other.channel_amax, strict=True)))
         return RangeStats(
             self.count + other.count,
             max(self.amax, other.amax),
@@ -38,6 +55,8 @@ class RangeStats:
             max(self.maximum, other.maximum),
             self.total + other.total,
             self.total_squares + other.total_squares,
+            self.histogram.merge(other.histogram),
+            channels,
         )
 
     @property
@@ -67,6 +86,7 @@ class ErrorStats:
         activation_count: Activation elements seen.
         saturated: Activation elements beyond the format's range.
         underflowed: Nonzero activation elements that became zero.
+        zeros: Activation elements that were zero.
     """
 
     recipe: str
@@ -79,6 +99,7 @@ class ErrorStats:
     activation_count: int
     saturated: int
     underflowed: int
+    zeros: int = 0
 
     def merge(self, other: ErrorStats) -> ErrorStats:
         """Statistics of both sets of rows together.
@@ -99,6 +120,7 @@ class ErrorStats:
             self.activation_count + other.activation_count,
             self.saturated + other.saturated,
             self.underflowed + other.underflowed,
+            self.zeros + other.zeros,
         )
 
     @property
@@ -107,6 +129,13 @@ class ErrorStats:
         if self.signal == 0.0:
             return 0.0 if self.noise == 0.0 else float("inf")
         return float((self.noise / self.signal) ** 0.5)
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise ratio of the output, decibels; infinite without noise."""
+        if self.noise == 0.0:
+            return float("inf")
+        return 10.0 * log10(self.signal / self.noise) if self.signal > 0.0 else float("-inf")
 
     @property
     def cosine(self) -> float:
@@ -200,7 +229,7 @@ class Profile:
         seconds: Wall time of each pass.
     """
 
-    SCHEMA: ClassVar[str] = "profile/1"
+    SCHEMA: ClassVar[str] = "profile/2"
     __pydantic_config__ = STRICT
 
     model_digest: str

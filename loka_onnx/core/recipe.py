@@ -7,6 +7,11 @@ from enum import StrEnum
 
 from loka_onnx.core.formats import Float8
 
+AMAX = "amax"
+"""Nothing in the calibration rows saturates."""
+MSE = "mse"
+"""The scale with the smallest squared error that the histogram predicts."""
+
 
 class Granularity(StrEnum):
     """Over which elements one scale is shared."""
@@ -24,13 +29,35 @@ class Recipe:
         format: FP8 format of both operands.
         activation: Granularity of the activation; only per tensor is defined.
         weight: Granularity of the weight.
-        scale: Rule that turns a range into a scale.
+        scale: Rule that turns the range of an activation into its scale: ``amax``, ``mse`` or
+            ``percentile-`` and a number, as in ``percentile-99.99``. Weights are scaled by amax.
     """
 
     format: Float8 = Float8.E4M3FN
     activation: Granularity = Granularity.PER_TENSOR
     weight: Granularity = Granularity.PER_TENSOR
-    scale: str = "amax"
+    scale: str = AMAX
+
+    def __post_init__(self) -> None:
+        if self.scale not in (AMAX, MSE) and self.percentile is None:
+            raise ValueError(
+                f"no scale rule '{self.scale}': there are amax, mse and percentile-99.99 (or other)"
+            )
+
+    @property
+    def percentile(self) -> float | None:
+        """Percentage of magnitudes that the scale must reach, between 50 and 100; None for another rule."""
+        word, _, number = self.scale.partition("-")
+        try:
+            percentage = float(number)
+        except ValueError:
+            return None
+        return percentage if word == "percentile" and 50.0 < percentage < 100.0 else None
+
+    @property
+    def activation_id(self) -> str:
+        """What decides how an activation is rounded: ``e4m3fn/amax``."""
+        return f"{self.format.lower()}/{self.scale}"
 
     @property
     def id(self) -> str:

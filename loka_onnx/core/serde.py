@@ -38,14 +38,17 @@ def schema_id(kind: type[Any]) -> str:
 
 
 def json_schema(kind: type[Any]) -> dict[str, Any]:
-    """JSON Schema (2020-12) of a document type."""
+    """JSON Schema (2020-12) of a document type, with its definitions where its references look for them."""
+    value = _adapter(kind).json_schema()
+    definitions = value.pop("$defs", {})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": schema_id(kind),
         "type": "object",
         "required": ["schema", "value"],
         "additionalProperties": False,
-        "properties": {"schema": {"const": schema_id(kind)}, "value": _adapter(kind).json_schema()},
+        "properties": {"schema": {"const": schema_id(kind)}, "value": value},
+        "$defs": definitions,
     }
 
 

@@ -87,6 +87,10 @@ def _scales(amax: npt.NDArray[np.float64], format: Float8) -> npt.NDArray[np.flo
         )
     # The quotient is rounded, but never down onto the grid: above grid·limit, which is exact, the next
     # float64 moves the quotient by more than half an ulp, as no limit is a power of two.
-    significand, exponent = np.frexp(np.maximum(amax / limit, SMALLEST_SCALE))
-    scale = np.ldexp(np.ceil(significand * _SIGNIFICAND) / _SIGNIFICAND, exponent)
-    return np.where(amax == 0.0, 1.0, scale)
+    return np.where(amax == 0.0, 1.0, round_up_to_bfloat16(amax / limit))
+
+
+def round_up_to_bfloat16(scales: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Positive scales on the BF16 grid, none below `SMALLEST_SCALE`."""
+    significand, exponent = np.frexp(np.maximum(scales, SMALLEST_SCALE))
+    return np.ldexp(np.ceil(significand * _SIGNIFICAND) / _SIGNIFICAND, exponent)

@@ -172,7 +172,15 @@ class RunDirectory:
         yield
         self.on_stage(name, Outcome(name, False, time.perf_counter() - began))
 
-    def stage(self, name: str, key: Any, produce: Callable[[], Sequence[Path]], load: Callable[[], T]) -> T:
+    def stage(
+        self,
+        name: str,
+        key: Any,
+        produce: Callable[[], Sequence[Path]],
+        load: Callable[[], T],
+        *,
+        again: bool = False,
+    ) -> T:
         """Run a stage, or take over its earlier result, and load what it left.
 
         Args:
@@ -180,10 +188,11 @@ class RunDirectory:
             key: Plain data that the result depends on.
             produce: Does the work and returns the files it wrote, below the run directory.
             load: Reads the result from the files.
+            again: Do the work even where it is finished.
         """
         digest = digest_json({"stage": name, "key": key, "versions": self.record.versions})
         self.on_stage(name, None)
-        if self._is_finished(name, digest):
+        if not again and self._is_finished(name, digest):
             try:
                 value = load()
             except (UserError, CheckFailed):

@@ -49,6 +49,8 @@ class RunOptions:
         force: Start over in a directory that holds an earlier run.
         resume: Take over the finished stages of an earlier run.
         until: Last stage to run.
+        only: Patterns of sites to calibrate again in a run that holds a profile; empty for what is not
+            finished.
         label_rule: What the labels mean, for the report.
         progress: Called as work is done.
         on_stage: Called when a stage begins (with None) and when it ends.
@@ -57,6 +59,7 @@ class RunOptions:
     force: bool = False
     resume: bool = False
     until: Stage = Stage.BUNDLE
+    only: tuple[str, ...] = ()
     label_rule: str = ""
     progress: Progress = silent
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
@@ -117,7 +120,7 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     if options.until is Stage.EXPORT:
         return ended
 
-    probed = steps.calibrate(exported)
+    probed = steps.calibrate_again(exported, options.only) if options.only else steps.calibrate(exported)
     if options.until is Stage.CALIBRATE:
         return ended
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +16,13 @@ from loka_onnx.calibration.probe import ProbeOptions, calibrate
 from loka_onnx.config import RunConfig, WeightGranularity
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.digests import digest_json
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity
+from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.data import Dataset, InputBinding, Splits, open_dataset
 from loka_onnx.engines.registry import get_backend
@@ -35,14 +37,15 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest, model_files
 from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.recipes import planned_recipes
+from loka_onnx.pipeline.redo import Measurement, read_earlier, with_sites
 from loka_onnx.pipeline.sample import Arrays, generated_rows
 from loka_onnx.pipeline.splits import bind_inputs, open_splits
 from loka_onnx.pipeline.torch_source import build_torch_model
-from loka_onnx.planning.policy import PlanOptions, make_plans
+from loka_onnx.planning.policy import PlanOptions, make_plans, matching_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.sequence import apply_mods
 
-RECIPES = (PER_TENSOR, PER_CHANNEL_WEIGHT)
 CHECK_ROWS = 2048
 """Rows of the calibration split that mods and export parity are held against."""
 LABEL_ROWS = 65536
@@ -139,40 +142,79 @@ class Steps:
         """Probe → `profile.json`; with an earlier profile, only sites that it does not know."""
         stage = "calibrate" if earlier is None else "recalibrate"
         document = self._path("calibration/exported.json" if earlier is None else "profile.json")
-        settings = self.config.calibration
         known = {entry.site for entry in earlier.sites} if earlier else set[str]()
         changed = frozenset(s.name for s in model.sites if s.name not in known or s.merged_from)
-        key = {
-            "model": model.digest,
-            "data": self.splits.calibration.digest,
-            "settings": settings.model_dump(mode="json"),
-            "weight": self.config.plan.weight_granularity,
-            "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
-            "group": self.config.data.group,
-            "synthetic": self.config.data.synthetic,
-        }
 
         def produce() -> Sequence[Path]:
             if earlier is not None and not changed:
                 serde.write(_carried(earlier, model), document)
                 return [document]
-            options = ProbeOptions(
-                recipes=RECIPES,
-                weight=_granularity(self.config.plan.weight_granularity),
-                batch_size=settings.batch_size,
-                rows=settings.rows,
-                sensitivity_rows=settings.sensitivity_rows,
-                threads=self.threads,
-                group=self.config.data.group,
-                synthetic=self.config.data.synthetic,
-                only=changed if earlier is not None else None,
-            )
-            scratch = self._path("calibration/instrumented")
-            profile = calibrate(model, self.specs, self.splits.calibration, scratch, options, self.progress)
+            profile = self._probe(model, changed if earlier is not None else None)
             serde.write(_merged(earlier, profile, model) if earlier else profile, document)
             return [document]
 
+        key = self._calibration_key(model, earlier)
         return self.directory.stage(stage, key, produce, lambda: serde.read(Profile, document))
+
+    def calibrate_again(self, model: ModelArtifact, patterns: Sequence[str]) -> Profile:
+        """Some sites of the exported model once more → `calibration/exported.json`, the others as they were.
+
+        Raises:
+            ConfigError: A pattern names no site, or the run holds no profile that fits.
+        """
+        document = self._path("calibration/exported.json")
+        chosen = frozenset(matching_sites(patterns, model.sites, "--only"))
+        data, settings = self.splits.calibration, self.config.calibration
+        rows = data.rows if settings.rows is None else min(settings.rows, data.rows)
+        now = Measurement(
+            model=model.digest,
+            data=data.digest,
+            rows=rows,
+            sensitivity_rows=min(settings.sensitivity_rows, rows),
+            outputs=tuple(spec.name for spec in self.specs),
+            recipes=planned_recipes(self.config.plan),
+        )
+        earlier = read_earlier(document, now)
+
+        def produce() -> Sequence[Path]:
+            order = [site.name for site in model.sites]
+            serde.write(with_sites(earlier, self._probe(model, chosen), order), document)
+            return [document]
+
+        key = self._calibration_key(model, None)
+        return self.directory.stage(
+            "calibrate", key, produce, lambda: serde.read(Profile, document), again=True
+        )
+
+    def _probe(self, model: ModelArtifact, only: frozenset[str] | None) -> Profile:
+        settings = self.config.calibration
+        options = ProbeOptions(
+            recipes=planned_recipes(self.config.plan),
+            weight=_granularity(self.config.plan.weight_granularity),
+            batch_size=settings.batch_size,
+            rows=settings.rows,
+            sensitivity_rows=settings.sensitivity_rows,
+            threads=self.threads,
+            group=self.config.data.group,
+            synthetic=self.config.data.synthetic,
+            only=only,
+        )
+        scratch = self._path("calibration/instrumented")
+        return calibrate(model, self.specs, self.splits.calibration, scratch, options, self.progress)
+
+    def _calibration_key(self, model: ModelArtifact, earlier: Profile | None) -> dict[str, Any]:
+        return {
+            "model": model.digest,
+            "data": self.splits.calibration.digest,
+            "settings": self.config.calibration.model_dump(mode="json"),
+            "weight": self.config.plan.weight_granularity,
+            "recipes": [recipe.id for recipe in planned_recipes(self.config.plan)],
+            "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
+            "group": self.config.data.group,
+            "synthetic": self.config.data.synthetic,
+            # Sites that were calibrated again must reach the profile of the modified model.
+            "earlier": digest_json(serde.to_plain(earlier)) if earlier is not None else None,
+        }
 
     def modify(self, model: ModelArtifact) -> ModdedModel:
         """Mods, each checked on calibration rows → `model/modified.onnx`."""
@@ -201,7 +243,8 @@ class Steps:
 
         def produce() -> Sequence[Path]:
             options = PlanOptions(chosen.keep, chosen.force, chosen.base, tuple(chosen.plans))
-            serde.write(make_plans(model, profile, self.specs, RECIPES, options), document)
+            recipes = planned_recipes(chosen)
+            serde.write(make_plans(model, profile, self.specs, recipes, options), document)
             return [document]
 
         key = {

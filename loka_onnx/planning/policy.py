@@ -141,8 +141,8 @@ class _Planner:
         self.scales = ScaleReader(model)
         self.measured = _Measured(profile)
         products = [site for site in model.sites if site.kind is not SiteKind.NORM]
-        self.kept = _matching(options.keep, model.sites, "plan.keep")
-        self.forced = _matching(options.force, products, "plan.force")
+        self.kept = matching_sites(options.keep, model.sites, "plan.keep")
+        self.forced = matching_sites(options.force, products, "plan.force")
         both = sorted(set(self.kept) & set(self.forced))
         if both:
             raise ConfigError(
@@ -315,7 +315,7 @@ def _flop_share(model: ModelArtifact, chosen: set[str]) -> float:
     return taken / able if able else 0.0
 
 
-def _matching(patterns: Sequence[str], sites: Sequence[Site], key: str) -> dict[str, str]:
+def matching_sites(patterns: Sequence[str], sites: Sequence[Site], key: str) -> dict[str, str]:
     """Sites that a pattern matches, each with the pattern."""
     found: dict[str, str] = {}
     names = [site.name for site in sites]

@@ -10,7 +10,8 @@ from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Operand, Site
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.graph.sites import channel_axis
-from loka_onnx.numerics.scales import amax_scale, weight_scales
+from loka_onnx.numerics.scale_choice import activation_scale
+from loka_onnx.numerics.scales import weight_scales
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class ScaleReader:
     def read(self, site: Site, profile: SiteProfile, recipe: Recipe) -> SiteScales:
         """The scales that a recipe gives at a site."""
         activation = site.activation
-        first = amax_scale(profile.operands[activation.tensor].amax, recipe.format)
+        first = activation_scale(profile.operands[activation.tensor], recipe)
         second = next(operand for operand in site.operands if operand is not activation)
         return SiteScales(first, self._other(site, second, profile, recipe))
 
     def _other(self, site: Site, operand: Operand, profile: SiteProfile, recipe: Recipe) -> tuple[float, ...]:
         if not operand.constant:
-            return (amax_scale(profile.operands[operand.tensor].amax, recipe.format),)
+            return (activation_scale(profile.operands[operand.tensor], recipe),)
         values = values_of(self._graph.node(site.name).inputs[operand.index])
         scales = weight_scales(values, recipe.weight, channel_axis(operand), recipe.format)
         return tuple(float(scale) for scale in scales.reshape(-1))

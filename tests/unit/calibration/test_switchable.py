@@ -98,7 +98,7 @@ def test_switches_do_what_a_plan_does(name, tmp_path):
     for switch in switchable.switches:
         if switch.site.kind is SiteKind.NORM:
             continue
-        decisions.append(decision(run, switch.site, switch.recipe, scales["E4M3FN"]))
+        decisions.append(decision(run, switch.site, switch.recipe, scales[PER_TENSOR.activation_id]))
         got = switchable.run(inputs, (switch.site.name,))["logit"]
         np.testing.assert_allclose(got, planned(run, decisions[-1:], tmp_path), rtol=0, atol=1e-5)
         moved += int(np.abs(got - exact).max() > 1e-5)

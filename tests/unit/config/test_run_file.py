@@ -14,6 +14,7 @@ from loka_onnx.config import (
     Backend,
     PlanId,
     RunConfig,
+    ScaleRule,
     SplitBy,
     WeightGranularity,
     build_run_config,
@@ -21,7 +22,7 @@ from loka_onnx.config import (
     parse_overrides,
 )
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.formats import Precision
+from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.errors import ConfigError
 
 RUN_FILE = """\
@@ -86,6 +87,7 @@ class TestMeaning:
         }
         assert config.plan.base is Precision.BF16
         assert config.plan.weight_granularity is WeightGranularity.BEST
+        assert (config.plan.format, config.plan.scale) == (Float8.E4M3FN, ScaleRule.AMAX)
         assert config.plan.plans == (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
         assert config.targets[0].backends == (Backend.INDUCTOR, Backend.TENSORRT)
         assert config.threads is None and not config.data.synthetic

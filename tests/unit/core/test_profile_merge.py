@@ -11,12 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.profile import ErrorStats, RangeStats
 
 # Integers as floats: sums of these are exact, so that equality can be asked for.
 whole = st.integers(-(2**20), 2**20).map(float)
 natural = st.integers(0, 2**30)
-ranges = st.builds(RangeStats, natural, whole, whole, whole, whole, whole)
+histograms = st.builds(
+    MagnitudeHistogram,
+    natural,
+    st.integers(1, 2000),
+    st.lists(st.integers(1, 2**40), min_size=1, max_size=4).map(tuple),
+)
+channels = st.one_of(st.just(()), st.tuples(whole, whole))
+ranges = st.builds(RangeStats, natural, whole, whole, whole, whole, whole, histograms, channels)
 errors = st.builds(
     ErrorStats,
     st.just("e4m3fn"),
@@ -26,6 +34,7 @@ errors = st.builds(
     whole,
     whole,
     whole,
+    natural,
     natural,
     natural,
     natural,
@@ -86,6 +95,15 @@ def test_cutting_rows_into_batches_changes_nothing_but_rounding(values, cuts):
     )
 
 
+def test_channels_that_one_part_does_not_know_are_unknown():
+    known = RangeStats(2, 3.0, -3.0, 2.0, 0.0, 9.0, channel_amax=(3.0, 1.0))
+    other = RangeStats(2, 2.0, -3.0, 2.0, 0.0, 9.0, channel_amax=(0.5, 2.0))
+    assert known.merge(other).channel_amax == (3.0, 2.0)
+    assert known.merge(dataclasses.replace(other, channel_amax=())).channel_amax == ()
+    with pytest.raises(ValueError, match="different numbers of channels do not merge"):
+        known.merge(dataclasses.replace(other, channel_amax=(1.0,)))
+
+
 def test_error_ratios_are_those_of_all_rows_together():
     random = np.random.default_rng(0)
     exact = random.standard_normal(1000)
@@ -97,6 +115,7 @@ def test_error_ratios_are_those_of_all_rows_together():
     assert merged.relative_error == pytest.approx(
         np.linalg.norm(low - exact) / np.linalg.norm(exact), rel=1e-12
     )
+    assert merged.sqnr_db == pytest.approx(-20 * np.log10(merged.relative_error), rel=1e-12)
     assert merged.cosine == pytest.approx(
         exact @ low / np.linalg.norm(exact) / np.linalg.norm(low), rel=1e-12
     )
@@ -115,3 +134,4 @@ def test_ratios_of_outputs_that_are_zero():
     zero = error_of(np.zeros(3), np.zeros(3))
     assert (zero.relative_error, zero.cosine) == (0.0, 1.0)
     assert error_of(np.zeros(3), np.ones(3)).relative_error == math.inf
+    assert (zero.sqnr_db, error_of(np.zeros(3), np.ones(3)).sqnr_db) == (math.inf, -math.inf)

@@ -1,0 +1,54 @@
+"""Words that a run file may choose from."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Backend(StrEnum):
+    """An engine maker."""
+
+    ONNXRUNTIME = "onnxruntime"
+    TENSORRT = "tensorrt"
+    TENSORRT_RTX = "tensorrt_rtx"
+    MIGRAPHX = "migraphx"
+    INDUCTOR = "inductor"
+
+
+class PlanId(StrEnum):
+    """A precision assignment that competes."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8_ALL = "fp8-all"
+    FP8_SAFE = "fp8-safe"
+    FP8_FAST = "fp8-fast"
+
+
+class WeightGranularity(StrEnum):
+    """Over which elements of a weight one scale is shared."""
+
+    PER_TENSOR = "per_tensor"
+    PER_CHANNEL = "per_channel"
+    BEST = "best"
+    """Per site, the one whose measured error is smaller."""
+
+
+class ScaleRule(StrEnum):
+    """How the range of an activation becomes its FP8 scale."""
+
+    AMAX = "amax"
+    PERCENTILE = "percentile"
+    MSE = "mse"
+    BEST = "best"
+    """Per site, the one whose measured error is smallest."""
+
+
+class SplitBy(StrEnum):
+    """How one file is divided."""
+
+    ORDER = "order"
+    """Contiguous rows in file order."""
+    HASH = "hash"
+    """By a hash of a key column, so that rows that share a key stay together."""
