@@ -26,9 +26,16 @@ from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines import worker
 from loka_onnx.engines.isolation import Ending, run_child, tail
-from loka_onnx.engines.request import BuildRequest, BuildResponse
+from loka_onnx.engines.request import (
+    ENGINE,
+    PHASE,
+    REQUEST,
+    RESPONSE,
+    WORKER,
+    BuildRequest,
+    BuildResponse,
+)
 from loka_onnx.errors import ConfigError, EngineError, ModelError, OutputError, UserError
 from loka_onnx.sessions.runner import Runner
 
@@ -247,14 +254,14 @@ class Backend(ABC):
         self, request: BuildRequest, staging: Path, log: Path
     ) -> tuple[BuildResponse | None, str]:
         """The child's response, or None and what became of it."""
-        serde.write(request, staging / worker.REQUEST)
-        outcome = run_child(worker.__name__, [worker.locate(self), str(staging)], log, request.limits)
-        phase_file = staging / worker.PHASE
+        serde.write(request, staging / REQUEST)
+        outcome = run_child(WORKER, [_locate(self), str(staging)], log, request.limits)
+        phase_file = staging / PHASE
         phase = phase_file.read_text(encoding="utf-8") if phase_file.is_file() else "starting"
         evidence = ""
         if outcome.ending is Ending.EXITED and outcome.code == 0:
             try:
-                response = serde.read(BuildResponse, staging / worker.RESPONSE)
+                response = serde.read(BuildResponse, staging / RESPONSE)
             except UserError as error:
                 evidence = f"the build process left no valid response: {error}"
             else:
@@ -268,7 +275,7 @@ class Backend(ABC):
         return None, f"{detail}\n  log: {log}, its end:\n    {shown}"
 
     def _publish(self, request: BuildRequest, response: BuildResponse, staging: Path) -> EngineArtifact:
-        built = staging / worker.ENGINE
+        built = staging / ENGINE
         files = tuple(built / name for name in response.files)
         size, digest = sum(file.stat().st_size for file in files), _digest(files)
         _replace_directory(built, request.output, staging)
@@ -328,3 +335,8 @@ def _replace_directory(source: Path, target: Path, staging: Path) -> None:
             raise
     except OSError as error:
         raise OutputError(f"cannot write '{target}'", evidence=str(error)) from error
+
+
+def _locate(backend: Backend) -> str:
+    """The import path of a backend's class, as the child process takes it."""
+    return f"{type(backend).__module__}:{type(backend).__qualname__}"

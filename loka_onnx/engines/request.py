@@ -1,4 +1,4 @@
-"""What is asked of an engine maker, and what its child process answers."""
+"""What is asked of an engine maker, what its child process answers, and where the two put it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from loka_onnx.core.site import Site
 from loka_onnx.errors import ConfigError
 
 GIB = 1 << 30
+
+WORKER = "loka_onnx.engines.worker"
+"""Module that the child process of a build runs."""
+REQUEST, RESPONSE, PHASE, ENGINE = "request.json", "response.json", "phase", "engine"
+"""Names in the directory that parent and child share."""
 
 
 @dataclass(frozen=True)

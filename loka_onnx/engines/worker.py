@@ -16,26 +16,17 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 
 from loka_onnx.core import serde
-from loka_onnx.engines.request import BuildRequest, BuildResponse
+from loka_onnx.engines.base import Backend
+from loka_onnx.engines.request import ENGINE, PHASE, REQUEST, RESPONSE, BuildRequest, BuildResponse
 from loka_onnx.errors import DataError, EngineError, InternalError, LokaError
+from loka_onnx.sessions.runner import Arrays, Runner
 
-if TYPE_CHECKING:
-    from loka_onnx.engines.base import Backend
-    from loka_onnx.sessions.runner import Arrays, Runner
-
-REQUEST, RESPONSE, PHASE, ENGINE = "request.json", "response.json", "phase", "engine"
 PR_SET_PDEATHSIG = 1
-
-
-def locate(backend: Backend) -> str:
-    """The import path of a backend's class, as `resolve` takes it."""
-    return f"{type(backend).__module__}:{type(backend).__qualname__}"
 
 
 def resolve(path: str) -> Backend:
@@ -44,8 +35,6 @@ def resolve(path: str) -> Backend:
     Raises:
         InternalError: The path names no backend.
     """
-    from loka_onnx.engines.base import Backend
-
     module, _, name = path.partition(":")
     backend = getattr(importlib.import_module(module), name)()
     if not isinstance(backend, Backend):
