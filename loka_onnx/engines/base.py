@@ -26,7 +26,7 @@ from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines.isolation import Ending, run_child, tail
+from loka_onnx.engines.isolation import Ending, interrupts_held, run_child, tail
 from loka_onnx.engines.request import (
     ENGINE,
     PHASE,
@@ -153,17 +153,18 @@ class Backend(ABC):
         if reason:
             return self.refusal(request.plan, request.target, request.architecture, reason)
         log = request.output.with_name(f"{request.output.name}.log")
+        staging: Path | None = None
         try:
-            staging = _make_staging(request.output)
-        except OSError as error:
-            raise OutputError(f"cannot write '{request.output}'", evidence=str(error)) from error
-        try:
+            with interrupts_held():
+                staging = _make_staging(request.output)
             response, detail = self._build_isolated(request, staging, log)
             if response is None:
                 return failed(detail)
             return self._publish(request, response, staging)
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            if staging is not None:
+                with interrupts_held():
+                    shutil.rmtree(staging, ignore_errors=True)
 
     def failure(
         self, plan: PrecisionPlan, target: str, architecture: str, detail: str, seconds: float = 0.0
@@ -307,14 +308,20 @@ def _make_staging(output: Path) -> Path:
     """A directory beside the output to build in; those of processes that no longer exist are removed.
 
     A process that was killed could not remove its own.
+
+    Raises:
+        OutputError: The place cannot be written.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{output.name}.building-"
-    for stale in output.parent.glob(f"{glob.escape(prefix)}*"):
-        owner = stale.name.removeprefix(prefix).partition("-")[0]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(stale, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        for stale in output.parent.glob(f"{glob.escape(prefix)}*"):
+            owner = stale.name.removeprefix(prefix).partition("-")[0]
+            if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(stale, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
+    except OSError as error:
+        raise OutputError(f"cannot write '{output}'", evidence=str(error)) from error
 
 
 def _replace_directory(source: Path, target: Path, staging: Path) -> None:

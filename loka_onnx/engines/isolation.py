@@ -13,8 +13,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -77,6 +78,31 @@ def _signal_name(number: int) -> str:
         return f"signal {number} ({text.lower()})"
 
 
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until the block ends.
+
+    For what must not be cut in two: an exception between the start of a process, or the making of a
+    directory, and the moment its name is known would leave it behind. A signal mask would not do, because
+    the threads of other libraries take the signal in the main thread's place.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    earlier = {
+        number: signal.signal(number, lambda number, frame: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
+
+
 def run_child(module: str, arguments: Sequence[str], log: Path, limits: Limits) -> ChildOutcome:
     """Run ``python -m module arguments`` in a clean interpreter, under limits.
 
@@ -92,22 +118,26 @@ def run_child(module: str, arguments: Sequence[str], log: Path, limits: Limits) 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", module, *arguments]
     started = time.monotonic()
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    process: subprocess.Popen[bytes] | None = None
+    returncode = 0
     try:
+        with log.open("wb") as stream, interrupts_held():
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
         ended, peak = _watch(process, limits, started)
     finally:
-        # While the leader is not yet reaped its number cannot be reused, so the group is certainly ours.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        returncode = process.wait()
+        if process is not None:
+            # While the leader is not yet reaped its number cannot be reused, so the group is certainly ours.
+            with interrupts_held():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                returncode = process.wait()
     seconds = time.monotonic() - started
     if ended is not None:
         return ChildOutcome(ended, returncode, seconds, peak)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.base import Backend
+from loka_onnx.engines.isolation import interrupts_held
 from loka_onnx.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import ConfigError, EngineError, ModelError
@@ -185,3 +187,13 @@ def test_opening_refuses_what_was_not_built(model: TinyModel, tmp_path: Path) ->
         backend.open(artifact, engine)
     with pytest.raises(EngineError, match="is missing"):
         backend.open(artifact, tmp_path / "absent")
+
+
+def test_an_interrupt_waits_until_what_it_would_cut_in_two_is_whole() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+        done.append("whole")
+    assert done == ["whole"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
