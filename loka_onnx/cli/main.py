@@ -107,22 +107,38 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         app([*flags, *(argument for argument in given if argument not in ANYWHERE)], prog_name="loka-onnx")
     except _Interrupted as error:
-        _say("interrupted; `run --resume` and every stage verb go on from the last finished stage")
-        sys.exit(128 + error.number)
-    except LokaError as error:
-        if "--debug" in flags or isinstance(error, InternalError):
-            traceback.print_exc()
-        kind = "internal error, please report" if isinstance(error, InternalError) else "error"
-        _say(f"{kind}: {error}")
-        sys.exit(error.exit_code)
+        _leave_interrupted(error.number)
     except Exception as error:
-        traceback.print_exc()
-        _say(f"internal error, please report: {type(error).__name__}: {error}")
-        sys.exit(1)
+        if _received:
+            # Libraries wrap what a signal handler raised inside them in errors of their own.
+            _leave_interrupted(_received[0])
+        _report(error, flags)
     sys.exit(0)
 
 
+_received: list[int] = []
+"""Signals that asked this process to end."""
+
+
+def _leave_interrupted(number: int) -> NoReturn:
+    _say("interrupted; `run --resume` and every stage verb go on from the last finished stage")
+    sys.exit(128 + number)
+
+
+def _report(error: Exception, flags: Sequence[str]) -> NoReturn:
+    if isinstance(error, LokaError):
+        if "--debug" in flags or isinstance(error, InternalError):
+            traceback.print_exception(error)
+        kind = "internal error, please report" if isinstance(error, InternalError) else "error"
+        _say(f"{kind}: {error}")
+        sys.exit(error.exit_code)
+    traceback.print_exception(error)
+    _say(f"internal error, please report: {type(error).__name__}: {error}")
+    sys.exit(1)
+
+
 def _end(number: int, frame: FrameType | None) -> None:
+    _received.append(number)
     raise _Interrupted(number)
 
 

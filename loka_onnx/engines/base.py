@@ -255,14 +255,17 @@ class Backend(ABC):
         self, request: BuildRequest, staging: Path, log: Path
     ) -> tuple[BuildResponse | None, str]:
         """The child's response, or None and what became of it."""
-        serde.write(request, staging / REQUEST)
+        # The first use of a document type compiles its schema, in code that turns an interrupt into an error.
+        with interrupts_held():
+            serde.write(request, staging / REQUEST)
         outcome = run_child(WORKER, [_locate(self), str(staging)], log, request.limits)
         phase_file = staging / PHASE
         phase = phase_file.read_text(encoding="utf-8") if phase_file.is_file() else "starting"
         evidence = ""
         if outcome.ending is Ending.EXITED and outcome.code == 0:
             try:
-                response = serde.read(BuildResponse, staging / RESPONSE)
+                with interrupts_held():
+                    response = serde.read(BuildResponse, staging / RESPONSE)
             except UserError as error:
                 evidence = f"the build process left no valid response: {error}"
             else:
