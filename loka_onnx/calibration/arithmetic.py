@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
-from loka_onnx.core.profile import RangeStats
 from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.core.statistics import RangeStats
 from loka_onnx.graph.fake_quantize import Bounds, FakeQuantized, fake_quantize, round_to_bfloat16
 from loka_onnx.graph.layout import layout_root, reapply
 from loka_onnx.graph.model import GraphModel, Tensor, is_constant, values_of

@@ -23,10 +23,11 @@ from loka_onnx.calibration.sensitivity import measure_sensitivities
 from loka_onnx.calibration.switchable import Switch, SwitchableModel
 from loka_onnx.calibration.taps import ErrorTap, RangeTap, recipes_for, tap_errors, tap_ranges
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
-from loka_onnx.core.profile import ErrorStats, Profile, RangeStats, SiteProfile
+from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
 from loka_onnx.core.site import Site
+from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.graph.model import GraphModel, values_of

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from loka_onnx.calibration.arithmetic import NORM_PRECISION
 from loka_onnx.calibration.switchable import Switch, SwitchableModel
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.profile import Sensitivity
+from loka_onnx.core.sensitivity import Sensitivity
 from loka_onnx.core.site import SiteKind
 from loka_onnx.data.batch import Batch
 from loka_onnx.numerics.intervals import ratio_interval

@@ -17,9 +17,9 @@ from loka_onnx.calibration.arithmetic import (
 from loka_onnx.calibration.reductions import Count, Outputs, Reductions, Slot
 from loka_onnx.calibration.sampling import SampleTap, add_sample
 from loka_onnx.core.formats import FLOAT8_SPECS
-from loka_onnx.core.profile import ErrorStats, RangeStats
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
+from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.graph.fake_quantize import TINY, FakeQuantized
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel, Tensor

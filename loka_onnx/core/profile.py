@@ -2,175 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from math import log10
 from typing import ClassVar
 
-from loka_onnx.core.histogram import NOTHING_COUNTED, MagnitudeHistogram
-from loka_onnx.core.intervals import Interval
+from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.sensitivity import Sensitivity, SiteGroup, merge_sensitivities
 from loka_onnx.core.serde import STRICT
-
-
-@dataclass(frozen=True)
-class RangeStats:
-    """Range of one tensor over the calibration rows; merges exactly.
-
-    Attributes:
-        count: Elements seen.
-        amax: Largest magnitude.
-        minimum: Smallest value.
-        maximum: Largest value.
-        total: Sum of the values, in float64.
-        total_squares: Sum of their squares, in float64.
-        histogram: Magnitudes. Of an activation, a sample of the rows (`calibration.sampling`): it says
-            shares and quantiles, the range itself is `amax`.
-        channel_amax: Largest magnitude at each index of the last axis, over the rows of the histogram; empty
-            where it is unknown (a scalar, a layout of another tensor, an axis that is not fixed).
-    """
-
-    count: int
-    amax: float
-    minimum: float
-    maximum: float
-    total: float
-    total_squares: float
-    histogram: MagnitudeHistogram = NOTHING_COUNTED
-    channel_amax: tuple[float, ...] = ()
-
-    def merge(self, other: RangeStats) -> RangeStats:
-        """Statistics of both sets of rows together; channels that one of them does not know are unknown.
-
-        Raises:
-            ValueError: They have different numbers of channels.
-        """
-        channels: tuple[float, ...] = ()
-        if self.channel_amax and other.channel_amax:
-            if len(self.channel_amax) != len(other.channel_amax):
-                raise ValueError("ranges of tensors with different numbers of channels do not merge")
-            channels = tuple(map(max, zip(self.channel_amax, other.channel_amax, strict=True)))
-        return RangeStats(
-            self.count + other.count,
-            max(self.amax, other.amax),
-            min(self.minimum, other.minimum),
-            max(self.maximum, other.maximum),
-            self.total + other.total,
-            self.total_squares + other.total_squares,
-            self.histogram.merge(other.histogram),
-            channels,
-        )
-
-    @property
-    def mean(self) -> float:
-        """Mean of the values."""
-        return self.total / self.count
-
-    @property
-    def variance(self) -> float:
-        """Population variance of the values."""
-        return max(self.total_squares / self.count - self.mean**2, 0.0)
-
-
-@dataclass(frozen=True)
-class ErrorStats:
-    """Error of a site's output under one recipe; merges exactly under equal scales.
-
-    Attributes:
-        recipe: Id of the recipe, or the precision for a norm.
-        activation_scale: Scale of the activation; None for a norm. Statistics of different scales do
-            not merge.
-        count: Output elements seen.
-        signal: Sum of squares of the exact output.
-        noise: Sum of squares of the difference between quantized and exact output.
-        cross: Sum of products of quantized and exact output.
-        quantized: Sum of squares of the quantized output.
-        activation_count: Activation elements seen.
-        saturated: Activation elements beyond the format's range.
-        underflowed: Nonzero activation elements that became zero.
-        zeros: Activation elements that were zero.
-    """
-
-    recipe: str
-    activation_scale: float | None
-    count: int
-    signal: float
-    noise: float
-    cross: float
-    quantized: float
-    activation_count: int
-    saturated: int
-    underflowed: int
-    zeros: int = 0
-
-    def merge(self, other: ErrorStats) -> ErrorStats:
-        """Statistics of both sets of rows together.
-
-        Raises:
-            ValueError: They were taken under different recipes or scales.
-        """
-        if (self.recipe, self.activation_scale) != (other.recipe, other.activation_scale):
-            raise ValueError("error statistics of different recipes or scales do not merge")
-        return ErrorStats(
-            self.recipe,
-            self.activation_scale,
-            self.count + other.count,
-            self.signal + other.signal,
-            self.noise + other.noise,
-            self.cross + other.cross,
-            self.quantized + other.quantized,
-            self.activation_count + other.activation_count,
-            self.saturated + other.saturated,
-            self.underflowed + other.underflowed,
-            self.zeros + other.zeros,
-        )
-
-    @property
-    def relative_error(self) -> float:
-        """‖quantized − exact‖ / ‖exact‖; 0 where both are zero."""
-        if self.signal == 0.0:
-            return 0.0 if self.noise == 0.0 else float("inf")
-        return float((self.noise / self.signal) ** 0.5)
-
-    @property
-    def sqnr_db(self) -> float:
-        """Signal to quantization noise ratio of the output, decibels; infinite without noise."""
-        if self.noise == 0.0:
-            return float("inf")
-        return 10.0 * log10(self.signal / self.noise) if self.signal > 0.0 else float("-inf")
-
-    @property
-    def cosine(self) -> float:
-        """Cosine between quantized and exact output; 1 where both are zero, 0 where only one is."""
-        norm = (self.signal * self.quantized) ** 0.5
-        if norm == 0.0:
-            return 1.0 if self.signal == self.quantized else 0.0
-        return float(self.cross / norm)
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """What one site in one recipe does to one output of the model.
-
-    All loss terms are relative to the FP32 model's loss on the same rows, or to the mean entropy of its
-    predictions where there are no labels (`denominator` says which).
-
-    Attributes:
-        recipe: Id of the recipe, or the precision for a norm.
-        output: Name of the output.
-        denominator: ``loss`` or ``entropy``.
-        delta_rmse: Root mean square change of the logit (or of the regression output).
-        delta_mean: Mean change of the logit.
-        kl: KL(p ‖ p′): the part of the loss increase that needs no label. For a regression with
-            squared loss, the mean of δ².
-        labelled: Mean of (p − y)·δ: the labelled first-order term; None without labels.
-    """
-
-    recipe: str
-    output: str
-    denominator: str
-    delta_rmse: float
-    delta_mean: float
-    kl: Interval
-    labelled: Interval | None
+from loka_onnx.core.statistics import ErrorStats, RangeStats
 
 
 @dataclass(frozen=True)
@@ -213,6 +52,83 @@ class SiteProfile:
                 return item
         raise KeyError((recipe, output))
 
+    def merge(self, other: SiteProfile, weights: Collection[str]) -> SiteProfile:
+        """Both sets of rows together.
+
+        Args:
+            other: The same site over other rows.
+            weights: Operands that are constants of the model: they are the same in both.
+
+        Raises:
+            ValueError: They are of different sites or scales.
+        """
+        mine = (self.site, self.operands.keys(), self.origins, [e.recipe for e in self.errors])
+        if mine != (other.site, other.operands.keys(), other.origins, [e.recipe for e in other.errors]):
+            raise ValueError(f"the profiles of sites '{self.site}' and '{other.site}' do not merge")
+        return SiteProfile(
+            self.site,
+            {
+                name: stats if name in weights else stats.merge(other.operands[name])
+                for name, stats in self.operands.items()
+            },
+            tuple(a.merge(b) for a, b in zip(self.errors, other.errors, strict=True)),
+            merge_sensitivities(self.sensitivities, other.sensitivities),
+            self.origins,
+        )
+
+
+@dataclass(frozen=True)
+class WeightedMean:
+    """A weighted mean over rows; merges exactly.
+
+    Attributes:
+        total: Weighted sum.
+        weight: Sum of the weights.
+    """
+
+    total: ExactSum
+    weight: ExactSum
+
+    def merge(self, other: WeightedMean) -> WeightedMean:
+        """Both sets of rows together."""
+        return WeightedMean(self.total.merge(other.total), self.weight.merge(other.weight))
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return self.total.value / self.weight.value
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How many rows the sensitivities were taken from, and why no more.
+
+    Attributes:
+        rows: Rows seen.
+        looks: Times that verdicts were looked at; 1 where the number of rows was fixed beforehand.
+        tightest_at: Units at which the confidence sequence is tightest (`RatioMoments.anytime_interval`).
+        undecided: Sites whose verdict was still open at the end.
+    """
+
+    rows: int
+    looks: int
+    tightest_at: int
+    undecided: tuple[str, ...] = ()
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether the number of rows depends on what was seen."""
+        return self.looks > 1
+
+    def merge(self, other: Sampling) -> Sampling:
+        """Both samplings together; a site that one left open is open until verdicts are reached again."""
+        return Sampling(
+            self.rows + other.rows,
+            self.looks + other.looks,
+            min(self.tightest_at, other.tightest_at),
+            tuple(sorted({*self.undecided, *other.undecided})),
+        )
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -220,26 +136,36 @@ class Profile:
 
     Attributes:
         model_digest: Digest of the model that was calibrated.
-        data_digest: Digest of the calibration rows.
-        rows: Rows that ranges and errors were taken from.
-        sensitivity_rows: Rows that sensitivities were taken from.
-        synthetic: Whether the data was generated; stamped on everything downstream.
+        data_digest: Digest of the calibration rows; of several sets that were merged, joined by "+".
+        rows: Rows that ranges were taken from.
+        error_rows: Rows that errors were taken from.
+        sampling: Rows that sensitivities were taken from.
+        synthetic: Whether any of the data was generated; stamped on everything downstream.
         sites: One entry per site, in the model's order.
-        baseline_loss: Mean loss of the FP32 model per output on the sensitivity rows.
+        scales: Activation scale by `Recipe.activation_id` and tensor name: what errors and sensitivities were
+            measured under, and what a plan uses.
+        groups: Sites that share a quantized tensor.
+        baseline_loss: Mean loss of the FP32 model per output on the sensitivity rows; without labels, the
+            mean entropy of its predictions.
+        weights: Names of the operands that are constants of the model, sorted.
         seconds: Wall time of each pass.
     """
 
-    SCHEMA: ClassVar[str] = "profile/2"
+    SCHEMA: ClassVar[str] = "profile/3"
     __pydantic_config__ = STRICT
 
     model_digest: str
     data_digest: str
     rows: int
-    sensitivity_rows: int
+    error_rows: int
+    sampling: Sampling
     synthetic: bool
     sites: tuple[SiteProfile, ...]
-    baseline_loss: dict[str, float]
-    seconds: dict[str, float]
+    baseline_loss: dict[str, WeightedMean]
+    scales: dict[str, dict[str, float]]
+    seconds: dict[str, ExactSum]
+    groups: tuple[SiteGroup, ...] = ()
+    weights: tuple[str, ...] = ()
 
     def site(self, name: str) -> SiteProfile:
         """The entry of that site.
@@ -251,3 +177,42 @@ class Profile:
             if entry.site == name:
                 return entry
         raise KeyError(name)
+
+    def merge(self, other: Profile) -> Profile:
+        """The profile of both sets of rows; associative to the last bit.
+
+        The scales must be the same: measure new rows under the scales of the profile that they are added to
+        (`calibration.updating`). Groups of rows that belong together are taken to be different ones.
+
+        Raises:
+            ValueError: They are of different models, sites, recipes, scales or outputs.
+        """
+        if self.model_digest != other.model_digest:
+            raise ValueError("profiles of different models do not merge")
+        names = [entry.site for entry in self.sites]
+        if names != [entry.site for entry in other.sites] or self.weights != other.weights:
+            raise ValueError("profiles of different sites do not merge")
+        if self.scales != other.scales:
+            raise ValueError("profiles of different scales do not merge")
+        if len(self.groups) != len(other.groups) or self.baseline_loss.keys() != other.baseline_loss.keys():
+            raise ValueError("profiles of different groups or outputs do not merge")
+        nothing = ExactSum()
+        return Profile(
+            model_digest=self.model_digest,
+            data_digest=f"{self.data_digest}+{other.data_digest}",
+            rows=self.rows + other.rows,
+            error_rows=self.error_rows + other.error_rows,
+            sampling=self.sampling.merge(other.sampling),
+            synthetic=self.synthetic or other.synthetic,
+            sites=tuple(a.merge(b, self.weights) for a, b in zip(self.sites, other.sites, strict=True)),
+            baseline_loss={
+                name: mean.merge(other.baseline_loss[name]) for name, mean in self.baseline_loss.items()
+            },
+            scales=self.scales,
+            seconds={
+                name: self.seconds.get(name, nothing).merge(other.seconds.get(name, nothing))
+                for name in sorted({*self.seconds, *other.seconds})
+            },
+            groups=tuple(a.merge(b) for a, b in zip(self.groups, other.groups, strict=True)),
+            weights=self.weights,
+        )

@@ -29,8 +29,8 @@ import numpy.typing as npt
 
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
 from loka_onnx.core.histogram import MagnitudeHistogram
-from loka_onnx.core.profile import RangeStats
 from loka_onnx.core.recipe import AMAX, Recipe
+from loka_onnx.core.statistics import RangeStats
 from loka_onnx.errors import CalibrationError
 from loka_onnx.numerics.scales import amax_scale, round_up_to_bfloat16
 

@@ -26,8 +26,9 @@ from math import inf, isnan
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
-from loka_onnx.core.profile import Profile, Sensitivity
+from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.sensitivity import Sensitivity
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError, PlanningError
 from loka_onnx.planning.scales import ScaleReader

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan, Verdict
-from loka_onnx.core.profile import ErrorStats, Sensitivity, SiteProfile
+from loka_onnx.core.profile import SiteProfile
+from loka_onnx.core.sensitivity import Sensitivity
 from loka_onnx.core.site import Site
+from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell

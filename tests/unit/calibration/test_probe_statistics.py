@@ -13,9 +13,9 @@ from zoo_runs import BATCH, MODEL_NAMES, OUTPUTS, ROWS, ZooRun, capture, zoo_run
 from loka_onnx.calibration.probe import ProbeOptions, calibrate, scales_of
 from loka_onnx.calibration.taps import recipes_for, tap_errors
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
-from loka_onnx.core.profile import RangeStats
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.site import Site, SiteKind
+from loka_onnx.core.statistics import RangeStats
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.sites import channel_axis

@@ -12,9 +12,9 @@ from loka_onnx.calibration.probe import scales_of
 from loka_onnx.calibration.switchable import Switch, SwitchableModel
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.profile import RangeStats
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.site import Site, SiteKind
+from loka_onnx.core.statistics import RangeStats
 from loka_onnx.graph.model import values_of
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.scales import weight_scales

@@ -13,7 +13,9 @@ from loka_onnx.cli.schema import Document, schema_text
 from loka_onnx.core import serde
 from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.profile import ErrorStats, Profile, RangeStats, Sensitivity, SiteProfile
+from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.sensitivity import Sensitivity
+from loka_onnx.core.statistics import ErrorStats, RangeStats
 
 DOCS = Path(__file__).parents[3] / "docs"
 KL = Interval(1e-5, 0.0, 2e-5, 0.95, 50)

@@ -11,8 +11,10 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, Parity, TensorSpec
 from loka_onnx.core.digests import digest_files, digest_json
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.profile import ErrorStats, Profile, RangeStats, Sensitivity, SiteProfile
+from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.sensitivity import Sensitivity
 from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.errors import OutputError, UserError
 
 SITE = Site(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loka_onnx.core.histogram import MagnitudeHistogram
-from loka_onnx.core.profile import ErrorStats, RangeStats
+from loka_onnx.core.statistics import ErrorStats, RangeStats
 
 # Integers as floats: sums of these are exact, so that equality can be asked for.
 whole = st.integers(-(2**20), 2**20).map(float)

@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as npst
 
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
 from loka_onnx.core.histogram import NOTHING_COUNTED
-from loka_onnx.core.profile import RangeStats
 from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.statistics import RangeStats
 from loka_onnx.errors import CalibrationError
 from loka_onnx.numerics.float8 import fake_quantize
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of

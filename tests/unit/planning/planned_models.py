@@ -12,9 +12,11 @@ from onnx import numpy_helper
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.profile import Profile, RangeStats, Sensitivity, SiteProfile
+from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
+from loka_onnx.core.sensitivity import Sensitivity
 from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.core.statistics import RangeStats
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 

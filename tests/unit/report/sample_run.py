@@ -32,10 +32,12 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
-from loka_onnx.core.profile import ErrorStats, Profile, RangeStats, Sensitivity, SiteProfile
+from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.rewrite import Applied, Declined, RewriteLog, RewriteRecord
+from loka_onnx.core.sensitivity import Sensitivity
 from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.report import DataDescription, ReportData, SplitDescription
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 

@@ -1,0 +1,58 @@
+"""Sums of floating-point numbers without rounding, so that merging is associative to the last bit.
+
+A sum is kept as the list of numbers whose sum it is: the nearest float64, then the nearest float64 of what is
+left, and so on until nothing is. Equal sums have equal lists. One or two numbers are the rule.
+
+Source: Shewchuk, "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric Predicates" (1997),
+whose expansions `math.fsum` keeps inside; it rounds correctly, which is all that is needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import fsum, isfinite
+
+from loka_onnx.errors import InternalError
+
+
+@dataclass(frozen=True)
+class ExactSum:
+    """A sum that merges exactly.
+
+    Attributes:
+        parts: Numbers that add up to the sum, each the nearest float64 of what those before it leave.
+    """
+
+    parts: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> ExactSum:
+        """The sum of finite numbers.
+
+        Raises:
+            InternalError: A number is not finite, or the sum is beyond float64.
+        """
+        rest = [float(value) for value in values]
+        if not all(map(isfinite, rest)):
+            raise InternalError("an exact sum takes finite numbers", evidence=f"{rest[:8]}")
+        parts: list[float] = []
+        try:
+            while part := fsum(rest):
+                parts.append(part)
+                rest.append(-part)
+        except OverflowError as error:
+            raise InternalError("a sum is beyond float64", evidence=str(error)) from error
+        return cls(tuple(parts))
+
+    def merge(self, other: ExactSum) -> ExactSum:
+        """Both sums together; associative and commutative."""
+        return ExactSum.of((*self.parts, *other.parts))
+
+    @property
+    def value(self) -> float:
+        """The float64 nearest to the sum."""
+        return self.parts[0] if self.parts else 0.0
+
+
+NOTHING_ADDED = ExactSum()

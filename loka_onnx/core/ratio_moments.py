@@ -1,0 +1,157 @@
+"""The ratio of two sums over rows, with how sure we are of it, from sums that merge exactly.
+
+Rows that belong together are a unit (a user, a request); a row is one where nothing groups them. Unit g
+contributes A_g to the numerator and B_g to the denominator, R = ΣA/ΣB, and by the delta method
+R − truth ≈ Σ ψ_g with ψ_g = (A_g − R·B_g)/ΣB, so that
+
+    variance = G/(G − 1) · Σψ² = G/(G − 1) · (ΣA² − 2R·ΣAB + R²·ΣB²) / (ΣB)².
+
+**Fixed number of rows.** value ± t_{G−1} · √variance.
+
+**Rows that were added until a verdict was reached.** Looking at the data again and again finds an excess
+sooner or later, so such an interval must hold at all times at once. With σ̂² = G·variance, at confidence
+1 − α,
+
+    value ± σ̂ · √( 2(Gρ² + 1)/(G²ρ²) · log( √(Gρ² + 1)/α ) )
+
+does, for any ρ > 0 that does not depend on the data (asymptotically, like the interval above). It is
+tightest at about G* units for ρ² = (−2 log α + log(1 − 2 log α))/G*. Rows of one unit that come in scattered
+only make it wider than need be: their sums move together, and the path has fewer independent looks.
+
+Sources: Waudby-Smith, Arbour, Sinha, Kennedy, Ramdas, "Time-uniform central limit theory and asymptotic
+confidence sequences" (Annals of Statistics 2024, arXiv 2103.06476), theorem 2.2 and appendix B.2; the delta
+method over units as in Deng et al., "Applying the Delta Method in Metric Analytics" (KDD 2018); Student's t
+from Abramowitz and Stegun 26.7.5.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum
+from loka_onnx.core.intervals import Interval
+from loka_onnx.errors import InternalError
+
+CONFIDENCE = 0.95
+FEWEST_UNITS = 8
+"""With fewer, the expansion of Student's t is off by a thousandth and more: the interval is infinite."""
+
+
+@dataclass(frozen=True)
+class RatioMoments:
+    """Sums over units; merges exactly. The units of two that merge are taken to be different ones.
+
+    Attributes:
+        rows: Rows seen.
+        units: Units that they belong to.
+        a: ΣA.
+        b: ΣB.
+        aa: ΣA².
+        ab: ΣAB.
+        bb: ΣB².
+    """
+
+    rows: int = 0
+    units: int = 0
+    a: ExactSum = NOTHING_ADDED
+    b: ExactSum = NOTHING_ADDED
+    aa: ExactSum = NOTHING_ADDED
+    ab: ExactSum = NOTHING_ADDED
+    bb: ExactSum = NOTHING_ADDED
+
+    def merge(self, other: RatioMoments) -> RatioMoments:
+        """Both sets of units together; associative and commutative."""
+        return RatioMoments(
+            self.rows + other.rows,
+            self.units + other.units,
+            self.a.merge(other.a),
+            self.b.merge(other.b),
+            self.aa.merge(other.aa),
+            self.ab.merge(other.ab),
+            self.bb.merge(other.bb),
+        )
+
+    @property
+    def value(self) -> float:
+        """ΣA/ΣB.
+
+        Raises:
+            InternalError: ΣB is 0.
+        """
+        if self.b.value == 0.0:
+            raise InternalError("the denominator of a ratio sums to 0", evidence=f"over {self.rows} rows")
+        return self.a.value / self.b.value
+
+    @property
+    def standard_error(self) -> float:
+        """Of `value`; infinite for fewer than two units."""
+        if self.units < 2:
+            return math.inf
+        ratio = self.value
+        squares = self.aa.value - 2.0 * ratio * self.ab.value + ratio**2 * self.bb.value
+        return math.sqrt(max(squares, 0.0) * self.units / (self.units - 1)) / abs(self.b.value)
+
+    def interval(self, confidence: float = CONFIDENCE) -> Interval:
+        """Two-sided interval for a number of rows that was fixed beforehand."""
+        half = math.inf
+        if self.units >= FEWEST_UNITS:
+            half = students_t(0.5 + confidence / 2.0, self.units - 1) * self.standard_error
+        return Interval(self.value, self.value - half, self.value + half, confidence, self.rows)
+
+    def anytime_interval(self, tightest_at: int, confidence: float = CONFIDENCE) -> Interval:
+        """Two-sided interval that holds at every number of rows at once.
+
+        Args:
+            tightest_at: G*, the units at which it is tightest; chosen before the data are seen.
+            confidence: Coverage.
+        """
+        half = math.inf
+        if self.units >= FEWEST_UNITS:
+            half = anytime_quantile(self.units, tightest_at, confidence) * self.standard_error
+        return Interval(self.value, self.value - half, self.value + half, confidence, self.rows)
+
+
+def anytime_quantile(units: int, tightest_at: int, confidence: float) -> float:
+    """Half width of the confidence sequence, in standard errors of the estimate.
+
+    Args:
+        units: G.
+        tightest_at: G*.
+        confidence: 1 − α.
+
+    Raises:
+        InternalError: The confidence is not between 0 and 1, or a number of units is below 1.
+    """
+    if not 0.0 < confidence < 1.0 or units < 1 or tightest_at < 1:
+        raise InternalError(
+            "a confidence sequence needs units, and a confidence between 0 and 1",
+            evidence=f"{units} units, tightest at {tightest_at}, confidence {confidence:g}",
+        )
+    log_alpha = math.log1p(-confidence)
+    rho_squared = (-2.0 * log_alpha + math.log(1.0 - 2.0 * log_alpha)) / tightest_at
+    spread = units * rho_squared + 1.0
+    return math.sqrt(2.0 * spread / (spread - 1.0) * (0.5 * math.log(spread) - log_alpha))
+
+
+def students_t(probability: float, freedom: int) -> float:
+    """Quantile of Student's t, to about a thousandth of it.
+
+    Args:
+        probability: Between 0.5 and 1.
+        freedom: Degrees of freedom, at least 7.
+
+    Raises:
+        InternalError: An argument is out of range.
+    """
+    if not 0.5 <= probability < 1.0 or freedom < FEWEST_UNITS - 1:
+        raise InternalError("no such quantile", evidence=f"{probability:g} at {freedom} degrees of freedom")
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4.0,
+        (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0,
+        (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / 384.0,
+        (79.0 * z**9 + 776.0 * z**7 + 1482.0 * z**5 - 1920.0 * z**3 - 945.0 * z) / 92160.0,
+    )
+    return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))

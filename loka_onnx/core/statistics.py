@@ -1,0 +1,205 @@
+"""What calibration measures of tensors and of sites, as sums that merge exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log10, sqrt
+
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum
+from loka_onnx.core.histogram import NOTHING_COUNTED, MagnitudeHistogram
+
+
+@dataclass(frozen=True)
+class BatchSums:
+    """One statistic over batches.
+
+    Attributes:
+        total: Sum of its values.
+        squares: Sum of their squares.
+    """
+
+    total: ExactSum = NOTHING_ADDED
+    squares: ExactSum = NOTHING_ADDED
+
+    def merge(self, other: BatchSums) -> BatchSums:
+        """Both sets of batches together."""
+        return BatchSums(self.total.merge(other.total), self.squares.merge(other.squares))
+
+
+@dataclass(frozen=True)
+class BatchSpread:
+    """How much the full batches of one tensor differ, which is what a change is held against; merges exactly.
+
+    The elements of a tensor have much in common (an item, a user, a feature), so that their number says
+    little of how sure a mean is. Batches of equally many rows are the unit instead.
+
+    Attributes:
+        batches: Full batches seen.
+        rows: Rows of each; 0 where none was seen.
+        statistics: By name. One that is missing was 0 in every batch.
+    """
+
+    batches: int = 0
+    rows: int = 0
+    statistics: dict[str, BatchSums] = field(default_factory=dict)
+
+    def merge(self, other: BatchSpread) -> BatchSpread:
+        """Both sets of batches together.
+
+        Raises:
+            ValueError: Their batches are of different sizes.
+        """
+        if self.batches and other.batches and self.rows != other.rows:
+            raise ValueError("statistics of batches of different sizes do not merge")
+        names = sorted({*self.statistics, *other.statistics})
+        nothing = BatchSums()
+        return BatchSpread(
+            self.batches + other.batches,
+            max(self.rows, other.rows),
+            {n: self.statistics.get(n, nothing).merge(other.statistics.get(n, nothing)) for n in names},
+        )
+
+
+NO_BATCHES = BatchSpread()
+
+
+@dataclass(frozen=True)
+class RangeStats:
+    """Range of one tensor over the calibration rows; merges exactly.
+
+    Attributes:
+        count: Elements seen.
+        amax: Largest magnitude.
+        minimum: Smallest value.
+        maximum: Largest value.
+        total: Sum of the values.
+        total_squares: Sum of their squares.
+        histogram: Magnitudes. Of an activation, a sample of the rows (`calibration.sampling`): it says
+            shares and quantiles, the range itself is `amax`.
+        channel_amax: Largest magnitude at each index of the last axis, over the rows of the histogram; empty
+            where it is unknown (a scalar, a layout of another tensor, an axis that is not fixed).
+        spread: How much its batches differ; of an activation only.
+    """
+
+    count: int
+    amax: float
+    minimum: float
+    maximum: float
+    total: ExactSum
+    total_squares: ExactSum
+    histogram: MagnitudeHistogram = NOTHING_COUNTED
+    channel_amax: tuple[float, ...] = ()
+    spread: BatchSpread = NO_BATCHES
+
+    def merge(self, other: RangeStats) -> RangeStats:
+        """Statistics of both sets of rows together; channels that one of them does not know are unknown.
+
+        Raises:
+            ValueError: They have different numbers of channels.
+        """
+        channels: tuple[float, ...] = ()
+        if self.channel_amax and other.channel_amax:
+            if len(self.channel_amax) != len(other.channel_amax):
+                raise ValueError("ranges of tensors with different numbers of channels do not merge")
+            channels = tuple(map(max, zip(self.channel_amax, other.channel_amax, strict=True)))
+        return RangeStats(
+            self.count + other.count,
+            max(self.amax, other.amax),
+            min(self.minimum, other.minimum),
+            max(self.maximum, other.maximum),
+            self.total.merge(other.total),
+            self.total_squares.merge(other.total_squares),
+            self.histogram.merge(other.histogram),
+            channels,
+            self.spread.merge(other.spread),
+        )
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values."""
+        return self.total.value / self.count
+
+    @property
+    def variance(self) -> float:
+        """Population variance of the values."""
+        return max(self.total_squares.value / self.count - self.mean**2, 0.0)
+
+
+@dataclass(frozen=True)
+class ErrorStats:
+    """Error of a site's output under one recipe; merges exactly under equal scales.
+
+    Attributes:
+        recipe: Id of the recipe, or the precision for a norm.
+        activation_scale: Scale of the activation; None for a norm. Statistics of different scales do
+            not merge.
+        count: Output elements seen.
+        signal: Sum of squares of the exact output.
+        noise: Sum of squares of the difference between quantized and exact output.
+        quantized: Sum of squares of the quantized output.
+        activation_count: Activation elements seen.
+        saturated: Activation elements beyond the format's range.
+        underflowed: Nonzero activation elements that became zero.
+        zeros: Activation elements that were zero.
+    """
+
+    recipe: str
+    activation_scale: float | None
+    count: int
+    signal: ExactSum
+    noise: ExactSum
+    quantized: ExactSum
+    activation_count: int
+    saturated: int
+    underflowed: int
+    zeros: int = 0
+
+    def merge(self, other: ErrorStats) -> ErrorStats:
+        """Statistics of both sets of rows together.
+
+        Raises:
+            ValueError: They were taken under different recipes or scales.
+        """
+        if (self.recipe, self.activation_scale) != (other.recipe, other.activation_scale):
+            raise ValueError("error statistics of different recipes or scales do not merge")
+        return ErrorStats(
+            self.recipe,
+            self.activation_scale,
+            self.count + other.count,
+            self.signal.merge(other.signal),
+            self.noise.merge(other.noise),
+            self.quantized.merge(other.quantized),
+            self.activation_count + other.activation_count,
+            self.saturated + other.saturated,
+            self.underflowed + other.underflowed,
+            self.zeros + other.zeros,
+        )
+
+    @property
+    def cross(self) -> float:
+        """Sum of products of quantized and exact output: 2⟨q, y⟩ = ‖q‖² + ‖y‖² − ‖q − y‖²."""
+        return (self.signal.value + self.quantized.value - self.noise.value) / 2.0
+
+    @property
+    def relative_error(self) -> float:
+        """‖quantized − exact‖ / ‖exact‖; 0 where both are zero."""
+        if self.signal.value == 0.0:
+            return 0.0 if self.noise.value == 0.0 else float("inf")
+        return sqrt(self.noise.value / self.signal.value)
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise ratio of the output, decibels; infinite without noise."""
+        if self.noise.value == 0.0:
+            return float("inf")
+        if self.signal.value == 0.0:
+            return float("-inf")
+        return 10.0 * log10(self.signal.value / self.noise.value)
+
+    @property
+    def cosine(self) -> float:
+        """Cosine between quantized and exact output; 1 where both are zero, 0 where only one is."""
+        norm = sqrt(self.signal.value * self.quantized.value)
+        if norm == 0.0:
+            return 1.0 if self.signal.value == self.quantized.value else 0.0
+        return self.cross / norm
