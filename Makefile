@@ -10,7 +10,8 @@ venv: $(STAMP)
 
 # pip 25.1 is the first that reads dependency groups. recbole is only read as data (MovieLens 100K), never
 # imported; its dependencies would drag in half of PyPI. TensorRT for RTX has wheels for Linux x86-64 and
-# Windows only: elsewhere everything else works without it, but CI must not lose it unseen.
+# Windows only, and Ray is late with wheels for a new Python: everything else works without them, but CI must
+# not lose them unseen.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -qq --upgrade 'pip>=25.1'
@@ -18,6 +19,8 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PIP) install -qq --constraint constraints.txt --no-deps recbole
 	$(PIP) install -qq --constraint constraints.txt --editable '.[tensorrt-rtx]' || { \
 	  test -z "$$CI" && echo "note: TensorRT for RTX cannot be installed here; its backend will say so"; }
+	$(PIP) install -qq --constraint constraints.txt --editable '.[ray]' || { \
+	  test -z "$$CI" && echo "note: Ray cannot be installed here; the executor 'ray' will say so"; }
 	touch $@
 
 demo: venv

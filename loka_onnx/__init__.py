@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loka_onnx.bundle import verify_bundle, write_bundle
-    from loka_onnx.calibration.probe import calibrate
+    from loka_onnx.calibration.calibrate import calibrate
     from loka_onnx.config import RunConfig, load_run_file
     from loka_onnx.engines.registry import get_backend
     from loka_onnx.errors import CheckFailed, InternalError, LokaError, StageError, UserError
@@ -59,7 +59,7 @@ __all__ = [
 
 _HOMES = {
     "bundle": ("verify_bundle", "write_bundle"),
-    "calibration.probe": ("calibrate",),
+    "calibration.calibrate": ("calibrate",),
     "config": ("RunConfig", "load_run_file"),
     "engines.registry": ("get_backend",),
     "errors": ("CheckFailed", "InternalError", "LokaError", "StageError", "UserError"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
+from loka_onnx.calibration.perturbation import moved
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
 from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.site import Operand, Site, SiteKind
@@ -67,13 +68,16 @@ class ActivationQuantizer:
         return Bounds(known.amax > FLOAT8_SPECS[self.format].max * scale, known.minimum < 0.0)
 
 
-def quantized_product(quantizer: ActivationQuantizer, site: Site, recipe: Recipe) -> Tensor:
+def quantized_product(
+    quantizer: ActivationQuantizer, site: Site, recipe: Recipe, weight_factor: float = 1.0
+) -> Tensor:
     """Add the product of a site with both operands rounded to FP8; returns its output.
 
     Args:
         quantizer: Rounds the activations, and names the graph.
         site: A linear or interaction site.
         recipe: Format, granularities and scale rule.
+        weight_factor: What the scales of the weight are multiplied by (`calibration.perturbation`).
     """
     model = quantizer.model
     node = model.node(site.name)
@@ -81,7 +85,7 @@ def quantized_product(quantizer: ActivationQuantizer, site: Site, recipe: Recipe
     for operand in site.operands:
         tensor = node.inputs[operand.index]
         inputs[operand.index] = (
-            _rounded_weight(model, site, operand, recipe)
+            _rounded_weight(model, site, operand, recipe, weight_factor)
             if operand.constant
             else quantizer.values(tensor, f"{site.name}.in{operand.index}")
         )
@@ -100,20 +104,31 @@ def bfloat16_norm(model: GraphModel, site: Site) -> Tensor:
     return round_to_bfloat16(model, model.add_like(node, inputs, f"{site.name}.norm"), f"{site.name}.out")
 
 
-def low_precision(model: GraphModel, site: Site, recipe: Recipe, scales: Mapping[str, float]) -> Tensor:
-    """Add the site in the low precision that is a question for its kind; returns its output."""
+def low_precision(
+    model: GraphModel, site: Site, recipe: Recipe, scales: Mapping[str, float], weight_factor: float = 1.0
+) -> Tensor:
+    """Add the site in the low precision that is a question for its kind; returns its output.
+
+    Args:
+        model: The graph to add to.
+        site: The site, of any kind.
+        recipe: Format, granularities and scale rule of a product.
+        scales: Activation scale by tensor name.
+        weight_factor: What the scales of the weight are multiplied by (`calibration.perturbation`).
+    """
     if site.kind is SiteKind.NORM:
         return bfloat16_norm(model, site)
     node = model.node(site.name)
     # An activation that comes from a switched site has another name here than where its range was taken.
     present = {node.inputs[o.index].name: scales[o.tensor] for o in site.operands if not o.constant}
-    return quantized_product(ActivationQuantizer(model, recipe.format, present), site, recipe)
+    quantizer = ActivationQuantizer(model, recipe.format, present)
+    return quantized_product(quantizer, site, recipe, weight_factor)
 
 
-def _rounded_weight(model: GraphModel, site: Site, operand: Operand, recipe: Recipe) -> Tensor:
+def _rounded_weight(model: GraphModel, site: Site, operand: Operand, recipe: Recipe, factor: float) -> Tensor:
     weight = values_of(model.node(site.name).inputs[operand.index]).astype(np.float32)
     axis = channel_axis(operand)
-    scales = weight_scales(weight, recipe.weight, axis, recipe.format)
+    scales = moved(weight_scales(weight, recipe.weight, axis, recipe.format), factor)
     per_channel = axis if recipe.weight is Granularity.PER_CHANNEL else None
     return model.constant(
         f"{site.name}.weight_fp8", fake_quantize_array(weight, scales, recipe.format, per_channel)

@@ -7,9 +7,13 @@ asked adds it up. Sums are exact (`core.exact_sum`), so that a profile is the sa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import numpy as np
 
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.sessions.streams import map_in_order, stream_count
@@ -23,6 +27,34 @@ class Span:
 
     start: int
     stop: int
+
+
+SPAN_ROWS = 4096
+"""Rows of a span, or one batch where that is more. Reading one decodes what precedes it in its row group."""
+
+
+def spans_in_order(rows: int, batch_size: int) -> list[Span]:
+    """All rows, in file order."""
+    size = max(SPAN_ROWS // batch_size, 1) * batch_size
+    return [Span(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def spans_in_random_order(rows: int, batch_size: int, seed: int) -> list[Span]:
+    """All rows, in spans whose order is drawn: a file may be sorted, and its first rows unlike its last.
+
+    Args:
+        rows: Rows of the data set.
+        batch_size: Rows of a batch.
+        seed: Of the order.
+    """
+    spans = spans_in_order(rows, batch_size)
+    return [spans[position] for position in np.random.default_rng(seed).permutation(len(spans))]
+
+
+def batch_numbers(spans: Iterable[Span], batch_size: int) -> Iterator[int]:
+    """Number of each batch in file order, from 0, in the order in which the spans are run."""
+    for span in spans:
+        yield from range(span.start // batch_size, -(-span.stop // batch_size))
 
 
 @dataclass(frozen=True)
@@ -41,22 +73,39 @@ class BatchResult(Generic[R]):
 class BatchWork(ABC, Generic[R]):
     """What is done with each batch; can be pickled, as long as its files are where they are here."""
 
+    @property
+    @abstractmethod
+    def files(self) -> tuple[Path, ...]:
+        """Files that `open` reads."""
+
     @abstractmethod
     def open(self) -> Callable[[Batch], R]:
         """Load what is needed, once in each process. What it returns is called from several threads."""
 
 
 class Executor(ABC):
-    """Runs batches."""
+    """Runs batches; a context manager that lets go of what it holds."""
 
     @abstractmethod
     def run(
         self, work: BatchWork[R], data: Dataset, spans: Iterable[Span], batch_size: int
-    ) -> Iterator[BatchResult[R]]:
+    ) -> Generator[BatchResult[R]]:
         """What every batch left behind, in the order of the spans and of the batches in each.
 
-        Consumed lazily: who stops asking stops the work, but for a few batches that are under way.
+        Consumed lazily: who closes it stops the work, but for a few batches that are under way.
         """
+
+    def close(self) -> None:
+        """Let go of what the executor holds; it may be used again."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class LocalExecutor(Executor):
@@ -71,10 +120,26 @@ class LocalExecutor(Executor):
 
     def run(
         self, work: BatchWork[R], data: Dataset, spans: Iterable[Span], batch_size: int
-    ) -> Iterator[BatchResult[R]]:
+    ) -> Generator[BatchResult[R]]:
         """See `Executor.run`."""
         run = work.open()
         batches = (
-            batch for span in spans for batch in data.batches(batch_size, start=span.start, stop=span.stop)
+            batch
+            for span in _joined(spans)
+            for batch in data.batches(batch_size, start=span.start, stop=span.stop)
         )
         yield from map_in_order(lambda batch: BatchResult(batch.rows, run(batch)), batches, self.streams)
+
+
+def _joined(spans: Iterable[Span]) -> Iterator[Span]:
+    """The same rows in the same order, with spans that follow one another read as one."""
+    whole: Span | None = None
+    for span in spans:
+        if whole is not None and whole.stop == span.start:
+            whole = Span(whole.start, span.stop)
+            continue
+        if whole is not None:
+            yield whole
+        whole = span
+    if whole is not None:
+        yield whole

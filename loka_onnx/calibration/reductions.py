@@ -36,7 +36,7 @@ class Slot:
     """Where a reduction of one batch is found.
 
     Attributes:
-        output: Name of the graph output.
+        output: Name of the graph output; one of `REDUCED`.
         position: Position in that vector.
     """
 
@@ -168,3 +168,17 @@ def _table_name(kind: Reduction) -> str:
 
 def _scalar_name(kind: Reduction) -> str:
     return f"loka_{kind.lower()}_scalars"
+
+
+REDUCED = {name(kind): kind for kind in Reduction for name in (_table_name, _scalar_name)}
+"""What each output that `Reductions` may add holds, by its name."""
+
+
+def reduced_only(outputs: Outputs) -> dict[str, npt.NDArray[np.float64]]:
+    """The outputs of `Reductions`, without any other."""
+    return {name: outputs[name] for name in REDUCED if name in outputs}
+
+
+def all_finite(outputs: Outputs) -> bool:
+    """Whether every reduction of a batch is a finite number."""
+    return all(np.isfinite(outputs[name]).all() for name in REDUCED if name in outputs)

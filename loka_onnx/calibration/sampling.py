@@ -28,6 +28,8 @@ from loka_onnx.numerics.histograms import Counts, count_magnitudes
 
 SAMPLED_ROWS = 64
 """Most rows of a batch that are counted, where the first axis is the batch."""
+NARROW = 64
+"""Most columns of a tensor (rows, columns) that are looked at one by one: features, as a rule."""
 _SMALLEST_STRIDE = 11
 _TO_THE_END = np.iinfo(np.int64).max
 
@@ -40,10 +42,12 @@ class Magnitudes:
         counts: (BINS,) elements of each bin.
         channel_amax: (channels,) largest magnitude at each index of the last axis; empty where that is not
             a channel axis.
+        columns: (2, columns) mean and mean square of each column; (2, 0) unless the tensor is narrow.
     """
 
     counts: Counts
     channel_amax: npt.NDArray[np.float32]
+    columns: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,11 @@ class SampleTap:
         channels = np.zeros(0, np.float32)
         if self.has_channels:
             channels = np.abs(rows).reshape(-1, rows.shape[-1]).max(axis=0, initial=0.0)
-        return Magnitudes(count_magnitudes(rows), channels)
+        columns = np.zeros((2, 0))
+        if self.has_channels and rows.ndim == 2 and rows.size and rows.shape[1] <= NARROW:
+            wide = rows.astype(np.float64)
+            columns = np.stack([wide.mean(axis=0), np.square(wide).mean(axis=0)])
+        return Magnitudes(count_magnitudes(rows), channels, columns)
 
 
 class MagnitudeTotals:

@@ -1,32 +1,53 @@
-"""What each site, alone in low precision, does to the model's outputs.
+"""What each site, alone in low precision, does to the model's outputs; sites that share a tensor, together.
 
-The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`numerics.loss_change`). The first term needs no
-label and is what a site is judged on; the second is reported beside it. Both are relative to the FP32
-model's loss on the same rows, or to the mean entropy of its predictions where there are no labels; the
-ratio's interval is by the delta method, over groups of rows that belong together where there are any.
+The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`calibration.loss_rows`). The first term needs no
+label and is what a site is judged on; the second is reported beside it.
+
+Batches of rows in random order run through one switchable model, once exact and once for every unit of sites,
+and each leaves its sums behind (`calibration.loss_totals`). At each look of the schedule
+(`calibration.stopping`) whoever asked says which sites are still undecided; with none left the pass ends.
+Before that, the first rows run under scales that were moved a little (`calibration.perturbation`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from loka_onnx.calibration.arithmetic import NORM_PRECISION
-from loka_onnx.calibration.switchable import Switch, SwitchableModel
-from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.sensitivity import Sensitivity
-from loka_onnx.core.site import SiteKind
-from loka_onnx.data.batch import Batch
-from loka_onnx.numerics.intervals import ratio_interval
-from loka_onnx.numerics.loss_change import loss_change
-from loka_onnx.numerics.task_metrics import log_loss_rows, logits_from_probabilities, squared_error_rows
-from loka_onnx.sessions.streams import map_in_order
+from loka_onnx.calibration.executors import (
+    BatchResult,
+    BatchWork,
+    Executor,
+    Span,
+)
+from loka_onnx.calibration.loss_rows import Rows, as_scores, denominator_of, loss_rows
+from loka_onnx.calibration.loss_totals import (
+    BatchLoss,
+    BucketTotals,
+    OutputTotals,
+    RowTotals,
+    sum_batch,
+)
+from loka_onnx.calibration.perturbation import DRAW_ROWS, draw_factors
+from loka_onnx.calibration.row_order import first_batches, first_rows, rows_of, scattered
+from loka_onnx.calibration.stopping import TIGHTEST_AT_ROWS, Looks
+from loka_onnx.calibration.switchable import Switch, SwitchableFile, write_switchable
+from loka_onnx.calibration.units import Unit, units_of
+from loka_onnx.core.artifact import OutputSpec
+from loka_onnx.core.profile import Sampling, WeightedMean
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.sensitivity import LOSS, Draws, Sensitivity, SensitivityName, SiteGroup
+from loka_onnx.data import Batch, Dataset
+from loka_onnx.errors import CalibrationError, InternalError
+from loka_onnx.graph.model import GraphModel
 
-Rows = npt.NDArray[np.float64]
+KL, LABELLED = 0, 1
+"""Terms of the loss change (`LossRows.terms`)."""
 
 
 @dataclass(frozen=True)
@@ -35,128 +56,305 @@ class Sensitivities:
 
     Attributes:
         by_site: Effect of each site on each output.
-        baseline_loss: Mean loss of the exact model per output.
+        groups: Effect of the sites that share a quantized tensor.
+        baseline_loss: Mean loss of the exact model per output; without labels, mean entropy.
+        sampling: The rows that it comes from.
     """
 
     by_site: dict[str, tuple[Sensitivity, ...]]
-    baseline_loss: dict[str, float]
+    groups: tuple[SiteGroup, ...]
+    baseline_loss: dict[str, WeightedMean]
+    sampling: Sampling
+
+
+OpenSites = Callable[[Sensitivities], tuple[str, ...]]
+"""Names the sites whose verdict is still open."""
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """Outputs of the model for one batch: exact, and with each site alone in low precision."""
+class Subject:
+    """What is measured.
 
-    batch: Batch
-    exact: Mapping[str, npt.NDArray[Any]]
-    changed: Mapping[str, Mapping[str, npt.NDArray[Any]]]
-
-
-@dataclass
-class _Track:
-    """Rows of one output, batch by batch."""
-
-    kl: dict[str, list[Rows]]
-    labelled: dict[str, list[Rows]]
-    delta: dict[str, list[Rows]]
-    loss: list[Rows]
-    weights: list[Rows]
-
-
-def measure_sensitivities(
-    model: SwitchableModel,
-    batches: Iterable[Batch],
-    outputs: tuple[OutputSpec, ...],
-    group: str | None,
-    progress: Callable[[int], None],
-    streams: int = 1,
-) -> Sensitivities:
-    """Turn on one site at a time over the same rows.
-
-    Args:
-        model: The switchable model.
-        batches: Rows with labels, weights and groups among their columns.
+    Attributes:
+        model: Path of the exact model.
+        switches: Sites and the recipes that they would run in.
+        scales: Activation scales by `Recipe.activation_id` and tensor name.
         outputs: Judged outputs.
-        group: Column of rows that belong together.
-        progress: Called with the rows done.
-        streams: Batches at once.
     """
 
-    def run(batch: Batch) -> _Runs:
-        names = (switch.site.name for switch in model.switches)
-        changed = {name: model.run(batch.inputs, (name,)) for name in names}
-        return _Runs(batch, model.run(batch.inputs), changed)
-
-    tracks = {spec.name: _Track({}, {}, {}, [], []) for spec in outputs}
-    groups: list[npt.NDArray[Any]] = []
-    done = 0
-    for runs in map_in_order(run, batches, streams):
-        columns = runs.batch.columns
-        if group is not None:
-            groups.append(columns[group])
-        for spec in outputs:
-            _note_baseline(tracks[spec.name], spec, runs.exact, columns)
-            for name, changed in runs.changed.items():
-                _note_change(tracks[spec.name], spec, name, (runs.exact, changed), columns)
-        done += runs.batch.rows
-        progress(done)
-    keys = np.concatenate(groups) if groups else None
-    return Sensitivities(
-        by_site={
-            switch.site.name: tuple(_summarize(tracks[spec.name], spec, switch, keys) for spec in outputs)
-            for switch in model.switches
-        },
-        baseline_loss={spec.name: _mean_loss(tracks[spec.name]) for spec in outputs},
-    )
+    model: Path
+    switches: tuple[Switch, ...]
+    scales: Mapping[str, Mapping[str, float]]
+    outputs: tuple[OutputSpec, ...]
 
 
-def as_scores(spec: OutputSpec, values: npt.NDArray[Any]) -> Rows:
-    """(rows,) logits, or regression outputs, of a judged output."""
-    flat = values.reshape(len(values)).astype(np.float64)
-    return logits_from_probabilities(flat, spec.clip) if spec.kind is OutputKind.PROBABILITY else flat
+@dataclass(frozen=True)
+class SensitivityOptions:
+    """How it is measured.
+
+    Attributes:
+        rows: First rows of the data set that may be taken.
+        most: How many of them are taken at most.
+        batch_size: Rows of one pass through the graph.
+        group: Column of rows that belong together; None where rows are independent.
+        draws: Draws of the rounding noise, that of the scales themselves included.
+        seed: Order of the rows.
+    """
+
+    rows: int
+    most: int
+    batch_size: int = 512
+    group: str | None = None
+    draws: int = 4
+    seed: int = 0
 
 
-def _note_baseline(
-    track: _Track, spec: OutputSpec, exact: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]]
-) -> None:
-    scores, labels = as_scores(spec, exact[spec.name]), columns[spec.label].astype(np.float64)
-    rows = squared_error_rows if spec.kind is OutputKind.REGRESSION else log_loss_rows
-    track.loss.append(rows(scores, labels))
-    if spec.weight is not None:
-        track.weights.append(columns[spec.weight].astype(np.float64))
+@dataclass(frozen=True)
+class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
+    """Runs a batch exact and under every unit of sites, and sums what that does to each output.
+
+    Attributes:
+        file: The switchable model.
+        units: Names of the sites of each unit.
+        outputs: Judged outputs.
+        group: Column of rows that belong together.
+    """
+
+    file: SwitchableFile
+    units: tuple[tuple[str, ...], ...]
+    outputs: tuple[OutputSpec, ...]
+    group: str | None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """See `BatchWork.files`."""
+        return (self.file.path,)
+
+    def open(self) -> Callable[[Batch], tuple[BatchLoss, ...]]:
+        """See `BatchWork.open`."""
+        model = self.file.open(threads=1)
+        names = tuple(dict.fromkeys(spec.name for spec in self.outputs))
+
+        def run(batch: Batch) -> tuple[BatchLoss, ...]:
+            exact, *changed = (model.run(batch.inputs, on, names) for on in ((), *self.units))
+            groups = batch.columns[self.group] if self.group is not None else None
+            found: list[BatchLoss] = []
+            for spec in self.outputs:
+                scores = [as_scores(spec, each[spec.name]) for each in (exact, *changed)]
+                found.append(sum_batch(loss_rows(spec, scores[0], scores[1:], batch.columns), groups))
+            return tuple(found)
+
+        return run
 
 
-def _note_change(
-    track: _Track,
-    spec: OutputSpec,
-    site: str,
-    runs: tuple[Mapping[str, Any], Mapping[str, Any]],
-    columns: Mapping[str, npt.NDArray[Any]],
-) -> None:
-    before, after = (as_scores(spec, run[spec.name]) for run in runs)
-    change = loss_change(spec.kind, before, after, columns[spec.label].astype(np.float64))
-    track.kl.setdefault(site, []).append(change.kl)
-    track.labelled.setdefault(site, []).append(change.labelled)
-    track.delta.setdefault(site, []).append(after - before)
+@dataclass(frozen=True)
+class Drawn:
+    """The first rows under moved scales.
+
+    Attributes:
+        terms: For each draw and each output, (terms, units) of the loss change, relative to the denominator;
+            units are those whose rounding has scales.
+    """
+
+    terms: tuple[tuple[Rows, ...], ...] = ()
 
 
-def _mean_loss(track: _Track) -> float:
-    weights = np.concatenate(track.weights) if track.weights else None
-    return float(np.average(np.concatenate(track.loss), weights=weights))
+class SensitivityPass:
+    """The pass over the calibration split.
+
+    Args:
+        subject: What is measured.
+        data: The calibration split.
+        options: How.
+        executor: Runs the batches.
+        progress: Called as rows are done.
+
+    Raises:
+        ConfigError: An output is a regression without labels, or the number of draws is out of range.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        data: Dataset,
+        options: SensitivityOptions,
+        executor: Executor,
+        progress: Progress = silent,
+    ) -> None:
+        self.subject, self.data, self.options = subject, data, options
+        self.executor, self.progress = executor, progress
+        self.units = units_of(GraphModel.load(subject.model), subject.switches)
+        order = scattered(options.rows, options.batch_size, options.seed)
+        self._spans = first_rows(order, options.most)
+        self._drawn_spans = first_batches(self._spans, DRAW_ROWS, options.batch_size)
+        self._factors = draw_factors(options.draws)
+        self._denominators = [denominator_of(spec) for spec in subject.outputs]
+        self._moved = [position for position, unit in enumerate(self.units) if unit.has_scales]
+
+    def draws(self, scratch: Path) -> Drawn:
+        """The first rows under moved scales, those of weights included.
+
+        Args:
+            scratch: Directory for instrumented models, on the file system of the model.
+
+        Raises:
+            CalibrationError: An output is not finite.
+        """
+        units = [self.units[position] for position in self._moved]
+        found: list[tuple[Rows, ...]] = []
+        rows = rows_of(self._drawn_spans)
+        for number, factor in enumerate(self._factors[1:] if units else (), 1):
+            work = self._work(scratch / f"switchable-{number}.onnx", units, factor)
+            totals, done = self._new_totals(), (number - 1) * rows
+            for result in self._run(work, self._drawn_spans):
+                _add(totals, result)
+                done += result.rows
+                self.progress("moved scales", done, rows * (len(self._factors) - 1))
+            self._check_denominators(totals)
+            found.append(tuple(total.relative() for total in totals))
+        return Drawn(tuple(found))
+
+    def measure(self, scratch: Path, drawn: Drawn, open_sites: OpenSites | None = None) -> Sensitivities:
+        """Every unit of sites over the same rows, until no verdict is open.
+
+        Args:
+            scratch: Directory for instrumented models, on the file system of the model.
+            drawn: What `draws` found.
+            open_sites: Says at each look which sites are still undecided; None for one look at the end.
+
+        Raises:
+            CalibrationError: An output is not finite, or a denominator is 0.
+        """
+        limit, drawn_rows = rows_of(self._spans), rows_of(self._drawn_spans)
+        looks = Looks(limit, may_stop=open_sites is not None)
+        totals, draws = self._new_totals(), dict[tuple[int, int], Draws]()
+        done = 0
+        found: Sensitivities | None = None
+        work = self._work(scratch / "switchable.onnx", self.units)
+        with closing(self._run(work, self._spans)) as results:
+            for result in results:
+                _add(totals, result)
+                done += result.rows
+                self.progress("sensitivity", done, limit)
+                if done == drawn_rows:
+                    draws = self._draws_of(totals, drawn)
+                if not looks.is_due(done):
+                    continue
+                looks.take(done)
+                sampling = Sampling(done, looks.taken, TIGHTEST_AT_ROWS, (), looks.may_stop_early)
+                found = self._found(totals, draws, sampling)
+                if open_sites is None:
+                    continue
+                undecided = open_sites(found)
+                found = replace(found, sampling=replace(sampling, undecided=undecided))
+                if not undecided:
+                    break
+        if found is None:
+            raise InternalError("the sensitivity pass saw no rows", evidence=f"{limit} were to be seen")
+        return found
+
+    # Running ---------------------------------------------------------------------------------------
+
+    def _work(self, path: Path, units: Sequence[Unit], factor: float = 1.0) -> SensitivityWork:
+        subject = self.subject
+        file = write_switchable(
+            GraphModel.load(subject.model), subject.switches, subject.scales, path, factor
+        )
+        return SensitivityWork(file, tuple(u.sites for u in units), subject.outputs, self.options.group)
+
+    def _run(
+        self, work: SensitivityWork, spans: Iterable[Span]
+    ) -> Generator[BatchResult[tuple[BatchLoss, ...]]]:
+        return self.executor.run(work, self.data, spans, self.options.batch_size)
+
+    def _new_totals(self) -> list[OutputTotals]:
+        kind = RowTotals if self.options.group is None else BucketTotals
+        return [kind() for _ in self.subject.outputs]
+
+    # Results ---------------------------------------------------------------------------------------
+
+    def _found(
+        self, totals: Sequence[OutputTotals], draws: Mapping[tuple[int, int], Draws], sampling: Sampling
+    ) -> Sensitivities:
+        self._check_denominators(totals)
+        by_unit = [
+            tuple(
+                _sensitivity(
+                    SensitivityName(unit.recipe, spec.name, self._denominators[output]),
+                    totals[output],
+                    position,
+                    draws.get((output, position)),
+                )
+                for output, spec in enumerate(self.subject.outputs)
+            )
+            for position, unit in enumerate(self.units)
+        ]
+        measured = list(zip(self.units, by_unit, strict=True))
+        return Sensitivities(
+            {unit.sites[0]: items for unit, items in measured if unit.tensor is None},
+            tuple(
+                SiteGroup(unit.tensor, unit.sites, items)
+                for unit, items in measured
+                if unit.tensor is not None
+            ),
+            {
+                spec.name: total.mean_denominator
+                for spec, total in zip(self.subject.outputs, totals, strict=True)
+            },
+            sampling,
+        )
+
+    def _draws_of(self, totals: Sequence[OutputTotals], drawn: Drawn) -> dict[tuple[int, int], Draws]:
+        """By output and unit, from the totals of the very rows that ran under moved scales."""
+        if not drawn.terms:
+            return {}
+        self._check_denominators(totals)
+        found: dict[tuple[int, int], Draws] = {}
+        for output, total in enumerate(totals):
+            own = total.relative()[:, self._moved]
+            terms = np.stack([own, *(draw[output] for draw in drawn.terms)])
+            for column, position in enumerate(self._moved):
+                found[output, position] = spread_of_draws(terms[:, :, column])
+        return found
+
+    def _check_denominators(self, totals: Sequence[OutputTotals]) -> None:
+        for spec, name, total in zip(self.subject.outputs, self._denominators, totals, strict=True):
+            mean = total.mean_denominator
+            if mean.total.value <= 0.0:
+                what = "the FP32 model's loss" if name == LOSS else "the entropy of the predictions"
+                raise CalibrationError(
+                    f"{what} on output '{spec.name}' is {mean.total.value:g}: nothing can be relative to it",
+                    evidence=f"over {total.rows} rows of '{self.data.name}', of weight {mean.weight.value:g}",
+                    remedy=f"check the columns '{spec.label}' (labels) and '{spec.weight}' (weights)",
+                )
 
 
-def _summarize(
-    track: _Track, spec: OutputSpec, switch: Switch, groups: npt.NDArray[Any] | None
-) -> Sensitivity:
-    name = switch.site.name
-    loss = np.concatenate(track.loss)
-    weights = np.concatenate(track.weights) if track.weights else None
-    delta = np.concatenate(track.delta[name])
-    return Sensitivity(
-        recipe=NORM_PRECISION if switch.site.kind is SiteKind.NORM else switch.recipe.id,
-        output=spec.name,
-        denominator="loss",
-        delta_rmse=float(np.sqrt(np.average(delta**2, weights=weights))),
-        delta_mean=float(np.average(delta, weights=weights)),
-        kl=ratio_interval(np.concatenate(track.kl[name]), loss, weights, groups),
-        labelled=ratio_interval(np.concatenate(track.labelled[name]), loss, weights, groups),
+def spread_of_draws(terms: Rows) -> Draws:
+    """How much draws of the rounding noise differ.
+
+    Args:
+        terms: (draws, terms) of the loss change; the first draw is that of the profile's own scales.
+    """
+    kl = terms[:, KL]
+    low, high, own = float(kl.min()), float(kl.max()), float(kl[0])
+    growth = high / own if own > 0.0 else (inf if high > 0.0 else 1.0)
+    if terms.shape[1] == 1:
+        return Draws(len(terms), low, high, growth)
+    labelled = terms[:, LABELLED]
+    return Draws(len(terms), low, high, growth, float(labelled.min()), float(labelled.max()))
+
+
+def _add(totals: Sequence[OutputTotals], result: BatchResult[tuple[BatchLoss, ...]]) -> None:
+    for total, loss in zip(totals, result.value, strict=True):
+        total.add(loss)
+
+
+def _sensitivity(name: SensitivityName, totals: OutputTotals, unit: int, draws: Draws | None) -> Sensitivity:
+    has_labels = name.denominator == LOSS
+    return Sensitivity.of(
+        name,
+        totals.delta(unit),
+        totals.moments(KL, unit),
+        totals.moments(LABELLED, unit) if has_labels else None,
+        draws,
     )

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.calibration.arithmetic import low_precision
+from loka_onnx.calibration.perturbation import moved_activations
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site
 from loka_onnx.graph.model import Branch, GraphModel
@@ -33,57 +34,98 @@ class Switch:
     recipe: Recipe
 
 
-class SwitchableModel:
-    """Runs the model with any subset of its sites in low precision.
+@dataclass(frozen=True)
+class SwitchableFile:
+    """A switchable model on disk; can be pickled.
+
+    Attributes:
+        path: The model file.
+        sites: Names of the sites, in the order of their switches.
+        outputs: Names of the model's outputs.
+    """
+
+    path: Path
+    sites: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def open(self, threads: int = 1) -> SwitchableModel:
+        """Load it; `threads` of one operator, 0 for ONNX Runtime's choice."""
+        return SwitchableModel(self, threads)
+
+
+def write_switchable(
+    model: GraphModel,
+    switches: Sequence[Switch],
+    scales: Mapping[str, Mapping[str, float]],
+    path: Path,
+    factor: float = 1.0,
+) -> SwitchableFile:
+    """Write the model that runs with any subset of its sites in low precision.
 
     Args:
         model: The exact model; consumed.
         switches: What can be turned on; a site may occur once only.
         scales: Activation scales by `Recipe.activation_id` and tensor name.
-        scratch: Directory for the model file, on the file system of the tables.
+        path: Where to, on the file system of the tables.
+        factor: What every scale is multiplied by, those of weights included (`calibration.perturbation`).
+    """
+    outputs = tuple(tensor.name for tensor in model.outputs)
+    moved = moved_activations(scales, factor)
+    vector = model.add_input(SWITCHES, np.bool_, [len(switches)])
+    for position, switch in enumerate(switches):
+        name = switch.site.name
+        index = model.constant(f"{name}.switch_index", np.array(position, dtype=np.int64))
+        condition = model.add("Gather", [vector, index], f"{name}.switch", np.bool_, {"axis": 0})
+        known = moved.get(switch.recipe.activation_id, {})
+        _make_switchable(model, switch, condition, known, factor)
+    model.save(path)
+    return SwitchableFile(path, tuple(switch.site.name for switch in switches), outputs)
+
+
+def _make_switchable(
+    model: GraphModel, switch: Switch, condition: Any, scales: Mapping[str, float], factor: float
+) -> None:
+    name = switch.site.name
+    node = model.node(name)
+    original = node.outputs[0]
+    readers = list(original.outputs)
+    is_output = model.is_output(original)
+    with model.collecting() as exact_nodes:
+        exact = model.add_like(node, node.inputs, f"{name}.exact")
+    with model.collecting() as low_nodes:
+        low = low_precision(model, switch.site, switch.recipe, scales, factor)
+    chosen = model.choose(condition, Branch(low_nodes, low), Branch(exact_nodes, exact), f"{name}.chosen")
+    model.replace_uses(original, chosen, None if is_output else readers)
+    node.outputs.clear()
+    node.inputs.clear()
+    model.graph.nodes.remove(node)
+
+
+class SwitchableModel:
+    """Runs the model with any subset of its sites in low precision.
+
+    Args:
+        file: The model, as `write_switchable` left it.
         threads: Threads of one operator, 0 for ONNX Runtime's choice.
     """
 
-    def __init__(
-        self,
-        model: GraphModel,
-        switches: Sequence[Switch],
-        scales: Mapping[str, dict[str, float]],
-        scratch: Path,
-        threads: int = 0,
-    ) -> None:
-        self.switches = tuple(switches)
-        self._index = {switch.site.name: position for position, switch in enumerate(self.switches)}
-        self.output_names = tuple(tensor.name for tensor in model.outputs)
-        vector = model.add_input(SWITCHES, np.bool_, [len(self.switches)])
-        for position, switch in enumerate(self.switches):
-            self._add(model, switch, vector, position, dict(scales[switch.recipe.activation_id]))
-        path = scratch / "switchable.onnx"
-        model.save(path)
-        self._session = OnnxSession(path, SessionOptions(threads=threads))
+    def __init__(self, file: SwitchableFile, threads: int = 0) -> None:
+        self.file = file
+        self._index = {site: position for position, site in enumerate(file.sites)}
+        self._session = OnnxSession(file.path, SessionOptions(threads=threads))
 
-    def run(self, inputs: Arrays, on: Sequence[str] = ()) -> dict[str, npt.NDArray[Any]]:
-        """Outputs with the named sites in low precision and everything else exact."""
-        vector = np.zeros(len(self.switches), dtype=np.bool_)
+    def run(
+        self, inputs: Arrays, on: Sequence[str] = (), outputs: Sequence[str] | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Outputs with the named sites in low precision and everything else exact.
+
+        Args:
+            inputs: The model's inputs.
+            on: Sites in low precision.
+            outputs: Outputs that are wanted; None for all.
+        """
+        vector = np.zeros(len(self._index), dtype=np.bool_)
         for site in on:
             vector[self._index[site]] = True
-        return self._session.run({**inputs, SWITCHES: vector}, self.output_names)
-
-    @staticmethod
-    def _add(model: GraphModel, switch: Switch, vector: Any, position: int, scales: dict[str, float]) -> None:
-        name = switch.site.name
-        node = model.node(name)
-        index = model.constant(f"{name}.switch_index", np.array(position, dtype=np.int64))
-        condition = model.add("Gather", [vector, index], f"{name}.switch", np.bool_, {"axis": 0})
-        original = node.outputs[0]
-        readers = list(original.outputs)
-        is_output = model.is_output(original)
-        with model.collecting() as exact_nodes:
-            exact = model.add_like(node, node.inputs, f"{name}.exact")
-        with model.collecting() as low_nodes:
-            low = low_precision(model, switch.site, switch.recipe, scales)
-        chosen = model.choose(condition, Branch(low_nodes, low), Branch(exact_nodes, exact), f"{name}.chosen")
-        model.replace_uses(original, chosen, None if is_output else readers)
-        node.outputs.clear()
-        node.inputs.clear()
-        model.graph.nodes.remove(node)
+        wanted = self.file.outputs if outputs is None else outputs
+        return self._session.run({**inputs, SWITCHES: vector}, wanted)

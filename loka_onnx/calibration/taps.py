@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,15 +15,17 @@ from loka_onnx.calibration.arithmetic import (
     bfloat16_norm,
     quantized_product,
 )
-from loka_onnx.calibration.reductions import Count, Outputs, Reductions, Slot
+from loka_onnx.calibration.batch_totals import BatchTotals
+from loka_onnx.calibration.reductions import Count, Reductions, Slot
 from loka_onnx.calibration.sampling import SampleTap, add_sample
 from loka_onnx.core.formats import FLOAT8_SPECS
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.errors import InternalError
 from loka_onnx.graph.fake_quantize import TINY, FakeQuantized
 from loka_onnx.graph.layout import layout_root
-from loka_onnx.graph.model import GraphModel, Tensor
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,16 @@ class RangeTap:
     slots: RangeSlots
     is_layout: bool
 
-    def read(self, outputs: Outputs, rows: int) -> RangeStats:
-        """The range of one batch, without its magnitudes: those add up in place (`MagnitudeTotals`)."""
-        low, high = self.slots.minimum.read(outputs), self.slots.maximum.read(outputs)
+    def read(self, totals: BatchTotals) -> RangeStats:
+        """The range over all batches, without magnitudes and spread: those are not `Reductions`."""
+        low, high = totals.extreme(self.slots.minimum), totals.extreme(self.slots.maximum)
         return RangeStats(
-            count=self.slots.count.read(outputs, rows),
+            count=totals.count(self.slots.count),
             amax=max(abs(low), abs(high)),
             minimum=low,
             maximum=high,
-            total=self.slots.total.read(outputs),
-            total_squares=self.slots.squares.read(outputs),
+            total=totals.sum(self.slots.total),
+            total_squares=totals.sum(self.slots.squares),
         )
 
 
@@ -129,13 +132,13 @@ class ActivationSlots:
     survived: Slot
     smallest: float
 
-    def nonzeros(self, outputs: Outputs) -> int:
+    def nonzeros(self, totals: BatchTotals) -> int:
         """Elements that are not zero."""
-        return round(self.nonzero.read(outputs) / TINY)
+        return round(totals.sum(self.nonzero).value / TINY)
 
-    def underflowed(self, outputs: Outputs) -> int:
+    def underflowed(self, totals: BatchTotals) -> int:
         """Nonzero elements that became zero."""
-        return self.nonzeros(outputs) - round(self.survived.read(outputs) / self.smallest)
+        return self.nonzeros(totals) - round(totals.sum(self.survived).value / self.smallest)
 
 
 @dataclass(frozen=True)
@@ -156,25 +159,22 @@ class ErrorTap:
     output: OutputSlots
     activation: ActivationSlots | None
 
-    def read(self, outputs: Outputs, rows: int) -> ErrorStats:
-        """The error of one batch."""
-        signal, quantized = self.output.signal.read(outputs), self.output.quantized.read(outputs)
-        noise, activation = self.output.noise.read(outputs), self.activation
+    def read(self, totals: BatchTotals) -> ErrorStats:
+        """The error over all batches."""
+        activation = self.activation
         saturated = activation.saturated if activation is not None else None
-        elements = activation.count.read(outputs, rows) if activation is not None else 0
+        elements = totals.count(activation.count) if activation is not None else 0
         return ErrorStats(
             recipe=self.recipe,
             activation_scale=self.activation_scale,
-            count=self.output.count.read(outputs, rows),
-            signal=signal,
-            noise=noise,
-            # 2⟨q, y⟩ = ‖q‖² + ‖y‖² − ‖q − y‖²
-            cross=(signal + quantized - noise) / 2.0,
-            quantized=quantized,
+            count=totals.count(self.output.count),
+            signal=totals.sum(self.output.signal),
+            noise=totals.sum(self.output.noise),
+            quantized=totals.sum(self.output.quantized),
             activation_count=elements,
-            saturated=round(saturated.read(outputs)) if saturated is not None else 0,
-            underflowed=activation.underflowed(outputs) if activation is not None else 0,
-            zeros=elements - activation.nonzeros(outputs) if activation is not None else 0,
+            saturated=round(totals.sum(saturated).value) if saturated is not None else 0,
+            underflowed=activation.underflowed(totals) if activation is not None else 0,
+            zeros=elements - activation.nonzeros(totals) if activation is not None else 0,
         )
 
 
@@ -228,13 +228,39 @@ class ErrorTapBuilder:
                 self.reductions.count(exact, site.name),
                 self.reductions.squares(exact, f"{site.name}.signal"),
             )
-        difference = self.model.add("Sub", [quantized, exact], f"{name}.difference")
+        if site.kind is not SiteKind.NORM and _repeats_a_constant(self.model.node(site.name), site):
+            difference = self._wide_difference(self.model.node(site.name), quantized, name)
+        else:
+            difference = self.model.add("Sub", [quantized, exact], f"{name}.difference")
         difference.shape = quantized.shape = exact.shape
         return OutputSlots(
             *self._exact[site.name],
             self.reductions.squares(quantized, f"{name}.quantized"),
             self.reductions.squares(difference, f"{name}.noise"),
         )
+
+    def _wide_difference(self, node: Node, quantized: Tensor, name: str) -> Tensor:
+        """Quantized less exact product, both computed in DOUBLE.
+
+        In FP32 the noise energy of one example is off by some 1e-6. That averages out over examples, unless
+        all are the same.
+        """
+        low = producer(quantized)
+        if low is None:
+            raise InternalError("a quantized product has no node", evidence=f"site '{node.name}'")
+        wide = [
+            self.model.add(
+                each.op, [self._cast(i, np.float64, name) for i in each.inputs], name, None, each.attrs
+            )
+            for each in (low, node)
+        ]
+        return self._cast(self.model.add("Sub", wide, f"{name}.wide_difference"), np.float32, name)
+
+    def _cast(self, tensor: Tensor, dtype: type[np.floating[Any]], name: str) -> Tensor:
+        if not tensor.name:  # An optional input that is left out.
+            return tensor
+        to = onnx.TensorProto.DOUBLE if dtype is np.float64 else onnx.TensorProto.FLOAT
+        return self.model.add("Cast", [tensor], f"{name}.cast", dtype, {"to": to})
 
     def _activation(self, site: Site, recipe: Recipe, name: str) -> ActivationSlots:
         tensor = self.model.node(site.name).inputs[site.activation.index]
@@ -298,6 +324,12 @@ def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
     if site.kind is SiteKind.INTERACTION or (site.weight is not None and len(site.weight.shape) < 2):
         return tuple(r for r in recipes if r.weight == "per_tensor")
     return tuple(recipes)
+
+
+def _repeats_a_constant(node: Node, site: Site) -> bool:
+    """Whether a site's activation is one parameter for every example, as learned queries are."""
+    source = producer(layout_root(node.inputs[site.activation.index]).tensor)
+    return source is not None and source.op == "Expand" and is_constant(source.inputs[0])
 
 
 def _distinct(

@@ -14,6 +14,7 @@ from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.evaluation import BudgetStatus
 from loka_onnx.pipeline.run import RunResult
 from loka_onnx.report import ReportData, summary_table
+from loka_onnx.report.slice_tables import slices_sentence
 from loka_onnx.report.verdict import budget_sentence
 
 SPLIT = "certification"
@@ -28,7 +29,8 @@ def print_outcome(terminal: Terminal, result: RunResult) -> None:
         out.print()
         out.print(summary_table(_only(result.report, target), SPLIT))
     out.print()
-    for line in (*_chosen(result.report), *_undecided(result.report), *_not_built(result.report)):
+    data = result.report
+    for line in (*_chosen(data), *_undecided(data), *_harmed_slices(data), *_not_built(data)):
         # soft_wrap: a path or id that is cut at the margin cannot be copied.
         out.print(line, soft_wrap=True)
     out.print()
@@ -80,6 +82,16 @@ def _undecided(data: ReportData) -> Iterator[Text]:
             if output.budget_status == BudgetStatus.UNDECIDED:
                 yield Text.assemble(
                     ("? ", "yellow"), f"{evaluation.engine}, {output.output}: {budget_sentence(output)}"
+                )
+
+
+def _harmed_slices(data: ReportData) -> Iterator[Text]:
+    for choice in data.choice.targets:
+        evaluation = data.evaluation(choice.engine, SPLIT)
+        for output in evaluation.outputs if evaluation is not None else ():
+            if output.slices_of(BudgetStatus.BEYOND):
+                yield Text.assemble(
+                    ("! ", "red"), f"{choice.engine}, {output.output}, slices: {slices_sentence(output)}"
                 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loka_onnx.config.choices import Backend, PlanId, ScaleRule, SplitBy, WeightGranularity
+from loka_onnx.config.choices import Backend, Executor, PlanId, ScaleRule, SplitBy, WeightGranularity
 from loka_onnx.config.loading import build_run_config, load_run_file, parse_overrides
 from loka_onnx.config.presets import Preparation, Preset, load_preset, preset_names
 from loka_onnx.config.schema import (
@@ -26,6 +26,7 @@ __all__ = [
     "BuildConfig",
     "CalibrationConfig",
     "DataConfig",
+    "Executor",
     "ModelConfig",
     "OutputConfig",
     "PlanConfig",

@@ -26,6 +26,15 @@ class PlanId(StrEnum):
     FP8_FAST = "fp8-fast"
 
 
+class Executor(StrEnum):
+    """Where calibration batches are run."""
+
+    LOCAL = "local"
+    """Threads of this process."""
+    RAY = "ray"
+    """Machines of a Ray cluster."""
+
+
 class WeightGranularity(StrEnum):
     """Over which elements of a weight one scale is shared."""
 

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from loka_onnx.config.choices import Backend, PlanId, ScaleRule, SplitBy, WeightGranularity
+from loka_onnx.config.choices import Backend, Executor, PlanId, ScaleRule, SplitBy, WeightGranularity
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.formats import Float8, Precision
 
@@ -135,7 +135,11 @@ class OutputConfig(_Strict):
         description="logit, probability or regression; it decides the loss and is never guessed, because a "
         "logit read as a probability gives a loss that looks plausible and is wrong"
     )
-    label: Text = Field(description="column of the data that holds the label")
+    label: Text | None = Field(
+        description="column of the data that holds the label; null where there is none: a logit or "
+        "probability is then judged on KL, the part of the loss increase that needs no label, over the mean "
+        "entropy of the predictions, and the labelled first-order part is not seen"
+    )
     weight: Text | None = Field(None, description="column of the data that holds a weight for each row")
     budget: Annotated[float, Field(gt=0.0)] = Field(
         0.0002, description="largest accepted relative increase of the loss; 0.0002 is 0.02 %"
@@ -152,6 +156,18 @@ class OutputConfig(_Strict):
                 at=("clip",),
                 evidence=f"output '{self.name}' is a {self.kind}",
                 remedy="remove `clip`, or correct `kind`",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _regression_has_a_label(self) -> Self:
+        if self.label is None and self.kind is OutputKind.REGRESSION:
+            raise fault(
+                f"a regression needs a label, and output '{self.name}' has none",
+                at=("label",),
+                evidence="without labels a change is relative to the mean entropy of the predictions, which "
+                "a regression does not have",
+                remedy="name the column of its label, or remove this output from `outputs`",
             )
         return self
 
@@ -228,13 +244,27 @@ class DataConfig(_Strict):
         None, description="column whose equal values belong together (a request, a user)"
     )
     slices: tuple[Text, ...] = Field(
-        (), description="columns whose values accuracy is reported for separately"
+        (),
+        description="columns whose values (countries, devices) accuracy is reported for separately, each of "
+        "the 50 most frequent and null too; they do not enter the choice",
     )
     synthetic: bool = Field(
         False, description="true declares the rows generated, which is stamped on everything downstream"
     )
 
     SPLITS: ClassVar[tuple[str, ...]] = ("calibration", "selection", "certification")
+
+    @model_validator(mode="after")
+    def _slices_once(self) -> Self:
+        for index, column in enumerate(self.slices):
+            if column in self.slices[:index]:
+                raise fault(
+                    f"the slice column '{column}' is listed twice",
+                    at=("slices", index),
+                    evidence=f"slices is {list(self.slices)}",
+                    remedy="list each column once",
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_layout(self) -> Self:
@@ -308,11 +338,49 @@ class CalibrationConfig(_Strict):
     """How ranges, errors and sensitivities are measured."""
 
     batch_size: Count = Field(512, description="rows in one calibration batch")
-    rows: Count | None = Field(None, description="rows that ranges and errors come from; null for all")
-    sensitivity_rows: Count = Field(
-        16384, description="rows that the effect of each site on the outputs is measured on"
+    rows: Count | None = Field(None, description="rows that are used at all, the first ones; null for all")
+    sensitivity_rows: Count | None = Field(
+        None,
+        description="most rows that the effect of each site on the outputs is measured on; null for as many "
+        "as are used at all",
+    )
+    stop_when_decided: bool = Field(
+        True,
+        description="whether that ends before, when the verdict of every site is reached; verdicts then rest "
+        "on intervals that hold at any number of rows, which are wider than those at a fixed one",
+    )
+    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = Field(
+        0.95, description="of the intervals that verdicts rest on, all of them together"
+    )
+    draws: Annotated[int, Field(ge=1, le=8)] = Field(
+        4,
+        description="draws of the rounding noise, 1 to 8: some rows are measured again under scales that "
+        "were moved a little, and a site counts as the worst of its draws; 1 for no other",
+    )
+    error_precision: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        0.02,
+        description="relative precision of each site's own error at which no further rows are taken for it; "
+        "null to take it from all rows",
     )
     seed: Seed = Field(0, description="seed of everything that is drawn")
+    executor: Executor = Field(
+        Executor.LOCAL, description="local for threads of this process, ray for the machines of a Ray cluster"
+    )
+    ray_address: Text | None = Field(
+        None,
+        description="address of the Ray cluster, as in ray://host:10001; null starts one on this machine",
+    )
+
+    @model_validator(mode="after")
+    def _address_has_a_use(self) -> Self:
+        if self.ray_address is not None and self.executor is not Executor.RAY:
+            raise fault(
+                "`ray_address` belongs to the executor 'ray'",
+                at=("ray_address",),
+                evidence=f"`executor` is {self.executor}",
+                remedy="remove it, or write `executor: ray`",
+            )
+        return self
 
 
 class PlanConfig(_Strict):
@@ -439,10 +507,18 @@ class RunConfig(_Strict):
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns wanted beside the inputs: labels, weights, group and slices, each once."""
-        wanted = [output.label for output in self.outputs]
-        wanted += [output.weight for output in self.outputs if output.weight is not None]
-        wanted += [self.data.group] if self.data.group is not None else []
-        return tuple(dict.fromkeys([*wanted, *self.data.slices]))
+        return tuple(dict.fromkeys([*self._numbers_and_group, *self.data.slices]))
+
+    @property
+    def nullable_columns(self) -> frozenset[str]:
+        """Those of `columns` in which a null is a value: slices that serve for nothing else."""
+        return frozenset(self.data.slices) - set(self._numbers_and_group)
+
+    @property
+    def _numbers_and_group(self) -> list[str]:
+        named = [output.label for output in self.outputs]
+        named += [output.weight for output in self.outputs]
+        return [name for name in (*named, self.data.group) if name is not None]
 
 
 def _refuse_repeats(values: list[str], key: str, field: str) -> None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.site import Site, SiteKind
+from loka_onnx.errors import ConfigError
 
 
 class OutputKind(StrEnum):
@@ -27,18 +28,32 @@ class OutputSpec:
         name: Name of the graph output.
         kind: How it is read: a logit, a probability (clipped to [clip, 1-clip] and turned into a logit)
             or a regression.
-        label: Column of the data that holds the label.
+        label: Column of the data that holds the label; None where there is none. Then a logit or probability
+            is judged on the label-free part of the loss change over the mean entropy of p; a regression,
+            which has no entropy, needs a label.
         weight: Column of per-row weights, or None.
         budget: Largest accepted relative loss increase (0.0002 is 0.02 %).
         clip: Clipping of probabilities.
+
+    Raises:
+        ConfigError: A regression has no label.
     """
 
     name: str
     kind: OutputKind
-    label: str
+    label: str | None
     weight: str | None = None
     budget: float = 0.0002
     clip: float = 1e-7
+
+    def __post_init__(self) -> None:
+        if self.label is None and self.kind is OutputKind.REGRESSION:
+            raise ConfigError(
+                f"a regression needs a label, and output '{self.name}' has none",
+                evidence="without labels a change is relative to the mean entropy of the predictions, which "
+                "a regression does not have",
+                remedy="name the column of its label, or do not judge this output",
+            )
 
 
 @dataclass(frozen=True)

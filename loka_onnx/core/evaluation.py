@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.serde import STRICT
 
+DELTA_NE_NAME = "ΔNE"
+KL_NAME = "KL over the mean entropy"
+"""What an output is judged on, with labels and without."""
+
 
 @dataclass(frozen=True)
 class TaskMetrics:
-    """Quality of one output of one engine.
+    """Quality of one output of one engine; every part of it needs labels and is None without them.
 
     Attributes:
         loss: Mean log loss (nats), or mean squared error for a regression.
         normalized_entropy: Loss over the entropy of the base rate; for a regression, over the variance
             of the label.
-        auc: Area under the ROC curve; None for a regression or a single-class label.
+        auc: Area under the ROC curve; None also for a regression or a single-class label.
         prediction_ratio: Mean prediction over mean label.
     """
 
-    loss: float
-    normalized_entropy: float
+    loss: float | None
+    normalized_entropy: float | None
     auc: float | None
-    prediction_ratio: float
+    prediction_ratio: float | None
 
 
 @dataclass(frozen=True)
@@ -33,30 +37,82 @@ class PairedDifference:
     """An engine against the FP32 reference, row by row.
 
     Attributes:
-        delta_ne: Relative change of the loss (equal to the relative change of normalized entropy).
+        denominator: What changes of the loss are relative to: `LOSS`, the mean FP32 loss, or where there
+            are no labels `ENTROPY`, the mean entropy of the FP32 model's predictions.
+        delta_ne: Relative change of the loss (equal to the relative change of normalized entropy); None
+            without labels.
         kl: Its label-free part.
-        labelled: Its labelled first-order part.
+        labelled: Its labelled first-order part; None without labels.
         delta_auc: Change of AUC; None where there is no AUC.
-        delta_prediction_ratio: Change of the prediction ratio.
+        delta_prediction_ratio: Change of the prediction ratio; None without labels.
         delta_rmse: Root mean square change of the logit (or regression output).
         delta_max: Largest change of it.
     """
 
-    delta_ne: Interval
+    denominator: str
+    delta_ne: Interval | None
     kl: Interval
-    labelled: Interval
+    labelled: Interval | None
     delta_auc: Interval | None
-    delta_prediction_ratio: Interval
+    delta_prediction_ratio: Interval | None
     delta_rmse: float
     delta_max: float
 
+    @property
+    def judged(self) -> Interval:
+        """What is held against the budget: ΔNE, or KL where there are no labels."""
+        return self.kl if self.delta_ne is None else self.delta_ne
+
+    @property
+    def judged_name(self) -> str:
+        """What `judged` is, in words."""
+        return KL_NAME if self.delta_ne is None else DELTA_NE_NAME
+
 
 class BudgetStatus:
-    """Values of `OutputEvaluation.budget_status`."""
+    """Values of `OutputEvaluation.budget_status` and `SliceDifference.status`."""
 
     WITHIN = "within"
     BEYOND = "beyond"
     UNDECIDED = "undecided"
+    NOT_JUDGED = "not judged"
+    """Only of a slice: too few rows for an interval that could be trusted."""
+
+
+@dataclass(frozen=True)
+class SliceDifference:
+    """An engine against the FP32 reference on the rows where a column has one value.
+
+    Everything is relative to the FP32 loss (or entropy) of these rows. The judged intervals of all slices of
+    an output hold together at 95 %: each has the confidence 1 − 0.05/m, with m the judged slices over all
+    columns (Bonferroni).
+
+    Attributes:
+        column: Name of the column.
+        value: The value as text; None for null.
+        rows: Rows that have it.
+        units: Independent units among them that carry weight: groups, or rows where nothing groups them.
+        delta_ne: As in `PairedDifference`; None without labels, and where the slice is not judged.
+        kl: Its label-free part; None where the slice is not judged.
+        labelled: Its labelled part; None without labels, and where the slice is not judged.
+        status: A value of `BudgetStatus`.
+        reason: Why it is not judged; empty where it is.
+    """
+
+    column: str
+    value: str | None
+    rows: int
+    units: int
+    delta_ne: Interval | None
+    kl: Interval | None
+    labelled: Interval | None
+    status: str
+    reason: str = ""
+
+    @property
+    def judged(self) -> Interval | None:
+        """What is held against the budget: ΔNE, or KL where there are no labels; None if nothing is."""
+        return self.kl if self.delta_ne is None else self.delta_ne
 
 
 @dataclass(frozen=True)
@@ -73,6 +129,9 @@ class OutputEvaluation:
             bound is outside, else ``undecided``.
         rows_to_decide: Rows that would settle an undecided verdict if the estimate stayed; None when
             decided, or when no number of rows would.
+        slices: The difference on each slice, the surest harm first (falling lower end), then those that are
+            not judged. They do not enter `budget_status`.
+        slices_left_out: For each column with more values than are looked at, how many were left out.
     """
 
     output: str
@@ -82,6 +141,12 @@ class OutputEvaluation:
     budget: float
     budget_status: str
     rows_to_decide: int | None
+    slices: tuple[SliceDifference, ...] = ()
+    slices_left_out: dict[str, int] = field(default_factory=dict)
+
+    def slices_of(self, status: str) -> tuple[SliceDifference, ...]:
+        """Slices of a status, in their order."""
+        return tuple(item for item in self.slices if item.status == status)
 
 
 @dataclass(frozen=True)
@@ -143,7 +208,7 @@ class Evaluation:
 class EvaluationSet:
     """Every evaluation of a run."""
 
-    SCHEMA: ClassVar[str] = "evaluations/1"
+    SCHEMA: ClassVar[str] = "evaluations/2"
     __pydantic_config__ = STRICT
 
     evaluations: tuple[Evaluation, ...]

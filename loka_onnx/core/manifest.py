@@ -115,7 +115,7 @@ class Manifest:
         files: Every other file of the bundle, sorted by path.
     """
 
-    SCHEMA: ClassVar[str] = "bundle/1"
+    SCHEMA: ClassVar[str] = "bundle/2"
     __pydantic_config__ = STRICT
 
     created_by: str

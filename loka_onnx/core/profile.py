@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.ratio_moments import CONFIDENCE, RatioMoments
 from loka_onnx.core.sensitivity import Sensitivity, SiteGroup, merge_sensitivities
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.statistics import ErrorStats, RangeStats
@@ -106,19 +108,27 @@ class Sampling:
     Attributes:
         rows: Rows seen.
         looks: Times that verdicts were looked at; 1 where the number of rows was fixed beforehand.
-        tightest_at: Units at which the confidence sequence is tightest (`RatioMoments.anytime_interval`).
+        tightest_at: Rows at which the confidence sequence is tightest (`RatioMoments.anytime_interval`).
         undecided: Sites whose verdict was still open at the end.
+        may_stop_early: Whether a look could have ended it, also where the first one did.
     """
 
     rows: int
     looks: int
     tightest_at: int
     undecided: tuple[str, ...] = ()
+    may_stop_early: bool = False
 
     @property
     def is_sequential(self) -> bool:
         """Whether the number of rows depends on what was seen."""
-        return self.looks > 1
+        return self.may_stop_early or self.looks > 1
+
+    def interval_of(self, moments: RatioMoments, confidence: float = CONFIDENCE) -> Interval:
+        """Two-sided interval of a sensitivity that holds however its number of rows came about."""
+        if self.is_sequential:
+            return moments.anytime_interval(self.tightest_at, confidence)
+        return moments.interval(confidence)
 
     def merge(self, other: Sampling) -> Sampling:
         """Both samplings together; a site that one left open is open until verdicts are reached again."""
@@ -127,6 +137,7 @@ class Sampling:
             self.looks + other.looks,
             min(self.tightest_at, other.tightest_at),
             tuple(sorted({*self.undecided, *other.undecided})),
+            self.may_stop_early or other.may_stop_early,
         )
 
 

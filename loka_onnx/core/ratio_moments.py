@@ -9,14 +9,16 @@ R − truth ≈ Σ ψ_g with ψ_g = (A_g − R·B_g)/ΣB, so that
 **Fixed number of rows.** value ± t_{G−1} · √variance.
 
 **Rows that were added until a verdict was reached.** Looking at the data again and again finds an excess
-sooner or later, so such an interval must hold at all times at once. With σ̂² = G·variance, at confidence
-1 − α,
+sooner or later, so such an interval must hold at all times at once. At confidence 1 − α and after n rows,
 
-    value ± σ̂ · √( 2(Gρ² + 1)/(G²ρ²) · log( √(Gρ² + 1)/α ) )
+    value ± √variance · √( 2(nρ² + 1)/(nρ²) · log( √(nρ² + 1)/α ) )
 
 does, for any ρ > 0 that does not depend on the data (asymptotically, like the interval above). It is
-tightest at about G* units for ρ² = (−2 log α + log(1 − 2 log α))/G*. Rows of one unit that come in scattered
-only make it wider than need be: their sums move together, and the path has fewer independent looks.
+tightest at about n* rows for ρ² = (−2 log α + log(1 − 2 log α))/n*. The clock is the rows, because the
+variance of the sums grows with them; units may come to an end (users whose rows keep coming) while the sums
+move on. Rows of one unit that come in scattered only make it wider than need be: their sums move together,
+and the path has fewer independent looks. Few units are made up for as above: each quantile is widened as
+Student's t widens the normal distribution's there.
 
 Sources: Waudby-Smith, Arbour, Sinha, Kennedy, Ramdas, "Time-uniform central limit theory and asymptotic
 confidence sequences" (Annals of Statistics 2024, arXiv 2103.06476), theorem 2.2 and appendix B.2; the delta
@@ -104,34 +106,35 @@ class RatioMoments:
         """Two-sided interval that holds at every number of rows at once.
 
         Args:
-            tightest_at: G*, the units at which it is tightest; chosen before the data are seen.
+            tightest_at: n*, the rows at which it is tightest; chosen before the data are seen.
             confidence: Coverage.
         """
         half = math.inf
         if self.units >= FEWEST_UNITS:
-            half = anytime_quantile(self.units, tightest_at, confidence) * self.standard_error
+            normal = anytime_quantile(self.rows, tightest_at, confidence)
+            half = normal * _widening(normal, self.units - 1) * self.standard_error
         return Interval(self.value, self.value - half, self.value + half, confidence, self.rows)
 
 
-def anytime_quantile(units: int, tightest_at: int, confidence: float) -> float:
+def anytime_quantile(rows: int, tightest_at: int, confidence: float) -> float:
     """Half width of the confidence sequence, in standard errors of the estimate.
 
     Args:
-        units: G.
-        tightest_at: G*.
+        rows: n.
+        tightest_at: n*.
         confidence: 1 − α.
 
     Raises:
-        InternalError: The confidence is not between 0 and 1, or a number of units is below 1.
+        InternalError: The confidence is not between 0 and 1, or a number of rows is below 1.
     """
-    if not 0.0 < confidence < 1.0 or units < 1 or tightest_at < 1:
+    if not 0.0 < confidence < 1.0 or rows < 1 or tightest_at < 1:
         raise InternalError(
-            "a confidence sequence needs units, and a confidence between 0 and 1",
-            evidence=f"{units} units, tightest at {tightest_at}, confidence {confidence:g}",
+            "a confidence sequence needs rows, and a confidence between 0 and 1",
+            evidence=f"{rows} rows, tightest at {tightest_at}, confidence {confidence:g}",
         )
     log_alpha = math.log1p(-confidence)
     rho_squared = (-2.0 * log_alpha + math.log(1.0 - 2.0 * log_alpha)) / tightest_at
-    spread = units * rho_squared + 1.0
+    spread = rows * rho_squared + 1.0
     return math.sqrt(2.0 * spread / (spread - 1.0) * (0.5 * math.log(spread) - log_alpha))
 
 
@@ -155,3 +158,10 @@ def students_t(probability: float, freedom: int) -> float:
         (79.0 * z**9 + 776.0 * z**7 + 1482.0 * z**5 - 1920.0 * z**3 - 945.0 * z) / 92160.0,
     )
     return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))
+
+
+def _widening(normal: float, freedom: int) -> float:
+    """Student's t over the normal quantile, at the probability of a normal quantile."""
+    # Beyond, nothing is left of float64's digits.
+    probability = min(NormalDist().cdf(normal), 1.0 - 1e-12)
+    return students_t(probability, freedom) / NormalDist().inv_cdf(probability)

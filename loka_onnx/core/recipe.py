@@ -44,6 +44,18 @@ class Recipe:
                 f"no scale rule '{self.scale}': there are amax, mse and percentile-99.99 (or other)"
             )
 
+    @classmethod
+    def of_id(cls, text: str) -> Recipe:
+        """The recipe of an `id`.
+
+        Raises:
+            ValueError: It is none.
+        """
+        parts = text.split("/")
+        if len(parts) != 4:
+            raise ValueError(f"'{text}' is no id of a recipe: it has {len(parts)} parts, not 4")
+        return cls(Float8(parts[0].upper()), Granularity(parts[1]), Granularity(parts[2]), parts[3])
+
     @property
     def percentile(self) -> float | None:
         """Percentage of magnitudes that the scale must reach, between 50 and 100; None for another rule."""

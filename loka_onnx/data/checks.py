@@ -35,11 +35,13 @@ class ColumnRule:
         dtype: NumPy name of the type to convert to; None keeps the stored type.
         upper: Exclusive upper bound of ids for each of the values in a row, or one bound for all of
             them; None where the column holds no ids.
+        nullable: Whether nulls and numbers that are not finite are values like any other, as in a slice.
     """
 
     column: str
     dtype: str | None = None
     upper: tuple[int | None, ...] = (None,)
+    nullable: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,10 @@ def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | No
         The first breach in this order: nulls, not finite, not whole, outside the type, outside the
         embedding table; None when the rows are good.
     """
-    if raw.nulls is not None and raw.nulls.any():
+    if rule.nullable:
+        return None
+    # A null string is read as an empty one.
+    if raw.nulls is not None and raw.nulls.any() and raw.values.dtype.kind != "U":
         return _fault(rule, raw, raw.nulls, file_rows, "holds nulls", "drop the rows or fill the values")
     values = raw.values
     if values.dtype.kind == "f":

@@ -6,7 +6,7 @@ import difflib
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,10 +36,12 @@ class Layout:
     Attributes:
         bindings: How the model inputs are made of columns.
         columns: Further columns, handed over as stored: labels, weights, group, slices.
+        nullable: Those of `columns` in which a null is a value, handed over as None: slices.
     """
 
     bindings: tuple[InputBinding, ...]
     columns: tuple[str, ...] = ()
+    nullable: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,11 @@ class Dataset(ABC):
 
     def _plan(self) -> dict[str, ColumnRule]:
         """The rule of each column that is read; checks names and types."""
-        rules = {name: self._typed(ColumnRule(name)) for name in self.layout.columns}
+        nullable = self.layout.nullable
+        rules = {
+            name: self._typed(ColumnRule(name, nullable=name in nullable)) for name in self.layout.columns
+        }
+        self._refuse_lists(name for name in self.layout.columns if name in nullable)
         for binding in self.layout.bindings:
             sources = self._sources(binding)
             for position, name in enumerate(sources):
@@ -215,6 +221,15 @@ class Dataset(ABC):
                 remedy="encode it as numbers when the data are prepared, or bind another column",
             )
         return rule
+
+    def _refuse_lists(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._known[name].width != 0:
+                raise DataError(
+                    f"column '{name}' of '{self.path.name}' holds lists, where one value a row is wanted",
+                    evidence=f"its stored type is {self._known[name].stored}",
+                    remedy="name a column of numbers, strings or timestamps under `data.slices`",
+                )
 
     def _fits(self, binding: InputBinding, name: str, sources: int) -> None:
         """Whether a column can be one of the sources of an input, by its width."""
@@ -319,7 +334,11 @@ class Dataset(ABC):
 
     def _convert(self, chunk: _Chunk) -> Batch:
         inputs = {binding.input: self._input(binding, chunk) for binding in self.layout.bindings}
-        columns = {name: chunk.columns[name].values for name in self.layout.columns}
+        nullable = self.layout.nullable
+        columns = {
+            name: _with_none(chunk.columns[name]) if name in nullable else chunk.columns[name].values
+            for name in self.layout.columns
+        }
         return Batch(inputs, columns, 0)
 
     def _input(self, binding: InputBinding, chunk: _Chunk) -> Array:
@@ -343,6 +362,18 @@ def _file_digest(path: str, size: int, mtime_ns: int) -> str:
 
 def _rows(piece: Mapping[str, RawColumn]) -> int:
     return int(next(iter(piece.values())).values.shape[0])
+
+
+def _with_none(raw: RawColumn) -> Array:
+    """(rows,) as stored, or as Python objects with None for the nulls where there are any.
+
+    Timestamps stay as they are: they have a null of their own, NaT.
+    """
+    if raw.nulls is None or not raw.nulls.any() or raw.values.dtype.kind in "mM":
+        return raw.values
+    values = raw.values.astype(object)
+    values[raw.nulls] = None
+    return values
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:

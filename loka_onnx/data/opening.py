@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from loka_onnx.data.binding import InputBinding
@@ -18,6 +18,7 @@ def open_dataset(
     bindings: Sequence[InputBinding],
     columns: Sequence[str] = (),
     rows: RowSelection | None = None,
+    nullable: Collection[str] = (),
 ) -> Dataset:
     """Opens a Parquet or npz file, told apart by its suffix.
 
@@ -26,6 +27,7 @@ def open_dataset(
         bindings: How the model inputs are made of its columns.
         columns: Further columns wanted: labels, weights, group, slices.
         rows: Which rows; None for all.
+        nullable: Those of `columns` in which a null is a value, handed over as None.
 
     Returns:
         The data set. Types and names are checked; values are checked as they are read, or by `check`.
@@ -35,7 +37,7 @@ def open_dataset(
             holds a type that an input cannot take.
         ConfigError: When neither bindings nor columns are given.
     """
-    path, layout = Path(path), Layout(tuple(bindings), tuple(columns))
+    path, layout = Path(path), Layout(tuple(bindings), tuple(columns), frozenset(nullable))
     if path.suffix in (".parquet", ".pq"):
         return ParquetDataset(path, layout, rows)
     if path.suffix == ".npz":

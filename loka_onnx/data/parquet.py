@@ -138,13 +138,14 @@ def _info(kind: Any) -> ColumnInfo:
 
 
 def _to_numpy(column: Any) -> tuple[Array, Array | None]:
-    """Values and the mask of nulls; null strings become empty strings, a slice or group of their own."""
+    """Values and the mask of nulls; null strings become empty strings, a group of their own."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         column = column.dictionary_decode()
         kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return np.asarray(column.fill_null("").to_numpy(zero_copy_only=False), dtype=np.str_), None
+        nulls = np.asarray(column.is_null()) if column.null_count else None
+        return np.asarray(column.fill_null("").to_numpy(zero_copy_only=False), dtype=np.str_), nulls
     if pa.types.is_decimal(kind):
         column = column.cast(pa.float64())
     if not column.null_count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -97,7 +97,11 @@ class SplitRule:
 
 
 def split_file(
-    path: str | Path, rule: SplitRule, bindings: Sequence[InputBinding], columns: Sequence[str] = ()
+    path: str | Path,
+    rule: SplitRule,
+    bindings: Sequence[InputBinding],
+    columns: Sequence[str] = (),
+    nullable: Collection[str] = (),
 ) -> Splits:
     """Opens the three splits of one file.
 
@@ -106,14 +110,15 @@ def split_file(
         rule: How it is divided.
         bindings: How the model inputs are made of its columns.
         columns: Further columns wanted.
+        nullable: Those of `columns` in which a null is a value.
 
     Raises:
         DataError: As `open_dataset` does.
         ConfigError: When a split would hold no row.
     """
-    whole = open_dataset(path, bindings, columns)
+    whole = open_dataset(path, bindings, columns, None, nullable)
     calibration, selection, certification = (
-        open_dataset(path, bindings, columns, rows) for rows in rule.selections(whole.file_rows)
+        open_dataset(path, bindings, columns, rows, nullable) for rows in rule.selections(whole.file_rows)
     )
     return Splits(calibration, selection, certification)
 

@@ -1,40 +1,69 @@
 """Accuracy of a built engine: its own outputs against the FP32 reference's on the same rows, paired.
 
 Every figure is a difference row by row, because the noise of the task metric itself is a hundred times what a
-budget allows. ΔNE is E[ΔL] / E[L_fp32] by the exact identity of `numerics.loss_change`, with the delta method
-for the estimated denominator; KL and labelled part are relative to the same denominator, so that they add up.
+budget allows. `paired` says what it is relative to, with labels and without, and `slices` judges it where a
+column has one value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.evaluation import BudgetStatus, OutputEvaluation, PairedDifference, TaskMetrics
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import EvaluationError
-from loka_onnx.evaluation.columns import Scores, Truth, group_ids, read_scores, read_truth
+from loka_onnx.evaluation.budget import budget_status, rows_to_decide
+from loka_onnx.evaluation.columns import (
+    Rows,
+    Scores,
+    Truth,
+    group_ids,
+    read_scores,
+    read_truth,
+    refuse_no_rows,
+)
+from loka_onnx.evaluation.paired import PairedRows, loss_rows, paired_rows
+from loka_onnx.evaluation.slices import SliceColumn, read_slices, slice_differences
 from loka_onnx.numerics.auc_difference import auc_difference
-from loka_onnx.numerics.intervals import CONFIDENCE, ratio_interval, required_rows
-from loka_onnx.numerics.loss_change import loss_change
+from loka_onnx.numerics.intervals import CONFIDENCE, ratio_interval
 from loka_onnx.numerics.task_metrics import (
     auc,
-    log_loss_rows,
     normalized_entropy,
     normalized_squared_error,
     prediction_ratio,
-    squared_error_rows,
     weighted_mean,
 )
 
 Array = npt.NDArray[Any]
-Rows = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Units:
+    """What the rows of a split belong to.
+
+    Attributes:
+        groups: (rows,) ids of rows that belong together; None for independent rows.
+        slices: Columns whose values are judged apart.
+    """
+
+    groups: npt.NDArray[np.intp] | None = None
+    slices: tuple[SliceColumn, ...] = ()
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Array], group: str | None, slices: Sequence[str] = ()) -> Units:
+        """From the columns of a split.
+
+        Raises:
+            DataError: A slice column is missing.
+        """
+        return cls(group_ids(columns[group] if group else None), read_slices(columns, slices))
 
 
 def evaluate_reference(
@@ -55,7 +84,7 @@ def evaluate_reference(
         ConfigError: An output does not hold what its kind declares.
         EvaluationError: An output is missing or not finite.
     """
-    return tuple(_evaluate(spec, reference, None, read_truth(columns, spec, None)) for spec in specs)
+    return tuple(_reference(spec, reference, read_truth(columns, spec, None)) for spec in specs)
 
 
 def evaluate_outputs(
@@ -63,7 +92,7 @@ def evaluate_outputs(
     candidate: Mapping[str, Array],
     columns: Mapping[str, Array],
     specs: tuple[OutputSpec, ...],
-    groups: Array | None = None,
+    units: Units | None = None,
 ) -> tuple[OutputEvaluation, ...]:
     """Quality of an engine, and its paired difference from the FP32 reference.
 
@@ -72,7 +101,7 @@ def evaluate_outputs(
         candidate: The same of the engine, on the same rows in the same order.
         columns: (rows,) labels and weights by column name.
         specs: The judged outputs.
-        groups: (rows,) ids of rows that belong together; None for independent rows.
+        units: Groups and slices; None for independent rows without slices.
 
     Returns:
         One entry per spec, with two-sided 95 % intervals.
@@ -80,107 +109,114 @@ def evaluate_outputs(
     Raises:
         DataError: A label or weight is missing, not finite, or out of range; there are no rows.
         ConfigError: A reference output does not hold what its kind declares.
-        EvaluationError: An output is missing or not finite, or the reference's loss is 0.
+        EvaluationError: An output is missing or not finite, or the reference's loss (without labels, its
+            entropy) is 0.
     """
-    ids = group_ids(groups)
-    return tuple(_evaluate(spec, reference, candidate, read_truth(columns, spec, ids)) for spec in specs)
+    units = units or Units()
+    return tuple(
+        _against(spec, reference, candidate, read_truth(columns, spec, units.groups), units.slices)
+        for spec in specs
+    )
 
 
-def budget_status(delta: Interval, budget: float) -> str:
-    """A value of `BudgetStatus`: which side of the budget the whole interval lies on."""
-    if delta.upper <= budget:
-        return BudgetStatus.WITHIN
-    return BudgetStatus.BEYOND if delta.lower > budget else BudgetStatus.UNDECIDED
+def _reference(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> OutputEvaluation:
+    scores = _reference_scores(spec, reference, truth)
+    return OutputEvaluation(
+        spec.name,
+        spec.kind,
+        _metrics(spec, scores, truth),
+        None,
+        spec.budget,
+        BudgetStatus.WITHIN,
+        rows_to_decide=None,
+    )
 
 
-def rows_to_decide(delta: Interval, budget: float) -> int | None:
-    """Rows that would settle an undecided verdict, if estimate and spread stayed.
-
-    Args:
-        delta: Interval of the relative loss change; its half width carries the paired (and grouped) spread.
-        budget: Largest accepted change.
-
-    Returns:
-        More rows than `delta` has; None when decided, or when no number of rows is known to be enough.
-    """
-    if budget_status(delta, budget) != BudgetStatus.UNDECIDED:
-        return None
-    quantile = float(ndtri(0.5 + delta.confidence / 2.0))
-    sd = (delta.upper - delta.lower) / 2.0 / quantile * math.sqrt(delta.rows)
-    needed = required_rows(delta.value, sd, budget, delta.confidence)
-    # An undecided interval is not settled by the rows it already has, whatever rounding says.
-    return None if needed is None else max(needed, delta.rows + 1)
+def _reference_scores(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> Scores:
+    scores = read_scores(reference, spec, truth.rows, is_reference=True)
+    refuse_no_rows(scores.raw.size, spec)
+    return scores
 
 
-def _evaluate(
-    spec: OutputSpec, reference: Mapping[str, Array], candidate: Mapping[str, Array] | None, truth: Truth
+def _against(
+    spec: OutputSpec,
+    reference: Mapping[str, Array],
+    candidate: Mapping[str, Array],
+    truth: Truth,
+    slices: tuple[SliceColumn, ...],
 ) -> OutputEvaluation:
-    rows = truth.labels.size
-    before = read_scores(reference, spec, rows, is_reference=True)
-    if candidate is None:
-        metrics = _metrics(spec, before, truth)
-        return OutputEvaluation(
-            spec.name, spec.kind, metrics, None, spec.budget, BudgetStatus.WITHIN, rows_to_decide=None
-        )
-    after = read_scores(candidate, spec, rows, is_reference=False)
-    difference = _difference(spec, before, after, truth)
+    before = _reference_scores(spec, reference, truth)
+    after = read_scores(candidate, spec, before.raw.size, is_reference=False)
+    paired = paired_rows(spec, before, after, truth)
+    if weighted_mean(paired.base, paired.weights) == 0.0:
+        raise _nothing_to_relate_to(spec, paired)
+    difference = _difference(spec, before, after, truth, paired)
+    table = slice_differences(paired, slices, spec.budget)
     return OutputEvaluation(
         output=spec.name,
         kind=spec.kind,
         metrics=_metrics(spec, after, truth),
         difference=difference,
         budget=spec.budget,
-        budget_status=budget_status(difference.delta_ne, spec.budget),
-        rows_to_decide=rows_to_decide(difference.delta_ne, spec.budget),
+        budget_status=budget_status(difference.judged, spec.budget),
+        rows_to_decide=rows_to_decide(difference.judged, spec.budget),
+        slices=table.slices,
+        slices_left_out=dict(table.left_out),
     )
 
 
-def _loss_rows(spec: OutputSpec, scores: Scores, truth: Truth) -> Rows:
-    rule = squared_error_rows if spec.kind is OutputKind.REGRESSION else log_loss_rows
-    return rule(scores.scores, truth.labels)
+def _nothing_to_relate_to(spec: OutputSpec, paired: PairedRows) -> EvaluationError:
+    if paired.labelled is None:
+        return EvaluationError(
+            f"the entropy of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it",
+            evidence=f"it predicts 0 or 1 for certain on {paired.base.size} rows",
+            remedy="check the kind of the output, or give labels",
+        )
+    return EvaluationError(
+        f"the loss of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it",
+        evidence=f"{paired.base.size} rows fit their labels exactly",
+        remedy="check that the label is not an input of the model",
+    )
 
 
 def _metrics(spec: OutputSpec, scores: Scores, truth: Truth) -> TaskMetrics:
+    labels, weights = truth.labels, truth.weights
+    if labels is None:
+        return TaskMetrics(loss=None, normalized_entropy=None, auc=None, prediction_ratio=None)
     is_regression = spec.kind is OutputKind.REGRESSION
     normalized = normalized_squared_error if is_regression else normalized_entropy
     return TaskMetrics(
-        loss=weighted_mean(_loss_rows(spec, scores, truth), truth.weights),
-        normalized_entropy=normalized(scores.scores, truth.labels, truth.weights),
-        auc=None if is_regression else auc(scores.raw, truth.labels, truth.weights),
-        prediction_ratio=prediction_ratio(scores.predictions, truth.labels, truth.weights),
+        loss=weighted_mean(loss_rows(spec, scores, labels), weights),
+        normalized_entropy=normalized(scores.scores, labels, weights),
+        auc=None if is_regression else auc(scores.raw, labels, weights),
+        prediction_ratio=prediction_ratio(scores.predictions, labels, weights),
     )
 
 
-def _difference(spec: OutputSpec, before: Scores, after: Scores, truth: Truth) -> PairedDifference:
-    losses = _loss_rows(spec, before, truth)
-    if weighted_mean(losses, truth.weights) == 0.0:
-        raise EvaluationError(
-            f"the loss of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it",
-            evidence=f"{losses.size} rows fit their labels exactly",
-            remedy="check that the label is not an input of the model",
-        )
-    change = loss_change(spec.kind, before.scores, after.scores, truth.labels)
-
-    def relative(rows: Rows) -> Interval:
-        return ratio_interval(rows, losses, truth.weights, truth.groups)
-
+def _difference(
+    spec: OutputSpec, before: Scores, after: Scores, truth: Truth, paired: PairedRows
+) -> PairedDifference:
+    change = paired.relative()
     delta = after.scores - before.scores
-    area = None
-    if spec.kind is not OutputKind.REGRESSION:
-        area = auc_difference(before.raw, after.raw, truth.labels, truth.weights, truth.groups)
+    area = moved = None
+    if truth.labels is not None:
+        moved = _prediction_ratio_change(before, after, truth.labels, paired)
+        if spec.kind is not OutputKind.REGRESSION:
+            area = auc_difference(before.raw, after.raw, truth.labels, truth.weights, truth.groups)
     return PairedDifference(
-        delta_ne=relative(change.total),
-        kl=relative(change.kl),
-        labelled=relative(change.labelled),
+        denominator=paired.denominator,
+        delta_ne=change.delta_ne,
+        kl=change.kl,
+        labelled=change.labelled,
         delta_auc=area,
-        delta_prediction_ratio=_prediction_ratio_change(before, after, truth),
+        delta_prediction_ratio=moved,
         delta_rmse=math.sqrt(weighted_mean(np.square(delta), truth.weights)),
         delta_max=float(np.abs(delta).max()),
     )
 
 
-def _prediction_ratio_change(before: Scores, after: Scores, truth: Truth) -> Interval:
-    if weighted_mean(truth.labels, truth.weights) == 0.0:
-        return Interval(math.nan, -math.inf, math.inf, CONFIDENCE, truth.labels.size)
+def _prediction_ratio_change(before: Scores, after: Scores, labels: Rows, paired: PairedRows) -> Interval:
+    if weighted_mean(labels, paired.weights) == 0.0:
+        return Interval(math.nan, -math.inf, math.inf, CONFIDENCE, labels.size)
     moved = after.predictions - before.predictions
-    return ratio_interval(moved, truth.labels, truth.weights, truth.groups)
+    return ratio_interval(moved, labels, paired.weights, paired.groups)

@@ -25,14 +25,19 @@ class Truth:
     """What is known about the rows, for one output.
 
     Attributes:
-        labels: (rows,).
+        labels: (rows,), None where there are none.
         weights: (rows,), None for equal weights.
         groups: (rows,) integer ids of rows that belong together, None for independent rows.
     """
 
-    labels: Rows
+    labels: Rows | None
     weights: Rows | None
     groups: npt.NDArray[np.intp] | None
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows these columns have; None where there is no column to tell."""
+        return next((a.size for a in (self.labels, self.weights, self.groups) if a is not None), None)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def group_ids(groups: Array | None) -> npt.NDArray[np.intp] | None:
 
 
 def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArray[np.intp] | None) -> Truth:
-    """Labels and weights of one output.
+    """Labels and weights of one output, as far as it has them.
 
     Args:
         columns: (rows,) arrays by column name.
@@ -70,23 +75,11 @@ def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArr
         DataError: A column is missing, empty, not numeric, not finite, or out of range.
         InternalError: The columns are of different lengths.
     """
-    labels = _column(columns, spec.label, f"the label of output '{spec.name}'")
-    if labels.size == 0:
-        raise DataError(
-            f"output '{spec.name}' cannot be judged: the split holds no rows",
-            remedy="check the files and filters of the split",
-        )
-    if spec.kind is not OutputKind.REGRESSION:
-        _refuse(
-            (labels < 0) | (labels > 1),
-            spec.label,
-            labels,
-            f"holds labels outside [0, 1], but output '{spec.name}' is a {spec.kind}",
-            "map the labels to [0, 1], or declare `kind: regression` for this output",
-        )
+    labels = None if spec.label is None else _labels(columns, spec, spec.label)
     weights = None
     if spec.weight is not None:
         weights = _column(columns, spec.weight, f"the weight of output '{spec.name}'")
+        refuse_no_rows(weights.size, spec)
         remedy = "a row weight says how often the row counts; fix it, or drop `weight` from the output"
         _refuse(weights < 0, spec.weight, weights, "holds negative row weights", remedy)
         if not weights.any():
@@ -94,20 +87,35 @@ def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArr
                 f"column '{spec.weight}' is 0 on every row", evidence=f"{weights.size} rows", remedy=remedy
             )
     lengths = {a.size for a in (labels, weights, groups) if a is not None}
-    if len(lengths) != 1:
+    if len(lengths) > 1:
         raise InternalError(
             f"columns of output '{spec.name}' differ in length", evidence=str(sorted(lengths))
         )
     return Truth(labels, weights, groups)
 
 
-def read_scores(outputs: Mapping[str, Array], spec: OutputSpec, rows: int, *, is_reference: bool) -> Scores:
+def refuse_no_rows(rows: int | None, spec: OutputSpec) -> None:
+    """Check that there is anything to judge.
+
+    Raises:
+        DataError: There are no rows.
+    """
+    if rows == 0:
+        raise DataError(
+            f"output '{spec.name}' cannot be judged: the split holds no rows",
+            remedy="check the files and filters of the split",
+        )
+
+
+def read_scores(
+    outputs: Mapping[str, Array], spec: OutputSpec, rows: int | None, *, is_reference: bool
+) -> Scores:
     """One output of an engine, as numbers that a loss can be computed from.
 
     Args:
         outputs: (rows,) or (rows, 1) arrays by output name.
         spec: The output.
-        rows: Rows that the labels have.
+        rows: Rows that the labels, or else the reference, have; None where neither says it.
         is_reference: Whether the FP32 reference gave them. Its declared kind was the user's choice, so a
             wrong one is an error of the configuration; elsewhere the engine is wrong.
 
@@ -133,9 +141,10 @@ def read_scores(outputs: Mapping[str, Array], spec: OutputSpec, rows: int, *, is
             remedy="give each task an output of its own, (rows,) or (rows, 1)",
         )
     raw = array.reshape(-1).astype(np.float64)
-    if raw.size != rows:
+    if rows is not None and raw.size != rows:
+        against = "the reference's" if spec.label is None else "its label"
         raise EvaluationError(
-            f"output '{spec.name}' of {whose} has another number of rows than its label",
+            f"output '{spec.name}' of {whose} has another number of rows than {against}",
             evidence=f"{raw.size} and {rows}",
         )
     finite = np.isfinite(raw)
@@ -143,7 +152,7 @@ def read_scores(outputs: Mapping[str, Array], spec: OutputSpec, rows: int, *, is
         first = int(np.argmin(finite))
         raise EvaluationError(
             f"output '{spec.name}' of {whose} is not finite",
-            evidence=f"{int((~finite).sum())} of {rows} rows, the first is row {first}: {raw[first]}",
+            evidence=f"{int((~finite).sum())} of {raw.size} rows, the first is row {first}: {raw[first]}",
             remedy="check the inputs and weights of the model for NaN and overflow"
             if is_reference
             else "the engine overflows or is broken; it counts as failed, another plan or backend may not",
@@ -154,6 +163,20 @@ def read_scores(outputs: Mapping[str, Array], spec: OutputSpec, rows: int, *, is
         return Scores(raw, raw, raw)
     _refuse_probabilities(raw, spec, whose, is_reference=is_reference)
     return Scores(raw, logits_from_probabilities(raw, spec.clip), raw)
+
+
+def _labels(columns: Mapping[str, Array], spec: OutputSpec, name: str) -> Rows:
+    labels = _column(columns, name, f"the label of output '{spec.name}'")
+    refuse_no_rows(labels.size, spec)
+    if spec.kind is not OutputKind.REGRESSION:
+        _refuse(
+            (labels < 0) | (labels > 1),
+            name,
+            labels,
+            f"holds labels outside [0, 1], but output '{spec.name}' is a {spec.kind}",
+            "map the labels to [0, 1], or declare `kind: regression` for this output",
+        )
+    return labels
 
 
 def _refuse_probabilities(raw: Rows, spec: OutputSpec, whose: str, *, is_reference: bool) -> None:

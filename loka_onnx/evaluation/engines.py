@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy.typing as npt
 
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
@@ -14,7 +11,7 @@ from loka_onnx.core.evaluation import Evaluation, Latency
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Dataset
 from loka_onnx.errors import StageError
-from loka_onnx.evaluation.accuracy import evaluate_outputs, evaluate_reference
+from loka_onnx.evaluation.accuracy import Units, evaluate_outputs, evaluate_reference
 from loka_onnx.evaluation.predictions import Predictions, Run, predict
 
 REFERENCE = "reference"
@@ -28,8 +25,9 @@ class Split:
     Attributes:
         name: ``selection`` or ``certification``.
         data: The rows.
-        columns: Columns that the judgement needs.
+        columns: Columns that the judgement needs, group and slices included.
         group: Column of rows that belong together.
+        slices: Columns whose values are judged apart.
         batch_size: Rows of one request.
     """
 
@@ -37,7 +35,21 @@ class Split:
     data: Dataset
     columns: tuple[str, ...]
     group: str | None = None
+    slices: tuple[str, ...] = ()
     batch_size: int = 4096
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What every engine is compared with on a split.
+
+    Attributes:
+        predictions: Outputs of the exported FP32 model, and the columns of the split.
+        units: Groups and slices of its rows.
+    """
+
+    predictions: Predictions
+    units: Units
 
 
 def predict_split(
@@ -53,18 +65,27 @@ def predict_split(
     )
 
 
-def judge_reference(split: Split, reference: Predictions, specs: tuple[OutputSpec, ...]) -> Evaluation:
+def predict_reference(
+    split: Split, run: Run, specs: tuple[OutputSpec, ...], progress: Progress = silent
+) -> Reference:
+    """Outputs of the FP32 reference for every row of a split, with what its rows belong to."""
+    predictions = predict_split(split, run, specs, f"reference on {split.name}", progress)
+    return Reference(predictions, Units.of(predictions.columns, split.group, split.slices))
+
+
+def judge_reference(split: Split, reference: Reference, specs: tuple[OutputSpec, ...]) -> Evaluation:
     """The evaluation of the reference itself."""
-    outputs = evaluate_reference(reference.outputs, reference.columns, specs)
+    known = reference.predictions
+    outputs = evaluate_reference(known.outputs, known.columns, specs)
     return Evaluation(
-        REFERENCE, "onnxruntime", "fp32", "cpu", split.name, reference.rows, outputs, (), "measured"
+        REFERENCE, "onnxruntime", "fp32", "cpu", split.name, known.rows, outputs, (), "measured"
     )
 
 
 def judge_engine(
     artifact: EngineArtifact,
     split: Split,
-    reference: Predictions,
+    reference: Reference,
     specs: tuple[OutputSpec, ...],
     open_run: Callable[[], Run],
     progress: Progress = silent,
@@ -74,7 +95,7 @@ def judge_engine(
     Args:
         artifact: The engine.
         split: The rows.
-        reference: The reference's outputs on them.
+        reference: What it is compared with, on the same rows.
         specs: Judged outputs.
         open_run: Loads the engine and returns what runs one batch.
         progress: Called with the rows done.
@@ -85,8 +106,8 @@ def judge_engine(
         return _unmeasured(artifact, split, f"not measured: {artifact.detail or artifact.status}")
     try:
         predictions = predict_split(split, open_run(), specs, f"{artifact.plan} on {split.name}", progress)
-        groups: npt.NDArray[Any] | None = reference.columns[split.group] if split.group else None
-        outputs = evaluate_outputs(reference.outputs, predictions.outputs, reference.columns, specs, groups)
+        known = reference.predictions
+        outputs = evaluate_outputs(known.outputs, predictions.outputs, known.columns, specs, reference.units)
     except StageError as error:
         return _unmeasured(artifact, split, f"failed: {error}")
     return Evaluation(

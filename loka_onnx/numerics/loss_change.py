@@ -69,7 +69,7 @@ def loss_change(kind: OutputKind, reference: Array, candidate: Array, labels: Ar
     Args:
         kind: Decides the loss; for a probability the arrays are its logits.
         reference: (rows,) logits, or regression outputs.
-        candidate: (rows,) the same of the candidate.
+        candidate: (rows,) the same of the candidate; or (candidates, rows), here and in what follows.
         labels: (rows,).
 
     Returns:

@@ -45,6 +45,21 @@ def log_loss_rows(logits: Array, labels: Array) -> Rows:
     return y * softplus(-logits) + (1.0 - y) * softplus(logits)
 
 
+def entropy_rows(logits: Array) -> Rows:
+    """Entropy of each predicted probability: the loss that a calibrated model expects, without a label.
+
+    With q = σ(−|z|) it is softplus(−|z|) + q·|z|, in which nothing cancels.
+
+    Args:
+        logits: (rows,), finite.
+
+    Returns:
+        (rows,) entropies in nats, between 0 and log 2.
+    """
+    distance = np.abs(logits.astype(np.float64))
+    return np.asarray(np.log1p(np.exp(-distance)) + distance * expit(-distance), dtype=np.float64)
+
+
 def squared_error_rows(predictions: Array, labels: Array) -> Rows:
     """Squared error of each row.
 

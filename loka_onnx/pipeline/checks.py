@@ -39,8 +39,9 @@ def _upper_bounds(data: ReportData) -> Iterator[str]:
             continue
         for output in evaluation.outputs:
             if output.difference is not None:
-                upper = output.difference.delta_ne.upper
+                upper = output.difference.judged.upper
                 yield (
-                    f"{evaluation.engine}, {output.output}: upper bound of ΔNE {upper:+.3%} "
+                    f"{evaluation.engine}, {output.output}: upper bound of {output.difference.judged_name} "
+                    f"{upper:+.3%} "
                     f"against {output.budget:.3%}"
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loka_onnx.bundle import (
@@ -18,10 +18,10 @@ from loka_onnx.bundle import (
     write_bundle,
 )
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
-from loka_onnx.core.evaluation import Choice, EvaluationSet
+from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.rewrite import RewriteLog
@@ -98,12 +98,16 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
         choice=choice,
         data=DataDescription(
             tuple(_describe_split(name, data, rule) for name, data in named.items()),
-            label_rule or ", ".join(f"{s.name}: column '{s.label}' as given" for s in steps.specs),
+            label_rule or ", ".join(_label_rule(spec) for spec in steps.specs),
             steps.config.data.synthetic,
         ),
         versions=steps.directory.record.versions,
         lineage=steps.directory.before("report"),
     )
+
+
+def _label_rule(spec: OutputSpec) -> str:
+    return f"{spec.name}: no labels" if spec.label is None else f"{spec.name}: column '{spec.label}' as given"
 
 
 def write_report(steps: Steps, data: ReportData) -> tuple[Path, ...]:
@@ -170,7 +174,7 @@ def _bundled(
     steps: Steps, results: Results, engine: EngineArtifact, sample: Arrays, fallback: Expectation
 ) -> BundleEngine:
     try:
-        evaluation = results.evaluations.of(engine.id, "certification")
+        evaluation = _without_slices(results.evaluations.of(engine.id, "certification"))
     except KeyError:
         evaluation = None
     if engine.status is BuildStatus.READY:
@@ -184,6 +188,12 @@ def _bundled(
         name: max(FP8_TOLERANCE, SIMULATION_MARGIN * moved.get(name, 0.0)) for name in fallback.outputs
     }
     return BundleEngine(engine, Expectation(fallback.outputs, tolerance), evaluation)
+
+
+def _without_slices(evaluation: Evaluation) -> Evaluation:
+    """A loader reads the manifest at every start; slices, which may be thousands, are in the report."""
+    outputs = (replace(output, slices=(), slices_left_out={}) for output in evaluation.outputs)
+    return replace(evaluation, outputs=tuple(outputs))
 
 
 def _simulated_change(results: Results, plan: str) -> dict[str, float]:

@@ -1,20 +1,26 @@
 """Calibrating some sites again, and putting them among the others of an earlier profile.
 
 A profile says of all of its sites that they were measured on one model, the same rows, and under recipes that
-the plan knows. Sites that were measured otherwise must not stand beside those that are measured now.
+the plan knows. Sites that were measured otherwise must not stand beside those that are measured now. How many
+of the rows it took to reach a verdict may differ from site to site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loka_onnx.calibration.arithmetic import NORM_PRECISION
 from loka_onnx.core import serde
-from loka_onnx.core.profile import Profile
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.exact_sum import NOTHING_ADDED
+from loka_onnx.core.profile import Profile, Sampling
 from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.sensitivity import ENTROPY, LOSS, SiteGroup
 from loka_onnx.errors import ConfigError
+from loka_onnx.graph.layout import layout_root
+from loka_onnx.graph.model import GraphModel
 
 
 @dataclass(frozen=True)
@@ -24,17 +30,15 @@ class Measurement:
     Attributes:
         model: Digest of the model.
         data: Digest of the calibration split.
-        rows: Rows of ranges and errors.
-        sensitivity_rows: Rows of sensitivities.
-        outputs: Names of the judged outputs.
+        rows: Rows that are used at all.
+        outputs: Judged outputs.
         recipes: Recipes of which a plan may take one.
     """
 
     model: str
     data: str
     rows: int
-    sensitivity_rows: int
-    outputs: tuple[str, ...]
+    outputs: tuple[OutputSpec, ...]
     recipes: tuple[Recipe, ...]
 
 
@@ -58,14 +62,22 @@ def read_earlier(document: Path, now: Measurement) -> Profile:
             remedy=remedy,
         )
     earlier = serde.read(Profile, document)
+    if "+" in earlier.data_digest:
+        raise ConfigError(
+            "the profile holds rows that `--update` added, and some sites would be without them",
+            where="--only",
+            evidence=f"'{document}' has {earlier.rows} rows, the calibration split {now.rows}",
+            remedy=f"remove '{document}' and calibrate every site, then add the rows again",
+        )
     known = {recipe.id for recipe in now.recipes} | {NORM_PRECISION}
     strange = {error.recipe for site in earlier.sites for error in site.errors} - known
+    relative = {item.output: item.denominator for site in earlier.sites for item in site.sensitivities}
     for what, was, wanted in (
         ("model", earlier.model_digest, now.model),
         ("calibration rows", earlier.data_digest, now.data),
         ("number of rows", earlier.rows, now.rows),
-        ("number of sensitivity rows", earlier.sensitivity_rows, now.sensitivity_rows),
-        ("outputs", sorted(earlier.baseline_loss), sorted(now.outputs)),
+        ("outputs", sorted(earlier.baseline_loss), sorted(spec.name for spec in now.outputs)),
+        ("labels", relative, {spec.name: LOSS if spec.label else ENTROPY for spec in now.outputs}),
         ("recipes", sorted(strange), []),
     ):
         if was != wanted:
@@ -78,14 +90,78 @@ def read_earlier(document: Path, now: Measurement) -> Profile:
     return earlier
 
 
-def with_sites(earlier: Profile, later: Profile, order: Sequence[str]) -> Profile:
-    """The earlier profile with the later one's sites in place of its own.
+def with_partners(model: ModelArtifact, names: Collection[str]) -> frozenset[str]:
+    """Sites, and those that share a tensor with one of them in FP8: they are measured together."""
+    graph = GraphModel.load(model.path)
+    readers: dict[str, set[str]] = {}
+    for site in model.sites:
+        if site.is_fp8_able:
+            tensor = layout_root(graph.node(site.name).inputs[site.activation.index]).tensor
+            readers.setdefault(tensor.name, set()).add(site.name)
+    partners = (group for group in readers.values() if group & set(names))
+    return frozenset(names).union(*partners)
+
+
+def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profile:
+    """The earlier profile with the later one's sites in place of its own, for a model that has them all.
+
+    What is said of all sites is true of each: rows are the fewest of both, and intervals are those that hold
+    at any number of rows where either was stopped by what it saw.
 
     Args:
-        earlier: Every site.
-        later: Some sites, measured on the same.
-        order: Names of the sites in the model's order.
+        earlier: Sites that are kept, and others.
+        later: Sites that were measured now, with their partners (`with_partners`).
+        model: The model; it decides which sites there are, and their order.
     """
     entries = {entry.site: entry for entry in (*earlier.sites, *later.sites)}
-    seconds = {name: earlier.seconds.get(name, 0.0) + value for name, value in later.seconds.items()}
-    return replace(earlier, sites=tuple(entries[name] for name in order), seconds=seconds)
+    again = {entry.site for entry in later.sites}
+    order = [site.name for site in model.sites]
+    kept = [
+        group for group in earlier.groups if again.isdisjoint(group.sites) and set(group.sites) <= set(order)
+    ]
+    operands = {tensor for name in order for tensor in entries[name].operands}
+    return replace(
+        earlier,
+        model_digest=model.digest,
+        error_rows=min(earlier.error_rows, later.error_rows),
+        sampling=_sampling(earlier, later, set(order) - again),
+        sites=tuple(entries[name] for name in order),
+        scales={
+            rounding: {**earlier.scales.get(rounding, {}), **later.scales.get(rounding, {})}
+            for rounding in sorted({*earlier.scales, *later.scales})
+        },
+        seconds={
+            name: earlier.seconds.get(name, NOTHING_ADDED).merge(later.seconds.get(name, NOTHING_ADDED))
+            for name in sorted({*earlier.seconds, *later.seconds})
+        },
+        groups=_in_order((*kept, *later.groups), order),
+        weights=tuple(sorted({*earlier.weights, *later.weights} & operands)),
+    )
+
+
+def carried(earlier: Profile, model: ModelArtifact) -> Profile:
+    """The earlier profile for a model of which every site is known."""
+    order = [site.name for site in model.sites]
+    entries = {entry.site: entry for entry in earlier.sites}
+    return replace(
+        earlier,
+        model_digest=model.digest,
+        sites=tuple(entries[name] for name in order),
+        groups=tuple(group for group in earlier.groups if set(group.sites) <= set(order)),
+    )
+
+
+def _sampling(earlier: Profile, later: Profile, kept: Collection[str]) -> Sampling:
+    one, two = earlier.sampling, later.sampling
+    still_open = [name for name in one.undecided if name in kept]
+    return Sampling(
+        min(one.rows, two.rows),
+        max(one.looks, two.looks),
+        two.tightest_at,
+        tuple(sorted({*still_open, *two.undecided})),
+        one.may_stop_early or two.may_stop_early,
+    )
+
+
+def _in_order(groups: Collection[SiteGroup], order: list[str]) -> tuple[SiteGroup, ...]:
+    return tuple(sorted(groups, key=lambda group: order.index(group.sites[0])))

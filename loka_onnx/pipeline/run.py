@@ -120,12 +120,13 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     if options.until is Stage.EXPORT:
         return ended
 
-    probed = steps.calibrate_again(exported, options.only) if options.only else steps.calibrate(exported)
+    probing = steps.probing
+    probed = probing.again(exported, options.only) if options.only else probing.calibrate(exported)
     if options.until is Stage.CALIBRATE:
         return ended
 
     modified = steps.modify(exported)
-    profile = steps.calibrate(modified.model, earlier=probed)
+    profile = probing.recalibrate(modified.model, probed)
     if options.until is Stage.TRANSFORM:
         return ended
 

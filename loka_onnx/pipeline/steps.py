@@ -8,27 +8,29 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from loka_onnx.calibration.probe import ProbeOptions, calibrate
-from loka_onnx.config import RunConfig, WeightGranularity
+from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.digests import digest_json
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
-from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.data import Dataset, InputBinding, Splits, open_dataset
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import DataError
 from loka_onnx.evaluation.columns import read_scores, read_truth
-from loka_onnx.evaluation.engines import Split, judge_engine, judge_reference, predict_split, with_latencies
+from loka_onnx.evaluation.engines import (
+    Split,
+    judge_engine,
+    judge_reference,
+    predict_reference,
+    with_latencies,
+)
 from loka_onnx.evaluation.latency import LatencyOptions, measure_interleaved
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.export.onnx_model import import_onnx
@@ -37,12 +39,12 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest, model_files
 from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.recipes import planned_recipes
-from loka_onnx.pipeline.redo import Measurement, read_earlier, with_sites
 from loka_onnx.pipeline.sample import Arrays, generated_rows
 from loka_onnx.pipeline.splits import bind_inputs, open_splits
 from loka_onnx.pipeline.torch_source import build_torch_model
-from loka_onnx.planning.policy import PlanOptions, make_plans, matching_sites
+from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.sequence import apply_mods
 
@@ -125,6 +127,8 @@ class Steps:
 
     def _check_labels(self, data: Dataset) -> None:
         wanted = [name for spec in self.specs for name in (spec.label, spec.weight) if name is not None]
+        if not wanted:
+            return
         names = tuple(dict.fromkeys(wanted))
         batches = [b.columns for b in open_dataset(data.path, (), names, data.selection).batches(LABEL_ROWS)]
         columns = {name: np.concatenate([batch[name] for batch in batches]) for name in names}
@@ -138,83 +142,10 @@ class Steps:
 
     # Probe and mods --------------------------------------------------------------------------------
 
-    def calibrate(self, model: ModelArtifact, earlier: Profile | None = None) -> Profile:
-        """Probe → `profile.json`; with an earlier profile, only sites that it does not know."""
-        stage = "calibrate" if earlier is None else "recalibrate"
-        document = self._path("calibration/exported.json" if earlier is None else "profile.json")
-        known = {entry.site for entry in earlier.sites} if earlier else set[str]()
-        changed = frozenset(s.name for s in model.sites if s.name not in known or s.merged_from)
-
-        def produce() -> Sequence[Path]:
-            if earlier is not None and not changed:
-                serde.write(_carried(earlier, model), document)
-                return [document]
-            profile = self._probe(model, changed if earlier is not None else None)
-            serde.write(_merged(earlier, profile, model) if earlier else profile, document)
-            return [document]
-
-        key = self._calibration_key(model, earlier)
-        return self.directory.stage(stage, key, produce, lambda: serde.read(Profile, document))
-
-    def calibrate_again(self, model: ModelArtifact, patterns: Sequence[str]) -> Profile:
-        """Some sites of the exported model once more → `calibration/exported.json`, the others as they were.
-
-        Raises:
-            ConfigError: A pattern names no site, or the run holds no profile that fits.
-        """
-        document = self._path("calibration/exported.json")
-        chosen = frozenset(matching_sites(patterns, model.sites, "--only"))
-        data, settings = self.splits.calibration, self.config.calibration
-        rows = data.rows if settings.rows is None else min(settings.rows, data.rows)
-        now = Measurement(
-            model=model.digest,
-            data=data.digest,
-            rows=rows,
-            sensitivity_rows=min(settings.sensitivity_rows, rows),
-            outputs=tuple(spec.name for spec in self.specs),
-            recipes=planned_recipes(self.config.plan),
-        )
-        earlier = read_earlier(document, now)
-
-        def produce() -> Sequence[Path]:
-            order = [site.name for site in model.sites]
-            serde.write(with_sites(earlier, self._probe(model, chosen), order), document)
-            return [document]
-
-        key = self._calibration_key(model, None)
-        return self.directory.stage(
-            "calibrate", key, produce, lambda: serde.read(Profile, document), again=True
-        )
-
-    def _probe(self, model: ModelArtifact, only: frozenset[str] | None) -> Profile:
-        settings = self.config.calibration
-        options = ProbeOptions(
-            recipes=planned_recipes(self.config.plan),
-            weight=_granularity(self.config.plan.weight_granularity),
-            batch_size=settings.batch_size,
-            rows=settings.rows,
-            sensitivity_rows=settings.sensitivity_rows,
-            threads=self.threads,
-            group=self.config.data.group,
-            synthetic=self.config.data.synthetic,
-            only=only,
-        )
-        scratch = self._path("calibration/instrumented")
-        return calibrate(model, self.specs, self.splits.calibration, scratch, options, self.progress)
-
-    def _calibration_key(self, model: ModelArtifact, earlier: Profile | None) -> dict[str, Any]:
-        return {
-            "model": model.digest,
-            "data": self.splits.calibration.digest,
-            "settings": self.config.calibration.model_dump(mode="json"),
-            "weight": self.config.plan.weight_granularity,
-            "recipes": [recipe.id for recipe in planned_recipes(self.config.plan)],
-            "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
-            "group": self.config.data.group,
-            "synthetic": self.config.data.synthetic,
-            # Sites that were calibrated again must reach the profile of the modified model.
-            "earlier": digest_json(serde.to_plain(earlier)) if earlier is not None else None,
-        }
+    @cached_property
+    def probing(self) -> Probing:
+        """The calibration stages."""
+        return Probing(self.config, self.directory, self.splits.calibration, self.progress)
 
     def modify(self, model: ModelArtifact) -> ModdedModel:
         """Mods, each checked on calibration rows → `model/modified.onnx`."""
@@ -239,10 +170,10 @@ class Steps:
     def plan(self, model: ModelArtifact, profile: Profile) -> PlanSet:
         """Profile → `plan.json`."""
         document = self._path("plan.json")
-        chosen = self.config.plan
+        chosen, confidence = self.config.plan, self.config.calibration.confidence
 
         def produce() -> Sequence[Path]:
-            options = PlanOptions(chosen.keep, chosen.force, chosen.base, tuple(chosen.plans))
+            options = PlanOptions(chosen.keep, chosen.force, chosen.base, tuple(chosen.plans), confidence)
             recipes = planned_recipes(chosen)
             serde.write(make_plans(model, profile, self.specs, recipes, options), document)
             return [document]
@@ -251,6 +182,7 @@ class Steps:
             "model": model.digest,
             "profile": serde.to_plain(profile),
             "plan": chosen.model_dump(mode="json"),
+            "confidence": confidence,
             "budgets": [spec.budget for spec in self.specs],
         }
         return self.directory.stage("plan", key, produce, lambda: serde.read(PlanSet, document))
@@ -276,22 +208,24 @@ class Steps:
             "engines": [engine.digest or engine.detail for engine in engines.engines],
             "data": [self.splits.selection.digest, self.splits.certification.digest],
             "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
+            "group": self.config.data.group,
+            "slices": self.config.data.slices,
             "batch": self.config.batch.model_dump(mode="json"),
         }
         return self.directory.stage("evaluate", key, produce, lambda: serde.read(EvaluationSet, document))
 
     def _judged_splits(self) -> tuple[Split, Split]:
-        columns, group = self.config.columns, self.config.data.group
+        columns, rows = self.config.columns, self.config.data
         return (
-            Split("selection", self.splits.selection, columns, group),
-            Split("certification", self.splits.certification, columns, group),
+            Split("selection", self.splits.selection, columns, rows.group, rows.slices),
+            Split("certification", self.splits.certification, columns, rows.group, rows.slices),
         )
 
     def _judge(
         self, split: Split, exported: ModelArtifact, engines: Sequence[EngineArtifact]
     ) -> list[Evaluation]:
         session = OnnxSession(exported.path, SessionOptions(threads=self.threads))
-        reference = predict_split(split, session.run, self.specs, f"reference on {split.name}", self.progress)
+        reference = predict_reference(split, session.run, self.specs, self.progress)
         found = [judge_reference(split, reference, self.specs)]
         for engine in engines:
             with ExitStack() as stack:
@@ -351,25 +285,3 @@ class Steps:
     def _read_model(self, document: Path) -> ModelArtifact:
         artifact = serde.read(ModelArtifact, document)
         return replace(artifact, path=self._path(artifact.path))
-
-
-def _granularity(setting: WeightGranularity) -> Granularity | None:
-    return None if setting is WeightGranularity.BEST else Granularity(setting)
-
-
-def _merged(earlier: Profile, later: Profile, model: ModelArtifact) -> Profile:
-    """The later profile's sites, and the earlier one's for the rest."""
-    entries = {entry.site: entry for entry in (*earlier.sites, *later.sites)}
-    return replace(
-        later,
-        sites=tuple(entries[site.name] for site in model.sites),
-        seconds={k: earlier.seconds.get(k, 0.0) + v for k, v in later.seconds.items()},
-    )
-
-
-def _carried(earlier: Profile, model: ModelArtifact) -> Profile:
-    """The earlier profile for a model whose sites did not change."""
-    entries = {entry.site: entry for entry in earlier.sites}
-    return replace(
-        earlier, model_digest=model.digest, sites=tuple(entries[site.name] for site in model.sites)
-    )

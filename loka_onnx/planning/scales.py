@@ -1,16 +1,16 @@
-"""Scales of a planned site, from its profile and its weights."""
+"""Scales of a planned site: those of activations that it was measured under, and those of its weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.profile import SiteProfile
+from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Operand, Site
+from loka_onnx.errors import PlanningError
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.graph.sites import channel_axis
-from loka_onnx.numerics.scale_choice import activation_scale
 from loka_onnx.numerics.scales import weight_scales
 
 
@@ -28,21 +28,39 @@ class SiteScales:
 
 
 class ScaleReader:
-    """Reads scales of the sites of one model; the weights are loaded once."""
+    """Scales of the sites of one model; the weights are loaded once.
 
-    def __init__(self, model: ModelArtifact) -> None:
-        self._graph = GraphModel.load(model.path)
+    Args:
+        model: The model.
+        profile: Its profile.
+    """
 
-    def read(self, site: Site, profile: SiteProfile, recipe: Recipe) -> SiteScales:
-        """The scales that a recipe gives at a site."""
+    def __init__(self, model: ModelArtifact, profile: Profile) -> None:
+        self._graph, self._scales = GraphModel.load(model.path), profile.scales
+
+    def read(self, site: Site, recipe: Recipe) -> SiteScales:
+        """The scales that a site was measured under.
+
+        Raises:
+            PlanningError: The profile holds none for an activation of the site.
+        """
         activation = site.activation
-        first = activation_scale(profile.operands[activation.tensor], recipe)
         second = next(operand for operand in site.operands if operand is not activation)
-        return SiteScales(first, self._other(site, second, profile, recipe))
+        return SiteScales(self._of_activation(activation, recipe), self._of_other(site, second, recipe))
 
-    def _other(self, site: Site, operand: Operand, profile: SiteProfile, recipe: Recipe) -> tuple[float, ...]:
+    def _of_activation(self, operand: Operand, recipe: Recipe) -> float:
+        known = self._scales.get(recipe.activation_id, {})
+        if operand.tensor not in known:
+            raise PlanningError(
+                f"the profile has no scale of tensor '{operand.tensor}' for the recipe {recipe.id}",
+                evidence=f"under '{recipe.activation_id}' it has scales of {len(known)} tensors",
+                remedy="calibrate this model with this recipe again",
+            )
+        return known[operand.tensor]
+
+    def _of_other(self, site: Site, operand: Operand, recipe: Recipe) -> tuple[float, ...]:
         if not operand.constant:
-            return (activation_scale(profile.operands[operand.tensor], recipe),)
+            return (self._of_activation(operand, recipe),)
         values = values_of(self._graph.node(site.name).inputs[operand.index])
         scales = weight_scales(values, recipe.weight, channel_axis(operand), recipe.format)
         return tuple(float(scale) for scale in scales.reshape(-1))

@@ -44,7 +44,7 @@ class _Point:
 
 
 def charts(data: ReportData) -> tuple[Chart, ...]:
-    """ΔNE against the FP8 share and against measured latency, each where it has two points or more."""
+    """What is judged against the FP8 share and against measured latency, each where it has two points."""
     split = SELECTION if SELECTION in data.splits else next(iter(data.splits), SELECTION)
     found = [
         e for e in data.evaluations.evaluations if e.split == split and data.engine(e.engine) is not None
@@ -54,7 +54,7 @@ def charts(data: ReportData) -> tuple[Chart, ...]:
     for number, output in enumerate(outputs):
         shares = _points(output, [(e, _share(data, e)) for e in found])
         speeds = _points(output, [(e, _latency_us(data, e)) for e in found])
-        caption = f"ΔNE of {output} on {split} with its 95 % interval"
+        caption = f"{_judged_name(shares)} of {output} on {split} with its 95 % interval"
         made += [
             Chart(f"{caption} against {against}", _figure(points, title, f"chart-{number}-{kind}"))
             for points, against, title, kind in (
@@ -80,6 +80,11 @@ def _points(output: str, places: list[tuple[Evaluation, float | None]]) -> list[
         for item in evaluation.outputs
         if x is not None and item.output == output and item.difference is not None
     ]
+
+
+def _judged_name(points: list[_Point]) -> str:
+    """The same at every point of an output: it has labels or has none."""
+    return next((p.output.difference.judged_name for p in points if p.output.difference is not None), "ΔNE")
 
 
 def _share(data: ReportData, evaluation: Evaluation) -> float | None:
@@ -121,7 +126,7 @@ def _figure(points: list[_Point], title: str, identifier: str) -> str:
         font={"family": "system-ui, sans-serif", "size": 13},
         legend={"orientation": "h", "y": -0.22},
         xaxis={"title": {"text": title}},
-        yaxis={"title": {"text": "ΔNE, %"}, "tickformat": "+.3~f"},
+        yaxis={"title": {"text": f"{_judged_name(points)}, %"}, "tickformat": "+.3~f"},
         showlegend=True,
     )
     return str(
@@ -130,7 +135,7 @@ def _figure(points: list[_Point], title: str, identifier: str) -> str:
 
 
 def _trace(go: Any, members: list[_Point], status: str, marker: dict[str, object]) -> Any:
-    deltas = [p.output.difference.delta_ne for p in members if p.output.difference is not None]
+    deltas = [p.output.difference.judged for p in members if p.output.difference is not None]
     # Plotly reads a subset of HTML in labels, links included.
     names = [html.escape(p.engine) for p in members]
     return go.Scatter(
@@ -146,6 +151,9 @@ def _trace(go: Any, members: list[_Point], status: str, marker: dict[str, object
         mode="markers",
         name=status,
         marker=marker,
-        text=[f"{n}<br>ΔNE {delta_text(p.output)}" for n, p in zip(names, members, strict=True)],
+        text=[
+            f"{n}<br>{_judged_name([p])} {delta_text(p.output).removeprefix('KL ')}"
+            for n, p in zip(names, members, strict=True)
+        ],
         hoverinfo="text",
     )

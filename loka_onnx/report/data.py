@@ -76,7 +76,7 @@ class ReportData:
         notes: What else the reader must know.
     """
 
-    SCHEMA: ClassVar[str] = "report/1"
+    SCHEMA: ClassVar[str] = "report/2"
     __pydantic_config__ = STRICT
 
     title: str

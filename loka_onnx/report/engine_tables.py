@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import BudgetStatus, Evaluation, OutputEvaluation
+from loka_onnx.core.evaluation import (
+    DELTA_NE_NAME,
+    KL_NAME,
+    BudgetStatus,
+    Evaluation,
+    OutputEvaluation,
+)
 from loka_onnx.core.formats import Precision
 from loka_onnx.report import numbers
 from loka_onnx.report.data import SELECTION, ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
-from loka_onnx.report.verdict import SIMULATED_LATENCY, budget_sentence
+from loka_onnx.report.verdict import NO_LABELS, SIMULATED_LATENCY, budget_sentence
 
-ENGINE_COLUMNS = (
-    Column("Engine"),
-    Column("Output"),
-    Column("ΔNE [95 % interval]", numeric=True),
+_NAMES = (Column("Engine"), Column("Output"))
+_ENGINE_COLUMNS = (
     Column("Budget"),
     Column("NE", numeric=True),
     Column("AUC", numeric=True),
@@ -44,14 +48,19 @@ _BUDGET_TONES = {
 def engines_section(data: ReportData) -> Section:
     """Every candidate, on every split that anything was evaluated on."""
     splits = data.splits or (SELECTION,)
+    paragraphs = [
+        "Accuracy is that of the built engine's own outputs, paired row by row with the exported FP32 model. "
+        "A budget is held against the upper end of the interval.",
+    ]
+    unlabelled = label_free_outputs(data)
+    if unlabelled:
+        paragraphs.append(f"Judged on {NO_LABELS}. This concerns {', '.join(unlabelled)}.")
+    parts = [table for split in splits if (table := _parts_table(data, split)).rows]
     return Section(
         "engines",
         "Engines",
-        paragraphs=(
-            "Accuracy is that of the built engine's own outputs, paired row by row with the exported FP32 "
-            "model. A budget is held against the upper end of the interval.",
-        ),
-        tables=(*(_accuracy_table(data, split) for split in splits), *_latency_tables(data)),
+        paragraphs=tuple(paragraphs),
+        tables=(*(_accuracy_table(data, split) for split in splits), *parts, *_latency_tables(data)),
         chart=True,
     )
 
@@ -111,10 +120,31 @@ def fp8_share(data: ReportData, engine: EngineArtifact) -> str:
 
 
 def delta_text(output: OutputEvaluation) -> str:
-    """ΔNE with its interval; a dash for the reference."""
+    """What is judged with its interval: ΔNE, or KL by name where there are no labels."""
     if output.difference is None:
         return "reference"
-    return numbers.percent_interval(output.difference.delta_ne, output.budget)
+    text = numbers.percent_interval(output.difference.judged, output.budget)
+    return f"KL {text}" if output.difference.delta_ne is None else text
+
+
+def delta_heading(data: ReportData) -> str:
+    """What `delta_text` shows: ``ΔNE``, the KL of outputs without labels, or either."""
+    outputs = {o.output for e in data.evaluations.evaluations for o in e.outputs if o.difference is not None}
+    unlabelled = set(label_free_outputs(data))
+    if not unlabelled:
+        return DELTA_NE_NAME
+    return KL_NAME if unlabelled == outputs else f"{DELTA_NE_NAME} or {KL_NAME}"
+
+
+def label_free_outputs(data: ReportData) -> tuple[str, ...]:
+    """Outputs that were judged without labels."""
+    names = (
+        output.output
+        for evaluation in data.evaluations.evaluations
+        for output in evaluation.outputs
+        if output.difference is not None and output.difference.delta_ne is None
+    )
+    return tuple(dict.fromkeys(names))
 
 
 def delta_tone(output: OutputEvaluation) -> Tone:
@@ -157,7 +187,47 @@ def _accuracy_table(data: ReportData, split: str) -> Table:
                 emphasized.add(len(rows))
             rows.append(row)
     caption = f"Candidates on {split}, {numbers.count(rows_of_split)} rows" if evaluated else "Candidates"
-    return Table(caption, ENGINE_COLUMNS, tuple(rows), frozenset(emphasized))
+    columns = (*_NAMES, Column(f"{delta_heading(data)} [95 % interval]", numeric=True), *_ENGINE_COLUMNS)
+    return Table(caption, columns, tuple(rows), frozenset(emphasized))
+
+
+def _parts_table(data: ReportData, split: str) -> Table:
+    """KL and the labelled part call for different cures: less noise, or a change of another direction."""
+    columns = (
+        *_NAMES,
+        Column("KL, label-free part", numeric=True),
+        Column("Labelled first-order part", numeric=True),
+        Column("ΔAUC", numeric=True),
+        Column("ΔPrediction ratio", numeric=True),
+        Column("RMS change of the score", numeric=True),
+        Column("Largest change", numeric=True),
+    )
+    rows = tuple(
+        (
+            cell(evaluation.engine),
+            cell(output.output),
+            cell(numbers.percent_interval(difference.kl)),
+            cell(numbers.NONE if part is None else numbers.percent_interval(part)),
+            cell(numbers.metric_interval(difference.delta_auc)),
+            cell(numbers.metric_interval(difference.delta_prediction_ratio)),
+            cell(numbers.scientific(difference.delta_rmse)),
+            cell(numbers.scientific(difference.delta_max)),
+        )
+        for evaluation in data.evaluations.evaluations
+        if evaluation.split == split
+        for output in evaluation.outputs
+        if (difference := output.difference) is not None
+        for part in (difference.labelled,)
+    )
+    relative = " or ".join(
+        dict.fromkeys(
+            "the mean entropy" if o.difference.delta_ne is None else "the FP32 loss"
+            for e in data.evaluations.evaluations
+            for o in e.outputs
+            if o.difference is not None
+        )
+    )
+    return Table(f"What the change is made of on {split}, relative to {relative}", columns, rows)
 
 
 def _reference_row(evaluation: Evaluation, output: OutputEvaluation) -> tuple[Cell, ...]:

@@ -81,9 +81,16 @@ def metric(value: float | None) -> str:
     return NONE if value is None else f"{value:.5f}"
 
 
-def ratio(value: float) -> str:
-    """Prediction ratio: four decimals."""
-    return f"{value:.4f}"
+def metric_interval(interval: Interval | None) -> str:
+    """A change of AUC or of the prediction ratio: six decimals; a dash where there is none."""
+    if interval is None or not math.isfinite(interval.value):
+        return NONE
+    return f"{interval.value:+.6f} [{interval.lower:+.6f}, {interval.upper:+.6f}]"
+
+
+def ratio(value: float | None) -> str:
+    """Prediction ratio: four decimals; a dash where there is none."""
+    return NONE if value is None else f"{value:.4f}"
 
 
 def scientific(value: float | None) -> str:

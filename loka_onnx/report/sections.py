@@ -7,7 +7,8 @@ from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Column, Document, Section, Table, Tone, cell
 from loka_onnx.report.engine_tables import engines_section, fallbacks_section
-from loka_onnx.report.site_tables import sites_section
+from loka_onnx.report.site_tables import calibration_facts, sites_section
+from loka_onnx.report.slice_tables import slices_sections
 from loka_onnx.report.verdict import verdicts
 
 SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated rows, not on yours"
@@ -18,6 +19,7 @@ def build_document(data: ReportData) -> Document:
     sections = (
         *([Section("notes", "Notes", items=data.notes)] if data.notes else []),
         engines_section(data),
+        *slices_sections(data),
         sites_section(data),
         _rewrites_section(data),
         fallbacks_section(data),
@@ -125,8 +127,7 @@ def _data_section(data: ReportData) -> Section:
     )
     items = [
         f"Labels: {data.data.label_rule}",
-        f"Ranges and errors: {numbers.count(data.profile.rows)} rows; "
-        f"sensitivities: {numbers.count(data.profile.sensitivity_rows)} rows",
+        *calibration_facts(data.profile),
     ]
     if data.is_synthetic:
         items.insert(0, "The data is synthetic.")

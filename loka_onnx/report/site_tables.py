@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan, Verdict
-from loka_onnx.core.profile import SiteProfile
-from loka_onnx.core.sensitivity import Sensitivity
+from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.sensitivity import ENTROPY, LOSS, Sensitivity, SiteGroup
 from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.report import numbers
@@ -25,7 +26,9 @@ _COLUMNS = (
     Column("Verdict"),
     Column("Relative error", numeric=True),
     Column("KL", numeric=True),
+    Column("KL over draws", numeric=True),
     Column("Labelled", numeric=True),
+    Column("Rows measured", numeric=True),
     Column("Recipe measured"),
     Column("Reason", prose=True),
 )
@@ -43,8 +46,12 @@ def sites_section(data: ReportData) -> Section:
     tables: list[Table] = []
     paragraphs = [
         "Relative error is that of the site's own output under the recipe. KL is the label-free part of the "
-        "loss increase and labelled its first-order part, both relative to the loss, with 95 % intervals, "
-        "for this site alone. FLOP share is of the FP8-able FLOPs.",
+        "loss increase and labelled its first-order part, both relative to "
+        f"{_denominators(data)}, for this site alone. FLOP share is of the FP8-able FLOPs.",
+        "KL decides on a site, with the corrected bound that its reason gives. The labelled part is judged "
+        "on whole plans: of one site it is mostly noise, and where it is not, it calls for another cure (a "
+        "correction of the output, not more precision).",
+        _intervals(data),
     ]
     if plan is not None:
         emitted = tuple(dict.fromkeys(t.plan for t in data.choice.targets))
@@ -55,9 +62,51 @@ def sites_section(data: ReportData) -> Section:
                 f"those of plan {plan.id}, in which the sites were judged.",
             )
         tables.append(_site_table(data, plan))
+    if data.profile.groups:
+        tables.append(_group_table(data))
     if len(data.plans.plans) > 1:
         tables.append(_plan_table(data))
-    return Section("sites", "Sites", tuple(paragraphs), tables=tuple(tables))
+    return Section("sites", "Sites", tuple(paragraphs), tuple(open_sites(data.profile)), tuple(tables))
+
+
+def calibration_facts(profile: Profile) -> list[str]:
+    """How many rows each part of a profile comes from, and why no more."""
+    sampling = profile.sampling
+    facts = [
+        f"Ranges: {numbers.count(profile.rows)} rows; errors: {numbers.count(profile.error_rows)} rows; "
+        f"sensitivities: {numbers.count(sampling.rows)} rows"
+    ]
+    if sampling.may_stop_early and not sampling.undecided:
+        facts.append("Sensitivities stopped where the verdict of every site was reached")
+    digests = profile.data_digest.split("+")
+    if len(digests) > 1:
+        added = ", ".join(numbers.digest(digest) for digest in digests[1:])
+        facts.append(f"Calibration rows were added to those of the split: SHA-256 {added}")
+    return facts
+
+
+def open_sites(profile: Profile) -> list[str]:
+    """Which verdicts the rows did not suffice for; nothing where they did, or where nobody asked."""
+    sites = profile.sampling.undecided
+    if not sites:
+        return []
+    rows = numbers.count(profile.sampling.rows)
+    return [f"Undecided when the rows ended, after {rows}: {', '.join(sites)}. More rows may decide them"]
+
+
+def _denominators(data: ReportData) -> str:
+    found = {s.denominator for site in data.profile.sites for s in site.sensitivities}
+    words = {LOSS: "the loss", ENTROPY: "the mean entropy of the predictions (no labels)"}
+    return " or ".join(text for name, text in words.items() if name in (found or {LOSS}))
+
+
+def _intervals(data: ReportData) -> str:
+    sequential = " at every number of rows at once, because rows were added until verdicts were reached"
+    return (
+        f"Each interval holds with 95 %{sequential if data.profile.sampling.is_sequential else ''}. It says "
+        "nothing of other draws of the rounding noise: those are the KL of some rows under scales that were "
+        "moved a little."
+    )
 
 
 def shown_plan(data: ReportData) -> PrecisionPlan | None:
@@ -97,8 +146,10 @@ def _site_row(data: ReportData, plan: PrecisionPlan, site: Site) -> tuple[Cell, 
         cell(decision.precision if decision is not None else plan.base, _precision_tone(plan, site)),
         cell(verdict, _VERDICT_TONES[verdict]),
         cell(numbers.error_percent(error.relative_error if error is not None else None)),
-        cell(_joined(data, [(s, numbers.percent_interval(s.kl)) for s in sensitivities])),
-        cell(_joined(data, [(s, _labelled(s)) for s in sensitivities])),
+        cell(_joined(data, [(s, _interval(data, s.kl_moments)) for s in sensitivities])),
+        cell(_joined(data, [(s, _draws(s)) for s in sensitivities])),
+        cell(_joined(data, [(s, _interval(data, s.labelled_moments)) for s in sensitivities])),
+        cell(numbers.count(max((s.kl_moments.rows for s in sensitivities), default=0))),
         cell(recipe or numbers.NONE),
         cell(reason),
     )
@@ -111,8 +162,17 @@ def _error(profile: SiteProfile | None, recipe: str | None) -> ErrorStats | None
     return next((e for e in profile.errors if recipe in {None, e.recipe}), None)
 
 
-def _labelled(sensitivity: Sensitivity) -> str:
-    return numbers.NONE if sensitivity.labelled is None else numbers.percent_interval(sensitivity.labelled)
+def _interval(data: ReportData, moments: RatioMoments | None) -> str:
+    if moments is None:
+        return numbers.NONE
+    return numbers.percent_interval(data.profile.sampling.interval_of(moments))
+
+
+def _draws(sensitivity: Sensitivity) -> str:
+    draws = sensitivity.draws
+    if draws is None:
+        return numbers.NONE
+    return f"{numbers.error_percent(draws.kl_low)} to {numbers.error_percent(draws.kl_high)} ({draws.count})"
 
 
 def _joined(data: ReportData, values: list[tuple[Sensitivity, str]]) -> str:
@@ -125,6 +185,40 @@ def _joined(data: ReportData, values: list[tuple[Sensitivity, str]]) -> str:
 
 def _precision_tone(plan: PrecisionPlan, site: Site) -> Tone:
     return Tone.GOOD if site.name in plan.fp8_sites else Tone.PLAIN
+
+
+def _group_table(data: ReportData) -> Table:
+    columns = (
+        Column("Tensor"),
+        Column("Output"),
+        Column("KL together", numeric=True),
+        Column("Sum of each alone", numeric=True),
+        Column("KL over draws", numeric=True),
+        Column("Labelled together", numeric=True),
+        Column("Sites", prose=True),
+    )
+    rows = tuple(
+        (
+            cell(group.tensor),
+            cell(item.output),
+            cell(_interval(data, item.kl_moments)),
+            cell(numbers.error_percent(_sum_alone(data, group, item.output))),
+            cell(_draws(item)),
+            cell(_interval(data, item.labelled_moments)),
+            cell(", ".join(group.sites)),
+        )
+        for group in data.profile.groups
+        for item in group.sensitivities
+    )
+    return Table("Sites that share a quantized tensor, measured together", columns, rows, keys=2)
+
+
+def _sum_alone(data: ReportData, group: SiteGroup, output: str) -> float:
+    firsts = (
+        next(item for item in data.profile.site(name).sensitivities if item.output == output)
+        for name in group.sites
+    )
+    return sum(item.kl_moments.value for item in firsts)
 
 
 def _plan_table(data: ReportData) -> Table:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import OutputEvaluation
+from loka_onnx.core.evaluation import DELTA_NE_NAME, KL_NAME, OutputEvaluation
 from loka_onnx.report import numbers
 from loka_onnx.report.data import SELECTION, ReportData
 from loka_onnx.report.document import Tone
-from loka_onnx.report.engine_tables import STATUS_TONES, delta_text, delta_tone, fp8_share, fp8_sites
+from loka_onnx.report.engine_tables import (
+    STATUS_TONES,
+    delta_heading,
+    delta_text,
+    delta_tone,
+    fp8_share,
+    fp8_sites,
+    label_free_outputs,
+)
 from loka_onnx.report.sections import SYNTHETIC_BANNER
+from loka_onnx.report.verdict import NO_LABELS
 
+# The caption has the rest of the words: the table fits 80 columns.
+_HEADINGS = {KL_NAME: "KL", f"{DELTA_NE_NAME} or {KL_NAME}": "ΔNE or KL"}
 _STYLES = {Tone.GOOD: "green", Tone.BAD: "red", Tone.WARN: "yellow", Tone.MUTED: "dim", Tone.PLAIN: ""}
 
 
@@ -41,10 +53,11 @@ def summary_table(data: ReportData, split: str | None = None) -> Table:
         data: The facts.
         split: Split of the accuracy; selection, on which every candidate was judged, when None.
     """
+    judged = delta_heading(data)
     shape = _shape(data, split or (SELECTION if SELECTION in data.splits else next(iter(data.splits), "")))
     table = Table(
         title=Text(f"{data.title}: {shape.split or numbers.NOT_MEASURED}"),
-        caption=f"* emitted{chr(10) + SYNTHETIC_BANNER if data.is_synthetic else ''}",
+        caption="\n".join(_caption(data)),
         caption_style="bold red" if data.is_synthetic else "dim",
         title_justify="left",
         caption_justify="left",
@@ -63,7 +76,7 @@ def summary_table(data: ReportData, split: str | None = None) -> Table:
     for heading, is_rigid in (
         ("NE", True),
         ("AUC", True),
-        ("ΔNE, 95 %", True),
+        (f"{_HEADINGS.get(judged, judged)}, 95 %", True),
         ("FP8 sites", False),
         ("FP8 FLOPs", False),
         ("size", True),
@@ -78,6 +91,14 @@ def summary_table(data: ReportData, split: str | None = None) -> Table:
     for engine in data.engines:
         _add_engine(table, data, engine, shape)
     return table
+
+
+def _caption(data: ReportData) -> Iterator[str]:
+    yield "* emitted"
+    if label_free_outputs(data):
+        yield NO_LABELS
+    if data.is_synthetic:
+        yield SYNTHETIC_BANNER
 
 
 def _shape(data: ReportData, split: str) -> _Shape:

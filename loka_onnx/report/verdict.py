@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from loka_onnx.core.evaluation import BudgetStatus, Evaluation, OutputEvaluation, TargetChoice
+from loka_onnx.core.evaluation import KL_NAME, BudgetStatus, Evaluation, OutputEvaluation, TargetChoice
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Tone, Verdict
+from loka_onnx.report.slice_tables import slices_sentence
 
 SIMULATED_LATENCY = "simulated: speed never counts"
+NO_LABELS = f"{KL_NAME}, no labels: the labelled first-order term is not seen"
+"""What must be said of every verdict on an output that has no labels."""
 
 
 def verdicts(data: ReportData) -> tuple[Verdict, ...]:
@@ -16,10 +19,15 @@ def verdicts(data: ReportData) -> tuple[Verdict, ...]:
 
 
 def budget_sentence(output: OutputEvaluation) -> str:
-    """How an output stands to its budget, with the rows that an undecided verdict lacks."""
-    budget = numbers.budget_percent(output.budget)
+    """How an output stands to its budget, on what, and the rows that an undecided verdict lacks."""
     if output.difference is None:
-        return f"the reference itself; budget {budget}"
+        return f"the reference itself; budget {numbers.budget_percent(output.budget)}"
+    said = _status_sentence(output)
+    return f"{said} ({NO_LABELS})" if output.difference.delta_ne is None else said
+
+
+def _status_sentence(output: OutputEvaluation) -> str:
+    budget = numbers.budget_percent(output.budget)
     if output.budget_status == BudgetStatus.WITHIN:
         return f"within the budget of {budget}"
     if output.budget_status == BudgetStatus.BEYOND:
@@ -42,6 +50,7 @@ def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
     if engine is not None and engine.simulated:
         facts.append("FP8 is simulated in this engine: its accuracy counts, its speed says nothing.")
     facts += _costs(data, choice.engine)
+    facts += _slices(data, choice.engine)
     facts.append(f"Speed: {choice.basis}.")
     if engine is not None and engine.fallbacks:
         facts.append(f"Sites that do not run as planned: {len(engine.fallbacks)}; see Fallbacks.")
@@ -57,7 +66,20 @@ def _evaluations(data: ReportData, engine: str) -> list[Evaluation]:
 
 def _is_within(data: ReportData, engine: str) -> bool:
     found = _evaluations(data, engine)
-    return bool(found) and all(e.is_within_budget for e in found)
+    return bool(found) and all(e.is_within_budget and not _beyond(e) for e in found)
+
+
+def _beyond(evaluation: Evaluation) -> bool:
+    return any(output.slices_of(BudgetStatus.BEYOND) for output in evaluation.outputs)
+
+
+def _slices(data: ReportData, engine: str) -> list[str]:
+    return [
+        f"Slices ({output.output}, {evaluation.split}): {slices_sentence(output)}."
+        for evaluation in _evaluations(data, engine)
+        for output in evaluation.outputs
+        if output.slices
+    ]
 
 
 def _costs(data: ReportData, engine: str) -> list[str]:
@@ -73,5 +95,5 @@ def _cost(evaluation: Evaluation, output: OutputEvaluation) -> str:
     where = f"{output.output}, {numbers.count(evaluation.rows)} {evaluation.split} rows"
     if output.difference is None:
         return f"Cost ({where}): none, it is the reference."
-    interval = numbers.percent_interval(output.difference.delta_ne, output.budget)
-    return f"Cost ({where}): ΔNE {interval}, {budget_sentence(output)}."
+    interval = numbers.percent_interval(output.difference.judged, output.budget)
+    return f"Cost ({where}): {output.difference.judged_name} {interval}, {budget_sentence(output)}."

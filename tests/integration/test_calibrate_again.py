@@ -10,6 +10,7 @@ from synthetic_runs import Workplace, call
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
+from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.pipeline.run import RunOptions, Stage, run
@@ -20,7 +21,7 @@ def profile_at(place: Workplace, name: str = "calibration/exported.json") -> Pro
 
 
 def falsified(entry: SiteProfile) -> SiteProfile:
-    return replace(entry, errors=tuple(replace(error, noise=7.0) for error in entry.errors))
+    return replace(entry, errors=tuple(replace(error, noise=ExactSum.of([7.0])) for error in entry.errors))
 
 
 def test_only_the_sites_asked_for_are_measured_again(
@@ -44,7 +45,7 @@ def test_only_the_sites_asked_for_are_measured_again(
         )
         assert "/per_tensor/per_tensor/" in again.site(name).sensitivities[0].recipe
     assert again.site("heads") == falsified(first.site("heads"))
-    assert again.seconds["errors"] > first.seconds["errors"]
+    assert again.seconds["errors"].value > first.seconds["errors"].value
 
     # What follows is built on it, and the calibration itself is not done again.
     done = call(capsys, "plan", place.run_file, "--set", "plan.weight_granularity=per_tensor")

@@ -13,7 +13,7 @@ import onnx
 import onnx.parser
 import pytest
 
-from loka_onnx.calibration.probe import ProbeOptions, calibrate
+from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.data.binding import InputBinding
@@ -88,7 +88,8 @@ def test_dead_activations_and_weights_have_no_error(tmp_path):
         artifact, OUTPUTS, data_of(tmp_path, -np.ones((64, 16))), tmp_path, ProbeOptions(threads=1)
     )
     error = profile.site("fc1").error(PER_TENSOR.id)
-    assert (error.activation_scale, error.signal, error.relative_error, error.cosine) == (1.0, 0.0, 0.0, 1.0)
+    assert (error.activation_scale, error.signal.parts) == (1.0, ())
+    assert (error.relative_error, error.cosine) == (0.0, 1.0)
     assert (error.saturated, error.underflowed) == (0, 0)
 
 
@@ -122,7 +123,8 @@ def test_rows_and_sites_can_be_limited(tmp_path):
         lambda task, done, total: seen.append((task, done, total)),
     )
     assert [entry.site for entry in profile.sites] == ["fc1"]
-    assert (profile.rows, profile.sensitivity_rows, profile.synthetic) == (200, 150, True)
+    assert (profile.rows, profile.error_rows, profile.sampling.rows) == (200, 200, 150)
+    assert profile.synthetic
     assert profile.site("fc1").operands["x"].amax == pytest.approx(np.abs(x[:200]).max(), rel=1e-6)
     assert seen[3] == ("ranges", 200, 200) and seen[-1] == ("sensitivity", 150, 150)
     assert profile.site("fc1").sensitivities[0].kl.rows == 150
@@ -161,7 +163,7 @@ MEMORY = textwrap.dedent(
     sys.path[:0] = [sys.argv[1]]
     import numpy as np
     from test_probe_limits import BINDINGS, HEAD, OUTPUTS, W1, artifact_of
-    from loka_onnx.calibration.probe import ProbeOptions, calibrate
+    from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
     from loka_onnx.data.opening import open_dataset
 
     folder, batches = Path(sys.argv[2]), int(sys.argv[3])

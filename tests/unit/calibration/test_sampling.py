@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from zoo_runs import BATCH, MODEL_NAMES, ROWS, capture, zoo_run
 
-from loka_onnx.calibration.probe import Probe, ProbeOptions
+from loka_onnx.calibration.executors import LocalExecutor
+from loka_onnx.calibration.probe import PassOptions, Probe, scales_of
 from loka_onnx.calibration.sampling import SAMPLED_ROWS, sampling_stride
 from loka_onnx.core.site import SiteKind
 from loka_onnx.graph.layout import layout_root
@@ -28,8 +29,8 @@ def test_the_stride_is_a_prime_that_bounds_the_sample():
 def test_the_sample_is_every_nth_row_of_each_batch(name, batch, tmp_path):
     """At a batch of 50 every row is in it."""
     run = zoo_run(name)
-    options = ProbeOptions(batch_size=batch, threads=2)
-    found = Probe(run.artifact, run.artifact.sites, run.data, options).ranges(tmp_path)
+    options = PassOptions(batch_size=batch)
+    found = Probe(run.artifact, run.artifact.sites, run.data, options, LocalExecutor(2)).ranges(tmp_path)
     graph, stride = run.graph(), sampling_stride(batch)
     tensors = {o.tensor: graph.node(s.name).inputs[o.index] for s in run.artifact.sites for o in s.operands}
     roots = {tensor: layout_root(tensors[tensor]).tensor.name for tensor in found}
@@ -62,8 +63,10 @@ def test_the_sample_is_every_nth_row_of_each_batch(name, batch, tmp_path):
 
 def test_zeros_are_counted_over_all_rows(tmp_path):
     run = zoo_run("dcnv2")
-    probe = Probe(run.artifact, run.artifact.sites, run.data, ProbeOptions(batch_size=BATCH, threads=1))
-    errors = probe.errors(tmp_path, probe.ranges(tmp_path))
+    options = PassOptions(batch_size=BATCH)
+    probe = Probe(run.artifact, run.artifact.sites, run.data, options, LocalExecutor(1))
+    ranges = probe.ranges(tmp_path)
+    errors = probe.errors(tmp_path, ranges, scales_of(ranges, options.recipes)).by_site
     sites = [site for site in run.artifact.sites if site.kind is not SiteKind.NORM]
     values = capture(run.graph(), [site.activation.tensor for site in sites], run.inputs(), tmp_path)
     counted = {site.name: errors[site.name][0].zeros for site in sites}

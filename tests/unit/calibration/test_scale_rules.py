@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_probe_limits import HEAD, OUTPUTS, W1, artifact_of, data_of
 
-from loka_onnx.calibration.probe import ProbeOptions, calibrate
+from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.config import PlanConfig, ScaleRule
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
 from loka_onnx.core.profile import Profile
@@ -54,7 +54,7 @@ def test_every_rule_is_measured_under_its_own_scale(format, tmp_path):
         low = fake_quantize(x, scale, format).astype(np.float64) @ fake_quantize(
             w, scales, format, 1 if scales.ndim else None
         ).astype(np.float64)
-        assert error.noise == pytest.approx(float(np.square(low - exact).sum()), rel=1e-5)
+        assert error.noise.value == pytest.approx(float(np.square(low - exact).sum()), rel=1e-5)
     best = min(entry.errors, key=lambda error: error.relative_error)
     assert entry.sensitivities[0].recipe == best.recipe
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 from zoo_runs import MODEL_NAMES, ZooRun, capture, zoo_run
 
 from loka_onnx.calibration.probe import scales_of
-from loka_onnx.calibration.switchable import Switch, SwitchableModel
+from loka_onnx.calibration.switchable import Switch, SwitchableModel, write_switchable
+from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
@@ -34,20 +37,29 @@ def recipe_of(site: Site, number: int) -> Recipe:
     return PER_CHANNEL_WEIGHT if site.kind is SiteKind.LINEAR and number % 2 else PER_TENSOR
 
 
-def make(
-    name: str, folder: Path, only: tuple[str, ...] | None = None
-) -> tuple[ZooRun, SwitchableModel, dict[str, dict[str, float]]]:
+@dataclass(frozen=True)
+class World:
+    """A zoo model with its switches."""
+
+    run: ZooRun
+    model: SwitchableModel
+    switches: list[Switch]
+    scales: dict[str, dict[str, float]]
+
+
+def make(name: str, folder: Path) -> World:
     run = zoo_run(name)
     tensors = [o.tensor for s in run.artifact.sites for o in s.operands if not o.constant]
     values = capture(run.graph(), tensors, inputs_of(run), folder)
-    ranges = {t: RangeStats(v.size, float(np.abs(v).max()), 0, 0, 0, 0) for t, v in values.items()}
+    nothing = ExactSum()
+    ranges = {
+        t: RangeStats(v.size, float(np.abs(v).max()), 0, 0, nothing, nothing) for t, v in values.items()
+    }
     scales = scales_of(ranges, (PER_TENSOR,))
-    switches = [
-        Switch(site, recipe_of(site, number))
-        for number, site in enumerate(run.artifact.sites)
-        if only is None or site.name in only
-    ]
-    return run, SwitchableModel(run.graph(), switches, scales, folder, threads=1), scales
+    switches = [Switch(site, recipe_of(site, number)) for number, site in enumerate(run.artifact.sites)]
+    file = write_switchable(run.graph(), switches, scales, folder / "switchable.onnx")
+    # As it comes to another process.
+    return World(run, pickle.loads(pickle.dumps(file)).open(), switches, scales)
 
 
 def decision(run: ZooRun, site: Site, recipe: Recipe, scales: dict[str, float]) -> Decision:
@@ -80,31 +92,31 @@ def planned(run: ZooRun, decisions: list[Decision], folder: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_all_off_is_the_plain_model(name, tmp_path):
-    run, switchable, _ = make(name, tmp_path)
-    inputs = inputs_of(run)
-    plain = OnnxSession(run.artifact.path, SessionOptions(threads=1)).run(inputs)
-    assert switchable.output_names == ("logit",)
+    world = make(name, tmp_path)
+    inputs = inputs_of(world.run)
+    plain = OnnxSession(world.run.artifact.path, SessionOptions(threads=1)).run(inputs)
+    assert world.model.file.outputs == ("logit",)
     # The sites sit in branches, where ONNX Runtime fuses less: rounding in another order. Seen: 6e-8.
-    np.testing.assert_allclose(switchable.run(inputs)["logit"], plain["logit"], rtol=0, atol=5e-7)
+    np.testing.assert_allclose(world.model.run(inputs)["logit"], plain["logit"], rtol=0, atol=5e-7)
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_switches_do_what_a_plan_does(name, tmp_path):
     """Each product alone, then all of them, against Q/DQ with the same scales."""
-    run, switchable, scales = make(name, tmp_path)
-    inputs = inputs_of(run)
-    exact = switchable.run(inputs)["logit"]
+    world = make(name, tmp_path)
+    run, model, inputs = world.run, world.model, inputs_of(world.run)
+    exact = model.run(inputs)["logit"]
     decisions, moved = [], 0
-    for switch in switchable.switches:
+    for switch in world.switches:
         if switch.site.kind is SiteKind.NORM:
             continue
-        decisions.append(decision(run, switch.site, switch.recipe, scales[PER_TENSOR.activation_id]))
-        got = switchable.run(inputs, (switch.site.name,))["logit"]
+        decisions.append(decision(run, switch.site, switch.recipe, world.scales[PER_TENSOR.activation_id]))
+        got = model.run(inputs, (switch.site.name,))["logit"]
         np.testing.assert_allclose(got, planned(run, decisions[-1:], tmp_path), rtol=0, atol=1e-5)
         moved += int(np.abs(got - exact).max() > 1e-5)
     # Some sites of InterFormer's attention move nothing: with random weights its softmax is nearly uniform.
     assert moved >= len(decisions) * 0.7
-    joint = switchable.run(inputs, [d.site for d in decisions])["logit"]
+    joint = model.run(inputs, [d.site for d in decisions])["logit"]
     difference = np.abs(joint - planned(run, decisions, tmp_path))
     # An FP8 rounding tie that falls the other way moves the rows that it is in; seen: at most one row.
     assert (difference > 1e-5).mean() <= 0.01
@@ -112,8 +124,8 @@ def test_switches_do_what_a_plan_does(name, tmp_path):
 
 
 def test_a_norm_in_bfloat16_moves_the_output_a_little(tmp_path):
-    run, switchable, _ = make("dcnv2", tmp_path)
-    inputs = inputs_of(run)
-    exact = switchable.run(inputs)["logit"]
-    low = switchable.run(inputs, ("over.norm1",))["logit"]
+    world = make("dcnv2", tmp_path)
+    inputs = inputs_of(world.run)
+    exact = world.model.run(inputs)["logit"]
+    low = world.model.run(inputs, ("over.norm1",))["logit"]
     assert 1e-6 < np.abs(low - exact).max() < 1e-2

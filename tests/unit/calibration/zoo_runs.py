@@ -24,7 +24,17 @@ ROWS = 1500
 BATCH = 512
 OUTPUTS = (OutputSpec("logit", OutputKind.LOGIT, "label"),)
 
-__all__ = ["BATCH", "MODEL_NAMES", "OUTPUTS", "ROWS", "ZooRun", "capture", "prepared", "zoo_run"]
+__all__ = [
+    "BATCH",
+    "MODEL_NAMES",
+    "OUTPUTS",
+    "ROWS",
+    "ZooRun",
+    "capture",
+    "capture_from",
+    "prepared",
+    "zoo_run",
+]
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,19 @@ def zoo_run(name: str) -> ZooRun:
 
 def capture(model: GraphModel, tensors: list[str], inputs: Arrays, folder: Path) -> Arrays:
     """Values of inner tensors, with every tensor an output of the graph; one thread, no fusions."""
+    session = _capturing(model, tensors, folder, optimize=False)
+    return session.run({name: inputs[name] for name in session.input_names}, list(dict.fromkeys(tensors)))
+
+
+def capture_from(path: Path, tensors: list[str], data: Dataset, folder: Path) -> Arrays:
+    """Values of inner tensors as the probe's own session computes them: fused, and in batches of `BATCH`."""
+    session = _capturing(GraphModel.load(path), tensors, folder, optimize=True)
+    names = list(dict.fromkeys(tensors))
+    parts = [session.run(batch.inputs, names) for batch in data.batches(BATCH)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+def _capturing(model: GraphModel, tensors: list[str], folder: Path, optimize: bool) -> OnnxSession:
     known = model.tensors()
     present = {tensor.name for tensor in model.outputs}
     for name in dict.fromkeys(tensors):
@@ -71,5 +94,4 @@ def capture(model: GraphModel, tensors: list[str], inputs: Arrays, folder: Path)
             model.add_output(known[name], np.float32, None)
     path = folder / "captured.onnx"
     model.save(path)
-    session = OnnxSession(path, SessionOptions(threads=1, optimize=False))
-    return session.run({name: inputs[name] for name in session.input_names}, list(dict.fromkeys(tensors)))
+    return OnnxSession(path, SessionOptions(threads=1, optimize=optimize))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from loka_onnx.config import (
     Backend,
+    Executor,
     PlanId,
     RunConfig,
     ScaleRule,
@@ -82,8 +83,14 @@ class TestMeaning:
         assert config.calibration.model_dump() == {
             "batch_size": 512,
             "rows": None,
-            "sensitivity_rows": 16384,
+            "sensitivity_rows": None,
+            "stop_when_decided": True,
+            "confidence": 0.95,
+            "draws": 4,
+            "error_precision": 0.02,
             "seed": 0,
+            "executor": Executor.LOCAL,
+            "ray_address": None,
         }
         assert config.plan.base is Precision.BF16
         assert config.plan.weight_granularity is WeightGranularity.BEST
@@ -127,6 +134,20 @@ class TestMeaning:
             run_file, {"model": {"torch": "mymodels.ranker:build", "arguments": {"width": 8}}}
         ).model
         assert (model.torch, model.onnx, model.arguments) == ("mymodels.ranker:build", None, {"width": 8})
+
+    def test_an_output_without_labels_says_so(self, run_file: Path) -> None:
+        config = load_run_file(run_file, {"outputs.0.label": None})
+        assert config.output_specs == (OutputSpec("ctr", OutputKind.LOGIT, None, budget=2e-4),)
+        assert config.columns == ("request_id", "country")
+        # Left out it may have been forgotten, and the run would be judged on less than was meant.
+        assert refusal(run_file, old="    label: clicked\n", new="").startswith(
+            "DIR/ranker-fp8.yaml:3: `outputs[0]` lacks the key 'label'\n"
+        )
+
+    def test_only_a_slice_may_hold_nulls(self, run_file: Path) -> None:
+        config = load_run_file(run_file, {"data.slices": ["country", "request_id", "clicked"]})
+        assert config.columns == ("clicked", "request_id", "country")
+        assert config.nullable_columns == {"country"}
 
     def test_a_run_configuration_is_frozen(self, run_file: Path) -> None:
         config = load_run_file(run_file)
@@ -190,6 +211,7 @@ class TestSchemaMessages:
             ("2e-4", ".inf", 6, "`outputs[0].budget` must be a finite number", "found the number inf"),
             ("2e-4", "tiny", 6, "`outputs[0].budget` must be a number", "found the text 'tiny'"),
             ("name: ctr", "name: [ctr]", 3, "`outputs[0].name` must be text", "found a list of 1"),
+            ("label: clicked", "label: 3", 5, "`outputs[0].label` must be text", "found the number 3"),
             ("name: ctr", "name:", 3, "`outputs[0].name` must be text", "found nothing (null)"),
             ("slices: [country]", "slices: a", 13, "`data.slices` must be a list", "found the text 'a'"),
             ("[age, price]", "[]", 11, "`data.inputs.dense` must be a list with at least one entry", "of 0"),
@@ -290,9 +312,17 @@ class TestRulesBetweenKeys:
             ),
             ("batch.min", 8192, "", "`batch.min` is larger than `batch.max`"),
             ("batch.serve", [8, 8], "", "the serving batch 8 is listed twice"),
+            ("calibration.ray_address", "auto", "", "`ray_address` belongs to the executor 'ray'"),
             ("plan.force", ["a.*", "*.calibrator"], "", "the pattern '*.calibrator' is both kept and forced"),
             ("plan.plans", ["fp8-safe"], "", "the plan 'fp32' must compete"),
             ("plan.plans", ["fp32", "bf16", "bf16"], "", "the plan 'bf16' is listed twice"),
+            (
+                "outputs.0",
+                {"name": "spend", "kind": "regression", "label": None},
+                "",
+                "a regression needs a label, and output 'spend' has none",
+            ),
+            ("data.slices", ["country", "country"], "", "the slice column 'country' is listed twice"),
             (
                 "targets",
                 [{"device": "cpu", "backends": ["onnxruntime"]}] * 2,
@@ -391,6 +421,29 @@ class TestOverrides:
         assert config.calibration.rows == 64
         assert config.outputs[0].budget == 0.1
         assert config.threads == 2
+
+    def test_a_ray_cluster(self, run_file: Path) -> None:
+        config = load_run_file(
+            run_file, {"calibration.executor": "ray", "calibration.ray_address": "ray://host:10001"}
+        )
+        assert (config.calibration.executor, config.calibration.ray_address) == ("ray", "ray://host:10001")
+
+    @pytest.mark.parametrize(
+        ("key", "value", "what"),
+        [
+            ("confidence", 1.0, "must be less than 1"),
+            ("confidence", 0.5, "must be greater than 0.5"),
+            ("draws", 9, "must be at most 8"),
+            ("draws", 0, "must be at least 1"),
+            ("error_precision", 0.0, "must be greater than 0"),
+            ("sensitivity_rows", 0, "must be at least 1"),
+            ("executor", "dask", "must be one of local, ray"),
+        ],
+    )
+    def test_limits_of_calibration(self, run_file: Path, key: str, value: object, what: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            load_run_file(run_file, {f"calibration.{key}": value})
+        assert caught.value.what == f"`calibration.{key}` {what}"
 
     def test_the_message_names_the_override_and_not_a_line(self, run_file: Path) -> None:
         assert refusal(run_file, batch__max="many").startswith(

@@ -223,6 +223,8 @@ def test_nulls_are_refused_in_numbers_and_empty_in_strings(tmp_path):
         "",
         "fr",
     ]
+    with_null = open_dataset(path, BINDINGS, ("country",), None, ("country",))
+    assert next(with_null.batches(3)).columns["country"].tolist() == ["de", None, "fr"]
     raw["item"] = pa.array([1, None, None], pa.int64())
     with pytest.raises(
         DataError, match=r"column 'item' of 'rows.parquet' holds nulls\n.*2 of 3 rows.*row 1: null"
@@ -286,6 +288,36 @@ def test_missing_empty_and_unknown_files(tmp_path):
 def test_reading_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="nothing is read from the data file"):
         open_dataset(write(tmp_path, columns()), ())
+
+
+def test_a_null_is_a_value_of_a_slice(tmp_path):
+    raw = columns(6)
+    raw["shop"] = pa.array([7, 8, 9, None, 7, None], pa.int32())
+    raw["score"] = pa.array([0.5, float("nan"), float("inf"), None, 1.0, 1.0])
+    raw["when"] = pa.array([0, None, 1, 2, 3, 4], pa.timestamp("s"))
+    names = ("shop", "score", "when", "label")
+    # Row groups of two: batches join pieces with nulls and pieces without.
+    path = write(tmp_path, raw, row_group=2)
+    data = open_dataset(path, BINDINGS, names, None, names[:3])
+    data.check()
+    got = [batch.columns for batch in data.batches(4)]
+    assert np.concatenate([part["shop"] for part in got]).tolist() == [7, 8, 9, None, 7, None]
+    assert str(np.concatenate([part["score"] for part in got]).tolist()) == "[0.5, nan, inf, None, 1.0, 1.0]"
+    assert np.isnat(got[0]["when"]).tolist() == [False, True, False, False]
+    with pytest.raises(DataError, match=r"column 'shop' of 'rows\.parquet' holds nulls"):
+        open_dataset(path, BINDINGS, names).check()
+
+
+def test_lists_are_no_slices(tmp_path):
+    raw = columns(3)
+    raw["tags"] = pa.array([[1, 2]] * 3)
+    with pytest.raises(DataError) as caught:
+        open_dataset(write(tmp_path, raw), BINDINGS, ("tags",), None, ("tags",))
+    assert str(caught.value) == (
+        "column 'tags' of 'rows.parquet' holds lists, where one value a row is wanted\n"
+        "  evidence: its stored type is list<element: int64>\n"
+        "  remedy: name a column of numbers, strings or timestamps under `data.slices`"
+    )
 
 
 def test_timestamps_can_be_slices_but_not_inputs(tmp_path):

@@ -12,9 +12,12 @@ from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.evaluation import BudgetStatus
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import ConfigError, DataError, EvaluationError, InternalError
-from loka_onnx.evaluation.accuracy import budget_status, evaluate_outputs, evaluate_reference, rows_to_decide
+from loka_onnx.evaluation.accuracy import Units, evaluate_outputs, evaluate_reference
+from loka_onnx.evaluation.budget import budget_status, rows_to_decide
+from loka_onnx.evaluation.columns import group_ids
 
 LOGIT = OutputSpec("ctr", OutputKind.LOGIT, "clicked")
+UNLABELLED = OutputSpec("ctr", OutputKind.LOGIT, None)
 
 
 def sigmoid(z):
@@ -33,7 +36,8 @@ def sample(rows=4000, noise=0.05, seed=20):
 
 
 def one(reference, candidate, columns, spec=LOGIT, groups=None):
-    (result,) = evaluate_outputs({spec.name: reference}, {spec.name: candidate}, columns, (spec,), groups)
+    units = None if groups is None else Units(group_ids(groups))
+    (result,) = evaluate_outputs({spec.name: reference}, {spec.name: candidate}, columns, (spec,), units)
     return result
 
 
@@ -95,6 +99,81 @@ def test_probability_output_is_judged_as_its_logit_and_clipped():
     clipped = one(p, p_prime, {"clicked": y}, spec)
     bound = math.log((1 - 1e-5) / 1e-5) * (1 if y[0] == 0 else -1)
     assert clipped.difference.delta_max == pytest.approx(abs(bound - z[0]), rel=1e-9)
+
+
+def test_without_labels_kl_over_the_mean_entropy_is_judged_and_nothing_is_invented():
+    z, z_prime, y = sample()
+    result = one(z, z_prime, {}, UNLABELLED)
+    p, p_prime = sigmoid(z), sigmoid(z_prime)
+    kl = p * np.log(p / p_prime) + (1 - p) * np.log((1 - p) / (1 - p_prime))
+    entropy = -p * np.log(p) - (1 - p) * np.log(1 - p)
+    got = result.difference
+    ratio = kl.mean() / entropy.mean()
+    half = stats.t.ppf(0.975, 3999) * (kl - ratio * entropy).std() / math.sqrt(3999) / entropy.mean()
+    assert (got.kl.value, got.kl.upper) == pytest.approx((ratio, ratio + half), rel=1e-9)
+    assert (got.denominator, got.judged_name) == ("entropy", "KL over the mean entropy")
+    assert got.judged is got.kl
+    assert (got.delta_ne, got.labelled, got.delta_auc, got.delta_prediction_ratio) == (None,) * 4
+    metrics = result.metrics
+    assert (metrics.loss, metrics.normalized_entropy, metrics.auc, metrics.prediction_ratio) == (None,) * 4
+    assert got.delta_rmse == pytest.approx(np.sqrt(((z_prime - z) ** 2).mean()))
+    labelled = one(z, z_prime, {"clicked": y}).difference
+    assert (labelled.denominator, labelled.judged_name) == ("loss", "ΔNE")
+    assert labelled.judged is labelled.delta_ne
+
+
+def test_without_labels_the_upper_bound_of_kl_decides():
+    z, z_prime, _ = sample()
+    kl = one(z, z_prime, {}, UNLABELLED).difference.kl
+    for budget, status in (
+        (kl.upper * 1.001, "within"),
+        (kl.upper * 0.999, "undecided"),
+        (kl.lower * 1.001, "undecided"),
+        (kl.lower * 0.999, "beyond"),
+    ):
+        result = one(z, z_prime, {}, OutputSpec("ctr", OutputKind.LOGIT, None, budget=budget))
+        assert result.budget_status == status
+        assert (result.rows_to_decide is not None) == (status == "undecided")
+
+
+def test_without_labels_probabilities_weights_and_groups_count_as_with_them():
+    z, z_prime, _ = sample(600)
+    w = np.random.default_rng(22).integers(1, 4, 600)
+    spec = OutputSpec("p", OutputKind.PROBABILITY, None, weight="w")
+    weighted = one(sigmoid(z), sigmoid(z_prime), {"w": w}, spec).difference
+    users = np.repeat(np.arange(600), w)
+    copied = one(np.repeat(z, w), np.repeat(z_prime, w), {}, UNLABELLED, users).difference
+    assert (weighted.kl.value, weighted.kl.upper) == pytest.approx((copied.kl.value, copied.kl.upper))
+
+
+def test_without_labels_what_does_not_fit_is_refused():
+    with pytest.raises(EvaluationError) as caught:
+        one(Y, np.zeros(3), {}, UNLABELLED)
+    assert str(caught.value) == (
+        "output 'ctr' of the candidate has another number of rows than the reference's\n  evidence: 3 and 2"
+    )
+    with pytest.raises(DataError, match="output 'ctr' cannot be judged: the split holds no rows"):
+        one(Y[:0], Y[:0], {}, UNLABELLED)
+    with pytest.raises(DataError, match="output 'ctr' cannot be judged: the split holds no rows"):
+        one(Y[:0], Y[:0], {"w": Y[:0]}, OutputSpec("ctr", OutputKind.LOGIT, None, weight="w"))
+    with pytest.raises(EvaluationError) as caught:
+        one(1e4 * (Y + 1), 1e4 * (Y + 1), {}, UNLABELLED)
+    assert str(caught.value) == (
+        "the entropy of the FP32 reference on output 'ctr' is 0, so no change is relative to it\n"
+        "  evidence: it predicts 0 or 1 for certain on 2 rows\n"
+        "  remedy: check the kind of the output, or give labels"
+    )
+
+
+def test_a_regression_without_labels_has_nothing_to_be_relative_to():
+    with pytest.raises(ConfigError) as caught:
+        OutputSpec("spend", OutputKind.REGRESSION, None)
+    assert str(caught.value) == (
+        "a regression needs a label, and output 'spend' has none\n"
+        "  evidence: without labels a change is relative to the mean entropy of the predictions, which a "
+        "regression does not have\n"
+        "  remedy: name the column of its label, or do not judge this output"
+    )
 
 
 def test_regression_output_uses_squared_error():

@@ -13,6 +13,7 @@ from loka_onnx.errors import InternalError
 from loka_onnx.numerics.task_metrics import (
     auc,
     base_rate_entropy,
+    entropy_rows,
     log_loss_rows,
     logits_from_probabilities,
     normalized_entropy,
@@ -42,6 +43,14 @@ def test_log_loss_is_precise_everywhere(z, y):
         p = 1 / (1 + mpmath.exp(-mpmath.mpf(z)))
         expected = float(-(y * mpmath.log(p) + (1 - y) * mpmath.log1p(-p)))
     assert log_loss_rows(np.array([z]), np.array([y]))[0] == pytest.approx(expected, rel=1e-14, abs=0)
+
+
+@pytest.mark.parametrize("z", [-700.0, -40.0, -3.0, 0.0, 1e-9, 5.0, 40.0, 700.0])
+def test_entropy_is_precise_everywhere(z):
+    with mpmath.workdps(600):
+        p = 1 / (1 + mpmath.exp(-mpmath.mpf(z)))
+        expected = float(-p * mpmath.log(p) - (1 - p) * mpmath.log1p(-p))
+    assert entropy_rows(np.array([z]))[0] == pytest.approx(expected, rel=1e-14, abs=0)
 
 
 def test_float32_logits_are_computed_in_float64():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +11,12 @@ import onnx.parser
 from onnx import numpy_helper
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
-from loka_onnx.core.intervals import Interval
-from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.profile import Profile, Sampling, SiteProfile
+from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
-from loka_onnx.core.sensitivity import Sensitivity
+from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
 from loka_onnx.core.site import Operand, Site, SiteKind
-from loka_onnx.core.statistics import RangeStats
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 
@@ -37,6 +37,9 @@ BODY = """
 WEIGHTS = {"w0": (32, 64), "w1": (64, 16), "w2": (256, 16), "w3": (16, 1)}
 FLOPS = {"fc0": 2 * 32 * 64, "fc1": 2 * 64 * 16, "fc2": 2 * 256 * 16}
 """Per example, of the sites that can run in FP8."""
+UNITS = 2**20
+"""A power of two: then the moments of a KL without spread give a standard error of exactly 0."""
+FIXED = Sampling(UNITS, 1, UNITS)
 
 
 def write_model(folder: Path) -> ModelArtifact:
@@ -58,45 +61,67 @@ def write_model(folder: Path) -> ModelArtifact:
     return ModelArtifact(path, graph.save(path), 21, (), (), find_sites(graph), "test")
 
 
-def around(value: float, half_width: float = 0.0) -> Interval:
-    return Interval(value, value - half_width, value + half_width, 0.95, 1000)
+def kl_of(value: float, error: float = 0.0, units: int = UNITS) -> RatioMoments:
+    """Moments of a ratio with that value and that standard error: ψ² sums to error²·n·(n − 1) for B = 1."""
+    squares = value * value * units + error * error * units * (units - 1)
+    sums = (value * units, units, squares, value * units, units)
+    return RatioMoments(units, units, *(ExactSum.of([float(s)]) for s in sums))
+
+
+NO_KL = kl_of(0.0)
+
+
+def sensitivity(
+    recipe: str, output: str, kl: RatioMoments, draws: Draws | None = None, denominator: str = "loss"
+) -> Sensitivity:
+    delta = DeltaSums(*(ExactSum.of([s]) for s in (1000.0, 0.0, 0.1)))
+    return Sensitivity.of(SensitivityName(recipe, output, denominator), delta, kl, None, draws)
 
 
 def profile_of(
-    model: ModelArtifact, kl: Mapping[str, Interval], outputs: tuple[OutputSpec, ...] = (CTR,)
+    model: ModelArtifact,
+    kl: Mapping[str, RatioMoments],
+    outputs: tuple[OutputSpec, ...] = (CTR,),
+    scale: float = 0.0078125,
 ) -> Profile:
     """A profile with the given KL per site (zero for the others), the same for every output."""
-    sites = tuple(
+    recipes = {s.name: "bf16" if s.kind is SiteKind.NORM else PER_CHANNEL_WEIGHT.id for s in model.sites}
+    entries = tuple(
         SiteProfile(
             site.name,
-            {o.tensor: RangeStats(100, 3.0, -3.0, 2.0, 0.0, 100.0) for o in site.operands},
+            {},
             (),
-            tuple(sensitivity(site, spec.name, kl.get(site.name, around(0.0))) for spec in outputs),
+            tuple(sensitivity(recipes[site.name], spec.name, kl.get(site.name, NO_KL)) for spec in outputs),
         )
         for site in model.sites
     )
-    return Profile(model.digest, "data", 1000, 1000, False, sites, {}, {})
+    tensors = {o.tensor: scale for site in model.sites for o in site.operands if not o.constant}
+    scales = {PER_CHANNEL_WEIGHT.activation_id: tensors}
+    return Profile(model.digest, "data", 1000, 1000, FIXED, False, entries, {}, scales, {})
 
 
-def sensitivity(site: Site, output: str, kl: Interval) -> Sensitivity:
-    recipe = "bf16" if site.kind is SiteKind.NORM else PER_CHANNEL_WEIGHT.id
-    return Sensitivity(recipe, output, "loss", 0.01, 0.0, kl, None)
-
-
-def linear(name: str, k: int, n: int, rows: int = 1) -> Site:
+def linear(name: str, k: int = 16, n: int = 16, rows: int = 1) -> Site:
     operands = (Operand(f"{name}.x", 0, False, 1, (None, k)), Operand(f"{name}.w", 1, True, 0, (k, n)))
     return Site(name, SiteKind.LINEAR, "MatMul", operands, f"{name}.y", k, n, rows)
 
 
-def bare_profile(kl: Mapping[str, Mapping[str, Interval]]) -> Profile:
+def norm(name: str) -> Site:
+    return Site(name, SiteKind.NORM, "LayerNormalization", (Operand("x", 0, False, None, ()),), "y", 8, 0, 1)
+
+
+def group(tensor: str, sites: Sequence[str], kl: Mapping[str, RatioMoments]) -> SiteGroup:
+    return SiteGroup(tensor, tuple(sites), tuple(sensitivity("r", name, m) for name, m in kl.items()))
+
+
+def bare_profile(
+    kl: Mapping[str, Mapping[str, RatioMoments]],
+    groups: Sequence[SiteGroup] = (),
+    sampling: Sampling = FIXED,
+    draws: Draws | None = None,
+) -> Profile:
     """A profile that knows nothing but KL, by site and output."""
-    sites = tuple(
-        SiteProfile(
-            name,
-            {},
-            (),
-            tuple(Sensitivity("r", output, "loss", 0.0, 0.0, value, None) for output, value in by.items()),
-        )
+    entries = tuple(
+        SiteProfile(name, {}, (), tuple(sensitivity("r", output, m, draws) for output, m in by.items()))
         for name, by in kl.items()
     )
-    return Profile("model", "data", 1, 1, False, sites, {}, {})
+    return Profile("model", "data", 1, 1, sampling, False, entries, {}, {}, {}, tuple(groups))

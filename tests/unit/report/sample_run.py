@@ -28,14 +28,16 @@ from loka_onnx.core.evaluation import (
     TargetChoice,
     TaskMetrics,
 )
+from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
-from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
+from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.rewrite import Applied, Declined, RewriteLog, RewriteRecord
-from loka_onnx.core.sensitivity import Sensitivity
+from loka_onnx.core.sensitivity import LOSS, DeltaSums, Sensitivity, SensitivityName
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.report import DataDescription, ReportData, SplitDescription
@@ -230,6 +232,7 @@ def evaluate(engine: EngineArtifact, split: str, pair: tuple, labels: np.ndarray
     delta = interval(change, base.mean())
     status = "within" if delta.upper <= BUDGET else "beyond" if delta.lower > BUDGET else "undecided"
     difference = PairedDifference(
+        denominator=LOSS,
         delta_ne=delta,
         kl=interval(change - labelled, base.mean()),
         labelled=interval(labelled, base.mean()),
@@ -348,19 +351,37 @@ def make_profile(sites: tuple[str, ...], rows: np.ndarray, model: ModelArtifact)
         float(np.abs(values).max()),
         float(values.min()),
         float(values.max()),
-        float(values.sum()),
-        float((values**2).sum()),
+        ExactSum.of([float(values.sum())]),
+        ExactSum.of([float((values**2).sum())]),
     )
-    error = ErrorStats(PER_TENSOR.id, 6.0 / 448, 1000, 250.0, 0.25, 250.0, 250.1, 1000, 2, 5)
-    kl, labelled = Interval(1.2e-5, 1.1e-5, 1.3e-5, 0.95, 4000), Interval(-3e-6, -9e-5, 8.4e-5, 0.95, 4000)
-    sensitivity = Sensitivity(PER_TENSOR.id, "ctr", "loss", 0.02, 1e-4, kl, labelled)
+    energies = (ExactSum.of([value]) for value in (250.0, 0.25, 250.1))
+    error = ErrorStats(PER_TENSOR.id, 6.0 / 448, 1000, *energies, 1000, 2, 5)
+    delta = DeltaSums(*(ExactSum.of([value]) for value in (4000.0, 0.4, 1.6)))
+    name = SensitivityName(PER_TENSOR.id, "ctr", LOSS)
+    sensitivity = Sensitivity.of(name, delta, moments(1.2e-5, 5e-7), moments(-3e-6, 4e-5))
     entries = (
         SiteProfile(sites[0], {"dense": ranges}, (error,), (sensitivity,)),
         SiteProfile(sites[1], {"r0": ranges}, (error,), (sensitivity,)),
     )
     return Profile(
-        model.digest, digest_bytes(rows.tobytes()), ROWS, 2000, True, entries, {"ctr": 0.45}, {"ranges": 0.5}
+        model_digest=model.digest,
+        data_digest=digest_bytes(rows.tobytes()),
+        rows=ROWS,
+        error_rows=ROWS,
+        sampling=Sampling(2000, 1, 2000),
+        synthetic=True,
+        sites=entries,
+        baseline_loss={"ctr": WeightedMean(ExactSum.of([900.0]), ExactSum.of([2000.0]))},
+        scales={PER_TENSOR.activation_id: {"dense": 6.0 / 448, "r0": 6.0 / 448}},
+        seconds={"ranges": ExactSum.of([0.5])},
     )
+
+
+def moments(value: float, error: float, units: int = 2000) -> RatioMoments:
+    """Those of a ratio with that value and that standard error: ψ² sums to error²·n·(n − 1) for B = 1."""
+    squares = value * value * units + error * error * units * (units - 1)
+    sums = (value * units, float(units), squares, value * units, float(units))
+    return RatioMoments(units, units, *(ExactSum.of([s]) for s in sums))
 
 
 def make_rewrites(sites: tuple[str, ...]) -> RewriteLog:

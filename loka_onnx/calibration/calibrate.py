@@ -1,0 +1,257 @@
+"""The Probe stage: ranges, then FP8 error under the scales that the ranges give, then sensitivity.
+
+Passes in turn, because FP8 error depends on the scale and the scale on the final range. Each streams: a batch
+leaves behind sums, so memory does not grow with the rows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.calibration.executors import Executor, LocalExecutor
+from loka_onnx.calibration.loss_rows import denominator_of
+from loka_onnx.calibration.perturbation import draw_factors
+from loka_onnx.calibration.probe import PassOptions, Probe, scales_of
+from loka_onnx.calibration.sensitivity import (
+    Sensitivities,
+    SensitivityOptions,
+    SensitivityPass,
+    Subject,
+)
+from loka_onnx.calibration.switchable import Switch
+from loka_onnx.calibration.taps import recipes_for
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
+from loka_onnx.core.site import Site
+from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.data import Dataset
+from loka_onnx.errors import InternalError
+from loka_onnx.graph.model import GraphModel, values_of
+from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
+
+OpenVerdicts = Callable[[Profile], tuple[str, ...]]
+"""Names the sites whose verdict a profile leaves open."""
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """How calibration runs.
+
+    Attributes:
+        recipes: Recipes whose error is measured.
+        weight: Granularity of the recipe whose sensitivity is measured, and which the plan will use; None
+            for any. Of the recipes that it leaves, the one with the smallest measured error is taken, site by
+            site; the first of several.
+        scales: Activation scales by `Recipe.activation_id` and tensor name, to measure under; None for those
+            that the ranges give. With given ones, the profile merges with one that has the same.
+        only: Sites to calibrate; None for all.
+        synthetic: Whether the data was generated.
+        batch_size: Rows of one pass through the graph.
+        rows: Rows that are used at all, from the first on; None for all.
+        error_precision: Relative precision of a site's error at which the error pass may stop; None for all
+            rows.
+        sensitivity_rows: Most rows for the sensitivity pass; None for as many as are used at all.
+        open_verdicts: Asked at each look of the sensitivity pass which verdicts are still open; the pass ends
+            when none is. None for one look at the end, after `sensitivity_rows`.
+        group: Column of rows that belong together; None where rows are independent.
+        draws: Draws of the rounding noise (`calibration.perturbation`); 1 for the scales themselves only.
+        seed: Order in which rows are taken where not all of them may be.
+        threads: Batches at once, each on one thread; 0 for one a core.
+        executor: Where batches run; None for threads of this process.
+    """
+
+    recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
+    weight: Granularity | None = None
+    scales: Mapping[str, Mapping[str, float]] | None = None
+    only: frozenset[str] | None = field(default=None)
+    synthetic: bool = False
+    batch_size: int = 512
+    rows: int | None = None
+    error_precision: float | None = 0.02
+    sensitivity_rows: int | None = None
+    open_verdicts: OpenVerdicts | None = None
+    group: str | None = None
+    draws: int = 4
+    seed: int = 0
+    threads: int = 0
+    executor: Executor | None = None
+
+    def __post_init__(self) -> None:
+        if not any(recipe.weight is Granularity.PER_TENSOR for recipe in self.recipes):
+            raise InternalError(
+                "calibration needs a recipe with per-tensor weights: interactions have no other",
+                evidence=f"recipes {', '.join(recipe.id for recipe in self.recipes) or '(none)'}",
+            )
+
+
+def calibrate(
+    model: ModelArtifact,
+    outputs: tuple[OutputSpec, ...],
+    data: Dataset,
+    scratch: Path,
+    options: ProbeOptions | None = None,
+    progress: Progress = silent,
+) -> Profile:
+    """Measure every site on real rows.
+
+    Args:
+        model: The model; its path must be readable from here.
+        outputs: Judged outputs.
+        data: The calibration split.
+        scratch: Directory for instrumented models, on the file system of the model.
+        options: How to run.
+        progress: Called as rows are done.
+
+    Raises:
+        CalibrationError: An activation or an output is not finite, or a loss is 0.
+        ConfigError: An output is a regression without labels, or an option is out of range.
+    """
+    options = options or ProbeOptions()
+    _check(outputs, options)
+    sites = tuple(s for s in model.sites if options.only is None or s.name in options.only)
+    executor = options.executor or LocalExecutor(options.threads)
+    clock = _Clock()
+    probe = Probe(model, sites, data, _pass_options(options), executor, progress)
+    with clock.times("ranges"):
+        ranges = probe.ranges(scratch)
+    scales = (
+        scales_of(ranges, options.recipes)
+        if options.scales is None
+        else {rounding: dict(known) for rounding, known in options.scales.items()}
+    )
+    with clock.times("errors"):
+        errors = probe.errors(scratch, ranges, scales)
+    switches = tuple(Switch(s, _planned_recipe(s, options, errors.by_site[s.name])) for s in sites)
+    graph = GraphModel.load(model.path)
+    entries = tuple(
+        SiteProfile(
+            site=site.name,
+            operands=_operand_ranges(graph, site, ranges),
+            errors=tuple(errors.by_site[site.name]),
+            sensitivities=(),
+            origins=site.merged_from,
+        )
+        for site in sites
+    )
+    weights = tuple(sorted({o.tensor for site in sites for o in site.operands if o.constant}))
+
+    def profile_of(measured: Sensitivities) -> Profile:
+        return Profile(
+            model_digest=model.digest,
+            data_digest=data.digest,
+            rows=probe.rows,
+            error_rows=errors.rows,
+            sampling=measured.sampling,
+            synthetic=options.synthetic,
+            sites=tuple(replace(e, sensitivities=measured.by_site[e.site]) for e in entries),
+            baseline_loss=measured.baseline_loss,
+            scales=scales,
+            seconds=clock.seconds,
+            groups=measured.groups,
+            weights=weights,
+        )
+
+    ask = options.open_verdicts
+    sensitivity = SensitivityPass(
+        Subject(model.path, switches, scales, outputs),
+        data,
+        _sensitivity_options(options, probe.rows),
+        executor,
+        progress,
+    )
+    with clock.times("draws"):
+        drawn = sensitivity.draws(scratch)
+    with clock.times("sensitivity"):
+        measured = sensitivity.measure(
+            scratch, drawn, None if ask is None else lambda found: ask(profile_of(found))
+        )
+    return profile_of(measured)
+
+
+class _Clock:
+    """Wall time of passes, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, ExactSum] = {}
+
+    @contextmanager
+    def times(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds = {**self.seconds, name: ExactSum.of((time.perf_counter() - began,))}
+
+
+def _check(outputs: tuple[OutputSpec, ...], options: ProbeOptions) -> None:
+    """What the last pass would refuse, before the first."""
+    for spec in outputs:
+        denominator_of(spec)
+    draw_factors(options.draws)
+
+
+def _pass_options(options: ProbeOptions) -> PassOptions:
+    return PassOptions(
+        batch_size=options.batch_size,
+        rows=options.rows,
+        recipes=options.recipes,
+        error_precision=options.error_precision,
+        seed=options.seed,
+    )
+
+
+def _sensitivity_options(options: ProbeOptions, rows: int) -> SensitivityOptions:
+    return SensitivityOptions(
+        rows=rows,
+        most=rows if options.sensitivity_rows is None else min(options.sensitivity_rows, rows),
+        batch_size=options.batch_size,
+        group=options.group,
+        draws=options.draws,
+        seed=options.seed,
+    )
+
+
+def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorStats]) -> Recipe:
+    """The recipe that a plan will use at the site: the one with the smallest error among those allowed."""
+    applicable = recipes_for(site, options.recipes)
+    allowed = [r for r in applicable if options.weight in (None, r.weight)] or list(applicable)
+    measured = {error.recipe: error.relative_error for error in errors}
+    return min(allowed, key=lambda recipe: measured.get(recipe.id, math.inf))
+
+
+def _operand_ranges(
+    graph: GraphModel, site: Site, activations: Mapping[str, RangeStats]
+) -> dict[str, RangeStats]:
+    node = graph.node(site.name)
+    return {
+        operand.tensor: _weight_range(values_of(node.inputs[operand.index]))
+        if operand.constant
+        else activations[operand.tensor]
+        for operand in site.operands
+    }
+
+
+def _weight_range(values: npt.NDArray[Any]) -> RangeStats:
+    wide = values.astype(np.float64)
+    return RangeStats(
+        count=wide.size,
+        amax=float(np.abs(wide).max()),
+        minimum=float(wide.min()),
+        maximum=float(wide.max()),
+        total=ExactSum.of((wide.sum(),)),
+        total_squares=ExactSum.of((np.square(wide).sum(),)),
+        histogram=histogram_of(count_magnitudes(values)),
+        channel_amax=tuple(np.abs(wide).reshape(-1, wide.shape[-1]).max(axis=0).tolist())
+        if wide.ndim
+        else (),
+    )

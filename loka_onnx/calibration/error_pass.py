@@ -1,0 +1,142 @@
+"""The error pass: what the batches of a graph with error taps add up to, and when that is enough.
+
+Ranges need every row, because the largest value is one row's. An error is a mean, √(ΣA/ΣB) of noise energy A
+and signal energy B, and some thousand rows say what all would. `core.ratio_moments` says how sure ΣA/ΣB is,
+at every number of batches at once, because the pass ends when it is sure enough. Its unit is the batch, so
+that nothing is asked of the rows of one batch; batches are taken to be exchangeable, which the drawn order of
+spans is for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loka_onnx.calibration.batch_totals import BatchTotals
+from loka_onnx.calibration.executors import BatchResult, BatchWork
+from loka_onnx.calibration.reductions import Outputs, all_finite, reduced_only
+from loka_onnx.calibration.taps import ErrorTap
+from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.statistics import ErrorStats
+from loka_onnx.data import Batch
+from loka_onnx.errors import CalibrationError
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+LOOK_EVERY = 16
+"""Batches between two looks at the errors."""
+TIGHTEST_AT = 64
+"""Batches at which the confidence sequence is tightest."""
+
+
+@dataclass(frozen=True)
+class ErrorWork(BatchWork[Outputs]):
+    """Runs a graph with error taps.
+
+    Attributes:
+        path: The graph.
+    """
+
+    path: Path
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """See `BatchWork.files`."""
+        return (self.path,)
+
+    def open(self) -> Callable[[Batch], Outputs]:
+        """See `BatchWork.open`."""
+        session = OnnxSession(self.path, SessionOptions(threads=1))
+        return lambda batch: reduced_only(session.run(batch.inputs))
+
+
+class ErrorTotals:
+    """Adds up batches, in place.
+
+    Args:
+        taps: What is measured.
+    """
+
+    def __init__(self, taps: Sequence[ErrorTap]) -> None:
+        self.taps = tuple(taps)
+        self.batches = 0
+        self._totals = BatchTotals()
+        # ΣA², ΣAB, ΣB² over batches, of noise energy A and signal energy B. Nothing of it is kept, so that it
+        # need not merge.
+        self._products = np.zeros((3, len(self.taps)))
+
+    @property
+    def rows(self) -> int:
+        """Rows so far."""
+        return self._totals.rows
+
+    def add(self, result: BatchResult[Outputs], where: str) -> None:
+        """Take in one batch.
+
+        Args:
+            result: The batch.
+            where: Which it is, for a message.
+
+        Raises:
+            CalibrationError: The output of a site is not finite.
+        """
+        outputs = result.value
+        if not all_finite(outputs):
+            raise self._not_finite(outputs, where)
+        self.batches += 1
+        self._totals.add(outputs, result.rows)
+        noise = np.array([tap.output.noise.read(outputs) for tap in self.taps])
+        signal = np.array([tap.output.signal.read(outputs) for tap in self.taps])
+        self._products += np.stack([noise * noise, noise * signal, signal * signal])
+
+    def is_due(self) -> bool:
+        """Whether to look at the errors now."""
+        return self.batches % LOOK_EVERY == 0
+
+    def is_precise(self, precision: float) -> bool:
+        """Whether the relative error ‖quantized − exact‖ / ‖exact‖ is known of every tap.
+
+        Args:
+            precision: Half width of its 95 % interval over its value, at most. The interval holds at all
+                looks at once.
+        """
+        return all(self._is_precise(position, precision) for position in range(len(self.taps)))
+
+    def read(self) -> dict[str, list[ErrorStats]]:
+        """Errors by site, in the order of the taps."""
+        by_site: dict[str, list[ErrorStats]] = {}
+        for tap in self.taps:
+            by_site.setdefault(tap.site, []).append(tap.read(self._totals))
+        return by_site
+
+    def _is_precise(self, position: int, precision: float) -> bool:
+        slots = self.taps[position].output
+        noise, signal = self._totals.sum(slots.noise), self._totals.sum(slots.signal)
+        if noise.value == 0.0:
+            return True
+        if signal.value == 0.0:
+            return False
+        products = (ExactSum.of([float(total)]) for total in self._products[:, position])
+        moments = RatioMoments(self.rows, self.batches, noise, signal, *products)
+        interval = moments.anytime_interval(TIGHTEST_AT * self.rows // self.batches)
+        # The lower end of the square root is the farther one.
+        return interval.lower >= (1.0 - precision) ** 2 * interval.value
+
+    def _not_finite(self, outputs: Outputs, where: str) -> CalibrationError:
+        for tap in self.taps:
+            signal, noise = tap.output.signal.read(outputs), tap.output.noise.read(outputs)
+            quantized = tap.output.quantized.read(outputs)
+            if all(map(math.isfinite, (signal, noise, quantized))):
+                continue
+            which = f"its output in {tap.recipe}" if math.isfinite(signal) else "its output"
+            return CalibrationError(
+                f"site '{tap.site}': {which} is not finite in {where}",
+                evidence=f"sum of squares {signal:g}, in {tap.recipe} {quantized:g}, of the difference "
+                f"{noise:g}",
+                remedy="an error needs finite values: drop those rows, or clamp the output in the model",
+            )
+        raise AssertionError("every reduction belongs to a tap")

@@ -1,0 +1,130 @@
+"""The loss change of every row under every unit, relative to what.
+
+Per row and exactly, ΔL = KL(p ‖ p′) + (p − y)·δ (`numerics.loss_change`). KL needs no label, so a model can
+be judged where nothing is labelled yet; what is missing there is the loss that the change is held against.
+
+**With labels** the denominator is the FP32 model's loss L on the same rows: E[ΔL]/E[L] is the relative change
+of the normalized entropy, because the entropy of the base rate stands in both and cancels.
+
+**Without labels** it is the mean entropy of the predictions, h(p) = −p·log p − (1 − p)·log(1 − p). The loss
+of a row whose label is drawn with probability q is expected to be
+
+    E_y[L] = −q·log p − (1 − q)·log(1 − p) = h(p) + (p − q)·z,     z = log(p/(1 − p)),
+
+so that E[h(p)] is the expected loss where q = p, which a calibrated model is on average over the rows with
+the same p. An overconfident model has less entropy than loss: relative to entropy its KL is too large, and
+the verdict errs on the safe side. The labelled term vanishes in expectation where E[y | p, δ] = p, and is not
+known otherwise.
+
+A regression has a loss (the squared error) but no entropy: it needs labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.core.sensitivity import ENTROPY, LOSS
+from loka_onnx.errors import CalibrationError, ConfigError
+from loka_onnx.numerics.loss_change import kl_rows, loss_change
+from loka_onnx.numerics.task_metrics import (
+    entropy_rows,
+    log_loss_rows,
+    logits_from_probabilities,
+    squared_error_rows,
+)
+
+Rows = npt.NDArray[np.float64]
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class LossRows:
+    """What low precision does to the rows of one output.
+
+    Attributes:
+        weights: (rows,).
+        denominator: (rows,) weight times the loss of the exact model, or times the entropy of its prediction.
+        delta: (units, rows) change of the logit, or of the regression output.
+        terms: (terms, units, rows) weight times KL and, with labels, weight times the labelled term.
+    """
+
+    weights: Rows
+    denominator: Rows
+    delta: Rows
+    terms: Rows
+
+
+def denominator_of(spec: OutputSpec) -> str:
+    """What losses of an output are relative to.
+
+    Raises:
+        ConfigError: It is a regression without labels.
+    """
+    if spec.label is not None:
+        return LOSS
+    if spec.kind is OutputKind.REGRESSION:
+        raise ConfigError(
+            f"output '{spec.name}' is a regression without labels: its change is relative to nothing",
+            evidence="`label` is not given; a logit or a probability would have an entropy instead of a loss",
+            remedy="name the column of its labels under `label:`, or leave the output out",
+        )
+    return ENTROPY
+
+
+def as_scores(spec: OutputSpec, values: npt.NDArray[Any]) -> Rows:
+    """(rows,) logits, or regression outputs, of a judged output."""
+    flat = values.reshape(len(values)).astype(np.float64)
+    return logits_from_probabilities(flat, spec.clip) if spec.kind is OutputKind.PROBABILITY else flat
+
+
+def loss_rows(spec: OutputSpec, exact: Rows, changed: Sequence[Rows], columns: Arrays) -> LossRows:
+    """The terms of the loss change.
+
+    Args:
+        spec: The output.
+        exact: (rows,) scores of the exact model.
+        changed: (rows,) scores with each unit switched on.
+        columns: Labels and weights by name, (rows,) each.
+
+    Raises:
+        CalibrationError: A score, a label or a weight is not finite.
+    """
+    scores = np.stack(changed) if changed else np.empty((0, exact.size))
+    weights = np.ones(exact.shape)
+    if spec.weight is not None:
+        weights = columns[spec.weight].astype(np.float64)
+    labels = None if spec.label is None else columns[spec.label].astype(np.float64)
+    _check_finite(spec, exact, scores, weights, labels)
+    if labels is None:
+        denominator, terms = entropy_rows(exact), kl_rows(exact, scores)[np.newaxis]
+    else:
+        loss = squared_error_rows if spec.kind is OutputKind.REGRESSION else log_loss_rows
+        change = loss_change(spec.kind, exact, scores, labels)
+        denominator, terms = loss(exact, labels), np.stack([change.kl, change.labelled])
+    return LossRows(weights, weights * denominator, scores - exact, weights * terms)
+
+
+def _check_finite(spec: OutputSpec, exact: Rows, scores: Rows, weights: Rows, labels: Rows | None) -> None:
+    for what, values, remedy in (
+        (f"output '{spec.name}'", exact, "drop the rows that overflow, or correct the model"),
+        (f"column '{spec.label}'", labels, "drop the rows or fill the values"),
+        (f"column '{spec.weight}'", weights, "drop the rows or fill the values"),
+        (
+            f"with a site in low precision, output '{spec.name}'",
+            scores,
+            "find the site with `loka-onnx calibrate --only`, and leave it out",
+        ),
+    ):
+        if values is not None and not np.isfinite(values).all():
+            raise CalibrationError(
+                f"{what} is not finite",
+                evidence=f"{int((~np.isfinite(values)).sum())} of {values.size} values, in a batch of "
+                f"{exact.size} rows",
+                remedy=remedy,
+            )

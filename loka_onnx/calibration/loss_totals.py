@@ -1,0 +1,245 @@
+"""Sums over rows of what units do to an output, with memory that does not grow with the rows.
+
+Each batch is summed where it ran, in float64 (and not by a BLAS, whose order of additions is that of its
+threads). Where every row is a unit of its own (of the statistics: see `core.ratio_moments`), the sums and the
+sums of squares of a batch are all there is to keep, and batches are added exactly (`core.exact_sum`):
+whatever their order, and wherever they ran, the totals are the same.
+
+Where rows belong together, sums of squares need the sums of each group, which may be as many as the rows. So
+groups are hashed into 4096 buckets and added up there. A bucket is a union of whole groups: rows of different
+buckets are as independent as rows of different groups are, and the variance between buckets is that of the
+estimate all the same, with at most 4095 degrees of freedom. The hash is fixed, so that every process puts a
+group into the same bucket; its low bits decide, as splits by the same column take its high ones. Batches are
+added in the order that an executor hands them over, which is theirs in the data, so that the totals are the
+same wherever they ran.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.calibration.loss_rows import LossRows, Rows
+from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.profile import WeightedMean
+from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.sensitivity import DeltaSums
+from loka_onnx.data.selection import stable_hash
+from loka_onnx.errors import InternalError
+from loka_onnx.numerics.column_sums import ColumnSums
+
+BUCKETS = 4096
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class GroupSums:
+    """Sums of one batch over the rows of each bucket.
+
+    Attributes:
+        buckets: (buckets,) those that occur in the batch.
+        denominator: (buckets,).
+        terms: (terms, units, buckets).
+    """
+
+    buckets: npt.NDArray[np.int64]
+    denominator: Rows
+    terms: Rows
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """One output of one batch, summed.
+
+    Attributes:
+        rows: Rows of the batch.
+        sums: (2 + 2·units,) of the weights, of the denominator, and of weighted δ and δ² for each unit.
+        squares: (1 + 3·terms·units,) sums of B², then (3, terms, units) of A, A² and A·B; None where rows
+            belong together.
+        groups: Sums of each bucket; None where each row is a unit.
+    """
+
+    rows: int
+    sums: Rows
+    squares: Rows | None
+    groups: GroupSums | None
+
+
+def sum_batch(rows: LossRows, groups: Array | None) -> BatchLoss:
+    """Sum the rows of one batch.
+
+    Args:
+        rows: Their losses.
+        groups: (rows,) what each row belongs to, numbers or strings; None where rows are independent.
+    """
+    a, b, w = rows.terms, rows.denominator, rows.weights
+    changes = (w * rows.delta, w * rows.delta**2)
+    sums = np.concatenate([[w.sum(), b.sum()], *(change.sum(axis=1) for change in changes)])
+    if groups is not None:
+        return BatchLoss(b.size, sums, None, _by_bucket(a, b, buckets_of(groups)))
+    products = [product.sum(axis=2).ravel() for product in (a, a * a, a * b)]
+    return BatchLoss(b.size, sums, np.concatenate([[(b * b).sum()], *products]), None)
+
+
+def buckets_of(groups: Array) -> npt.NDArray[np.int64]:
+    """(rows,) bucket of what each row belongs to, the same in every process.
+
+    Args:
+        groups: (rows,) numbers or strings.
+    """
+    if groups.dtype.kind == "f":
+        # Adding 0 turns −0 into 0, which is the same group.
+        groups = (groups.astype(np.float64) + 0.0).view(np.int64)
+    elif groups.dtype.kind in "mM":
+        groups = groups.view(np.int64)
+    elif groups.dtype.kind == "O":
+        # A column with nulls that is a slice as well.
+        groups = groups.astype(np.str_)
+    return (stable_hash(groups) % np.uint64(BUCKETS)).astype(np.int64)
+
+
+def _by_bucket(a: Rows, b: Rows, buckets: npt.NDArray[np.int64]) -> GroupSums:
+    order = np.argsort(buckets, kind="stable")
+    present, starts = np.unique(buckets[order], return_index=True)
+    return GroupSums(
+        present, np.add.reduceat(b[order], starts), np.add.reduceat(a[:, :, order], starts, axis=2)
+    )
+
+
+class OutputTotals(ABC):
+    """Everything known of one output, added up over batches.
+
+    Attributes:
+        rows: Rows so far.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._sums = _VectorSums()
+
+    def add(self, batch: BatchLoss) -> None:
+        """Add a batch."""
+        self.rows += batch.rows
+        self._sums.add(batch.sums)
+
+    @abstractmethod
+    def moments(self, term: int, unit: int) -> RatioMoments:
+        """One term of the loss change under one unit of sites, relative to the denominator.
+
+        Args:
+            term: 0 for KL, 1 for the labelled term.
+            unit: Position of the unit.
+        """
+
+    @abstractmethod
+    def relative(self) -> Rows:
+        """(terms, units) of the loss change, relative to the denominator."""
+
+    @property
+    def units(self) -> int:
+        """Units of sites."""
+        return len(self._sums.read()) // 2 - 1
+
+    def delta(self, unit: int) -> DeltaSums:
+        """Change of the logit under one unit of sites."""
+        weight, _, *changes = self._sums.read()
+        return DeltaSums(weight, changes[unit], changes[self.units + unit])
+
+    @property
+    def mean_denominator(self) -> WeightedMean:
+        """Mean loss of the exact model, or mean entropy of its predictions."""
+        weight, total, *_ = self._sums.read()
+        return WeightedMean(total, weight)
+
+
+class RowTotals(OutputTotals):
+    """Each row is a statistical unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._squares = _VectorSums()
+
+    def add(self, batch: BatchLoss) -> None:
+        """See `OutputTotals.add`.
+
+        Raises:
+            InternalError: The batch was summed by groups.
+        """
+        if batch.squares is None:
+            raise InternalError("a batch that was summed by groups is added to some that were not")
+        super().add(batch)
+        self._squares.add(batch.squares)
+
+    def moments(self, term: int, unit: int) -> RatioMoments:
+        """See `OutputTotals.moments`."""
+        bb, *products = self._squares.read()
+        each = len(products) // 3
+        a, aa, ab = products[term * self.units + unit :: each]
+        return RatioMoments(self.rows, self.rows, a, self.mean_denominator.total, aa, ab, bb)
+
+    def relative(self) -> Rows:
+        """See `OutputTotals.relative`."""
+        _, *products = self._squares.read()
+        values = np.array([item.value for item in products[: len(products) // 3]])
+        return np.asarray(values.reshape(-1, self.units) / self.mean_denominator.total.value)
+
+
+class BucketTotals(OutputTotals):
+    """Each bucket of groups is a statistical unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._denominator = np.zeros(BUCKETS)
+        self._seen = np.zeros(BUCKETS, dtype=np.bool_)
+        self._terms: Rows = np.zeros((0, 0, BUCKETS))
+
+    def add(self, batch: BatchLoss) -> None:
+        """See `OutputTotals.add`.
+
+        Raises:
+            InternalError: The batch was not summed by groups.
+        """
+        groups = batch.groups
+        if groups is None:
+            raise InternalError("a batch that was not summed by groups is added to some that were")
+        super().add(batch)
+        if not self._terms.size:
+            self._terms = np.zeros((*groups.terms.shape[:2], BUCKETS))
+        self._seen[groups.buckets] = True
+        self._denominator[groups.buckets] += groups.denominator
+        self._terms[:, :, groups.buckets] += groups.terms
+
+    def moments(self, term: int, unit: int) -> RatioMoments:
+        """See `OutputTotals.moments`."""
+        a, b = self._terms[term, unit, self._seen], self._denominator[self._seen]
+        sums = (ExactSum.of((values.sum(),)) for values in (a, b, a * a, a * b, b * b))
+        return RatioMoments(self.rows, int(self._seen.sum()), *sums)
+
+    def relative(self) -> Rows:
+        """See `OutputTotals.relative`."""
+        return np.asarray(self._terms.sum(axis=2) / self._denominator.sum())
+
+
+class _VectorSums:
+    """Vectors of one length, added exactly."""
+
+    def __init__(self) -> None:
+        self._columns: ColumnSums | None = None
+        self._read: tuple[ExactSum, ...] = ()
+
+    def add(self, vector: Rows) -> None:
+        if self._columns is None:
+            self._columns = ColumnSums(vector.size)
+        self._columns.add(vector)
+        self._read = ()
+
+    def read(self) -> tuple[ExactSum, ...]:
+        if self._columns is None:
+            raise InternalError("no batch was added to a total")
+        self._read = self._read or self._columns.sums()
+        return self._read

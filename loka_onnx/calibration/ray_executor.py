@@ -1,0 +1,175 @@
+"""Batches on the machines of a Ray cluster.
+
+A span is a task; each worker process loads a model once and runs its spans on one thread. Results come back
+in order and are added up here, exactly. So a profile is the one that this process would have measured, to the
+last bit, as long as the machines' processors run the same FP32 kernels. A task whose worker dies runs again
+elsewhere: a batch leaves nothing behind but its result.
+
+What a worker reads (models, their tables, the data) it opens by the same path as this process: on more than
+one machine that is a file system which all of them share. They also need this package, in the same version.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loka_onnx.calibration.executors import BatchResult, BatchWork, Executor, Span
+from loka_onnx.data import Batch, Dataset
+from loka_onnx.errors import CalibrationError, LokaError, MissingPackage
+
+R = TypeVar("R")
+
+RETRIES = 3
+"""Times that a span is run again because its worker died."""
+IN_FLIGHT = 2
+"""Spans under way or waiting to be added up, for each worker; memory is bounded by them."""
+
+_numbers = count()
+
+
+class RayExecutor(Executor):
+    """Runs spans of batches as tasks of a Ray cluster.
+
+    It connects when it is first used, and a cluster that it started ends with `close`.
+
+    Args:
+        address: Address of the cluster, ``auto`` for the one that this machine belongs to; None to start one
+            on this machine.
+        workers: Worker processes of a cluster that is started; 0 for one a core.
+
+    Raises:
+        MissingPackage: Ray is not installed.
+    """
+
+    def __init__(self, address: str | None = None, workers: int = 0) -> None:
+        self.address, self.workers = address, workers
+        self._ray = _import_ray()
+        self._is_ours = False
+
+    def run(
+        self, work: BatchWork[R], data: Dataset, spans: Iterable[Span], batch_size: int
+    ) -> Generator[BatchResult[R]]:
+        """See `Executor.run`.
+
+        Raises:
+            CalibrationError: A worker finds a file missing, or workers keep dying.
+        """
+        ray = self._connected()
+        task = ray.remote(num_cpus=1, max_retries=RETRIES)(_run_span)
+        key = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        shared = [ray.put(value) for value in (work, data)]
+        rest = iter(spans)
+        workers = max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        waiting: deque[tuple[Span, Any]] = deque()
+        try:
+            while True:
+                for span in islice(rest, IN_FLIGHT * workers - len(waiting)):
+                    waiting.append((span, task.remote(key, *shared, span, batch_size)))
+                if not waiting:
+                    return
+                span, result = waiting.popleft()
+                yield from self._fetched(span, result)
+        finally:
+            for _, result in waiting:
+                ray.cancel(result, force=False)
+
+    def close(self) -> None:
+        """End the cluster, if this executor started it."""
+        if self._is_ours:
+            self._ray.shutdown()
+            self._is_ours = False
+
+    def _connected(self) -> Any:
+        ray = self._ray
+        if not ray.is_initialized():
+            # Ray reports its use to its makers unless told otherwise.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ours: dict[str, Any] = {}
+            if self.address is None:
+                ours = {"num_cpus": self.workers or None, "include_dashboard": False}
+            try:
+                ray.init(address=self.address or "local", log_to_driver=False, logging_level="ERROR", **ours)
+            except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+                raise CalibrationError(
+                    "no Ray cluster can be reached"
+                    if self.address
+                    else "a Ray cluster cannot be started on this machine",
+                    where=f"address '{self.address}'" if self.address else "",
+                    evidence=_first_line(error),
+                    remedy="correct `calibration.ray_address`, or measure here with `--executor local`",
+                ) from error
+            self._is_ours = True
+        return ray
+
+    def _fetched(self, span: Span, result: Any) -> list[Any]:
+        errors = self._ray.exceptions
+        try:
+            found: list[Any] = self._ray.get(result)
+        except errors.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, LokaError):
+                raise cause from None
+            raise
+        except errors.RayError as error:
+            raise CalibrationError(
+                f"the Ray cluster cannot run rows {span.start} to {span.stop}: its workers keep dying",
+                evidence=f"{_first_line(error)} ({type(error).__name__}, after {RETRIES} retries)",
+                remedy="look at `ray status` and the kernel's log of killed processes: a worker needs memory "
+                "for a batch of activations; a smaller `calibration.batch_size` or fewer workers a machine "
+                "need less",
+            ) from error
+        return found
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise MissingPackage(
+            "Ray is not installed",
+            evidence=str(error),
+            remedy="pip install 'loka-onnx[ray]', or measure here with `--executor local`",
+        ) from error
+    return ray
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:400] if lines else type(error).__name__
+
+
+# In a worker ---------------------------------------------------------------------------------------
+
+_opened: dict[str, Callable[[Batch], Any]] = {}
+"""What the work of the last run opened to; a worker process runs one task at a time."""
+
+
+def _run_span(
+    key: str, work: BatchWork[R], data: Dataset, span: Span, batch_size: int
+) -> list[BatchResult[R]]:
+    """What the batches of a span left behind; `key` names the run."""
+    _check_files((*work.files, data.path))
+    if key not in _opened:
+        _opened.clear()
+        _opened[key] = work.open()
+    run = _opened[key]
+    batches: Iterator[Batch] = data.batches(batch_size, start=span.start, stop=span.stop)
+    return [BatchResult(batch.rows, run(batch)) for batch in batches]
+
+
+def _check_files(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if not path.is_file():
+            raise CalibrationError(
+                f"'{path}' is not there on '{socket.gethostname()}', a machine of the Ray cluster",
+                evidence="the process that started the run reads it",
+                remedy="put the data and the `--work` directory on a file system that all machines share, "
+                "under the same path, or measure here with `--executor local`",
+            )

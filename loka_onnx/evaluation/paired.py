@@ -1,0 +1,116 @@
+"""Loss changes of an engine row by row, and what they come to relative to the FP32 model.
+
+With labels, ΔNE is E[ΔL] / E[L_fp32] by the exact identity of `numerics.loss_change`, with the delta method
+for the estimated denominator; KL and labelled part are relative to the same denominator, so that they add up.
+
+Without labels only KL is known. It is relative to the mean entropy of the FP32 model's predictions,
+E[−p·log p − (1−p)·log(1−p)], which is its expected loss if it is calibrated (E[y | p] = p). An overconfident
+model has less entropy than loss, which makes the ratio too large: the verdict then errs on the safe side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.sensitivity import ENTROPY, LOSS
+from loka_onnx.evaluation.columns import Scores, Truth
+from loka_onnx.numerics.intervals import CONFIDENCE, ratio_interval
+from loka_onnx.numerics.loss_change import kl_rows, loss_change
+from loka_onnx.numerics.task_metrics import entropy_rows, log_loss_rows, squared_error_rows
+
+Rows = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RelativeChange:
+    """Changes of the loss over the loss (or entropy) of the FP32 model.
+
+    Attributes:
+        delta_ne: Of the whole loss; None without labels.
+        kl: Of its label-free part.
+        labelled: Of its labelled part; None without labels.
+    """
+
+    delta_ne: Interval | None
+    kl: Interval
+    labelled: Interval | None
+
+
+@dataclass(frozen=True)
+class PairedRows:
+    """What a change of one output does to the loss of each row.
+
+    Attributes:
+        base: (rows,) loss of the FP32 model, or without labels the entropy of its predictions.
+        kl: (rows,) label-free part of the change.
+        labelled: (rows,) labelled part; None without labels.
+        weights: (rows,), None for equal weights.
+        groups: (rows,) ids of rows that belong together, None for independent rows.
+        probabilities: (rows,) predictions of the FP32 model; None for a regression.
+    """
+
+    base: Rows
+    kl: Rows
+    labelled: Rows | None
+    weights: Rows | None
+    groups: npt.NDArray[np.intp] | None
+    probabilities: Rows | None
+
+    @property
+    def denominator(self) -> str:
+        """`LOSS`, or `ENTROPY` without labels."""
+        return ENTROPY if self.labelled is None else LOSS
+
+    def take(self, rows: npt.NDArray[Any]) -> PairedRows:
+        """Some of the rows, by index or mask."""
+        return PairedRows(
+            self.base[rows],
+            self.kl[rows],
+            None if self.labelled is None else self.labelled[rows],
+            None if self.weights is None else self.weights[rows],
+            None if self.groups is None else self.groups[rows],
+            None if self.probabilities is None else self.probabilities[rows],
+        )
+
+    def relative(self, confidence: float = CONFIDENCE) -> RelativeChange:
+        """The changes with two-sided intervals; needs a base that does not sum to 0."""
+
+        def over_base(rows: Rows) -> Interval:
+            return ratio_interval(rows, self.base, self.weights, self.groups, confidence)
+
+        if self.labelled is None:
+            return RelativeChange(None, over_base(self.kl), None)
+        whole = over_base(self.kl + self.labelled)
+        return RelativeChange(whole, over_base(self.kl), over_base(self.labelled))
+
+
+def paired_rows(spec: OutputSpec, before: Scores, after: Scores, truth: Truth) -> PairedRows:
+    """The changes of one output.
+
+    Args:
+        spec: The output.
+        before: Scores of the FP32 reference.
+        after: Scores of the engine on the same rows.
+        truth: Labels, as far as there are any, weights and groups.
+
+    Returns:
+        The changes, with every row.
+    """
+    probabilities = None if spec.kind is OutputKind.REGRESSION else before.predictions
+    rest = (truth.weights, truth.groups, probabilities)
+    if truth.labels is None:
+        return PairedRows(entropy_rows(before.scores), kl_rows(before.scores, after.scores), None, *rest)
+    change = loss_change(spec.kind, before.scores, after.scores, truth.labels)
+    return PairedRows(loss_rows(spec, before, truth.labels), change.kl, change.labelled, *rest)
+
+
+def loss_rows(spec: OutputSpec, scores: Scores, labels: Rows) -> Rows:
+    """(rows,) log loss, or squared error for a regression."""
+    rule = squared_error_rows if spec.kind is OutputKind.REGRESSION else log_loss_rows
+    return rule(scores.scores, labels)

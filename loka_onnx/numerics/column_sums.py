@@ -1,0 +1,91 @@
+"""Exact sums of the columns of a table that comes row by row.
+
+A column is split into a head, whose numbers have so few bits that float64 adds them without rounding, and a
+rest; the rest is split again until nothing is left. With n numbers |p| < 2ᵉ, n < 2ᴹ and σ = 2ᵉ⁺ᴹ, the head
+of p is (σ + p) − σ: a multiple of 2⁻⁵³σ, with |Σ heads| < σ, so that every order of adding is exact; and
+p − head is exact too. Two or three rounds are the rule. `math.fsum` column by column says the same and takes
+four times as long.
+
+Source: Rump, Ogita, Oishi, "Accurate Floating-Point Summation Part I: Faithful Rounding" (SIAM J. Sci.
+Comput. 31, 2008), algorithm 3.2 and lemma 3.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum
+from loka_onnx.errors import InternalError
+
+ROWS_HELD = 128
+"""Rows that wait before they are added up; memory is bounded by them."""
+
+Values = npt.NDArray[np.float64]
+
+
+class ColumnSums:
+    """Adds up rows of which many numbers may be 0, in place.
+
+    Args:
+        columns: Numbers in a row.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._waiting: list[_Row] = []
+        self._sums = [NOTHING_ADDED] * columns
+
+    def add(self, row: Values) -> None:
+        """Take in one row, (columns,).
+
+        Raises:
+            InternalError: It, or an earlier one, holds a number that is not finite.
+        """
+        filled = np.flatnonzero(row)
+        self._waiting.append(_Row(filled, row[filled]))
+        if len(self._waiting) == ROWS_HELD:
+            self._collapse()
+
+    def sums(self) -> tuple[ExactSum, ...]:
+        """The sum of each column so far.
+
+        Raises:
+            InternalError: A number is not finite.
+        """
+        if self._waiting:
+            self._collapse()
+        return tuple(self._sums)
+
+    def _collapse(self) -> None:
+        columns = np.unique(np.concatenate([row.columns for row in self._waiting]))
+        table = np.zeros((len(self._waiting), columns.size))
+        for number, row in enumerate(self._waiting):
+            table[number, np.searchsorted(columns, row.columns)] = row.values
+        self._waiting = []
+        for column, parts in zip(columns.tolist(), _exact_parts(table).T.tolist(), strict=True):
+            self._sums[column] = ExactSum.of((*self._sums[column].parts, *parts))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The numbers of a row that are not 0, and their columns."""
+
+    columns: npt.NDArray[np.intp]
+    values: Values
+
+
+def _exact_parts(table: Values) -> Values:
+    """(parts, columns) numbers of which each column adds up to the same column of the table."""
+    rest, heads = table, [np.zeros(table.shape[1])]
+    while rest.any():
+        largest = np.abs(rest).max(axis=0)
+        exponent = np.frexp(largest)[1] + len(table).bit_length()
+        if not np.isfinite(largest).all() or exponent.max() > np.finfo(np.float64).maxexp - 1:
+            raise InternalError("exact sums take finite numbers", evidence=f"up to {largest.max():g}")
+        sigma = np.where(largest > 0.0, np.ldexp(1.0, exponent), 0.0)
+        head = (sigma + rest) - sigma
+        heads.append(head.sum(axis=0))
+        rest = rest - head
+    return np.stack(heads)

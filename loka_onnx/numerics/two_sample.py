@@ -1,0 +1,191 @@
+"""Whether two sets of batches come from one distribution, and by how much they differ.
+
+**Means.** Of a statistic that each batch has one value of (its mean, its rms, its share of zeros), two tests
+are made and the larger p-value is taken:
+
+* Welch's, with standard error² = s₁²/n₁ + s₂²/n₂ and Welch–Satterthwaite's degrees of freedom. It holds when
+  one set varies more than the other, as rows in the order of time do beside shuffled ones. It is far too sure
+  of a small set that happens to hold nothing: of something that occurs in every tenth batch, eight batches
+  mostly show nothing, s is 0 there, and beside 1,000 batches that is 10 standard errors.
+* Student's, with the pooled variance, which is the variance of both under the hypothesis. It knows what eight
+  batches can be expected to show, and is too sure where the small set varies more.
+
+Either alone is wrong where the other is right, and their larger p-value is a valid p-value wherever one of
+them is. Batches are averages over many elements, which is why Student's t is used at all.
+
+**Ranges.** Let the largest magnitude of each batch be exchangeable over N batches of a profile and n live
+ones. All N + n ranks are then equally likely to be any batch's, and k or more of the live ones are beyond
+every batch of the profile exactly when the k largest of all are live:
+
+    P = n/(n + N) · (n − 1)/(n + N − 1) · … = ∏_{i<k} (n − i)/(n + N − i).
+
+No distribution is assumed. Ties make it smaller than it says.
+
+**Many tests.** Holm's step-down procedure: no false alarm in 1 − α of the cases, however the tests depend.
+
+**Size of a shift.** The population stability index Σ (qᵢ − pᵢ)·ln(qᵢ/pᵢ) over bins, which is the symmetric
+Kullback–Leibler divergence of Jeffreys. Counts get half an element more, so that an empty bin is finite.
+
+Sources: Welch, "The generalization of 'Student's' problem" (Biometrika 1947) and Satterthwaite (1946); Holm,
+"A simple sequentially rejective multiple test procedure" (1979); the index is from credit scoring (Siddiqi,
+"Credit Risk Scorecards", 2006, chapter 10: under 0.1 no shift, over 0.25 a major one), the divergence from
+Jeffreys, "An invariant form for the prior probability" (1946).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy.special import stdtr
+
+from loka_onnx.core.histogram import BINS_PER_OCTAVE, MagnitudeHistogram
+from loka_onnx.core.statistics import BatchSpread, BatchSums
+from loka_onnx.errors import InternalError
+
+FEWEST_BATCHES = 8
+"""Student's t over fewer batches has tails so wide that no test among hundreds could ever alarm."""
+
+
+@dataclass(frozen=True)
+class BatchSample:
+    """One statistic over the batches of one set.
+
+    Attributes:
+        batches: How many.
+        mean: Mean over them.
+        variance: Their sample variance, ddof = 1.
+    """
+
+    batches: int
+    mean: float
+    variance: float
+
+    @classmethod
+    def of(cls, spread: BatchSpread, statistic: str) -> BatchSample:
+        """A statistic by its name; one that is missing was 0 in every batch.
+
+        Raises:
+            InternalError: There are fewer than two batches.
+        """
+        count = spread.batches
+        if count < 2:
+            raise InternalError("a variance needs two batches", evidence=f"'{statistic}' has {count}")
+        sums = spread.statistics.get(statistic, BatchSums())
+        mean = sums.total.value / count
+        return cls(count, mean, max(sums.squares.value - count * mean * mean, 0.0) / (count - 1))
+
+
+@dataclass(frozen=True)
+class MeanChange:
+    """How two means of batches differ.
+
+    Attributes:
+        difference: Second less first.
+        standard_error: Of the difference: the larger of Welch's and Student's.
+        p_value: Two-sided.
+    """
+
+    difference: float
+    standard_error: float
+    p_value: float
+
+
+def compare_means(first: BatchSample, second: BatchSample, resolution: float = 0.0) -> MeanChange:
+    """Test whether two sets of batches have one mean.
+
+    Args:
+        first: One set, of two batches or more.
+        second: The other.
+        resolution: Error of each mean that no number of batches averages out, such as that of the arithmetic
+            on two machines; in the unit of the statistic.
+
+    Returns:
+        The difference with the larger p-value of Welch's and of Student's test. 1 where the means are equal,
+        0 where they differ and nothing varies.
+    """
+    n1, n2 = first.batches, second.batches
+    part1, part2 = first.variance / n1, second.variance / n2
+    pooled = ((n1 - 1) * first.variance + (n2 - 1) * second.variance) / (n1 + n2 - 2)
+    welch = part1 + part2
+    freedom = welch**2 / (part1**2 / (n1 - 1) + part2**2 / (n2 - 1)) if welch > 0.0 else n1 + n2 - 2.0
+    difference = second.mean - first.mean
+    errors = [
+        math.hypot(math.sqrt(variance), resolution) for variance in (welch, pooled * (1.0 / n1 + 1.0 / n2))
+    ]
+    tests = zip(errors, (freedom, n1 + n2 - 2.0), strict=True)
+    return MeanChange(difference, max(errors), max(_two_sided(difference, e, f) for e, f in tests))
+
+
+def _two_sided(difference: float, standard_error: float, freedom: float) -> float:
+    if difference == 0.0:
+        return 1.0
+    if standard_error == 0.0:
+        return 0.0
+    return float(2.0 * stdtr(freedom, -abs(difference) / standard_error))
+
+
+def exceedance_probability(beyond: int, live: int, profile: int) -> float:
+    """Probability that so many live batches or more are beyond every batch of the profile.
+
+    Args:
+        beyond: k, live batches whose largest magnitude is beyond that of the profile.
+        live: n, live batches.
+        profile: N, batches of the profile.
+
+    Raises:
+        InternalError: The numbers contradict one another.
+    """
+    if not 0 <= beyond <= live or profile < 1:
+        raise InternalError(
+            "no such number of batches", evidence=f"{beyond} of {live} beyond {profile} of the profile"
+        )
+    return math.prod((live - i) / (live + profile - i) for i in range(beyond))
+
+
+def holm(p_values: Sequence[float]) -> tuple[float, ...]:
+    """p-values adjusted for their number: to reject what is at most α is wrong at all in at most α.
+
+    Args:
+        p_values: Of all tests made.
+
+    Returns:
+        Adjusted values in the same order: the largest of (m − rank)·p over the smaller ones, at most 1.
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min((len(p_values) - rank) * p_values[index], 1.0))
+        adjusted[index] = largest
+    return tuple(adjusted)
+
+
+def stability_index(profile: MagnitudeHistogram, live: MagnitudeHistogram) -> float:
+    """Population stability index over zeros and the octaves of magnitude; 0 where one is empty.
+
+    Args:
+        profile: Counts of the profile.
+        live: Counts of the live rows; their number may be another.
+    """
+    if not profile.total or not live.total:
+        return 0.0
+    ours, theirs = octave_counts(profile), octave_counts(live)
+    names = {*ours, *theirs}
+    before = {name: ours.get(name, 0) + 0.5 for name in names}
+    after = {name: theirs.get(name, 0) + 0.5 for name in names}
+    n, m = sum(before.values()), sum(after.values())
+    return math.fsum(
+        (after[name] / m - before[name] / n) * math.log((after[name] / m) / (before[name] / n))
+        for name in names
+    )
+
+
+def octave_counts(histogram: MagnitudeHistogram) -> dict[int | None, int]:
+    """Elements of each octave [2ᵉ, 2ᵉ⁺¹) that holds any, by e; the zeros under None."""
+    found: dict[int | None, int] = {None: histogram.zeros} if histogram.zeros else {}
+    for index, count in enumerate(histogram.counts, histogram.first):
+        if count:
+            octave = index // BINS_PER_OCTAVE - 127
+            found[octave] = found.get(octave, 0) + count
+    return found

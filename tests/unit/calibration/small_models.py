@@ -1,0 +1,66 @@
+"""A model of five sites, two of which read one tensor, and rows with every kind of column."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+
+from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
+from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.dataset import Dataset
+from loka_onnx.data.opening import open_dataset
+from loka_onnx.export.onnx_model import import_onnx
+
+LOGIT = OutputSpec("y", OutputKind.LOGIT, "label")
+SHARED = ("left", "right")
+BODY = """
+    [left] a = MatMul(x, w_left)
+    [right] b = MatMul(x, w_right)
+    c = Tanh(a)  d = Mul(b, c)
+    [norm] e = LayerNormalization(d, gain, bias)
+    [deep] f = MatMul(e, w_deep)
+    g = Relu(f)
+    [head] y = MatMul(g, w_head)
+"""
+
+
+def artifact_of(folder: Path, body: str = BODY, outputs: tuple[OutputSpec, ...] = (LOGIT,)) -> ModelArtifact:
+    """The model, or another one of the same weights."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,16] x) => (float[] y) {{ {body} }}'
+    )
+    random = np.random.default_rng(0)
+    weights = {name: random.standard_normal((16, 16)) / 4 for name in ("w_left", "w_right", "w_deep")}
+    weights |= {"w_head": random.standard_normal((16, 1)), "gain": np.ones(16), "bias": np.zeros(16)}
+    for name, values in weights.items():
+        if name in body:
+            model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.float32), name))
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, folder / "source.onnx")
+    return import_onnx(folder / "source.onnx", folder / "model.onnx", outputs)
+
+
+def columns_of(rows: int, seed: int = 1) -> dict[str, np.ndarray]:
+    """Inputs, labels, weights and groups."""
+    random = np.random.default_rng(seed)
+    user = random.integers(0, 40, rows)
+    return {
+        "x": random.standard_normal((rows, 16)).astype(np.float32) * 2,
+        "label": (random.random(rows) < 0.3).astype(np.int8),
+        "weight": random.integers(1, 4, rows),
+        "rating": random.standard_normal(rows),
+        "user": user,
+        "name": np.char.add("user ", user.astype(str)),
+    }
+
+
+def dataset_of(folder: Path, columns: dict[str, np.ndarray]) -> Dataset:
+    """The rows as a data set."""
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / "clicks-0412.npz", **columns)
+    bindings = (InputBinding("x", ("x",), "float32", 2),)
+    names = tuple(name for name in columns if name != "x")
+    return open_dataset(folder / "clicks-0412.npz", bindings, names)

@@ -1,0 +1,170 @@
+"""Totals against the same statistics from whole columns, and what they must not depend on."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from loka_onnx.calibration.loss_rows import LossRows
+from loka_onnx.calibration.loss_totals import (
+    BUCKETS,
+    BucketTotals,
+    OutputTotals,
+    RowTotals,
+    buckets_of,
+    sum_batch,
+)
+from loka_onnx.errors import InternalError
+from loka_onnx.numerics.intervals import ratio_interval
+
+ROWS = 900
+
+
+def made(rows: int = ROWS, seed: int = 0) -> LossRows:
+    random = np.random.default_rng(seed)
+    weights = random.integers(1, 4, rows).astype(np.float64)
+    return LossRows(
+        weights,
+        weights * random.exponential(1.0, rows),
+        random.standard_normal((3, rows)),
+        weights * np.stack([random.exponential(0.1, (3, rows)), random.standard_normal((3, rows))]),
+    )
+
+
+def parts(rows: LossRows, size: int) -> list[LossRows]:
+    return [
+        LossRows(
+            rows.weights[i : i + size],
+            rows.denominator[i : i + size],
+            rows.delta[:, i : i + size],
+            rows.terms[:, :, i : i + size],
+        )
+        for i in range(0, rows.weights.size, size)
+    ]
+
+
+def users(rows: int = ROWS) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 40, rows)
+
+
+def total(rows: LossRows, size: int, groups: np.ndarray | None = None, order: int = 1) -> OutputTotals:
+    found: OutputTotals = RowTotals() if groups is None else BucketTotals()
+    batches = [
+        sum_batch(part, None if groups is None else groups[number * size : (number + 1) * size])
+        for number, part in enumerate(parts(rows, size))
+    ]
+    for batch in batches[::order]:
+        # As it comes from another process.
+        found.add(pickle.loads(pickle.dumps(batch)))
+    return found
+
+
+def everything(found: OutputTotals) -> list:
+    moments = [found.moments(term, unit) for term in (0, 1) for unit in range(3)]
+    return [*moments, *(found.delta(unit) for unit in range(3)), found.mean_denominator]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_moments_are_those_of_the_columns(grouped):
+    rows, groups = made(), users() if grouped else None
+    found = total(rows, 128, groups)
+    assert found.rows == ROWS and found.units == 3
+    for term in (0, 1):
+        for unit in range(3):
+            mine = found.moments(term, unit).interval()
+            reference = ratio_interval(rows.terms[term, unit], rows.denominator, groups=groups)
+            assert mine.value == pytest.approx(reference.value, rel=1e-12)
+            # The quantile of Student's t is an expansion here.
+            assert mine.lower == pytest.approx(reference.lower, rel=1e-6) and mine.rows == ROWS
+            assert found.relative()[term, unit] == pytest.approx(reference.value, rel=1e-12)
+    assert found.moments(0, 0).units == (40 if grouped else ROWS)
+    delta, w = found.delta(1), rows.weights
+    assert delta.mean == pytest.approx(np.average(rows.delta[1], weights=w), rel=1e-12)
+    assert delta.rmse == pytest.approx(np.sqrt(np.average(rows.delta[1] ** 2, weights=w)), rel=1e-12)
+    assert found.mean_denominator.value == pytest.approx(rows.denominator.sum() / w.sum(), rel=1e-12)
+
+
+def test_the_order_of_batches_does_not_show_to_the_last_bit():
+    assert everything(total(made(), 64)) == everything(total(made(), 64, order=-1))
+
+
+def test_groups_that_are_cut_by_batches_are_added_up_again():
+    one, many = (total(made(), size, users()).moments(1, 2) for size in (ROWS, 7))
+    assert many.units == one.units == 40
+    assert many.standard_error == pytest.approx(one.standard_error, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        users(),
+        users().astype(np.uint16),
+        users() / 8.0 - 2.0,
+        np.char.add("user ", users().astype(str)),
+        users().astype("datetime64[s]"),
+        users().astype(str).astype(object),
+    ],
+)
+def test_buckets_hold_whole_groups_whatever_names_them(names):
+    buckets = buckets_of(names)
+    assert buckets.min() >= 0 and buckets.max() < BUCKETS
+    pairs = {(user, bucket) for user, bucket in zip(users(), buckets, strict=True)}
+    # Forty names fall into forty of 4096 buckets five times in six; these do.
+    assert len(pairs) == len(np.unique(buckets)) == 40
+
+
+def test_buckets_are_the_same_in_every_process_and_even():
+    # SplitMix64 and BLAKE2b, not Python's hash: these numbers are for ever.
+    assert buckets_of(np.array([0, 1, 2, 10**12])).tolist() == NUMBERS
+    assert buckets_of(np.array(["", "user 1"])).tolist() == STRINGS
+    assert buckets_of(np.array([0.0])).tolist() == buckets_of(np.array([-0.0])).tolist()
+    counts = np.bincount(buckets_of(np.arange(400_000)), minlength=BUCKETS)
+    assert counts.min() > 50 and counts.max() < 160
+
+
+def test_more_groups_than_buckets_keep_the_interval():
+    """20,000 users of five rows that move together: 4096 buckets see it, rows do not."""
+    random = np.random.default_rng(3)
+    names = np.repeat(np.arange(20_000), 5)
+    moved = np.repeat(random.standard_normal(20_000), 5) + random.standard_normal(100_000)
+    rows = LossRows(
+        np.ones(100_000), random.exponential(1, 100_000), moved[np.newaxis], moved[np.newaxis, np.newaxis]
+    )
+    by_bucket, by_row = total(rows, 4096, names).moments(0, 0), total(rows, 4096).moments(0, 0)
+    exact = ratio_interval(moved, rows.denominator, groups=names)
+    half = (exact.upper - exact.lower) / 2
+    assert by_bucket.units == np.unique(buckets_of(names)).size > 4000
+    found = by_bucket.interval()
+    # A variance from 4096 sums is known to √(2/4096) = 2 %.
+    assert (found.upper - found.lower) / 2 == pytest.approx(half, rel=0.06)
+    assert by_row.standard_error * 1.96 < 0.7 * half
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_what_is_kept_does_not_grow_with_the_rows(grouped):
+    def kept(batches: int) -> int:
+        found: OutputTotals = BucketTotals() if grouped else RowTotals()
+        batch = sum_batch(made(64), users(64) if grouped else None)
+        for _ in range(batches):
+            found.add(batch)
+        found.moments(0, 0)
+        return len(pickle.dumps(found))
+
+    # Batches that wait to be added up: 20 of either.
+    assert kept(20 + 5 * 128) < kept(20) + 1000
+
+
+def test_batches_of_one_kind_only():
+    plain, by_group = sum_batch(made(8), None), sum_batch(made(8), users(8))
+    with pytest.raises(
+        InternalError, match="was summed by groups is added to some that were not"
+    ):
+        RowTotals().add(by_group)
+    with pytest.raises(
+        InternalError, match="was not summed by groups is added to some that were"
+    ):
+        BucketTotals().add(plain)
+    with pytest.raises(InternalError, match="no batch was added to a total"):
+        RowTotals().moments(0, 0)
