@@ -8,24 +8,58 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
 
+from benchmarks.peers.environments import MODEL_OPTIMIZER_ENVIRONMENT
 from loka_onnx.data.prepared import DATA_ENVIRONMENT
 
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark.
+
+    Attributes:
+        module: What is run.
+        variables: Environment variables that it needs.
+        packages: Packages that it needs beside what `make venv` always installs.
+    """
+
+    module: str
+    variables: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why it cannot run here; None when it can."""
+        missing = [f"{name} is not set" for name in self.variables if name not in os.environ]
+        missing += [f"{name} is not installed" for name in self.packages if find_spec(name) is None]
+        return ", ".join(missing) or None
+
+
 BENCHMARKS = (
-    "benchmarks.pipeline.calibration_cost",
-    "benchmarks.micro.engine_size",
-    "benchmarks.pipeline.movielens1m",
+    Benchmark("benchmarks.pipeline.calibration_cost"),
+    Benchmark("benchmarks.pipeline.embedding_tables"),
+    Benchmark("benchmarks.pipeline.ray_speedup", packages=("ray",)),
+    Benchmark("benchmarks.micro.engine_size"),
+    Benchmark("benchmarks.pipeline.movielens1m", (DATA_ENVIRONMENT,)),
+    Benchmark("benchmarks.pipeline.additivity", (DATA_ENVIRONMENT,)),
+    Benchmark("benchmarks.pipeline.interval_coverage", (DATA_ENVIRONMENT,)),
+    Benchmark("benchmarks.pipeline.drift_alarms", (DATA_ENVIRONMENT,)),
+    Benchmark(
+        "benchmarks.peers.model_optimizer_calibration", (DATA_ENVIRONMENT, MODEL_OPTIMIZER_ENVIRONMENT)
+    ),
 )
 
 
 def main() -> None:
     """Run them in turn; the first that fails ends the run with its exit code."""
-    for module in BENCHMARKS:
-        if module.endswith("movielens1m") and DATA_ENVIRONMENT not in os.environ:
-            print(f"{module}: not run, {DATA_ENVIRONMENT} is not set", flush=True)
+    for benchmark in BENCHMARKS:
+        if benchmark.obstacle is not None:
+            print(f"{benchmark.module}: not run, {benchmark.obstacle}", flush=True)
             continue
-        print(f"== {module}", flush=True)
-        done = subprocess.run([sys.executable, "-m", module], check=False)
+        print(f"== {benchmark.module}", flush=True)
+        done = subprocess.run([sys.executable, "-m", benchmark.module], check=False)
         if done.returncode:
             sys.exit(done.returncode)
 

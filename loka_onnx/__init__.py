@@ -5,7 +5,9 @@ install can do whatever its packages allow.
 
 Whole runs: `load_run_file`, `run`, and `load` for the bundle on a fleet host. Single stages, in their order:
 `import_onnx` or `export_torch`, `calibrate`, `apply_mods`, `make_plans`, `apply_plan`, `get_backend` (whose
-`build` makes an engine), `judge_engine`, `choose`, `render`, `write_bundle`, `verify_bundle`.
+`build` makes an engine), `judge_engine`, `choose`, `render`, `write_bundle`, `verify_bundle`. Afterwards, on
+live data: `open_run` and `check_drift` for rows on disk (`measure_drift` without a run directory),
+`open_monitor` or `Monitor` for the process that serves.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loka_onnx.bundle import verify_bundle, write_bundle
     from loka_onnx.calibration.calibrate import calibrate
+    from loka_onnx.calibration.drift import measure_drift
+    from loka_onnx.calibration.monitor import Monitor
     from loka_onnx.config import RunConfig, load_run_file
     from loka_onnx.engines.registry import get_backend
     from loka_onnx.errors import CheckFailed, InternalError, LokaError, StageError, UserError
     from loka_onnx.evaluation.engines import judge_engine
     from loka_onnx.export.onnx_model import import_onnx
     from loka_onnx.export.torch_module import export_torch
+    from loka_onnx.pipeline.drift import check_drift, open_monitor, open_run
     from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
     from loka_onnx.planning.choice import choose
     from loka_onnx.planning.policy import make_plans
@@ -34,6 +39,7 @@ __all__ = [
     "CheckFailed",
     "InternalError",
     "LokaError",
+    "Monitor",
     "RunConfig",
     "RunOptions",
     "RunResult",
@@ -43,6 +49,7 @@ __all__ = [
     "apply_mods",
     "apply_plan",
     "calibrate",
+    "check_drift",
     "choose",
     "export_torch",
     "get_backend",
@@ -51,6 +58,9 @@ __all__ = [
     "load",
     "load_run_file",
     "make_plans",
+    "measure_drift",
+    "open_monitor",
+    "open_run",
     "render",
     "run",
     "verify_bundle",
@@ -60,12 +70,15 @@ __all__ = [
 _HOMES = {
     "bundle": ("verify_bundle", "write_bundle"),
     "calibration.calibrate": ("calibrate",),
+    "calibration.drift": ("measure_drift",),
+    "calibration.monitor": ("Monitor",),
     "config": ("RunConfig", "load_run_file"),
     "engines.registry": ("get_backend",),
     "errors": ("CheckFailed", "InternalError", "LokaError", "StageError", "UserError"),
     "evaluation.engines": ("judge_engine",),
     "export.onnx_model": ("import_onnx",),
     "export.torch_module": ("export_torch",),
+    "pipeline.drift": ("check_drift", "open_monitor", "open_run"),
     "pipeline.run": ("RunOptions", "RunResult", "Stage", "run"),
     "planning.choice": ("choose",),
     "planning.policy": ("make_plans",),

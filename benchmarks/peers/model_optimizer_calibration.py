@@ -1,10 +1,10 @@
 """What calibration costs beside NVIDIA Model Optimizer's FP8 quantization of the same models and rows.
 
 Model Optimizer takes ranges and writes Q/DQ; there is nothing in it to compare errors or sensitivities with.
-Its shapes are given to it: without them it selects no site of a model with a dynamic batch, and says that it
-is done. Its `max` is compared, which is what its scales for FP8 are meant for; its default, `entropy`, is
-reported. Both tools run in turns, with all cores and batches of the same size; its process is started once
-and its imports are not counted. It needs an environment of its own::
+Its shapes are given to it: without them it takes dynamic dimensions for 1 and leaves out most products, or
+all of them; how many sites it then takes is recorded. Its `max` is compared, which is what its scales for FP8
+are meant for; its default, `entropy`, is reported. Both tools run in turns, with all cores and batches of the
+same size; its process is started once and its imports are not counted. It needs an environment of its own::
 
     python3.11 -m venv /tmp/modelopt
     /tmp/modelopt/bin/pip install 'torch==2.13.0' 'nvidia-modelopt[onnx]==0.47.0'
@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.peers.environments import MODEL_OPTIMIZER_ENVIRONMENT
 from benchmarks.pipeline.site_effects import exported, output_of, split_of
 from benchmarks.pipeline.training import TRAINING
 from benchmarks.recording import write_record
@@ -47,6 +48,7 @@ from loka_onnx.data.prepared import PreparedData
 BATCH = 512
 BASE = "model optimizer, max"
 PRECISION = 0.02
+FEW_ROWS = 16
 CHILD = Path(__file__).with_name("model_optimizer_child.py")
 
 
@@ -124,6 +126,8 @@ def measure(model: str, data: PreparedData, peer: Peer, options: argparse.Namesp
         scratch = Path(directory)
         artifact = exported(model, data, options.directory, scratch)
         jobs = peer_jobs(artifact, calibration, rows, scratch)
+        unshaped = peer_jobs(artifact, calibration, FEW_ROWS, scratch / "few")[BASE] | {"shapes": None}
+        sites["max, without its shapes"] = peer.quantize(unshaped)["sites"]
         ours = {
             "probe, one recipe": lambda: probe(artifact, calibration, rows, None),
             "probe, one recipe, with stopping": lambda: probe(artifact, calibration, rows, PRECISION),
@@ -149,6 +153,7 @@ def measure(model: str, data: PreparedData, peer: Peer, options: argparse.Namesp
 
 def peer_jobs(artifact: ModelArtifact, data: Dataset, rows: int, scratch: Path) -> dict[str, dict[str, Any]]:
     """What Model Optimizer is asked for, by name; the rows go to a file."""
+    scratch.mkdir(exist_ok=True)
     batches = list(data.batches(BATCH, stop=rows))
     arrays = {name: np.concatenate([b.inputs[name] for b in batches]) for name in batches[0].inputs}
     np.savez(scratch / "rows.npz", **arrays)  # type: ignore[arg-type]  # allow_pickle is the other keyword
@@ -173,7 +178,12 @@ def _ratio(values: list[float], base: list[float]) -> dict[str, float]:
 def main() -> None:
     """Run and record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", type=Path, required=True, help="of Model Optimizer's environment")
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=os.environ.get(MODEL_OPTIMIZER_ENVIRONMENT),
+        help=f"of Model Optimizer's environment; ${MODEL_OPTIMIZER_ENVIRONMENT} by default",
+    )
     parser.add_argument("--models", nargs="+", default=["dcnv2", "wukong"], choices=sorted(TRAINING))
     parser.add_argument(
         "--directory", type=Path, default=Path("runs/bench-movielens1m"), help="of checkpoints"
@@ -182,8 +192,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     options.directory = options.directory.absolute()
-    if not options.python.is_file():
-        sys.exit(f"there is no '{options.python}': make Model Optimizer's environment first, see --help")
+    if options.python is None or not options.python.is_file():
+        sys.exit(
+            f"Model Optimizer's Python, '{options.python}', is not there: see --help for its environment"
+        )
     data, figures = movielens_1m(), {}
     with peer_of(options.python) as peer:
         for model in options.models:

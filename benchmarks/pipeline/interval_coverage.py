@@ -37,7 +37,6 @@ from scipy.sparse import csc_array
 
 from benchmarks.pipeline.site_effects import (
     BATCH,
-    GROUP,
     exported,
     output_of,
     profile_of,
@@ -45,7 +44,7 @@ from benchmarks.pipeline.site_effects import (
     split_of,
     switchable_of,
 )
-from benchmarks.pipeline.training import TRAINING
+from benchmarks.pipeline.training import GROUP, TRAINING
 from benchmarks.recording import write_record
 from loka_onnx.calibration.loss_totals import BUCKETS, buckets_of
 from loka_onnx.calibration.stopping import TIGHTEST_AT_ROWS, Looks

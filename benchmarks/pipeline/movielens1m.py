@@ -11,10 +11,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pipeline.training import TRAINING, arguments_of, trained
+from benchmarks.pipeline.training import GROUP, TRAINING, arguments_of, trained
 from benchmarks.recording import write_record
 from loka_onnx.config import build_run_config
 from loka_onnx.core.evaluation import OutputEvaluation
+from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.data.movielens1m import movielens_1m
 from loka_onnx.data.parquet import write_parquet
 from loka_onnx.data.prepared import PreparedData
@@ -34,7 +35,11 @@ def run_pipeline(model: str, data: PreparedData, directory: Path, budget: float)
             "name": model,
             "model": {"torch": BUILDER, "checkpoint": checkpoint, "arguments": arguments_of(model, data)},
             "outputs": [{"name": "logit", "kind": "logit", "label": data.label, "budget": budget}],
-            "data": {**files, "inputs": {b.input: list(b.columns) for b in data.bindings}},
+            "data": {
+                **files,
+                "group": GROUP,
+                "inputs": {b.input: list(b.columns) for b in data.bindings},
+            },
             "targets": [{"device": "cpu", "backends": ["onnxruntime"]}],
             "plan": {"plans": ["fp32", "fp8-all", "fp8-safe"]},
             "output": directory / f"run-{model}",
@@ -67,7 +72,14 @@ def figures(result: RunResult) -> dict[str, Any]:
     found: dict[str, Any] = {
         "fp8_able_flops_per_example": report.modified.fp8_able_flops,
         "linear_sites": len(report.modified.linear_sites),
-        "calibration_seconds": report.profile.seconds,
+        "error_rows": report.profile.error_rows,
+        "sensitivity": {
+            "rows": report.profile.sampling.rows,
+            "looks": report.profile.sampling.looks,
+            "undecided": report.profile.sampling.undecided,
+        },
+        "verdicts": _verdicts(report.plans.plan("fp8-safe")),
+        "calibration_seconds": {name: total.value for name, total in report.profile.seconds.items()},
         "plans": {},
     }
     for evaluation in report.evaluations.evaluations:
@@ -79,6 +91,14 @@ def figures(result: RunResult) -> dict[str, Any]:
             entry["predicted_kl_percent"] = {k: 100 * v for k, v in plan.predicted_kl.items()}
         if evaluation.outputs:
             entry[evaluation.split] = _output(evaluation.outputs[0]) | {"rows": evaluation.rows}
+    return found
+
+
+def _verdicts(plan: PrecisionPlan) -> dict[str, list[str]]:
+    """Names of the sites by verdict."""
+    found: dict[str, list[str]] = {}
+    for decision in plan.decisions:
+        found.setdefault(str(decision.verdict), []).append(decision.site)
     return found
 
 
@@ -116,7 +136,11 @@ def main() -> None:
                     f"share {100 * entry.get('fp8_share_of_flops', 0):.1f} %",
                     flush=True,
                 )
-    settings = {"budget": options.budget, "training": {m: vars(TRAINING[m]) for m in options.models}}
+    settings = {
+        "budget": options.budget,
+        "group": GROUP,
+        "training": {m: vars(TRAINING[m]) for m in options.models},
+    }
     print(write_record("movielens1m", found, settings))
 
 

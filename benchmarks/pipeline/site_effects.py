@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.pipeline.training import arguments_of, trained
+from benchmarks.pipeline.training import GROUP, arguments_of, trained
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.calibration.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
@@ -31,7 +31,6 @@ from loka_onnx.zoo.builders import build
 from loka_onnx.zoo.checkpoint import load_checkpoint
 
 OUTPUT = "logit"
-GROUP = "user_id"
 BATCH = 512
 EXPORT_ROWS = 2048
 RECIPES = (PER_TENSOR, PER_CHANNEL_WEIGHT)
@@ -102,16 +101,25 @@ class RowEffects:
         return log_loss_rows(self.exact, self.labels)
 
 
-def switchable_of(artifact: ModelArtifact, profile: Profile, scratch: Path) -> SwitchableModel:
-    """The model with a switch at each site, in the recipe and with the scales that calibration used."""
+def switchable_of(
+    artifact: ModelArtifact, profile: Profile, scratch: Path, factor: float = 1.0
+) -> SwitchableModel:
+    """The model with a switch at each site, in the recipe that calibration used and with its scales.
+
+    Args:
+        artifact: The exact model.
+        profile: Its profile.
+        scratch: Where the switchable model is written.
+        factor: What scales are multiplied by, for another draw of the rounding noise.
+    """
     recipes = {recipe.id: recipe for recipe in RECIPES}
     switches = [
         # A norm has no recipe: it is tried in its own precision, whatever the switch says.
         Switch(site, recipes.get(profile.site(site.name).sensitivities[0].recipe, PER_TENSOR))
         for site in artifact.sites
     ]
-    path = scratch / "effects.onnx"
-    return write_switchable(GraphModel.load(artifact.path), switches, profile.scales, path).open()
+    path = scratch / f"effects-{factor:.3f}.onnx"
+    return write_switchable(GraphModel.load(artifact.path), switches, profile.scales, path, factor).open()
 
 
 def row_effects(

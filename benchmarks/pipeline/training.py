@@ -12,6 +12,9 @@ from loka_onnx.zoo.builders import build
 from loka_onnx.zoo.checkpoint import save_checkpoint
 from loka_onnx.zoo.training import TrainOptions, train
 
+GROUP = "user_id"
+"""Column of rows that belong together."""
+
 TRAINING = {
     "dcnv2": TrainOptions(epochs=3, batch_size=2048, learning_rate=1e-2),
     "wukong": TrainOptions(epochs=2, batch_size=2048, learning_rate=4e-3),

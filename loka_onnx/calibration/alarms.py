@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from math import inf
 from statistics import NormalDist
 
 from loka_onnx.calibration.batch_spread import COLUMN
@@ -47,12 +48,15 @@ def find_alarms(
     ]
     found += _columns(changes, family_wise, relevance)
     found += [a for a in _harmed(changes, family_wise, relevance, most_delta_ne) if a.adjusted <= family_wise]
-    return tuple(sorted(found, key=_badness))
+    named = {tensor.tensor for tensor in changes.tensors if tensor.columns}
+    return tuple(sorted(found, key=lambda alarm: _badness(alarm, named)))
 
 
-def _badness(alarm: Alarm) -> tuple[int, float, str]:
-    excess = alarm.value / alarm.threshold if alarm.threshold else float("inf")
-    return _ORDER.index(alarm.measure), -excess, alarm.where
+def _badness(alarm: Alarm, named: Set[str]) -> tuple[int, bool, float, str]:
+    """A feature that has a name comes before the hidden units that it feeds."""
+    excess = alarm.value / alarm.threshold if alarm.threshold else inf
+    is_hidden = alarm.measure is Measure.COLUMN and alarm.where not in named
+    return _ORDER.index(alarm.measure), is_hidden, -excess, alarm.where
 
 
 def _moved(changes: Changes, relevance: Relevance) -> Iterator[Alarm]:
@@ -205,7 +209,7 @@ def _column_of(shift: Shift) -> int:
 
 
 def _column_name(tensor: TensorDrift, column: int) -> str:
-    if column < len(tensor.columns):
+    if column < len(tensor.columns) and tensor.columns[column]:
         return f"'{tensor.columns[column]}' (column {column} of '{tensor.tensor}')"
     return f"column {column} of {_read_by(tensor)}"
 

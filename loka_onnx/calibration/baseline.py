@@ -24,7 +24,7 @@ class Baseline:
         outputs: Judged outputs; labels are not read.
         counted: Sites that ΔNE is predicted for, those that run in FP8; None for the linear sites that could.
         basis: Whose sites those are, for the reader.
-        columns: Names of the columns that an input of the model is made of, by its name.
+        columns: Names of the columns of an activation, by its name; "" for one without. For the reader.
 
     Raises:
         UserError: The profile is not that of the model.

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.calibration.executors import Executor, LocalExecutor
-from loka_onnx.calibration.loss_rows import denominator_of
 from loka_onnx.calibration.perturbation import draw_factors
 from loka_onnx.calibration.probe import PassOptions, Probe, scales_of
 from loka_onnx.calibration.sensitivity import (
@@ -34,7 +33,7 @@ from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
-from loka_onnx.core.site import Site
+from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.data import Dataset
 from loka_onnx.errors import InternalError
@@ -54,8 +53,9 @@ class ProbeOptions:
         weight: Granularity of the recipe whose sensitivity is measured, and which the plan will use; None
             for any. Of the recipes that it leaves, the one with the smallest measured error is taken, site by
             site; the first of several.
+        planned: Id of the recipe whose sensitivity is measured, by site; None to take the best, as above.
         scales: Activation scales by `Recipe.activation_id` and tensor name, to measure under; None for those
-            that the ranges give. With given ones, the profile merges with one that has the same.
+            that the ranges give. With the scales and recipes of a profile, more rows merge with it.
         only: Sites to calibrate; None for all.
         synthetic: Whether the data was generated.
         batch_size: Rows of one pass through the graph.
@@ -74,6 +74,7 @@ class ProbeOptions:
 
     recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
     weight: Granularity | None = None
+    planned: Mapping[str, str] | None = None
     scales: Mapping[str, Mapping[str, float]] | None = None
     only: frozenset[str] | None = field(default=None)
     synthetic: bool = False
@@ -116,10 +117,11 @@ def calibrate(
 
     Raises:
         CalibrationError: An activation or an output is not finite, or a loss is 0.
-        ConfigError: An output is a regression without labels, or an option is out of range.
+        ConfigError: An option is out of range.
     """
     options = options or ProbeOptions()
-    _check(outputs, options)
+    # What the last pass would refuse is refused before the first.
+    draw_factors(options.draws)
     sites = tuple(s for s in model.sites if options.only is None or s.name in options.only)
     executor = options.executor or LocalExecutor(options.threads)
     clock = _Clock()
@@ -193,13 +195,6 @@ class _Clock:
         self.seconds = {**self.seconds, name: ExactSum.of((time.perf_counter() - began,))}
 
 
-def _check(outputs: tuple[OutputSpec, ...], options: ProbeOptions) -> None:
-    """What the last pass would refuse, before the first."""
-    for spec in outputs:
-        denominator_of(spec)
-    draw_factors(options.draws)
-
-
 def _pass_options(options: ProbeOptions) -> PassOptions:
     return PassOptions(
         batch_size=options.batch_size,
@@ -222,8 +217,20 @@ def _sensitivity_options(options: ProbeOptions, rows: int) -> SensitivityOptions
 
 
 def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorStats]) -> Recipe:
-    """The recipe that a plan will use at the site: the one with the smallest error among those allowed."""
+    """The recipe that a plan will use at the site: the one with the smallest error among those allowed.
+
+    Raises:
+        InternalError: The one that was asked for is not among those that are measured.
+    """
     applicable = recipes_for(site, options.recipes)
+    if options.planned is not None and site.kind is not SiteKind.NORM:
+        wanted, known = options.planned.get(site.name), {recipe.id: recipe for recipe in applicable}
+        if wanted not in known:
+            raise InternalError(
+                f"site '{site.name}' is planned in a recipe that is not measured there",
+                evidence=f"'{wanted}' is not among {', '.join(known)}",
+            )
+        return known[wanted]
     allowed = [r for r in applicable if options.weight in (None, r.weight)] or list(applicable)
     measured = {error.recipe: error.relative_error for error in errors}
     return min(allowed, key=lambda recipe: measured.get(recipe.id, math.inf))

@@ -1,10 +1,9 @@
 """The error pass: what the batches of a graph with error taps add up to, and when that is enough.
 
 Ranges need every row, because the largest value is one row's. An error is a mean, √(ΣA/ΣB) of noise energy A
-and signal energy B, and some thousand rows say what all would. `core.ratio_moments` says how sure ΣA/ΣB is,
-at every number of batches at once, because the pass ends when it is sure enough. Its unit is the batch, so
-that nothing is asked of the rows of one batch; batches are taken to be exchangeable, which the drawn order of
-spans is for.
+and signal energy B, and some ten thousand rows say what all would. `core.ratio_moments` says how sure ΣA/ΣB
+is, at every number of rows at once, because the pass ends when it is sure enough. Spans of rows come in a
+drawn order and are its units: a file may be sorted, and the batches of one span alike.
 """
 
 from __future__ import annotations
@@ -21,16 +20,14 @@ from loka_onnx.calibration.executors import BatchResult, BatchWork
 from loka_onnx.calibration.reductions import Outputs, all_finite, reduced_only
 from loka_onnx.calibration.taps import ErrorTap
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.ratio_moments import FEWEST_UNITS, RatioMoments
 from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.data import Batch
 from loka_onnx.errors import CalibrationError
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
-LOOK_EVERY = 16
-"""Batches between two looks at the errors."""
-TIGHTEST_AT = 64
-"""Batches at which the confidence sequence is tightest."""
+TIGHTEST_AT = 16
+"""Spans at which the confidence sequence is tightest."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +60,11 @@ class ErrorTotals:
 
     def __init__(self, taps: Sequence[ErrorTap]) -> None:
         self.taps = tuple(taps)
-        self.batches = 0
         self._totals = BatchTotals()
-        # ΣA², ΣAB, ΣB² over batches, of noise energy A and signal energy B. Nothing of it is kept, so that it
-        # need not merge.
+        self._spans = 0
+        # Noise energy A and signal energy B of the span that is under way, and ΣA², ΣAB, ΣB² over the spans
+        # before. Nothing of it is kept, so that it need not merge.
+        self._energies = np.zeros((2, len(self.taps)))
         self._products = np.zeros((3, len(self.taps)))
 
     @property
@@ -87,24 +85,27 @@ class ErrorTotals:
         outputs = result.value
         if not all_finite(outputs):
             raise self._not_finite(outputs, where)
-        self.batches += 1
         self._totals.add(outputs, result.rows)
-        noise = np.array([tap.output.noise.read(outputs) for tap in self.taps])
-        signal = np.array([tap.output.signal.read(outputs) for tap in self.taps])
-        self._products += np.stack([noise * noise, noise * signal, signal * signal])
+        self._energies[0] += [tap.output.noise.read(outputs) for tap in self.taps]
+        self._energies[1] += [tap.output.signal.read(outputs) for tap in self.taps]
 
-    def is_due(self) -> bool:
-        """Whether to look at the errors now."""
-        return self.batches % LOOK_EVERY == 0
+    def end_span(self) -> None:
+        """The batches since the last call are a span."""
+        noise, signal = self._energies
+        self._products += np.stack([noise * noise, noise * signal, signal * signal])
+        self._energies = np.zeros_like(self._energies)
+        self._spans += 1
 
     def is_precise(self, precision: float) -> bool:
         """Whether the relative error ‖quantized − exact‖ / ‖exact‖ is known of every tap.
 
         Args:
-            precision: Half width of its 95 % interval over its value, at most. The interval holds at all
-                looks at once.
+            precision: Half width of its 95 % interval over its value, at most. The interval holds after every
+                span at once.
         """
-        return all(self._is_precise(position, precision) for position in range(len(self.taps)))
+        return self._spans >= FEWEST_UNITS and all(
+            self._is_precise(position, precision) for position in range(len(self.taps))
+        )
 
     def read(self) -> dict[str, list[ErrorStats]]:
         """Errors by site, in the order of the taps."""
@@ -121,8 +122,8 @@ class ErrorTotals:
         if signal.value == 0.0:
             return False
         products = (ExactSum.of([float(total)]) for total in self._products[:, position])
-        moments = RatioMoments(self.rows, self.batches, noise, signal, *products)
-        interval = moments.anytime_interval(TIGHTEST_AT * self.rows // self.batches)
+        moments = RatioMoments(self.rows, self._spans, noise, signal, *products)
+        interval = moments.anytime_interval(TIGHTEST_AT * self.rows // self._spans)
         # The lower end of the square root is the farther one.
         return interval.lower >= (1.0 - precision) ** 2 * interval.value
 

@@ -20,7 +20,6 @@ from loka_onnx.calibration.executors import (
     BatchWork,
     Executor,
     Span,
-    batch_numbers,
     spans_in_order,
     spans_in_random_order,
 )
@@ -210,9 +209,10 @@ class LiveProbe:
         size = self.options.batch_rows
         chosen = spans_in_order(self.rows, size) if spans is None else spans
         total, done = sum(span.stop - span.start for span in chosen), 0
+        numbers = (start // size + 1 for s in chosen for start in range(s.start, s.stop, size))
         with closing(self.executor.run(work, self.data, chosen, size)) as results:
-            for result, number in zip(results, batch_numbers(chosen, size), strict=True):
-                yield f"batch {number + 1} of {-(-self.rows // size)} of '{self.data.name}'", result
+            for result, number in zip(results, numbers, strict=True):
+                yield f"batch {number} of {-(-self.rows // size)} of '{self.data.name}'", result
                 done += result.rows
                 self.progress(task, done, total)
 

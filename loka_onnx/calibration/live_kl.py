@@ -59,11 +59,6 @@ class KlWork(BatchWork[Values]):
         """See `BatchWork.files`."""
         return (self.file.path,)
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """See `BatchWork.files`."""
-        return (self.file.path,)
-
     def open(self) -> Callable[[Batch], Values]:
         """See `BatchWork.open`; each batch leaves (outputs, 1 + sites): mean weight, mean weighted KL."""
         model = self.file.open(threads=1)

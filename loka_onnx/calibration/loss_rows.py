@@ -16,7 +16,7 @@ the same p. An overconfident model has less entropy than loss: relative to entro
 the verdict errs on the safe side. The labelled term vanishes in expectation where E[y | p, δ] = p, and is not
 known otherwise.
 
-A regression has a loss (the squared error) but no entropy: it needs labels.
+A regression has a loss (the squared error) but no entropy: it needs labels (`OutputSpec`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.sensitivity import ENTROPY, LOSS
-from loka_onnx.errors import CalibrationError, ConfigError
+from loka_onnx.errors import CalibrationError
 from loka_onnx.numerics.loss_change import kl_rows, loss_change
 from loka_onnx.numerics.task_metrics import (
     entropy_rows,
@@ -61,20 +61,8 @@ class LossRows:
 
 
 def denominator_of(spec: OutputSpec) -> str:
-    """What losses of an output are relative to.
-
-    Raises:
-        ConfigError: It is a regression without labels.
-    """
-    if spec.label is not None:
-        return LOSS
-    if spec.kind is OutputKind.REGRESSION:
-        raise ConfigError(
-            f"output '{spec.name}' is a regression without labels: its change is relative to nothing",
-            evidence="`label` is not given; a logit or a probability would have an entropy instead of a loss",
-            remedy="name the column of its labels under `label:`, or leave the output out",
-        )
-    return ENTROPY
+    """What losses of an output are relative to: its loss, or its entropy where there are no labels."""
+    return ENTROPY if spec.label is None else LOSS
 
 
 def as_scores(spec: OutputSpec, values: npt.NDArray[Any]) -> Rows:

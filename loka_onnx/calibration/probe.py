@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from loka_onnx.calibration.error_pass import ErrorTotals, ErrorWork
 from loka_onnx.calibration.executors import (
@@ -48,9 +48,9 @@ class PassOptions:
         batch_size: Rows of one pass through the graph.
         rows: Rows, the first of the data set; None for all.
         error_precision: How well the relative error of each site and recipe must be known before the error
-            pass may end: half width of its 95 % interval over its value. Spans of rows then come in a drawn
-            order, and batches are taken to be exchangeable. Where few rows hold most of the error, they are
-            not: ask for all rows. None for all rows, in file order.
+            pass may end: half width of its 95 % interval over its value. Some thousand rows at a time then
+            come in a drawn order, at least eight times. Where few rows hold most of the error, ask for all
+            rows. None for all rows, in file order.
         seed: Of the drawn order.
     """
 
@@ -81,6 +81,21 @@ def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> di
         name: {tensor: activation_scale(stats, recipe) for tensor, stats in ranges.items()}
         for name, recipe in one_each.items()
     }
+
+
+@dataclass(frozen=True)
+class _Step(Generic[R]):
+    """One batch of a pass.
+
+    Attributes:
+        result: What it left behind.
+        where: Which it is, for a message.
+        ends_span: Whether it is the last of its span.
+    """
+
+    result: BatchResult[R]
+    where: str
+    ends_span: bool
 
 
 class Probe:
@@ -128,8 +143,8 @@ class Probe:
         path = scratch / "ranges.onnx"
         graph.save(path)
         spans = spans_in_order(self.rows, size)
-        for where, result in self._run(RangeWork(path, totals.samples), spans, "ranges"):
-            totals.add(result, where)
+        for step in self._run(RangeWork(path, totals.samples), spans, "ranges"):
+            totals.add(step.result, step.where)
         return totals.read()
 
     def errors(
@@ -155,23 +170,25 @@ class Probe:
             if precision is None
             else spans_in_random_order(self.rows, size, self.options.seed)
         )
-        with closing(self._run(ErrorWork(path), spans, "fp8 error")) as results:
-            for where, result in results:
-                totals.add(result, where)
-                if precision is not None and totals.is_due() and totals.is_precise(precision):
+        with closing(self._run(ErrorWork(path), spans, "fp8 error")) as steps:
+            for step in steps:
+                totals.add(step.result, step.where)
+                if precision is None or not step.ends_span:
+                    continue
+                totals.end_span()
+                if totals.is_precise(precision):
                     self.progress("fp8 error", totals.rows, totals.rows)
                     break
         found = totals.read()
         return MeasuredErrors({site.name: found.get(site.name, []) for site in self.sites}, totals.rows)
 
-    def _run(
-        self, work: BatchWork[R], spans: Sequence[Span], task: str
-    ) -> Generator[tuple[str, BatchResult[R]]]:
-        """What each batch left behind, with which batch it was."""
+    def _run(self, work: BatchWork[R], spans: Sequence[Span], task: str) -> Generator[_Step[R]]:
         size, done = self.options.batch_size, 0
         batches = -(-self.rows // size)
+        last = {(span.stop - 1) // size for span in spans}
         with closing(self.executor.run(work, self.data, spans, size)) as results:
             for result, number in zip(results, batch_numbers(spans, size), strict=True):
-                yield f"batch {number + 1} of {batches} of '{self.data.name}'", result
+                where = f"batch {number + 1} of {batches} of '{self.data.name}'"
+                yield _Step(result, where, number in last)
                 done += result.rows
                 self.progress(task, done, self.rows)

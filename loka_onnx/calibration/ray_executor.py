@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from loka_onnx.calibration.executors import BatchResult, BatchWork, Executor, Span
 from loka_onnx.data import Batch, Dataset
-from loka_onnx.errors import CalibrationError, LokaError, MissingPackage
+from loka_onnx.errors import CalibrationError, ConfigError, LokaError, MissingPackage
 
 R = TypeVar("R")
 
@@ -39,15 +39,21 @@ class RayExecutor(Executor):
     It connects when it is first used, and a cluster that it started ends with `close`.
 
     Args:
-        address: Address of the cluster, ``auto`` for the one that this machine belongs to; None to start one
-            on this machine.
+        address: Address of the cluster that this machine belongs to, as in ``10.0.0.5:6379``, or ``auto``;
+            None to start one on this machine. A connection that this process already has is used as it is.
         workers: Worker processes of a cluster that is started; 0 for one a core.
 
     Raises:
+        ConfigError: The address is one of Ray Client's.
         MissingPackage: Ray is not installed.
     """
 
     def __init__(self, address: str | None = None, workers: int = 0) -> None:
+        if address is not None and "://" in address:
+            raise ConfigError(
+                f"'{address}' is an address of Ray Client, which every batch would have to pass through",
+                remedy="run on a machine of the cluster, and give `auto` or an address as in 10.0.0.5:6379",
+            )
         self.address, self.workers = address, workers
         self._ray = _import_ray()
         self._is_ours = False
@@ -87,24 +93,27 @@ class RayExecutor(Executor):
 
     def _connected(self) -> Any:
         ray = self._ray
-        if not ray.is_initialized():
-            # Ray reports its use to its makers unless told otherwise.
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            ours: dict[str, Any] = {}
+        if ray.is_initialized():
+            return ray
+        # Ray reports its use to its makers unless told otherwise.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+        try:
             if self.address is None:
-                ours = {"num_cpus": self.workers or None, "include_dashboard": False}
-            try:
-                ray.init(address=self.address or "local", log_to_driver=False, logging_level="ERROR", **ours)
-            except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-                raise CalibrationError(
-                    "no Ray cluster can be reached"
-                    if self.address
-                    else "a Ray cluster cannot be started on this machine",
-                    where=f"address '{self.address}'" if self.address else "",
-                    evidence=_first_line(error),
-                    remedy="correct `calibration.ray_address`, or measure here with `--executor local`",
-                ) from error
-            self._is_ours = True
+                cores = self.workers or None
+                ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+            else:
+                _check_reachable(self.address)
+                ray.init(address=self.address, **quiet)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CalibrationError(
+                f"no Ray cluster answers at '{self.address}'"
+                if self.address
+                else "a Ray cluster cannot be started on this machine",
+                evidence=_first_line(error),
+                remedy="correct `calibration.ray_address`, or measure here with `--executor local`",
+            ) from error
+        self._is_ours = True
         return ray
 
     def _fetched(self, span: Span, result: Any) -> list[Any]:
@@ -115,6 +124,12 @@ class RayExecutor(Executor):
             cause = error.cause
             if isinstance(cause, LokaError):
                 raise cause from None
+            if isinstance(cause, errors.RayError):
+                raise CalibrationError(
+                    "a worker of the Ray cluster cannot read the work that it is sent",
+                    evidence=_last_line(cause),
+                    remedy="install the same versions of Python and of loka-onnx on every machine",
+                ) from error
             raise
         except errors.RayError as error:
             raise CalibrationError(
@@ -140,9 +155,19 @@ def _import_ray() -> Any:
     return ray
 
 
+def _check_reachable(address: str) -> None:
+    """Raise OSError where nothing listens: Ray itself takes minutes to say so."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10.0).close()
+
+
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:400] if lines else type(error).__name__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:400]
 
 
 # In a worker ---------------------------------------------------------------------------------------

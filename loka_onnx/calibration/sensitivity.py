@@ -170,7 +170,7 @@ class SensitivityPass:
         progress: Called as rows are done.
 
     Raises:
-        ConfigError: An output is a regression without labels, or the number of draws is out of range.
+        ConfigError: The number of draws is out of range.
     """
 
     def __init__(
@@ -248,6 +248,7 @@ class SensitivityPass:
                 undecided = open_sites(found)
                 found = replace(found, sampling=replace(sampling, undecided=undecided))
                 if not undecided:
+                    self.progress("sensitivity", done, done)
                     break
         if found is None:
             raise InternalError("the sensitivity pass saw no rows", evidence=f"{limit} were to be seen")

@@ -1,7 +1,8 @@
-"""`loka-onnx calibrate`: the Probe stage, of every site or of some."""
+"""`loka-onnx calibrate`: the Probe stage, of every site, of some, or of further rows."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,10 +10,16 @@ import typer
 from loka_onnx.cli.outcome import print_written
 from loka_onnx.cli.run import Output, Overrides, RunFile, read_run_file, run_until
 from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.config import Executor
+from loka_onnx.core import serde
+from loka_onnx.core.profile import Profile
+from loka_onnx.errors import ConfigError
+from loka_onnx.pipeline.probing import EXPORTED
 from loka_onnx.pipeline.run import RunOptions, Stage
+from loka_onnx.report.site_tables import calibration_facts, open_sites
 
 
-def calibrate(
+def calibrate(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     context: typer.Context,
     run_file: RunFile,
     output: Output = None,
@@ -21,12 +28,38 @@ def calibrate(
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Measure the sites of this name again and keep the others; as in 'over.*'.",
+            help="Measure the sites of this name again and keep the others; as in 'over.*'. Sites that read "
+            "the same tensor as one of them come along.",
         ),
+    ] = None,
+    update: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Add the rows of this file to the profile, measured under its scales. Every later stage "
+            "then is done again.",
+        ),
+    ] = None,
+    executor: Annotated[
+        Executor | None,
+        typer.Option(help="Where batches are run; calibration.executor of the run file by default."),
     ] = None,
 ) -> None:
     """Measure on data what FP8 does to each site. Reuses the finished stages before it."""
+    if only and update is not None:
+        raise ConfigError(
+            "--only and --update exclude each other",
+            evidence="one measures some sites on the calibration split again, the other all on more rows",
+            remedy="calibrate with --only first, then with --update",
+        )
     terminal = terminal_of(context)
+    if executor is not None:
+        overrides = [*(overrides or []), f"calibration.executor={executor}"]
     config = read_run_file(run_file, output, overrides)
-    options = RunOptions(resume=True, until=Stage.CALIBRATE, only=tuple(only or ()))
-    print_written(terminal, run_until(terminal, config, options), "calibration/exported.json")
+    added = None if update is None else update.absolute()
+    options = RunOptions(resume=True, until=Stage.CALIBRATE, only=tuple(only or ()), added=added)
+    result = run_until(terminal, config, options)
+    profile = serde.read(Profile, result.directory / EXPORTED)
+    for fact in (*calibration_facts(profile), *open_sites(profile)):
+        terminal.out.print(fact, markup=False, highlight=False, soft_wrap=True)
+    print_written(terminal, result, EXPORTED)

@@ -22,6 +22,7 @@ from loka_onnx.cli.bundle import bundle
 from loka_onnx.cli.calibrate import calibrate
 from loka_onnx.cli.demo import demo
 from loka_onnx.cli.doctor import doctor
+from loka_onnx.cli.drift import drift
 from loka_onnx.cli.run import run
 from loka_onnx.cli.schema import schema
 from loka_onnx.cli.stages import add_stage_verb
@@ -90,6 +91,7 @@ app.command()(calibrate)
 app.command()(transform)
 for _stage in (Stage.PLAN, Stage.BUILD, Stage.EVALUATE, Stage.REPORT):
     add_stage_verb(app, _stage)
+app.command()(drift)
 app.add_typer(bundle, name="bundle")
 app.command()(doctor)
 app.command()(schema)

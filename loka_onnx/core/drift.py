@@ -144,7 +144,8 @@ class TensorDrift:
         range: Its range.
         shifts: Its statistics over batches; empty where there are too few.
         stability_index: Population stability index over zeros and octaves of magnitude.
-        columns: Names of its columns, where they are known: of an input that is made of columns of a file.
+        columns: Names of its columns, "" for one without; empty where none has one. Columns of a file keep
+            theirs on the way through the model as long as nothing mixes them.
     """
 
     tensor: str

@@ -6,6 +6,7 @@ import difflib
 import functools
 import hashlib
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,14 @@ class _Chunk:
     file_rows: Array
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """A row of the file, and how many selected rows precede it."""
+
+    file_row: int
+    rows: int
+
+
 class Dataset(ABC):
     """Some rows of a file, in file order.
 
@@ -104,6 +113,7 @@ class Dataset(ABC):
             )
         self._rules = self._plan()
         self._start, self._stop = self._resolve()
+        self._marks: list[_Mark] = []
         self.rows = self._count()
 
     @property
@@ -265,9 +275,11 @@ class Dataset(ABC):
     def _count(self) -> int:
         if not isinstance(self.selection, HashRows):
             return self._stop - self._start
-        column, rows = self.selection.column, 0
+        column, rows, file_row = self.selection.column, 0, self._start
         for piece in self._read((column,), range(self._start, self._stop), 8 * _CHUNK_ROWS):
+            self._marks.append(_Mark(file_row, rows))
             rows += int(self.selection.mask(piece[column].values).sum())
+            file_row += _rows(piece)
         if rows == 0:
             raise DataError(
                 "no row was selected",
@@ -290,8 +302,10 @@ class Dataset(ABC):
 
     def _filtered(self, selection: HashRows, start: int, stop: int, size: int) -> Iterator[_Chunk]:
         names = tuple(dict.fromkeys((*self._rules, selection.column)))
-        row = taken = 0
-        for piece in self._read(names, range(self.file_rows), size):
+        # What lies before the last mark that is not beyond `start` need not be read to find it.
+        mark = self._marks[bisect_right(self._marks, start, key=lambda mark: mark.rows) - 1]
+        row, taken = mark.file_row, mark.rows
+        for piece in self._read(names, range(row, self.file_rows), size):
             indices = np.flatnonzero(selection.mask(piece[selection.column].values))
             keep = indices[max(start - taken, 0) : max(stop - taken, 0)]
             if keep.size:

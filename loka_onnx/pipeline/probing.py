@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
+from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, calibrate
 from loka_onnx.calibration.executors import Executor, LocalExecutor
+from loka_onnx.calibration.ray_executor import RayExecutor
+from loka_onnx.calibration.updating import Subject, update
+from loka_onnx.config import Executor as ExecutorName
 from loka_onnx.config import RunConfig, WeightGranularity
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
@@ -16,6 +20,7 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.data import Dataset
+from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.redo import Measurement, carried, read_earlier, with_partners, with_sites
@@ -43,9 +48,8 @@ class Probing:
 
     def calibrate(self, model: ModelArtifact) -> Profile:
         """Every site of the exported model → `calibration/exported.json`."""
-        return self._stage(
-            "calibrate", EXPORTED, self._key(model), lambda: self._measure(model, self._options(model))
-        )
+        options = self._options(lambda found: self.open_verdicts(model, found))
+        return self._stage("calibrate", EXPORTED, self._key(model), lambda: self._measure(model, options))
 
     def recalibrate(self, model: ModelArtifact, earlier: Profile) -> Profile:
         """Sites that mods changed, the others as they were → `profile.json`."""
@@ -55,9 +59,7 @@ class Probing:
         def measure() -> Profile:
             if not changed:
                 return carried(earlier, model)
-            only = with_partners(model, changed)
-            later = self._measure(model, self._options(model, earlier, only))
-            return with_sites(earlier, later, model)
+            return self._with_sites(model, earlier, with_partners(model, changed))
 
         # Sites that were calibrated again must reach the profile of the modified model.
         key = {**self._key(model), "earlier": digest_json(serde.to_plain(earlier))}
@@ -80,8 +82,44 @@ class Probing:
         )
         earlier = read_earlier(self.directory.path / EXPORTED, now)
 
+        return self._stage(
+            "calibrate",
+            EXPORTED,
+            self._key(model),
+            lambda: self._with_sites(model, earlier, only),
+            again=True,
+        )
+
+    def add_rows(self, model: ModelArtifact, earlier: Profile, added: Dataset) -> Profile:
+        """The profile of the exported model with further rows → `calibration/exported.json`.
+
+        The stage keeps its key, so that later stages and later runs go on from it.
+
+        Raises:
+            ConfigError: The rows are in the profile already.
+        """
+        if added.digest in earlier.data_digest.split("+"):
+            raise ConfigError(
+                f"the rows of '{added.name}' are in the profile already",
+                where="--update",
+                evidence=f"SHA-256 {added.digest[:16]} is among the {earlier.rows} rows that it holds",
+                remedy="give a file with other rows: those of one that is given twice would count twice",
+            )
+
+        def still_open(found: Profile) -> tuple[str, ...]:
+            return self.open_verdicts(model, earlier.merge(found))
+
         def measure() -> Profile:
-            return with_sites(earlier, self._measure(model, self._options(model, earlier, only)), model)
+            # `calibration.rows` is about the split; whoever names a file means all of it.
+            options = replace(self._options(still_open), rows=None)
+            with self._executor() as executor:
+                options = replace(options, executor=executor)
+                subject = Subject(model, self.specs)
+                merged = update(earlier, subject, added, self._scratch, options, self.progress)
+            if not self.config.calibration.stop_when_decided:
+                return merged
+            undecided = self.open_verdicts(model, merged)
+            return replace(merged, sampling=replace(merged.sampling, undecided=undecided))
 
         return self._stage("calibrate", EXPORTED, self._key(model), measure, again=True)
 
@@ -96,31 +134,36 @@ class Probing:
 
         return self.directory.stage(name, key, produce, lambda: serde.read(Profile, path), again=again)
 
-    def _measure(self, model: ModelArtifact, options: ProbeOptions) -> Profile:
-        scratch = self.directory.path / "calibration/instrumented"
-        return calibrate(model, self.specs, self.data, scratch, options, self.progress)
+    @property
+    def _scratch(self) -> Path:
+        return self.directory.path / "calibration/instrumented"
 
-    def _options(
-        self, model: ModelArtifact, earlier: Profile | None = None, only: frozenset[str] | None = None
-    ) -> ProbeOptions:
+    def _with_sites(self, model: ModelArtifact, earlier: Profile, only: frozenset[str]) -> Profile:
+        """The earlier profile with some sites measured now."""
+
+        def still_open(found: Profile) -> tuple[str, ...]:
+            whole = with_sites(earlier, found, model)
+            return tuple(name for name in self.open_verdicts(model, whole) if name in only)
+
+        later = self._measure(model, replace(self._options(still_open), only=only))
+        return with_sites(earlier, later, model)
+
+    def _measure(self, model: ModelArtifact, options: ProbeOptions) -> Profile:
+        with self._executor() as executor:
+            options = replace(options, executor=executor)
+            return calibrate(model, self.specs, self.data, self._scratch, options, self.progress)
+
+    def _options(self, still_open: OpenVerdicts) -> ProbeOptions:
         """Options of one measurement.
 
         Args:
-            model: The model.
-            earlier: Profile of the sites that are not measured.
-            only: Sites that are; None for all.
+            still_open: Names the sites that rows are still wanted for.
         """
         settings, plan = self.config.calibration, self.config.plan
-
-        def still_open(found: Profile) -> tuple[str, ...]:
-            whole = found if earlier is None else with_sites(earlier, found, model)
-            return tuple(name for name in self.open_verdicts(model, whole) if only is None or name in only)
-
         best = plan.weight_granularity is WeightGranularity.BEST
         return ProbeOptions(
             recipes=planned_recipes(plan),
             weight=None if best else Granularity(plan.weight_granularity),
-            only=only,
             synthetic=self.config.data.synthetic,
             batch_size=settings.batch_size,
             rows=settings.rows,
@@ -130,8 +173,6 @@ class Probing:
             group=self.config.data.group,
             draws=settings.draws,
             seed=settings.seed,
-            threads=self.config.threads or 0,
-            executor=self._executor(),
         )
 
     def open_verdicts(self, model: ModelArtifact, profile: Profile) -> tuple[str, ...]:
@@ -143,7 +184,10 @@ class Probing:
         return open_verdicts(model, profile, self.specs, options)
 
     def _executor(self) -> Executor:
-        return LocalExecutor(self.config.threads or 0)
+        settings, threads = self.config.calibration, self.config.threads or 0
+        if settings.executor is ExecutorName.RAY:
+            return RayExecutor(settings.ray_address, threads)
+        return LocalExecutor(threads)
 
     def _key(self, model: ModelArtifact) -> dict[str, Any]:
         # Where batches run changes nothing in a profile.

@@ -8,8 +8,11 @@ from enum import StrEnum
 from pathlib import Path
 
 from loka_onnx.config import RunConfig, load_run_file
+from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.evaluation import Choice
+from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
+from loka_onnx.data import Dataset
 from loka_onnx.pipeline.candidates import EngineBuilder, build_engines
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import (
@@ -51,6 +54,7 @@ class RunOptions:
         until: Last stage to run.
         only: Patterns of sites to calibrate again in a run that holds a profile; empty for what is not
             finished.
+        added: Data file whose rows are added to the profile; None for none.
         label_rule: What the labels mean, for the report.
         progress: Called as work is done.
         on_stage: Called when a stage begins (with None) and when it ends.
@@ -60,6 +64,7 @@ class RunOptions:
     resume: bool = False
     until: Stage = Stage.BUNDLE
     only: tuple[str, ...] = ()
+    added: Path | None = None
     label_rule: str = ""
     progress: Progress = silent
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
@@ -117,16 +122,16 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
         exported = steps.export()
         with directory.watched("check data"):
             steps.check_data()
+            added = None if options.added is None else steps.open_added(options.added)
     if options.until is Stage.EXPORT:
         return ended
 
-    probing = steps.probing
-    probed = probing.again(exported, options.only) if options.only else probing.calibrate(exported)
+    probed = _calibrated(steps, exported, options.only, added)
     if options.until is Stage.CALIBRATE:
         return ended
 
     modified = steps.modify(exported)
-    profile = probing.recalibrate(modified.model, probed)
+    profile = steps.probing.recalibrate(modified.model, probed)
     if options.until is Stage.TRANSFORM:
         return ended
 
@@ -153,3 +158,12 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
 
     bundle = emit_bundle(steps, results, choice, files)
     return RunResult(directory.path, choice, data, files, bundle)
+
+
+def _calibrated(
+    steps: Steps, exported: ModelArtifact, only: tuple[str, ...], added: Dataset | None
+) -> Profile:
+    if only:
+        return steps.probing.again(exported, only)
+    profile = steps.probing.calibrate(exported)
+    return profile if added is None else steps.probing.add_rows(exported, profile, added)

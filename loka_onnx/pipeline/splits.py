@@ -29,8 +29,25 @@ def bind_inputs(
             columns.
         ModelError: An input has more than two axes.
     """
+    return bind_columns(config.data.inputs, inputs, bounds)
+
+
+def bind_columns(
+    columns: Mapping[str, tuple[str, ...]], inputs: Sequence[TensorSpec], bounds: IdBounds | None = None
+) -> tuple[InputBinding, ...]:
+    """How each model input is made of columns.
+
+    Args:
+        columns: Columns of each input by its name; the column of its own name where it is left out.
+        inputs: Inputs of the model.
+        bounds: Exclusive upper bounds of ids, by input.
+
+    Raises:
+        ConfigError: An input is named that the model does not have, or the wrong number of columns.
+        ModelError: An input has more than two axes.
+    """
     known = [spec.name for spec in inputs]
-    for name in config.data.inputs:
+    for name in columns:
         if name not in known:
             raise ConfigError(
                 f"the model has no input '{name}'",
@@ -38,7 +55,9 @@ def bind_inputs(
                 evidence=f"its inputs are {', '.join(known)}",
                 remedy="correct the name",
             )
-    return tuple(_bind(config, spec, (bounds or {}).get(spec.name)) for spec in inputs)
+    return tuple(
+        _bind(columns.get(spec.name, (spec.name,)), spec, (bounds or {}).get(spec.name)) for spec in inputs
+    )
 
 
 def open_splits(config: RunConfig, bindings: Sequence[InputBinding]) -> Splits:
@@ -80,8 +99,7 @@ def split_rule(config: RunConfig) -> str:
     return f"{how}: {shares.calibration:g} / {shares.selection:g} / {shares.certification:g}"
 
 
-def _bind(config: RunConfig, spec: TensorSpec, bounds: tuple[int | None, ...] | None) -> InputBinding:
-    columns = config.data.inputs.get(spec.name, (spec.name,))
+def _bind(columns: tuple[str, ...], spec: TensorSpec, bounds: tuple[int | None, ...] | None) -> InputBinding:
     rank = len(spec.shape)
     if rank not in {1, 2}:
         raise ModelError(

@@ -20,7 +20,7 @@ from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.rewrite import RewriteLog
-from loka_onnx.data import Dataset, InputBinding, Splits, open_dataset
+from loka_onnx.data import Dataset, InputBinding, Splits, ensure_disjoint, open_dataset
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import DataError
 from loka_onnx.evaluation.columns import read_scores, read_truth
@@ -124,6 +124,20 @@ class Steps:
         outputs = OnnxSession(self._exported.path, SessionOptions(threads=self.threads)).run(rows.inputs)
         for spec in self.specs:
             read_scores(outputs, spec, rows.rows, is_reference=True)
+
+    def open_added(self, path: Path) -> Dataset:
+        """Open and check a file whose rows are to be added to the profile.
+
+        Raises:
+            ConfigError: Its rows are those of selection or of certification.
+            DataError: A row, a label or a weight cannot be used.
+        """
+        columns, nullable = self.config.columns, self.config.nullable_columns
+        added = open_dataset(path, self.bindings, columns, None, nullable)
+        ensure_disjoint(added, self.splits.selection, self.splits.certification)
+        added.check()
+        self._check_labels(added)
+        return added
 
     def _check_labels(self, data: Dataset) -> None:
         wanted = [name for spec in self.specs for name in (spec.label, spec.weight) if name is not None]

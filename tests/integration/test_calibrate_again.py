@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic_runs import Workplace, call
+from synthetic_runs import Workplace, call, make_columns, write_rows
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.pipeline.probing import EXPORTED
 from loka_onnx.pipeline.run import RunOptions, Stage, run
+from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 
 
 def profile_at(place: Workplace, name: str = "calibration/exported.json") -> Profile:
@@ -73,6 +76,66 @@ def test_what_does_not_fit_is_refused_and_the_profile_stays(
     assert (place.output / "calibration/exported.json").read_bytes() == before
 
 
+def test_sampling_stops_when_every_verdict_is_reached_and_says_so(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(place.path / "rows.parquet", make_columns(40_000))
+    place.write_run_file(data={"group": None})  # rows of a request say less than as many rows
+    done = call(capsys, "calibrate", place.run_file)
+    assert done.code == 0, done.err
+    stopped = profile_at(place)
+    assert stopped.sampling.may_stop_early and stopped.sampling.undecided == ()
+    assert 4096 <= stopped.sampling.rows < stopped.rows
+    assert "Sensitivities stopped where the verdict of every site was reached" in done.out
+    assert f"sensitivities: {stopped.sampling.rows:,} rows" in done.out
+
+    # fc1 and fc2 are as large as one another. A budget of which half is what the costlier of them costs: the
+    # rows end with its verdict open.
+    ctr = [stopped.site(name).sensitivities[0] for name in ("fc1", "fc2")]
+    costs = [item.kl_moments.value * item.draws.kl_growth for item in ctr if item.draws is not None]
+    budget = 2 * max(costs) / (1 - LABELLED_ALLOWANCE)
+    done = call(capsys, "calibrate", place.run_file, "--set", f"outputs.0.budget={budget}")
+    assert done.code == 0, done.err
+    ended = profile_at(place)
+    assert ended.sampling.rows == ended.rows and ended.sampling.looks > 1
+    (still_open,) = ended.sampling.undecided
+    assert f"after {ended.rows:,}: {still_open}. More rows may decide them" in done.out
+
+    done = call(capsys, "calibrate", place.run_file, "--set", "calibration.stop_when_decided=false")
+    fixed = profile_at(place)
+    assert (fixed.sampling.looks, fixed.sampling.may_stop_early) == (1, False)
+    assert fixed.sampling.rows == fixed.rows
+
+
+def test_where_batches_run_does_not_matter_to_a_finished_calibration(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(place.run_file, RunOptions(until=Stage.CALIBRATE))
+    done = call(capsys, "calibrate", place.run_file, "--executor", "ray")
+    assert done.code == 0, done.err
+    assert any("calibrate" in line and "reused" in line for line in done.err.splitlines())
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_gives_the_same_profile(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    run(place.run_file, RunOptions(until=Stage.CALIBRATE))
+    here = profile_at(place)
+    done = call(capsys, "calibrate", place.run_file, "--output", place.path / "ray", "--executor", "ray")
+    assert done.code == 0, done.err
+    there = serde.read(Profile, place.path / "ray" / EXPORTED)
+    assert replace(there, seconds={}) == replace(here, seconds={})
+
+
+def test_another_confidence_plans_anew(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    run(place.run_file, RunOptions(until=Stage.PLAN))
+    done = call(capsys, "plan", place.run_file, "--set", "calibration.confidence=0.99")
+    assert done.code == 0, done.err
+    (safe,) = (p for p in serde.read(PlanSet, place.output / "plan.json").plans if p.id == "fp8-safe")
+    levels = [re.search(r"at ([0-9.]+) %, corrected for 2 bounds", d.reason) for d in safe.decisions]
+    assert all(level is not None and float(level[1]) >= 99.0 for level in levels)
+
+
 def test_without_a_profile_there_is_nothing_to_do_again(
     place: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,3 +154,93 @@ def test_a_plan_in_another_format_is_built_and_run(place: Workplace, format: str
     engines = serde.read(EngineSet, place.output / "engines.json").engines
     assert {engine.plan: engine.status for engine in engines}["fp8-all"] is BuildStatus.READY, engines
     assert Path(place.output / "planned").is_dir()
+
+
+# More rows --------------------------------------------------------------------------------------------
+
+
+def new_rows(place: Workplace, name: str = "new.parquet", seed: int = 2) -> Path:
+    write_rows(place.path / name, make_columns(2000, seed))
+    return place.path / name
+
+
+def test_rows_are_added_to_the_profile_and_later_stages_follow(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(place.run_file, RunOptions(until=Stage.PLAN))
+    before, lineage = profile_at(place), (place.output / "run.json").read_text()
+    done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place))
+    assert done.code == 0, done.err
+    assert "Calibration rows were added to those of the split: SHA-256 " in done.out
+    after = profile_at(place)
+    assert after.rows == before.rows + 2000
+    old, new = after.data_digest.split("+")
+    assert old == before.data_digest != new
+    assert after.scales == before.scales
+    for entry in before.sites:
+        known = after.site(entry.site)
+        for mine, theirs in zip(entry.sensitivities, known.sensitivities, strict=True):
+            assert theirs.kl_moments.rows == mine.kl_moments.rows + 2000
+            assert theirs.kl_moments.a.value > mine.kl_moments.a.value
+        assert {t: s.count for t, s in known.operands.items() if t not in after.weights} == {
+            t: s.count * after.rows // before.rows
+            for t, s in entry.operands.items()
+            if t not in after.weights
+        }
+    assert (place.output / "run.json").read_text() != lineage
+
+    # The calibration stands, what follows is done again.
+    done = call(capsys, "plan", place.run_file)
+    assert done.code == 0, done.err
+    fresh = [line for line in done.err.splitlines() if "reused" not in line and "check data" not in line]
+    assert [line.split()[1] for line in fresh] == ["recalibrate", "plan"]
+    assert profile_at(place) == after
+    assert profile_at(place, "profile.json").data_digest == after.data_digest
+
+    # And a third set.
+    done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place, "newer.parquet", 3))
+    assert done.code == 0, done.err
+    assert profile_at(place).rows == before.rows + 4000
+
+
+def test_rows_may_be_added_to_a_run_that_is_not_calibrated_yet(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place))
+    assert done.code == 0, done.err
+    assert len(profile_at(place).data_digest.split("+")) == 2
+
+
+def test_rows_that_must_not_be_added_are_refused_and_the_profile_stays(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = new_rows(place)
+    call(capsys, "calibrate", place.run_file, "--update", new)
+    before = (place.output / "calibration/exported.json").read_bytes()
+    write_rows(place.path / "unlabelled.parquet", {"clicked": [0.0]})
+    broken = make_columns(100, 4)
+    broken["clicked"][7] = 7.0
+    write_rows(place.path / "broken.parquet", broken)
+    for arguments, message in (
+        (["--update", new], "the rows of 'new.parquet' are in the profile already"),
+        (["--update", place.path / "rows.parquet"], "calibration and selection share rows of the same file"),
+        (["--update", place.path / "absent.parquet"], "the data file does not exist"),
+        (
+            ["--update", place.path / "unlabelled.parquet"],
+            "column 'bought' of 'unlabelled.parquet' does not exist",
+        ),
+        (["--update", place.path / "broken.parquet"], "'broken.parquet'"),
+        (["--update", new, "--only", "fc1"], "--only and --update exclude each other"),
+        (["--only", "fc1"], "the profile holds rows that `--update` added"),
+    ):
+        done = call(capsys, "calibrate", place.run_file, *arguments)
+        assert done.code == 2 and message in done.err, (arguments, done.err)
+        assert (place.output / "calibration/exported.json").read_bytes() == before
+
+
+def test_a_fresh_run_whose_added_rows_are_wrong_leaves_no_trace(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = call(capsys, "calibrate", place.run_file, "--update", place.path / "absent.parquet")
+    assert done.code == 2
+    assert not place.output.exists()

@@ -20,6 +20,9 @@ from loka_onnx.errors import InternalError
 from loka_onnx.numerics.intervals import ratio_interval
 
 ROWS = 900
+NUMBERS = [3503, 3265, 1742, 2424]
+STRINGS = [3904, 2186]
+"""Buckets of 0, 1, 2 and 10**12, and of two strings."""
 
 
 def made(rows: int = ROWS, seed: int = 0) -> LossRows:
@@ -158,13 +161,9 @@ def test_what_is_kept_does_not_grow_with_the_rows(grouped):
 
 def test_batches_of_one_kind_only():
     plain, by_group = sum_batch(made(8), None), sum_batch(made(8), users(8))
-    with pytest.raises(
-        InternalError, match="was summed by groups is added to some that were not"
-    ):
+    with pytest.raises(InternalError, match="was summed by groups is added to some that were not"):
         RowTotals().add(by_group)
-    with pytest.raises(
-        InternalError, match="was not summed by groups is added to some that were"
-    ):
+    with pytest.raises(InternalError, match="was not summed by groups is added to some that were"):
         BucketTotals().add(plain)
     with pytest.raises(InternalError, match="no batch was added to a total"):
         RowTotals().moments(0, 0)

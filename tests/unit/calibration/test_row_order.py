@@ -24,12 +24,31 @@ def test_every_row_comes_once_and_no_batch_is_cut(rows, batch):
 
 
 def test_the_first_rows_come_from_everywhere():
-    spans = scattered(1_000_000, 512, seed=0)
-    first = [span.start for span in first_rows(spans, 4096)]
-    assert len(first) == 8 and len({start // 250_000 for start in first}) >= 3
-    assert first != [span.start for span in first_rows(scattered(1_000_000, 512, seed=1), 4096)]
-    # Later rows are read in long runs.
-    assert len(spans) < 1_000_000 / 4096 + 3 * 64
+    spans = scattered(10_000_000, 512, seed=0)
+    first = first_rows(spans, 4096)
+    assert [span.stop - span.start for span in first] == [512] * 8
+    assert len({span.start // 1_000_000 for span in first}) >= 5
+    assert first != first_rows(scattered(10_000_000, 512, seed=1), 4096)
+
+
+def test_no_span_has_much_weight_and_there_are_few():
+    done, spans = 0, scattered(10_000_000, 512, seed=0)
+    for span in spans:
+        # The last batch of the file is shorter than it counts.
+        assert span.stop - span.start <= max(512 if done < 32768 else 4096, done / 16 + 512)
+        done += span.stop - span.start
+    assert len(spans) < 160
+
+
+def test_every_place_of_the_file_is_as_likely_to_come_first():
+    """Ends included: without going around them, they come first a hundred times as often."""
+    random = np.random.default_rng(0)
+    counts = np.zeros(50)
+    for seed in random.integers(0, 2**31, 400):
+        for span in first_rows(scattered(500_000, 512, int(seed)), 8192):
+            counts[span.start // 10_000] += 1
+    # 6,400 spans over 50 places: 128 each, give or take 11 and a little more. Seen: 102 to 152.
+    assert counts.min() > 85 and counts.max() < 175
 
 
 def test_spans_are_cut_at_a_row_or_behind_a_batch():

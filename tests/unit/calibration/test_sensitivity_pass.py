@@ -2,110 +2,329 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 import numpy as np
 import pytest
-from test_switchable import make
+from small_models import LOGIT, SHARED, artifact_of, columns_of, dataset_of
 
-from loka_onnx.calibration.sensitivity import measure_sensitivities
+from loka_onnx.calibration import sensitivity
+from loka_onnx.calibration.executors import LocalExecutor
+from loka_onnx.calibration.loss_totals import buckets_of
+from loka_onnx.calibration.perturbation import draw_factors
+from loka_onnx.calibration.sensitivity import (
+    OpenSites,
+    Sensitivities,
+    SensitivityOptions,
+    SensitivityPass,
+    Subject,
+)
+from loka_onnx.calibration.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.site import SiteKind
-from loka_onnx.data.batch import Batch
+from loka_onnx.core.progress import silent
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.core.sensitivity import Sensitivity
+from loka_onnx.errors import CalibrationError, ConfigError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.numerics.intervals import ratio_interval
 
-pytest.importorskip("torch")
-
-SITES = ("over.fc1", "over.norm1", "head")
-OUTPUTS = (OutputSpec("logit", OutputKind.LOGIT, "label"),)
-
-
-@pytest.fixture
-def world(tmp_path):
-    run, switchable, _ = make("dcnv2", tmp_path, SITES)
-    rows, random = 400, np.random.default_rng(5)
-    columns = {
-        "label": (random.random(rows) < 0.3).astype(np.int8),
-        "weight": random.integers(1, 4, rows),
-        "user": random.integers(0, 40, rows),
-        "rating": random.standard_normal(rows),
-    }
-    inputs = {name: array[:rows] for name, array in run.inputs().items()}
-
-    def batches(size: int) -> list[Batch]:
-        return [
-            Batch(
-                {k: v[i : i + size] for k, v in inputs.items()},
-                {k: v[i : i + size] for k, v in columns.items()},
-                i,
-            )
-            for i in range(0, rows, size)
-        ]
-
-    return switchable, inputs, columns, batches
+ROWS = 1500
 
 
-def sigmoid(z):
+@dataclass
+class World:
+    """A model, rows, and a way to measure the one on the other."""
+
+    folder: Path
+    subject: Subject
+    columns: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, folder: Path, rows: int = ROWS, columns: dict[str, np.ndarray] | None = None) -> World:
+        artifact = artifact_of(folder)
+        scales = {PER_TENSOR.activation_id: {o.tensor: 0.03125 for s in artifact.sites for o in s.operands}}
+        switches = tuple(
+            Switch(site, PER_CHANNEL_WEIGHT if site.name == "left" else PER_TENSOR) for site in artifact.sites
+        )
+        columns = columns_of(rows) if columns is None else columns
+        return cls(folder, Subject(artifact.path, switches, scales, (LOGIT,)), columns)
+
+    def passes(
+        self, spec: OutputSpec = LOGIT, threads: int = 2, progress=silent, **options
+    ) -> SensitivityPass:
+        rows = len(self.columns["label"])
+        chosen = SensitivityOptions(rows=rows, most=options.pop("most", rows), **options)
+        return SensitivityPass(
+            replace(self.subject, outputs=(spec,)),
+            dataset_of(self.folder / "data", self.columns),
+            chosen,
+            LocalExecutor(threads),
+            progress,
+        )
+
+    def measure(
+        self, spec: OutputSpec = LOGIT, open_sites: OpenSites | None = None, **options
+    ) -> Sensitivities:
+        options = {"draws": 1, "batch_size": 512, **options}
+        found = self.passes(spec, **options)
+        return found.measure(self.folder, found.draws(self.folder), open_sites)
+
+    def scores(self, on: tuple[str, ...] = (), factor: float = 1.0) -> np.ndarray:
+        """Logits in extended precision, by batches of the same size: the last bit depends on it."""
+        path = self.folder / f"reference-{factor}.onnx"
+        subject = self.subject
+        file = write_switchable(
+            GraphModel.load(subject.model), subject.switches, subject.scales, path, factor
+        )
+        return batched(file.open(), self.columns["x"], on)
+
+
+def batched(model: SwitchableModel, x: np.ndarray, on: tuple[str, ...]) -> np.ndarray:
+    parts = [model.run({"x": x[i : i + 512]}, on)["y"].reshape(-1) for i in range(0, len(x), 512)]
+    return np.concatenate(parts).astype(np.longdouble)
+
+
+def sigmoid(z: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-z))
 
 
-def cross_entropy(z, y):
+def cross_entropy(z: np.ndarray, y: np.ndarray) -> np.ndarray:
     p = sigmoid(z)
     return -(y * np.log(p) + (1 - y) * np.log1p(-p))
 
 
+def divergence(z: np.ndarray, changed: np.ndarray) -> np.ndarray:
+    p, q = sigmoid(z), sigmoid(changed)
+    return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World.of(tmp_path)
+
+
+# What is measured ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_logit_terms_are_the_change_of_the_loss(weighted, world):
-    switchable, inputs, columns, batches = world
-    outputs = (OutputSpec("logit", OutputKind.LOGIT, "label", "weight" if weighted else None),)
-    seen: list[int] = []
-    result = measure_sensitivities(switchable, batches(150), outputs, None, seen.append)
-    assert seen == [150, 300, 400]
-    w = columns["weight"].astype(np.longdouble) if weighted else np.ones(400, np.longdouble)
-    y = columns["label"].astype(np.longdouble)
-    z = switchable.run(inputs)["logit"].astype(np.longdouble)
+    spec = OutputSpec("y", OutputKind.LOGIT, "label", "weight" if weighted else None)
+    result = world.measure(spec)
+    w = world.columns["weight"].astype(np.longdouble) if weighted else np.ones(ROWS, np.longdouble)
+    y, z = world.columns["label"].astype(np.longdouble), world.scores()
     loss = cross_entropy(z, y)
-    mean_loss = (w * loss).sum() / w.sum()
-    assert result.baseline_loss["logit"] == pytest.approx(float(mean_loss), rel=1e-12)
-    assert set(result.by_site) == set(SITES)
-    for site in SITES:
-        (item,) = result.by_site[site]
-        changed = switchable.run(inputs, (site,))["logit"].astype(np.longdouble)
-        delta = changed - z
-        p, q = sigmoid(z), sigmoid(changed)
-        kl = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
-        assert item.output == "logit" and item.denominator == "loss"
-        is_norm = next(s.site.kind is SiteKind.NORM for s in switchable.switches if s.site.name == site)
-        assert (item.recipe == "bf16") == is_norm
+    assert result.baseline_loss["y"].value == pytest.approx(float((w * loss).sum() / w.sum()), rel=1e-12)
+    assert set(result.by_site) == {"left", "right", "norm", "deep", "head"}
+    for site, (item,) in result.by_site.items():
+        changed = world.scores((site,))
+        delta, kl = changed - z, divergence(z, changed)
+        assert (item.output, item.denominator) == ("y", "loss")
+        assert item.recipe == {"norm": "bf16", "left": PER_CHANNEL_WEIGHT.id}.get(site, PER_TENSOR.id)
         assert item.delta_rmse == pytest.approx(float(np.sqrt((w * delta**2).sum() / w.sum())), rel=1e-9)
         assert item.delta_mean == pytest.approx(float((w * delta).sum() / w.sum()), rel=1e-9)
         assert item.kl.value == pytest.approx(float((w * kl).sum() / (w * loss).sum()), rel=1e-6)
-        assert item.kl.lower < item.kl.value < item.kl.upper and item.kl.rows == 400
         whole = (w * (cross_entropy(changed, y) - loss)).sum() / (w * loss).sum()
         assert item.labelled is not None
-        assert item.kl.value + item.labelled.value == pytest.approx(float(whole), rel=1e-6)
+        assert item.kl.value + item.labelled.value == pytest.approx(float(whole), rel=1e-6, abs=1e-12)
+        reference = ratio_interval((w * kl).astype(float), (w * loss).astype(float))
+        assert (item.kl.lower, item.kl.upper) == pytest.approx((reference.lower, reference.upper), rel=1e-5)
+        assert item.kl.rows == item.kl_moments.units == ROWS and item.draws is None
 
 
 def test_regression_terms_are_the_change_of_the_squared_error(world):
-    switchable, inputs, columns, batches = world
-    outputs = (OutputSpec("logit", OutputKind.REGRESSION, "rating"),)
-    result = measure_sensitivities(switchable, batches(400), outputs, None, lambda done: None)
-    y, f = columns["rating"], switchable.run(inputs)["logit"].astype(np.float64)
-    changed = switchable.run(inputs, ("head",))["logit"].astype(np.float64)
+    result = world.measure(OutputSpec("y", OutputKind.REGRESSION, "rating"))
+    y, f, changed = world.columns["rating"], world.scores(), world.scores(("head",))
     (item,) = result.by_site["head"]
     loss = np.square(f - y)
-    assert item.kl.value == pytest.approx(np.square(changed - f).mean() / loss.mean(), rel=1e-9)
+    assert item.kl.value == pytest.approx(float(np.square(changed - f).mean() / loss.mean()), rel=1e-9)
     assert item.labelled is not None
-    total = (np.square(changed - y) - loss).mean() / loss.mean()
+    total = float((np.square(changed - y) - loss).mean() / loss.mean())
     assert item.kl.value + item.labelled.value == pytest.approx(total, rel=1e-6)
 
 
-def test_batches_do_not_matter_and_groups_widen_only_the_interval(world):
-    switchable, _, _, batches = world
-    one, many, grouped = (
-        measure_sensitivities(switchable, batches(size), OUTPUTS, group, lambda done: None).by_site["head"][0]
-        for size, group in ((400, None), (64, None), (64, "user"))
+def test_without_labels_kl_is_relative_to_the_mean_entropy(world):
+    spec = OutputSpec("y", OutputKind.LOGIT, None)
+    del world.columns["rating"]
+    result = world.measure(spec, draws=2)
+    z, changed = world.scores(), world.scores(("deep",))
+    p = sigmoid(z)
+    entropy = (-p * np.log(p) - (1 - p) * np.log1p(-p)).mean()
+    (item,) = result.by_site["deep"]
+    assert item.denominator == "entropy"
+    assert item.kl.value == pytest.approx(float(divergence(z, changed).mean() / entropy), rel=1e-6)
+    assert item.labelled is None and item.labelled_moments is None
+    assert item.draws is not None and item.draws.labelled_low is None and item.draws.labelled_high is None
+    assert result.baseline_loss["y"].value == pytest.approx(float(entropy), rel=1e-12)
+
+
+def test_sites_that_share_a_tensor_are_measured_together(world):
+    result = world.measure()
+    (group,) = result.groups
+    assert (group.tensor, group.sites) == ("x", SHARED)
+    z, together = world.scores(), world.scores(SHARED)
+    loss = cross_entropy(z, world.columns["label"])
+    item = group.sensitivity("y")
+    assert item.recipe == "e4m3fn/amax"
+    assert item.kl.value == pytest.approx(float(divergence(z, together).mean() / loss.mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize("group", ["user", "name"])
+def test_groups_widen_the_interval_and_leave_the_value(group, world):
+    plain, grouped = world.measure(), world.measure(group=group)
+    mine, other = grouped.by_site["head"][0], plain.by_site["head"][0]
+    assert mine.kl.value == pytest.approx(other.kl.value, rel=1e-12)
+    z, changed = world.scores(), world.scores(("head",))
+    kl, loss = (v.astype(float) for v in (divergence(z, changed), cross_entropy(z, world.columns["label"])))
+    buckets = buckets_of(world.columns[group])
+    reference = ratio_interval(kl, loss, groups=world.columns[group])
+    assert len(np.unique(buckets)) == mine.kl_moments.units == 40
+    assert (mine.kl.lower, mine.kl.upper) == pytest.approx((reference.lower, reference.upper), rel=1e-5)
+    assert mine.kl.upper != other.kl.upper
+
+
+# Draws ---------------------------------------------------------------------------------------------
+
+
+def test_draws_are_the_same_rows_under_moved_scales(world):
+    """1500 rows: fewer than are drawn, so that every row is in."""
+    result = world.measure(draws=3)
+    z, y = world.scores(), world.columns["label"]
+    loss = cross_entropy(z, y).mean()
+    for names, item in [
+        *(((name,), items[0]) for name, items in result.by_site.items() if name != "norm"),
+        (SHARED, result.groups[0].sensitivity("y")),
+    ]:
+        kls, labelled = [], []
+        for factor in draw_factors(3):
+            changed = world.scores(names, factor)
+            kls.append(float(divergence(z, changed).mean() / loss))
+            labelled.append(float(((sigmoid(z) - y) * (changed - z)).mean() / loss))
+        assert len({round(kl / kls[0], 3) for kl in kls}) == 3
+        draws = item.draws
+        assert draws is not None and draws.count == 3
+        assert (draws.kl_low, draws.kl_high) == pytest.approx((min(kls), max(kls)), rel=1e-6)
+        assert draws.kl_growth == pytest.approx(max(kls) / kls[0], rel=1e-6) and draws.kl_growth >= 1.0
+        assert (draws.labelled_low, draws.labelled_high) == pytest.approx(
+            (min(labelled), max(labelled)), rel=1e-6
+        )
+    # A norm in BF16 has no scale to move.
+    assert result.by_site["norm"][0].draws is None
+
+
+def test_draws_are_taken_from_the_first_rows_only(tmp_path):
+    world = World.of(tmp_path, 9000)
+    seen: list[tuple[str, int, int]] = []
+    found = world.passes(progress=lambda *step: seen.append(step), draws=3, batch_size=1000)
+    drawn = found.draws(tmp_path)
+    # 4096 rows are five batches of a thousand.
+    assert seen[-1] == ("moved scales", 10_000, 10_000) and seen[4] == ("moved scales", 5000, 10_000)
+    whole = found.measure(tmp_path, drawn)
+    part = world.measure(draws=3, batch_size=1000, most=5000)
+    assert whole.by_site["deep"][0].draws == part.by_site["deep"][0].draws
+    assert whole.by_site["deep"][0].kl != part.by_site["deep"][0].kl
+
+
+def test_a_site_that_is_exact_has_draws_that_agree(tmp_path):
+    columns = columns_of(600)
+    columns["x"][:] = 0.0
+    world = World.of(tmp_path, columns=columns)
+    item = world.measure(draws=3).by_site["left"][0]
+    assert (item.kl.value, item.kl.upper) == (0.0, 0.0)
+    draws = item.draws
+    assert draws is not None and (draws.kl_low, draws.kl_high, draws.kl_growth) == (0.0, 0.0, 1.0)
+    assert sensitivity.spread_of_draws(np.array([[0.0], [1.0]])).kl_growth == np.inf
+
+
+# Stopping ------------------------------------------------------------------------------------------
+
+
+def test_the_pass_stops_when_nothing_is_open(tmp_path):
+    world = World.of(tmp_path, 30_000)
+    asked: list[Sensitivities] = []
+    seen: list[tuple[str, int, int]] = []
+
+    def until(rows: int) -> Callable[[Sensitivities], tuple[str, ...]]:
+        def open_sites(found: Sensitivities) -> tuple[str, ...]:
+            asked.append(found)
+            return () if found.sampling.rows >= rows else ("left", "deep")
+
+        return open_sites
+
+    found = world.passes(progress=lambda *step: seen.append(step), batch_size=512, draws=1)
+    stopped = found.measure(tmp_path, found.draws(tmp_path), until(9000))
+    assert [each.sampling.rows for each in asked] == [4096, 6144, 9216]
+    assert [each.sampling.looks for each in asked] == [1, 2, 3]
+    assert all(each.sampling.is_sequential and each.sampling.tightest_at == 16384 for each in asked)
+    assert stopped.sampling == replace(asked[-1].sampling, undecided=())
+    assert stopped.by_site["left"][0].kl.rows == 9216
+    assert seen[-2:] == [("sensitivity", 9216, 30_000), ("sensitivity", 9216, 9216)]
+    # The rows are those that the same order begins with.
+    same = world.measure(batch_size=512, most=9216)
+    assert same.by_site == stopped.by_site and same.sampling.looks == 1
+    assert not same.sampling.is_sequential
+
+
+def test_sites_that_stay_open_are_named_when_the_rows_end(tmp_path):
+    world = World.of(tmp_path, 5000)
+    found = world.measure(open_sites=lambda found: ("deep",))
+    assert (found.sampling.rows, found.sampling.looks, found.sampling.undecided) == (5000, 2, ("deep",))
+    few = world.measure(open_sites=lambda found: ("deep",), most=700)
+    assert (few.sampling.rows, few.sampling.looks, few.sampling.is_sequential) == (700, 1, False)
+
+
+def test_the_first_look_decides_nothing_by_an_interval_for_fixed_rows(tmp_path):
+    world = World.of(tmp_path, 5000)
+    moments: list[Sensitivity] = []
+
+    def open_sites(found: Sensitivities) -> tuple[str, ...]:
+        item = found.by_site["head"][0]
+        interval = found.sampling.interval_of(item.kl_moments)
+        assert interval == item.kl_moments.anytime_interval(16384) and interval.upper > item.kl.upper
+        moments.append(item)
+        return ()
+
+    stopped = world.measure(open_sites=open_sites)
+    assert len(moments) == 1 and stopped.sampling.looks == 1 and stopped.sampling.is_sequential
+
+
+# What must not show --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [None, "user"])
+def test_threads_do_not_show_to_the_last_bit(group, world):
+    one, many = (world.measure(threads=t, group=group, batch_size=100, draws=2) for t in (1, 3))
+    assert one == many
+
+
+def test_the_order_of_the_rows_is_drawn_from_the_seed(tmp_path):
+    world = World.of(tmp_path, 3000)
+
+    def kl(seed: int, most: int) -> float:
+        return world.measure(seed=seed, batch_size=100, most=most).by_site["head"][0].kl.value
+
+    assert kl(0, 1000) == kl(0, 1000) != kl(1, 1000)
+    # All rows are the same rows, whatever their order.
+    assert kl(0, 3000) == kl(1, 3000)
+
+
+# Refusals ------------------------------------------------------------------------------------------
+
+
+def test_a_loss_of_zero_is_refused(tmp_path):
+    columns = columns_of(600)
+    columns["weight"][:] = 0
+    world = World.of(tmp_path, columns=columns)
+    with pytest.raises(CalibrationError) as caught:
+        world.measure(OutputSpec("y", OutputKind.LOGIT, "label", "weight"))
+    assert str(caught.value) == (
+        "the FP32 model's loss on output 'y' is 0: nothing can be relative to it\n"
+        "  evidence: over 600 rows of 'clicks-0412.npz', of weight 0\n"
+        "  remedy: check the columns 'label' (labels) and 'weight' (weights)"
     )
-    # The size of a batch decides which FP32 kernel runs: the last bit of the outputs.
-    assert many.kl.value == pytest.approx(one.kl.value, rel=1e-4)
-    assert grouped.kl.value == many.kl.value
-    assert grouped.labelled is not None and many.labelled is not None
-    assert grouped.labelled.value == many.labelled.value
-    assert grouped.kl.upper != many.kl.upper
+
+
+def test_draws_out_of_range_are_refused_before_anything_runs(world):
+    with pytest.raises(ConfigError, match="rounding noise can be drawn 1 to 8 times"):
+        world.passes(draws=0)

@@ -11,35 +11,51 @@ import pytest
 from loka_onnx.cli.main import main
 from loka_onnx.cli.schema import Document, schema_text
 from loka_onnx.core import serde
+from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.histogram import MagnitudeHistogram
-from loka_onnx.core.intervals import Interval
-from loka_onnx.core.profile import Profile, SiteProfile
-from loka_onnx.core.sensitivity import Sensitivity
-from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
+from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
+from loka_onnx.core.statistics import BatchSpread, BatchSums, ErrorStats, RangeStats
 
 DOCS = Path(__file__).parents[3] / "docs"
-KL = Interval(1e-5, 0.0, 2e-5, 0.95, 50)
+ONE, NONE = ExactSum.of([1.0]), ExactSum()
+DELTA = DeltaSums(ONE, NONE, ONE)
+MOMENTS = RatioMoments(50, 50, ONE, ONE, ONE, ONE, ONE)
+KL = Sensitivity.of(SensitivityName("r", "logit", "loss"), DELTA, MOMENTS, None, Draws(4, 1.0, 2.0, 2.0))
 PROFILE = Profile(
     "m",
     "d",
     100,
-    50,
+    80,
+    Sampling(50, 1, 16384, ("fc1",), may_stop_early=True),
     False,
     (
         SiteProfile(
             "fc1",
             {
                 "x": RangeStats(
-                    3, 2.0, -2.0, 2.0, 0.0, 5.0, MagnitudeHistogram(1, 1016, (1, 0, 1)), (2.0, 1.0)
+                    3,
+                    2.0,
+                    -2.0,
+                    2.0,
+                    NONE,
+                    ExactSum.of([5.0]),
+                    MagnitudeHistogram(1, 1016, (1, 0, 1)),
+                    (2.0, 1.0),
+                    BatchSpread(1, 3, {"amax": BatchSums(ONE, ONE)}),
                 )
             },
-            (ErrorStats("r", None, 3, 1.0, 0.5, 1.0, 1.5, 3, 0, 0, 1),),
-            (Sensitivity("r", "logit", "loss", 0.1, -0.1, KL, None),),
+            (ErrorStats("r", None, 3, ONE, ONE, ONE, 3, 0, 0, 1),),
+            (KL,),
             ("fc1a", "fc1b"),
         ),
     ),
-    {"logit": 0.69},
-    {"ranges": 0.25},
+    {"logit": WeightedMean(ONE, ONE)},
+    {"e4m3fn/amax": {"x": 0.5}},
+    {"ranges": ExactSum.of([0.25])},
+    (SiteGroup("x", ("fc1", "fc2"), (KL,)),),
+    ("w",),
 )
 
 
@@ -96,9 +112,12 @@ def test_a_profile_fits_its_schema_and_nothing_strange_does() -> None:
         return other
 
     for change in (
-        lambda d: d.update(schema="loka-onnx/profile/1"),
+        lambda d: d.update(schema="loka-onnx/profile/2"),
         lambda d: d["value"].pop("rows"),
         lambda d: d["value"].update(colour="red"),
+        lambda d: d["value"]["sampling"].update(looks="often"),
+        lambda d: d["value"]["groups"][0]["sensitivities"][0].pop("kl_moments"),
+        lambda d: d["value"]["scales"]["e4m3fn/amax"].update(x="large"),
         lambda d: d["value"]["sites"][0]["operands"]["x"]["histogram"].update(counts=[0.5]),
         lambda d: d["value"]["sites"][0]["errors"][0].update(noise="much"),
     ):

@@ -10,11 +10,12 @@ import pytest
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, Parity, TensorSpec
 from loka_onnx.core.digests import digest_files, digest_json
-from loka_onnx.core.intervals import Interval
-from loka_onnx.core.profile import Profile, SiteProfile
-from loka_onnx.core.sensitivity import Sensitivity
+from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
+from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
 from loka_onnx.core.site import Operand, Site, SiteKind
-from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.core.statistics import BatchSpread, BatchSums, ErrorStats, RangeStats
 from loka_onnx.errors import OutputError, UserError
 
 SITE = Site(
@@ -39,32 +40,46 @@ ARTIFACT = ModelArtifact(
     Parity(64, 1e-7, 1e-8, 1e-4),
     ("converted from opset 17 to 21",),
 )
+
+
+def moments(*sums: float) -> RatioMoments:
+    return RatioMoments(50, 7, *(ExactSum.of([value]) for value in sums))
+
+
+NAME = SensitivityName("r", "logit", "loss")
+DELTA = DeltaSums(ExactSum.of([100.0]), ExactSum.of([-10.0]), ExactSum.of([1.0]))
+# Seven units are too few for an interval: its ends are infinite.
+KL = Sensitivity.of(NAME, DELTA, moments(1e-5, 1.0, 1e-10, 1e-5, 1.0), None, Draws(2, 1e-5, 2e-5, 2.0))
 PROFILE = Profile(
-    "m",
-    "d",
-    100,
-    50,
-    False,
-    (
+    model_digest="m",
+    data_digest="d",
+    rows=100,
+    error_rows=80,
+    sampling=Sampling(50, 2, 16384, ("over.fc1",), may_stop_early=True),
+    synthetic=False,
+    sites=(
         SiteProfile(
             "over.fc1",
-            {"x": RangeStats(3, 0.1, -0.1, 0.1, 0.0, 1e-300)},
-            (ErrorStats("r", None, 3, 1.0, 0.5, 1.0, 1.5, 0, 0, 0),),
-            (
-                Sensitivity(
-                    "r",
-                    "logit",
-                    "loss",
+            {
+                "x": RangeStats(
+                    3,
                     0.1,
                     -0.1,
-                    Interval(1e-5, -float("inf"), float("inf"), 0.95, 50),
-                    None,
-                ),
-            ),
+                    0.1,
+                    ExactSum(),
+                    ExactSum.of([1e-300]),
+                    spread=BatchSpread(2, 50, {"amax": BatchSums(ExactSum.of([1.0, 1e-30]), ExactSum())}),
+                )
+            },
+            (ErrorStats("r", None, 3, *(ExactSum.of([v]) for v in (1.0, 0.5, 1.5)), 0, 0, 0),),
+            (KL,),
         ),
     ),
-    {"logit": 0.6931471805599453},
-    {"ranges": 0.25},
+    baseline_loss={"logit": WeightedMean(ExactSum.of([0.6931471805599453]), ExactSum.of([1.0]))},
+    scales={"e4m3fn/amax": {"x": 0.0078125}},
+    seconds={"ranges": ExactSum.of([0.25])},
+    groups=(SiteGroup("x", ("over.fc1", "over.fc2"), (KL,)),),
+    weights=("w",),
 )
 
 
@@ -81,12 +96,15 @@ def test_lookups():
     assert ARTIFACT.site("over.fc1") is SITE and ARTIFACT.linear_sites == (SITE,)
     assert SITE.flops_per_example == ARTIFACT.fp8_able_flops == 2 * 3 * 32 * 64
     assert PROFILE.site("over.fc1").error("r").cosine == pytest.approx(1.0 / 1.5**0.5)
-    assert PROFILE.site("over.fc1").sensitivity("r", "logit").delta_rmse == 0.1
+    found = PROFILE.site("over.fc1").sensitivity("r", "logit")
+    assert (found.delta_rmse, found.delta_mean) == (pytest.approx(0.1), pytest.approx(-0.1))
+    assert found.kl.upper == float("inf") and PROFILE.groups[0].sensitivity("logit") is KL
     for missing in (
         lambda: ARTIFACT.site("x"),
         lambda: PROFILE.site("x"),
         lambda: PROFILE.site("over.fc1").error("x"),
         lambda: PROFILE.site("over.fc1").sensitivity("r", "x"),
+        lambda: PROFILE.groups[0].sensitivity("x"),
     ):
         with pytest.raises(KeyError):
             missing()

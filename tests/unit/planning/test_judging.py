@@ -15,6 +15,7 @@ from planned_models import CTR, CVR, UNITS, bare_profile, group, kl_of, linear, 
 from scipy import stats
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.plan import Verdict
 from loka_onnx.core.profile import Profile, Sampling
 from loka_onnx.core.ratio_moments import RatioMoments
@@ -500,3 +501,40 @@ def test_hardly_ever_is_anything_safe_beyond_the_share_that_it_then_has(
     assert largest >= 2, "nothing is ever safe: the experiment says nothing"
     if truth["a"] == 0.2505:
         assert wrong / REPEATS > 0.01
+
+
+def moments_after(rows: np.ndarray) -> RatioMoments:
+    """Of the mean of rows, (rows,), each a unit."""
+    count, total, squares = len(rows), float(rows.sum()), float(np.square(rows).sum())
+    sums = (ExactSum.of([float(value)]) for value in (total, count, squares, total, count))
+    return RatioMoments(count, count, *sums)
+
+
+def safe_at_any_look(rows: np.ndarray, looks: Sequence[int], is_sequential: bool) -> bool:
+    """Whether any of (sites, rows) is called safe before every verdict is reached, or the rows end."""
+    names = [f"n{i}" for i in range(len(rows))]
+    for number, count in enumerate(looks, 1):
+        moments = {name: {"ctr": moments_after(rows[i, :count])} for i, name in enumerate(names)}
+        sampling = Sampling(count, number if is_sequential else 1, 4096, (), is_sequential)
+        found = judged([norm(name) for name in names], bare_profile(moments, sampling=sampling))
+        verdicts = {judgement.verdict for judgement in found.values()}
+        if Verdict.SAFE in verdicts:
+            return True
+        if Verdict.UNDECIDED not in verdicts:
+            return False
+    return False
+
+
+@pytest.mark.slow
+def test_hardly_ever_is_anything_safe_that_is_not_however_often_one_looks() -> None:
+    """A look whenever rows have grown by half; norms just beyond their limits; rows as skewed as KL is."""
+    repeats, limit, random = 600, NORM_ALLOWANCE / 3, np.random.default_rng(3)
+    looks = [int(1024 * 1.5**step) for step in range(9)]
+    wrong = fixed = 0
+    for _ in range(repeats):
+        rows = random.gamma(0.5, 2.0 * 1.0005 * limit * ALLOWED, size=(3, looks[-1]))
+        wrong += safe_at_any_look(rows, looks, is_sequential=True)
+        fixed += safe_at_any_look(rows, looks, is_sequential=False)
+    assert wrong / repeats <= 0.025 + 3.0 * sqrt(0.025 * 0.975 / repeats)
+    # Intervals for a number of rows that is fixed beforehand are found out.
+    assert fixed / repeats > 0.06

@@ -1,4 +1,4 @@
-"""What the report says of the sites: how sure a sensitivity is, other draws, groups, and what is undecided."""
+"""What the report says of the sites: how sure a sensitivity is, other draws, groups, what is undecided."""
 
 from __future__ import annotations
 

@@ -1,0 +1,213 @@
+"""`loka-onnx drift`: new data against a profile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from loka_onnx.calibration.drift import DriftOptions
+from loka_onnx.cli.outcome import shown
+from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.terminal import Terminal, terminal_of
+from loka_onnx.core import serde
+from loka_onnx.core.drift import DriftReport, Relevance, SiteDrift, TensorDrift
+from loka_onnx.errors import ConfigError, DataError, DriftFound
+from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.pipeline.drift import check_drift, open_run
+
+SHOWN = 12
+"""Most rows of a table."""
+
+
+def drift(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
+    context: typer.Context,
+    profile: Annotated[Path, typer.Option(help="The profile: profile.json of a run.", show_default=False)],
+    data: Annotated[Path, typer.Option(help="Live rows, Parquet or npz; no labels.", show_default=False)],
+    run: Annotated[Path | None, typer.Option(help="The run directory, if the profile is elsewhere.")] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="Plan whose FP8 sites count; the chosen one, or fp8-safe.")
+    ] = None,
+    family_wise: Annotated[float, typer.Option(help="Largest probability of any false alarm.")] = 0.01,
+    max_predicted_delta_ne: Annotated[
+        float | None,
+        typer.Option(help="Alarm when ΔNE is predicted to grow by more; half of each output's budget."),
+    ] = None,
+    relevance: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="How large a change must be to alarm, as in rms=0.2."),
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Use the first rows only.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the whole report there.")] = None,
+) -> None:
+    """Compare new data with a profile; exit with 3 if they have moved away from it.
+
+    An alarm needs a change that is certain (no false alarm in 99 of 100 comparisons) and large enough to
+    matter.
+    """
+    terminal = terminal_of(context)
+    options = DriftOptions(family_wise, _relevance(relevance or []), max_predicted_delta_ne, rows)
+    opened = open_run(profile, run, plan)
+    with StageReporter(terminal) as reporter:
+        reporter.on_stage("drift", None)
+        began = time.perf_counter()
+        report = check_drift(opened, data, options, reporter.progress)
+        reporter.on_stage("drift", Outcome("drift", False, time.perf_counter() - began))
+    if json is not None:
+        serde.write(report, json)
+    print_drift(terminal, report)
+    if json is not None:
+        terminal.out.print(Text.assemble(("wrote ", "bold"), shown(json)), soft_wrap=True)
+    raise_for(report, data)
+
+
+def raise_for(report: DriftReport, data: Path) -> None:
+    """Turn the verdict into an exit code.
+
+    Raises:
+        DataError: Nothing could be judged.
+        DriftFound: An alarm stands.
+    """
+    if not report.is_judged:
+        what, _, remedy = report.not_judged.rpartition(": ")
+        raise DataError("drift was not judged", where=str(data), evidence=what, remedy=remedy)
+    if report.alarms:
+        first, others = report.alarms[0], len(report.alarms) - 1
+        more = f" ({others} more alarm{'s' * (others > 1)} above)" if others else ""
+        raise DriftFound(
+            "the data have moved away from the profile",
+            where=str(data),
+            evidence=f"{first.sentence}{more}",
+            remedy="find out whether the change is meant; if it is, calibrate and plan again on recent rows",
+        )
+
+
+def print_drift(terminal: Terminal, report: DriftReport) -> None:
+    """Print the tables, worst first, and the alarms."""
+    out = terminal.out
+    out.print(
+        Text(
+            f"{report.live_rows:,} live rows ({report.live_batches} batches of {report.batch_rows}) against "
+            f"{report.profile_rows:,} of the profile ({report.profile_batches} batches); {report.tests} "
+            f"tests at a family-wise {report.family_wise:.2g}"
+        ),
+        soft_wrap=True,
+    )
+    out.print()
+    out.print(_tensors(report))
+    out.print(_left_out("tensors", len(report.tensors)), end="")
+    out.print()
+    out.print(_sites(report))
+    out.print(_left_out("sites", len(report.sites)), end="")
+    out.print()
+    for line in (*_outputs(report), *_verdict(report)):
+        out.print(line, soft_wrap=True)
+
+
+def _tensors(report: DriftReport) -> Table:
+    table = _table("tensor", "rms", "mean", "index", "range", "beyond", "p (adjusted)")
+    for tensor in report.tensors[:SHOWN]:
+        style = "bold red" if any(a.where == tensor.tensor for a in report.alarms) else ""
+        table.add_row(*_tensor_row(tensor), style=style)
+    return table
+
+
+def _tensor_row(tensor: TensorDrift) -> tuple[Text | str, ...]:
+    wider = tensor.range
+    if not tensor.shifts:
+        return (
+            Text(tensor.tensor),
+            "–",
+            "–",
+            f"{tensor.stability_index:.3f}",
+            f"×{wider.growth:.2f}",
+            "–",
+            "–",
+        )
+    return (
+        Text(tensor.tensor),
+        f"×{1.0 + tensor.effect('rms'):.3f}",
+        f"{tensor.effect('mean'):+.3f} sd",
+        f"{tensor.stability_index:.3f}",
+        f"×{wider.growth:.2f}",
+        f"{wider.beyond} of {wider.batches}",
+        f"{tensor.smallest_adjusted:.2g}",
+    )
+
+
+def _sites(report: DriftReport) -> Table:
+    table = _table("site", "clipped", "in the profile", "noise / signal", "ΔNE")
+    for site in report.sites[:SHOWN]:
+        style = "bold red" if any(a.where == site.site for a in report.alarms) else ""
+        table.add_row(*_site_row(site, len(report.outputs) > 1), style=style)
+    return table
+
+
+def _site_row(site: SiteDrift, is_output_named: bool) -> tuple[Text | str, ...]:
+    """With the output that it harms most."""
+    ratio = f"×{site.live_noise / site.profile_noise:.2f}" if site.profile_noise else "–"
+    worst = max(site.predicted, key=lambda output: site.predicted[output], default=None)
+    change = "not FP8" if worst is None else f"{site.predicted[worst]:+.4%}"
+    if worst is not None and is_output_named:
+        change = f"{worst} {change}"
+    return Text(site.site), f"{site.live_saturated:.3%}", f"{site.profile_saturated:.3%}", ratio, Text(change)
+
+
+def _outputs(report: DriftReport) -> Iterator[Text]:
+    for output in report.outputs:
+        if output.live_kl is None:
+            continue
+        budget = "" if output.budget is None else f"; budget {output.budget:.4%}"
+        yield Text(
+            f"{output.output}: FP8 costs {output.live_kl:.4%} of ΔNE on the live rows, {output.kl:.4%} on "
+            f"the profile's ({report.basis}, label-free part){budget}"
+        )
+
+
+def _verdict(report: DriftReport) -> Iterator[Text]:
+    yield Text()
+    if not report.is_judged:
+        yield Text.assemble(("not judged: ", "bold yellow"), report.not_judged)
+    for alarm in report.alarms:
+        yield Text.assemble((f"{alarm.measure}: ", "bold red"), alarm.sentence)
+    if report.is_judged and not report.alarms:
+        small = len(report.changed)
+        certain = f"; {small} tensors changed for certain, but too little to matter" if small else ""
+        yield Text.assemble(("no drift", "bold green"), certain)
+
+
+def _left_out(what: str, count: int) -> Text:
+    return Text(f"… and {count - SHOWN} {what} that changed less\n" if count > SHOWN else "", style="dim")
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for position, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=True, justify="right" if position else "left")
+    return table
+
+
+def _relevance(given: list[str]) -> Relevance:
+    known = {field.name: field for field in fields(Relevance)}
+    found: dict[str, float] = {}
+    for item in given:
+        name, equals, text = item.partition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if name not in known or not equals or not value >= 0.0:
+            raise ConfigError(
+                "a threshold is NAME=VALUE, at least 0",
+                where=f"--relevance '{item}'",
+                evidence=f"the names are {', '.join(known)}",
+                remedy="write for example --relevance rms=0.2",
+            )
+        found[name] = value
+    return replace(Relevance(), **found)

@@ -1,0 +1,214 @@
+"""`loka-onnx drift` on a run directory: exit codes, messages, and what it leaves."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_runs import Done, call, make_columns, make_workplace, tree, write_rows
+
+from loka_onnx.core import serde
+from loka_onnx.core.drift import DriftReport, Measure
+from loka_onnx.core.lineage import RunRecord
+from loka_onnx.core.profile import Profile
+from loka_onnx.pipeline.drift import open_monitor, open_run
+from loka_onnx.pipeline.run import RunOptions, Stage, run
+
+UNSEEN = ("clicked", "bought", "amount", "request")
+"""Labels and groups, which live rows need not have."""
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A run up to its plan, and live rows."""
+
+    run: Path
+    live: Path
+    moved: Path
+
+    @property
+    def profile(self) -> Path:
+        return self.run / "profile.json"
+
+
+def live_columns(seed: int = 5) -> dict[str, np.ndarray]:
+    return {name: values for name, values in make_columns(seed=seed).items() if name not in UNSEEN}
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+    """Do not write into its directory."""
+    place = make_workplace(tmp_path_factory.mktemp("drift"))
+    file = place.write_run_file(calibration={"batch_size": 64})
+    run(file, RunOptions(until=Stage.PLAN))
+    columns = live_columns()
+    write_rows(place.path / "live.parquet", columns)
+    columns["d3"] = columns["d3"] * 2
+    write_rows(place.path / "moved.parquet", columns)
+    return Calibrated(place.output, place.path / "live.parquet", place.path / "moved.parquet")
+
+
+def drift(capsys: pytest.CaptureFixture[str], profile: Path, data: Path, *more: object) -> Done:
+    return call(capsys, "drift", "--profile", profile, "--data", data, *more)
+
+
+def test_rows_of_the_same_distribution_end_with_0(
+    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    before = tree(ready.run)
+    done = drift(capsys, ready.profile, ready.live, "--json", tmp_path / "out" / "drift.json")
+    assert done.code == 0, done.err
+    assert "6,000 live rows (93 batches of 64) against 1,204 of the profile (18 batches)" in done.out
+    assert "no drift" in done.out and "(plan fp8-safe, label-free part)" in done.out
+    assert tree(ready.run) == before
+    report = serde.read(DriftReport, tmp_path / "out" / "drift.json")
+    assert report.is_judged and report.alarms == () and report.live_rows == 6000
+    assert {site.site for site in report.sites if site.is_counted} == {"fc1", "fc2"}
+    assert [o.budget for o in report.outputs] == [0.01, 0.01, 0.01]
+
+
+def test_a_doubled_feature_ends_with_3_and_its_name(
+    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    done = drift(capsys, ready.profile, ready.moved, "--json", tmp_path / "drift.json")
+    assert done.code == 3
+    assert "moved.parquet: the data have moved away from the profile\n  evidence: " in done.err
+    assert "remedy: find out whether the change is meant; if it is, calibrate and plan again" in done.err
+    report = serde.read(DriftReport, tmp_path / "drift.json")
+    assert "the rms of 'd3' (column 3 of 'joined') is 1.9" in next(
+        a.sentence for a in report.alarms if a.measure is Measure.COLUMN and a.where == "joined"
+    )
+    for alarm in report.alarms:
+        assert alarm.sentence in done.out.replace("\n", "")
+    # Thresholds that nothing reaches, and a budget that is wide enough.
+    wide = [f"{name}=9" for name in ("rms", "column", "stability_index", "range_growth", "saturated_share")]
+    relaxed = [part for item in wide for part in ("--relevance", item)]
+    done = drift(capsys, ready.profile, ready.moved, *relaxed, "--max-predicted-delta-ne", "0.5")
+    assert done.code == 0 and "changed for certain, but too little to matter" in done.out
+    done = drift(capsys, ready.profile, ready.moved, *relaxed, "--max-predicted-delta-ne", "0.000001")
+    assert done.code == 3 and "predicted ΔNE: FP8's share of ΔNE on 'spend'" in done.out
+
+
+def test_too_few_rows_end_with_2_and_are_not_called_the_same(
+    ready: Calibrated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = drift(capsys, ready.profile, ready.moved, "--rows", 500)
+    assert done.code == 2
+    assert "not judged" in done.out and "no drift" not in done.out
+    assert done.err.endswith(
+        "moved.parquet: drift was not judged\n"
+        "  evidence: the live rows fill 7 batches of 64 rows, as large as the profile's, and 8 are needed\n"
+        "  remedy: give at least 512 rows, or calibrate with a smaller `calibration.batch_size`\n"
+    )
+
+
+def test_a_profile_elsewhere_takes_the_run_directory_by_name(
+    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "lonely" / "p.json"
+    elsewhere.parent.mkdir()
+    shutil.copy(ready.profile, elsewhere)
+    done = drift(capsys, elsewhere, ready.live)
+    assert done.code == 2
+    assert "--profile: there is no run directory that says how the model's inputs are made of" in done.err
+    assert f"evidence: no run.json in {elsewhere.parent} or {tmp_path}" in done.err
+    assert drift(capsys, elsewhere, ready.live, "--run", ready.run).code == 0
+    # The exported model's own profile lies one level down.
+    assert drift(capsys, ready.run / "calibration/exported.json", ready.live).code == 0
+    done = drift(capsys, elsewhere, ready.live, "--run", tmp_path)
+    assert done.code == 2 and "--run: there is no run directory" in done.err
+
+
+def copied(ready: Calibrated, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ready.run, tmp_path / "run"))
+
+
+def test_another_model_in_the_models_place_is_refused(
+    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = copied(ready, tmp_path)
+    model = directory / "model/modified.onnx"
+    model.write_bytes(model.read_bytes().replace(b"fc2", b"fcX"))
+    done = drift(capsys, directory / "profile.json", ready.live)
+    assert done.code == 2
+    assert f"{model}: the model is not the one that the run left\n  evidence: its digest is " in done.err
+
+
+def test_the_profile_of_another_run_is_refused(
+    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = copied(ready, tmp_path)
+    text = (directory / "profile.json").read_text()
+    digest = serde.read(Profile, directory / "profile.json").model_digest
+    (directory / "profile.json").write_text(text.replace(digest, "0" * 64))
+    done = drift(capsys, directory / "profile.json", ready.live)
+    assert done.code == 2
+    assert f"profile.json: the profile is of no model in '{directory}'\n  evidence: it is of 0000" in done.err
+    assert f"modified has {digest[:12]}…" in done.err
+
+
+def test_a_record_of_another_version_is_refused(
+    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = copied(ready, tmp_path)
+    record = serde.read(RunRecord, directory / "run.json")
+    record.config["data"] = {"columns": {}}
+    serde.write(record, directory / "run.json")
+    done = drift(capsys, directory / "profile.json", ready.live)
+    assert done.code == 2
+    assert "run.json: the run was recorded by another version of loka-onnx" in done.err
+    assert "evidence: at config.data.inputs: Field required" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plan", "fp32"], "--plan: there is no plan 'fp32' with FP8 sites for the model of the profile"),
+        (["--relevance", "loudness=1"], "evidence: the names are mean, rms, zeros, column, stability_index"),
+        (["--relevance", "rms=loud"], "--relevance 'rms=loud': a threshold is NAME=VALUE, at least 0"),
+        (["--relevance", "rms=-1"], "--relevance 'rms=-1': a threshold is NAME=VALUE, at least 0"),
+        (["--family-wise", "1"], "family-wise: a probability of false alarms lies between 0 and 1"),
+    ],
+)
+def test_a_wrong_option_is_refused(
+    ready: Calibrated, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    done = drift(capsys, ready.profile, ready.live, *arguments)
+    assert done.code == 2 and message in done.err
+
+
+def test_live_rows_without_a_column_are_refused(
+    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    columns = live_columns()
+    del columns["d7"]
+    write_rows(tmp_path / "short.parquet", columns)
+    done = drift(capsys, ready.profile, tmp_path / "short.parquet")
+    assert done.code == 2 and "column 'd7' of 'short.parquet' does not exist" in done.err
+
+
+def test_a_named_plan_counts_its_own_sites(ready: Calibrated) -> None:
+    assert open_run(ready.profile, plan="fp8-all").baseline.counted == {"fc1", "fc2", "heads"}
+    opened = open_run(ready.profile)
+    assert (opened.baseline.basis, opened.baseline.counted) == ("plan fp8-safe", {"fc1", "fc2"})
+    # The dense input beside what was looked up, joined.
+    assert opened.baseline.columns == {"joined": (*(f"d{i}" for i in range(16)), *[""] * 16)}
+
+
+def test_a_monitor_of_a_run_finds_the_change_and_refuses_ids_out_of_range(ready: Calibrated) -> None:
+    columns = make_columns(4096, seed=6)
+    dense = np.stack([columns[f"d{i}"] for i in range(16)], axis=1)
+    dense[:, 3] *= 2
+    item = columns["item_id"].copy()
+    item[10] = 10**6
+    with open_monitor(ready.profile, sample_rate=1.0, pending=100) as monitor:
+        for start in range(0, 4096, 64):
+            monitor.feed({"dense": dense[start : start + 64], "item": item[start : start + 64]})
+        assert monitor.flush(30)
+        report, tally = monitor.report(), monitor.tally()
+    assert (tally.rejected, tally.failed_batches, tally.batches) == (1, 0, 63)
+    assert report is not None and report.basis == "plan fp8-safe"
+    assert "the rms of 'd3' (column 3 of 'joined')" in " ".join(alarm.sentence for alarm in report.alarms)

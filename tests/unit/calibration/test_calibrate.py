@@ -1,0 +1,119 @@
+"""The whole of calibration: what a profile holds, and under which scales."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_models import LOGIT, SHARED, artifact_of, columns_of, dataset_of
+
+from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
+from loka_onnx.core import serde
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.errors import ConfigError, InternalError
+
+SITES = ("left", "right", "norm", "deep", "head")
+
+
+@pytest.fixture
+def measure(tmp_path):
+    artifact = artifact_of(tmp_path)
+
+    def run(rows: int = 600, seed: int = 1, **options) -> Profile:
+        data = dataset_of(tmp_path / f"data-{seed}", columns_of(rows, seed))
+        return calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions(threads=1, **options))
+
+    return run
+
+
+def test_a_profile_holds_every_site_group_scale_and_pass(measure):
+    profile = measure(synthetic=True, draws=2)
+    assert tuple(entry.site for entry in profile.sites) == SITES
+    assert all(len(entry.sensitivities) == 1 for entry in profile.sites)
+    assert [group.sites for group in profile.groups] == [SHARED]
+    assert profile.weights == ("w_deep", "w_head", "w_left", "w_right")
+    assert list(profile.seconds) == ["ranges", "errors", "draws", "sensitivity"]
+    assert all(seconds.value > 0 for seconds in profile.seconds.values())
+    assert (profile.rows, profile.error_rows, profile.sampling.rows, profile.synthetic) == (
+        600,
+        600,
+        600,
+        True,
+    )
+    amax = profile.site("left").operands["x"].amax
+    # Up to BF16, as `numerics.scales` says.
+    assert 1.0 <= profile.scales["e4m3fn/amax"]["x"] / (amax / 448) <= 1 + 2**-7
+    assert profile.scales.keys() == {"e4m3fn/amax"}
+    assert serde.loads(Profile, serde.dumps(profile)) == profile
+
+
+def test_verdicts_are_asked_of_the_whole_profile_and_end_the_pass(measure):
+    asked: list[Profile] = []
+
+    def open_verdicts(profile: Profile) -> tuple[str, ...]:
+        asked.append(profile)
+        return ("deep", "head") if len(asked) < 3 else ()
+
+    profile = measure(20_000, open_verdicts=open_verdicts, draws=2, sensitivity_rows=15_000)
+    assert [each.sampling.rows for each in asked] == [4096, 6144, 9216]
+    assert profile.sites == asked[-1].sites and profile.groups == asked[-1].groups
+    assert profile.rows == 20_000 and profile.sampling.undecided == ()
+    # Draws are of the first look, and known from there on.
+    assert (
+        asked[0].site("deep").sensitivities[0].draws
+        == profile.site("deep").sensitivities[0].draws
+        is not None
+    )
+    asked.clear()
+    left = measure(20_000, open_verdicts=lambda _: ("deep", "head"), draws=1, sensitivity_rows=5000)
+    assert (left.sampling.rows, left.sampling.undecided) == (5000, ("deep", "head"))
+
+
+def test_new_rows_under_given_scales_merge_with_the_profile(measure):
+    earlier, other = measure(draws=2), measure(seed=2, draws=2)
+    assert earlier.scales != other.scales
+    with pytest.raises(ValueError, match="profiles of different scales do not merge"):
+        earlier.merge(other)
+    planned = {entry.site: entry.sensitivities[0].recipe for entry in earlier.sites}
+    later = measure(seed=2, draws=2, scales=earlier.scales, planned=planned)
+    assert later.scales == earlier.scales
+    assert later.site("left").sensitivities[0].kl != other.site("left").sensitivities[0].kl
+    assert later.site("left").errors[0].activation_scale == earlier.scales["e4m3fn/amax"]["x"]
+    both = earlier.merge(later)
+    kl = both.site("deep").sensitivities[0]
+    assert (kl.kl.rows, both.sampling.rows, both.groups[0].sensitivities[0].kl.rows) == (1200, 1200, 1200)
+    one, two = (each.site("deep").sensitivities[0].kl.value for each in (earlier, later))
+    assert min(one, two) < kl.kl.value < max(one, two)
+
+
+def test_a_group_is_measured_when_all_of_it_is(measure):
+    assert measure(only=frozenset({"left", "right"}), draws=1).groups[0].sites == SHARED
+    assert measure(only=frozenset({"left", "deep"}), draws=1).groups == ()
+
+
+def test_the_asked_granularity_is_the_one_that_is_measured(measure):
+    for recipe in (PER_TENSOR, PER_CHANNEL_WEIGHT):
+        profile = measure(weight=recipe.weight, draws=1)
+        assert profile.site("deep").sensitivities[0].recipe == recipe.id
+
+
+def test_a_planned_recipe_is_measured_whatever_its_error(measure):
+    planned = dict.fromkeys(SITES, PER_TENSOR.id)
+    best = measure(draws=1).site("deep")
+    assert min(best.errors, key=lambda error: error.relative_error).recipe == PER_CHANNEL_WEIGHT.id
+    assert best.sensitivities[0].recipe == PER_CHANNEL_WEIGHT.id
+    assert measure(draws=1, planned=planned).site("deep").sensitivities[0].recipe == PER_TENSOR.id
+    with pytest.raises(InternalError) as caught:
+        measure(draws=1, planned={**planned, "deep": "e5m2"})
+    assert str(caught.value).startswith(
+        "site 'deep' is planned in a recipe that is not measured there\n  evidence: 'e5m2' is not among "
+    )
+
+
+def test_options_out_of_range_are_refused_before_anything_runs(tmp_path, measure):
+    with pytest.raises(ConfigError, match="rounding noise can be drawn 1 to 8 times"):
+        measure(draws=9)
+    assert not (tmp_path / "ranges.onnx").exists()
+    with pytest.raises(InternalError, match="calibration needs a recipe with per-tensor weights"):
+        replace(ProbeOptions(), recipes=(PER_CHANNEL_WEIGHT,))

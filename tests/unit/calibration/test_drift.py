@@ -1,0 +1,267 @@
+"""Live rows against a profile: statistics against NumPy and against calibration, and what alarms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drift_models import BATCH, LIVE_ROWS, PROFILE_ROWS, baseline, drift_of, live_columns, live_data
+from small_models import LOGIT, columns_of, dataset_of
+
+from loka_onnx.calibration.baseline import Baseline
+from loka_onnx.calibration.batch_spread import without_columns
+from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
+from loka_onnx.calibration.drift import DriftOptions
+from loka_onnx.calibration.executors import LocalExecutor
+from loka_onnx.calibration.live import LiveOptions, LiveProbe
+from loka_onnx.core import serde
+from loka_onnx.core.drift import DriftReport, Measure, Relevance
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.statistics import NO_BATCHES
+from loka_onnx.errors import CalibrationError, ConfigError, UserError
+from loka_onnx.numerics.two_sample import exceedance_probability, holm
+
+EVERYTHING = Relevance(*[0.0] * 8)
+
+
+def full_batches(x: np.ndarray) -> np.ndarray:
+    """(batches, rows, columns) without what does not fill one."""
+    return x[: len(x) // BATCH * BATCH].reshape(-1, BATCH, x.shape[1])
+
+
+@pytest.fixture(scope="module")
+def same() -> DriftReport:
+    """Fresh rows of the same distribution."""
+    return drift_of(live_columns())
+
+
+def test_fresh_rows_of_the_same_distribution_do_not_alarm(same: DriftReport) -> None:
+    assert same.is_judged and same.alarms == () and same.changed == ()
+    assert (same.profile_batches, same.live_batches, same.batch_rows) == (24, 16, BATCH)
+    assert (same.profile_rows, same.live_rows) == (PROFILE_ROWS, LIVE_ROWS)
+    assert serde.loads(DriftReport, serde.dumps(same)) == same
+
+
+def test_statistics_are_those_of_the_rows(same: DriftReport) -> None:
+    """Of the input itself, from float64 over whole batches; of 64 rows every one is sampled."""
+    before, after = columns_of(PROFILE_ROWS, seed=1)["x"], live_columns()
+    tensor = next(t for t in same.tensors if t.tensor == "x")
+    assert tensor.sites == ("left", "right")
+    for side, x in (("profile", before), ("live", after)):
+        batches = full_batches(x.astype(np.float64))
+        rms = np.sqrt(np.square(batches).mean(axis=(1, 2)))
+        column = np.sqrt(np.square(batches[:, :, 3]).mean(axis=1))
+        octave = ((np.abs(batches) >= 2.0) & (np.abs(batches) < 4.0)).mean(axis=(1, 2))
+        for name, values in (
+            ("mean", batches.mean(axis=(1, 2))),
+            ("rms", rms),
+            ("column.3.rms", column),
+            ("column.15.mean", batches[:, :, 15].mean(axis=1)),
+            ("log2.1", octave),
+        ):
+            shift = tensor.shift(name)
+            assert shift is not None
+            assert getattr(shift, side) == pytest.approx(values.mean(), rel=1e-6, abs=1e-9), name
+    assert tensor.range.profile_amax == np.abs(before).max()
+    assert tensor.range.live_amax == np.abs(after).max()
+    mean, column = tensor.shift("mean"), tensor.shift("column.3.mean")
+    assert mean is not None and column is not None
+    assert mean.unit == pytest.approx(before.std(), rel=1e-6)
+    assert column.unit == pytest.approx(full_batches(before)[:, :, 3].std(), rel=1e-6)
+
+
+def test_batches_beyond_the_range_are_counted(same: DriftReport) -> None:
+    x = live_columns() * np.float32(1.2)
+    wanted = np.abs(full_batches(x)).max(axis=(1, 2)) > np.abs(columns_of(PROFILE_ROWS, seed=1)["x"]).max()
+    tensor = next(t for t in drift_of(x).tensors if t.tensor == "x")
+    assert 0 < tensor.range.beyond == wanted.sum() < 16
+    assert tensor.range.p_value == exceedance_probability(int(wanted.sum()), 16, 24)
+
+
+def test_p_values_are_adjusted_for_every_test_of_every_tensor(same: DriftReport) -> None:
+    every = [p for t in same.tensors for p in (t.range.p_value, *(s.p_value for s in t.shifts))]
+    adjusted = [p for t in same.tensors for p in (t.range.adjusted, *(s.adjusted for s in t.shifts))]
+    assert len(every) == same.tests > 100
+    assert tuple(adjusted) == holm(every)
+
+
+def test_errors_and_kl_are_those_of_a_calibration_of_the_same_rows_under_the_same_scales(
+    tmp_path: Path,
+) -> None:
+    columns = columns_of(LIVE_ROWS, seed=5)
+    columns["x"] = columns["x"] * np.float32(1.5)
+    options = ProbeOptions(
+        recipes=(PER_TENSOR,),
+        scales=baseline().profile.scales,
+        batch_size=BATCH,
+        error_precision=None,
+        draws=1,
+        threads=1,
+    )
+    wanted = calibrate(baseline().model, (LOGIT,), dataset_of(tmp_path, columns), tmp_path, options)
+    live = LiveProbe(baseline(), live_data(columns["x"]), LiveOptions(BATCH), LocalExecutor(1))
+    found = live.measure(tmp_path)
+    assert set(found.errors) == {"left", "right", "deep", "head"}
+    for site, errors in found.errors.items():
+        other = wanted.site(site).error(PER_TENSOR.id)
+        assert errors.noise.value == pytest.approx(other.noise.value, rel=1e-9)
+        assert errors.saturated == other.saturated
+    assert found.errors["left"].saturated > 0
+    # K and N of at least 16: the head has one output.
+    assert set(found.kl["y"].by_site) == {"left", "right", "deep"}
+    for site, kl in found.kl["y"].by_site.items():
+        relative = wanted.site(site).sensitivity(PER_TENSOR.id, "y").kl.value
+        assert kl == pytest.approx(relative * wanted.baseline_loss["y"].value, rel=1e-9)
+
+
+def test_the_predicted_change_of_delta_ne_is_relative_to_the_profiles_loss(tmp_path: Path) -> None:
+    x = live_columns() * np.float32(3)
+    report = drift_of(x)
+    live = LiveProbe(baseline(), live_data(x), LiveOptions(BATCH), LocalExecutor(1)).measure(tmp_path)
+    profile = baseline().profile
+    loss = profile.baseline_loss["y"].value
+    own = sum(profile.site(s).sensitivity(PER_TENSOR.id, "y").kl.value for s in ("left", "right", "deep"))
+    (output,) = report.outputs
+    assert output.kl == pytest.approx(own)
+    assert output.predicted == pytest.approx(sum(live.kl["y"].by_site.values()) / loss - own)
+    assert output.predicted == pytest.approx(sum(s.predicted.get("y", 0.0) for s in report.sites))
+    assert [s.site for s in report.sites if not s.is_counted] == ["head"]
+
+
+def test_a_layout_of_a_tensor_keeps_no_columns() -> None:
+    spread = baseline().ranges["x"].spread
+    bare = without_columns(spread)
+    assert set(spread.statistics) - set(bare.statistics) == {
+        f"column.{i}.{kind}" for i in range(16) for kind in ("mean", "rms")
+    }
+    assert (bare.batches, bare.rows) == (spread.batches, spread.rows)
+    assert {"mean", "rms", "log2.1"} <= set(bare.statistics)
+
+
+@pytest.mark.slow
+def test_the_family_wise_level_holds() -> None:
+    """By certainty alone, without any threshold: at 1 % a hundred samples give 1 ± 1 false alarms."""
+    found = [bool(drift_of(live_columns(seed=100 + i), DriftOptions(kl_rows=64)).changed) for i in range(100)]
+    assert sum(found) <= 5
+
+
+def test_one_of_sixteen_features_doubled_alarms_by_its_name() -> None:
+    x = live_columns()
+    x[:, 11] *= 2
+    report = drift_of(x)
+    named = [alarm for alarm in report.alarms if alarm.measure is Measure.COLUMN and alarm.where == "x"]
+    assert len(named) == 1
+    assert named[0].sentence.startswith("the rms of 'feature 11' (column 11 of 'x') is 1.99 times")
+    assert named[0].adjusted < 1e-6 and named[0].value == pytest.approx(1.0, abs=0.1)
+    # The tensor as a whole hardly moved.
+    assert not [a for a in report.alarms if a.measure is Measure.RMS and a.where == "x"]
+
+
+def test_a_feature_that_fell_silent_alarms() -> None:
+    x = live_columns()
+    x[:, 4] = 0.0
+    (named,) = [a for a in drift_of(x).alarms if a.measure is Measure.COLUMN and a.where == "x"]
+    assert "'feature 4' (column 4 of 'x') is 0.00 times the profile's" in named.sentence
+
+
+def test_a_scale_that_grows_alarms_in_every_way() -> None:
+    report = drift_of(live_columns() * np.float32(3))
+    measures = {alarm.measure for alarm in report.alarms}
+    assert measures == set(Measure) - {Measure.MEAN, Measure.ZEROS}
+    ranges = next(a for a in report.alarms if a.measure is Measure.RANGE and a.where == "x")
+    assert "times the profile's" in ranges.sentence and "16 of 16 batches go beyond it" in ranges.sentence
+    saturated = next(a for a in report.alarms if a.measure is Measure.SATURATION)
+    assert "are clipped under its FP8 scale, 0.000% in the profile" in saturated.sentence
+    first = report.alarms[0]
+    assert first.measure is Measure.DELTA_NE and first.where == "y"
+    assert first.sentence.startswith("FP8's share of ΔNE on 'y' is predicted to grow by ")
+    assert "budget 0.0200%" in first.sentence
+    assert report.tensors[0].smallest_adjusted <= 0.01
+
+
+def test_mean_and_zeros_alarm() -> None:
+    x = live_columns() + np.float32(1)
+    x[::2, ::4] = 0.0
+    found = {alarm.measure: alarm for alarm in drift_of(x).alarms if alarm.where == "x"}
+    assert "the mean of 'x' (read by 'left' and 'right') moved by +0." in found[Measure.MEAN].sentence
+    assert "12.5% of 'x' (read by 'left' and 'right') are zero, 0.0% in the profile" in (
+        found[Measure.ZEROS].sentence
+    )
+
+
+def test_what_is_certain_but_small_does_not_alarm_unless_asked_for() -> None:
+    """Two percent, seen on 64 times as many rows."""
+    x = live_columns(64 * LIVE_ROWS, seed=3) * np.float32(1.02)
+    options = DriftOptions(kl_rows=256)
+    report = drift_of(x, options)
+    assert report.changed and not report.alarms
+    assert drift_of(x, replace(options, relevance=EVERYTHING)).alarms
+
+
+def test_the_largest_accepted_growth_of_delta_ne_replaces_the_share_of_the_budget() -> None:
+    x = live_columns() * np.float32(3)
+    growth = drift_of(x).outputs[0].predicted
+    for most, is_alarm in ((0.5 * growth, True), (2.0 * growth, False)):
+        alarms = drift_of(x, DriftOptions(most_delta_ne=most)).alarms
+        assert (Measure.DELTA_NE in {alarm.measure for alarm in alarms}) is is_alarm
+
+
+def test_too_few_live_batches_are_not_judged() -> None:
+    report = drift_of(live_columns(7 * BATCH + 20) * np.float32(4))
+    assert not report.is_judged and report.alarms == () and report.tests == 0
+    assert report.not_judged == (
+        "the live rows fill 7 batches of 64 rows, as large as the profile's, and 8 are needed: give at least "
+        "512 rows, or calibrate with a smaller `calibration.batch_size`"
+    )
+    # What can be said without a test is said.
+    assert report.tensors[0].range.growth > 2.0 and report.outputs[0].predicted > 0.0
+
+
+def test_a_profile_with_too_few_batches_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = baseline()
+    sites = tuple(
+        replace(site, operands={name: replace(s, spread=NO_BATCHES) for name, s in site.operands.items()})
+        for site in known.profile.sites
+    )
+    bare = replace(known, profile=replace(known.profile, sites=sites))
+    monkeypatch.setattr("drift_models.baseline", lambda: bare)
+    report = drift_of(live_columns())
+    assert report.not_judged == (
+        "the profile holds no full batch, and 8 are needed to know how much batches differ: calibrate on "
+        "more rows, or with a smaller `calibration.batch_size`"
+    )
+
+
+def test_the_profile_of_another_model_is_refused() -> None:
+    known = baseline()
+    with pytest.raises(UserError) as refused:
+        Baseline(replace(known.model, digest="f" * 64), known.profile)
+    assert str(refused.value) == (
+        "the profile is not that of 'model.onnx'\n"
+        f"  evidence: it was measured on a model with digest {known.profile.model_digest[:12]}…, and this "
+        "one has ffffffffffff…\n"
+        "  remedy: give the profile of this model, or calibrate the model again"
+    )
+
+
+def test_live_rows_that_are_not_finite_are_refused() -> None:
+    x = live_columns()
+    x[700, 2] = 3e38
+    with pytest.raises(CalibrationError, match=r"is not finite in batch 11 of 17 of 'clicks-0412\.npz'"):
+        drift_of(x)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"family_wise": 0.0}, "family-wise: a probability of false alarms lies between 0 and 1"),
+        ({"family_wise": 1.0}, "evidence: it is 1\n  remedy: 0.01 lets one of a hundred comparisons"),
+        ({"most_delta_ne": -1.0}, "max-predicted-delta-ne: a threshold is at least 0\n  evidence: it is -1"),
+    ],
+)
+def test_options_out_of_range_are_refused(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        DriftOptions(**wrong)
+    assert message in str(refused.value)

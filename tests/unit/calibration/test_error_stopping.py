@@ -1,0 +1,110 @@
+"""The error pass stops when each error is known well enough, and not before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_probe_limits import HEAD, W1, artifact_of, data_of
+
+from loka_onnx.calibration.executors import LocalExecutor
+from loka_onnx.calibration.probe import MeasuredErrors, PassOptions, Probe, scales_of
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.errors import CalibrationError
+
+pytest.importorskip("onnxruntime")
+
+BODY = "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)"
+ROWS = 60_000
+
+
+EXACT = 448.0 * np.sign(W1)
+"""Weights that FP8 holds under their own scale, 1."""
+
+
+def measure(folder, x, options, executor=None, weight=W1):
+    artifact = artifact_of(folder, BODY, w1=weight, head=HEAD)
+    seen: list[tuple[str, int, int]] = []
+    probe = Probe(
+        artifact,
+        artifact.sites,
+        data_of(folder, x),
+        options,
+        executor,
+        lambda task, done, total: seen.append((task, done, total)),
+    )
+    ranges = probe.ranges(folder)
+    assert seen[-1] == ("ranges", len(x), len(x))
+    found = probe.errors(folder, ranges, scales_of(ranges, options.recipes))
+    # A bar of progress ends where the pass does.
+    assert seen[-1] == ("fp8 error", found.rows, found.rows)
+    return found
+
+
+def relative(found: MeasuredErrors) -> np.ndarray:
+    return np.array([error.relative_error for errors in found.by_site.values() for error in errors])
+
+
+@pytest.fixture(scope="module")
+def rows() -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((ROWS, 16)).astype(np.float32)
+
+
+def options(precision: float | None, **changes) -> PassOptions:
+    return PassOptions(recipes=(PER_TENSOR,), batch_size=256, error_precision=precision, **changes)
+
+
+def test_it_stops_with_the_asked_precision_and_takes_more_rows_for_more(rows, tmp_path):
+    whole = measure(tmp_path, rows, options(None))
+    assert whole.rows == ROWS
+    loose = measure(tmp_path, rows, options(0.02))
+    # Eight spans of 4,096 rows are the fewest, of which one may be the short one at the end.
+    assert 7 * 4096 < loose.rows <= 9 * 4096
+    np.testing.assert_allclose(relative(loose), relative(whole), rtol=0.02)
+    assert measure(tmp_path, rows, options(0.016)).rows in range(loose.rows + 1, ROWS)
+    assert measure(tmp_path, rows, options(1e-5)).rows == ROWS
+
+
+def test_a_sorted_file_does_not_mislead(rows, tmp_path):
+    """In its first half all values are FP8 numbers: no noise there, and batches of one span are alike."""
+    x = rows * (448 / np.abs(rows).max())
+    x[: ROWS // 2] = 2.0 ** np.floor(np.log2(np.maximum(np.abs(x[: ROWS // 2]), 1.0)))
+    x[0, 0] = 448.0
+    whole = relative(measure(tmp_path, x, options(None), weight=EXACT))
+    first = measure(tmp_path, x[: ROWS // 2], options(0.05), weight=EXACT)
+    assert relative(first)[0] == 0.0 < whole[0]
+    for seed in range(3):
+        found = measure(tmp_path, x, options(0.05, seed=seed), weight=EXACT)
+        np.testing.assert_allclose(relative(found), whole, rtol=0.05)
+        assert found.rows > 10 * 4096
+
+
+def test_where_nothing_is_lost_nothing_is_left_to_learn(tmp_path):
+    """Powers of two are FP8 numbers: no noise, which needs no more rows."""
+    x = 2.0 ** np.random.default_rng(3).integers(-3, 4, (12 * 4096, 16))
+    x[0, 0] = 448.0
+    artifact = artifact_of(tmp_path, "[fc1] y = MatMul(x, w1)", w1=EXACT[:, :1])
+    probe = Probe(artifact, artifact.sites, data_of(tmp_path, x), options(1e-9))
+    found = probe.errors(tmp_path, ranges := probe.ranges(tmp_path), scales_of(ranges, (PER_TENSOR,)))
+    assert found.rows == 8 * 4096 and found.by_site["fc1"][0].noise.parts == ()
+
+
+def test_the_stop_does_not_depend_on_threads_and_the_order_on_nothing_but_the_seed(rows, tmp_path):
+    one, two = (measure(tmp_path, rows, options(0.02), LocalExecutor(n)) for n in (1, 3))
+    assert one == two
+    other = measure(tmp_path, rows, options(0.02, seed=1), LocalExecutor(1))
+    assert other.by_site != one.by_site
+
+
+def test_an_output_that_is_not_finite_names_site_and_batch(tmp_path):
+    """Inputs are finite: the range pass has nothing against them."""
+    x = np.ones((640, 16), np.float32)
+    x[389] = 1e38
+    artifact = artifact_of(tmp_path, "[fc1] y = MatMul(x, w1)", w1=np.full((16, 1), 10.0))
+    data = data_of(tmp_path, x)
+    probe = Probe(artifact, artifact.sites, data, PassOptions(batch_size=64))
+    with pytest.raises(CalibrationError) as caught:
+        probe.errors(tmp_path, {}, {"e4m3fn/amax": {"x": 1.0}})
+    text = str(caught.value)
+    assert text.startswith("site 'fc1': its output is not finite in batch 7 of 10 of 'clicks-0412.npz'")
+    assert "evidence: sum of squares inf" in text
+    assert "drop those rows, or clamp the output in the model" in text

@@ -1,0 +1,142 @@
+"""Spans of rows, and who runs them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loka_onnx.calibration.executors import (
+    BatchResult,
+    BatchWork,
+    LocalExecutor,
+    Span,
+    batch_numbers,
+    spans_in_order,
+    spans_in_random_order,
+)
+from loka_onnx.calibration.ray_executor import RayExecutor
+from loka_onnx.data.batch import Batch
+from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.opening import open_dataset
+from loka_onnx.errors import CalibrationError, ConfigError, MissingPackage
+
+ROWS = 20_000
+
+
+@given(st.integers(0, 50_000), st.sampled_from([1, 64, 512, 700, 4096, 10_000]), st.integers(0, 5))
+def test_spans_are_whole_batches_that_cover_every_row_once(rows, size, seed):
+    spans = spans_in_order(rows, size)
+    assert [s.start for s in spans] == [0, *(s.stop for s in spans[:-1])][: len(spans)]
+    assert spans[-1].stop == rows if rows else not spans
+    assert all((s.stop - s.start) % size == 0 for s in spans[:-1])
+    # One batch, or about 4,096 rows.
+    assert all(max(size, 4096 - size) < s.stop - s.start + 1 <= max(size, 4096) + 1 for s in spans[:-1])
+    drawn = spans_in_random_order(rows, size, seed)
+    assert sorted(drawn, key=lambda s: s.start) == spans
+    assert drawn == spans_in_random_order(rows, size, seed)
+    numbers = list(batch_numbers(drawn, size))
+    assert sorted(numbers) == list(range(-(-rows // size)))
+
+
+def test_seeds_draw_different_orders():
+    drawn = [spans_in_random_order(200_000, 512, seed) for seed in range(20)]
+    assert len({tuple(order) for order in drawn}) == 20
+    # No place of the file comes first more often than chance has it.
+    firsts = [spans_in_random_order(200_000, 512, seed)[0].start / 200_000 for seed in range(200)]
+    assert abs(np.mean(firsts) - 0.5) < 0.08
+
+
+@dataclass
+class Reads:
+    """A data set that notes which rows are asked for."""
+
+    inner: Any
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def batches(self, size: int, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+        self.asked.append((start, stop))
+        return self.inner.batches(size, start=start, stop=stop)
+
+
+@dataclass(frozen=True)
+class FirstRow(BatchWork[float]):
+    """The first row's number, taken from the data."""
+
+    seen: list[int] = field(default_factory=list)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return ()
+
+    def open(self) -> Callable[[Batch], float]:
+        def run(batch: Batch) -> float:
+            self.seen.append(batch.first_row)
+            return float(batch.inputs["x"][0])
+
+        return run
+
+
+@pytest.fixture
+def data(tmp_path):
+    np.savez(tmp_path / "rows.npz", x=np.arange(ROWS, dtype=np.float32))
+    return Reads(open_dataset(tmp_path / "rows.npz", (InputBinding("x", ("x",), "float32", 1),), ()))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_come_in_the_order_of_spans_and_batches(threads, data):
+    spans = spans_in_random_order(ROWS, 300, seed=1)
+    results = list(LocalExecutor(threads).run(FirstRow(), data, spans, 300))
+    starts = [row for s in spans for row in range(s.start, s.stop, 300)]
+    assert [r.value for r in results] == starts
+    assert results[-1] == BatchResult(min(300, ROWS - starts[-1]), float(starts[-1]))
+    assert sum(r.rows for r in results) == ROWS
+
+
+def test_spans_in_a_row_are_read_as_one(data):
+    list(LocalExecutor(1).run(FirstRow(), data, spans_in_order(ROWS, 512), 512))
+    assert data.asked == [(0, ROWS)]
+    data.asked.clear()
+    list(LocalExecutor(1).run(FirstRow(), data, [Span(512, 1024), Span(1024, 2048), Span(0, 512)], 512))
+    assert data.asked == [(512, 2048), (0, 512)]
+
+
+def test_who_closes_the_results_stops_the_work(data):
+    work = FirstRow()
+    with closing(LocalExecutor(2).run(work, data, spans_in_order(ROWS, 10), 10)) as results:
+        next(results)
+    assert 1 <= len(work.seen) <= 5
+
+
+def test_ray_is_optional(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingPackage) as caught:
+        RayExecutor()
+    assert str(caught.value).startswith("Ray is not installed")
+    assert "pip install 'loka-onnx[ray]', or measure here with `--executor local`" in str(caught.value)
+
+
+def test_an_address_of_ray_client_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="'ray://host:10001' is an address of Ray Client"):
+        RayExecutor("ray://host:10001")
+
+
+def test_an_address_where_nothing_listens_is_an_error_at_once():
+    pytest.importorskip("ray", reason="needs ray")
+    import ray
+
+    assert not ray.is_initialized()
+    with pytest.raises(CalibrationError) as caught:
+        list(RayExecutor("127.0.0.1:1").run(FirstRow(), None, [], 1))  # type: ignore[arg-type]
+    text = str(caught.value)
+    assert text.startswith("no Ray cluster answers at '127.0.0.1:1'") and "refused" in text
+    assert "correct `calibration.ray_address`, or measure here with `--executor local`" in text

@@ -1,0 +1,266 @@
+"""The monitor of a serving process: what it measures, what it refuses, and that it stays out of the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drift_models import BATCH, NAMES, baseline, drift_of, live_columns
+from prometheus_client.parser import text_string_to_metric_families
+
+from loka_onnx.calibration.monitor import Monitor, MonitorOptions
+from loka_onnx.core import serde
+from loka_onnx.core.drift import DriftReport, Measure
+from loka_onnx.errors import ConfigError, DataError
+
+ALL = MonitorOptions(sample_rate=1.0, window=16, pending=100, seed=1)
+
+
+@pytest.fixture
+def monitor() -> Iterator[Monitor]:
+    with Monitor(baseline(), ALL) as opened:
+        yield opened
+
+
+def feed_in_calls(monitor: Monitor, x: np.ndarray, rows: int = 37) -> None:
+    for start in range(0, len(x), rows):
+        monitor.feed({"x": x[start : start + rows]})
+    assert monitor.flush(30)
+
+
+def metrics(monitor: Monitor) -> dict[tuple[str, ...], float]:
+    """Value of each sample by its name and label values; what the text says, by an independent parser."""
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(monitor.text()):
+        for sample in family.samples:
+            assert (sample.name, *sample.labels.values()) not in found
+            assert sample.name.endswith("_total") == (family.type == "counter")
+            found[sample.name, *sample.labels.values()] = sample.value
+    return found
+
+
+def test_rows_of_many_calls_are_compared_as_a_file_of_them_is(monitor: Monitor) -> None:
+    """Batches are those of the file, whatever the calls were; the window holds them all."""
+    x = live_columns() * np.float32(1.4)
+    feed_in_calls(monitor, x)
+    wanted, found = drift_of(x[: len(x) // BATCH * BATCH]), monitor.report()
+    assert found is not None and found.is_judged
+    assert found.tensors == wanted.tensors
+    assert found.live_rows == wanted.live_rows == 16 * BATCH
+    assert [(s.site, s.live_noise, s.live_saturated) for s in sorted(found.sites, key=lambda s: s.site)] == [
+        (s.site, s.live_noise, s.live_saturated) for s in sorted(wanted.sites, key=lambda s: s.site)
+    ]
+    # What was not measured (KL) is told from 0, also in the document.
+    assert found.outputs[0].live_kl is None and found.outputs[0].standard_error == np.inf
+    assert serde.loads(DriftReport, serde.dumps(found)) == found
+    assert {a.measure for a in found.alarms} == {a.measure for a in wanted.alarms} - {Measure.DELTA_NE}
+
+
+def test_the_metrics_of_a_change(monitor: Monitor) -> None:
+    x = live_columns() * np.float32(1.4)
+    x[:, 3] *= 2
+    x[5, 0] = np.nan
+    feed_in_calls(monitor, x)
+    report, found = monitor.report(), metrics(monitor)
+    assert report is not None
+    tensor = next(t for t in report.tensors if t.tensor == "x")
+    site = next(s for s in report.sites if s.site == "left")
+    assert found["loka_onnx_monitor_rows_fed_total",] == len(x)
+    assert found["loka_onnx_monitor_rows_sampled_total",] == len(x) - 1
+    assert found["loka_onnx_monitor_rows_rejected_total",] == 1
+    assert found["loka_onnx_monitor_batches_total",] == found["loka_onnx_window_batches",] == 16
+    assert found["loka_onnx_monitor_cpu_seconds_total",] > 0
+    assert found["loka_onnx_window_judged",] == 1
+    assert found["loka_onnx_drift_alarms",] == len(report.alarms) > 3
+    assert found["loka_onnx_drift_alarm", "x", "column"] > 1
+    assert found["loka_onnx_tensor_rms_ratio", "x"] == pytest.approx(1 + tensor.effect("rms"))
+    assert found["loka_onnx_tensor_range_growth", "x"] == tensor.range.growth
+    assert found["loka_onnx_tensor_stability_index", "x"] == tensor.stability_index
+    assert found["loka_onnx_tensor_batches_beyond_total", "x"] == tensor.range.beyond > 0
+    assert found["loka_onnx_column_rms_ratio", "x", NAMES[3]] == pytest.approx(2.8, rel=0.1)
+    assert found["loka_onnx_column_mean_shift", "x", NAMES[4]] == pytest.approx(0, abs=0.2)
+    assert found["loka_onnx_site_saturated_share", "left"] == site.live_saturated > 0
+    assert found["loka_onnx_site_noise_ratio", "left"] == site.live_noise / site.profile_noise
+    elements = found["loka_onnx_site_activation_elements_total", "left"]
+    assert elements == 16 * BATCH * 16
+    assert found["loka_onnx_site_saturated_elements_total", "left"] / elements == site.live_saturated
+
+
+def test_the_window_moves_on_and_counters_do_not_fall(monitor: Monitor) -> None:
+    wide, usual = live_columns(20 * BATCH) * np.float32(3), live_columns(20 * BATCH, seed=8)
+    feed_in_calls(monitor, wide)
+    before = metrics(monitor)
+    assert before["loka_onnx_drift_alarms",] > 0 and before["loka_onnx_window_batches",] == 16
+    feed_in_calls(monitor, usual)
+    after = metrics(monitor)
+    assert after["loka_onnx_window_batches",] == 16 and after["loka_onnx_drift_alarms",] == 0
+    assert after["loka_onnx_tensor_rms_ratio", "x"] == pytest.approx(1, abs=0.02)
+    assert after["loka_onnx_monitor_batches_total",] == 40
+    assert (
+        after["loka_onnx_site_saturated_elements_total", "left"]
+        >= before["loka_onnx_site_saturated_elements_total", "left"]
+    )
+    known = baseline().ranges["x"].amax
+    peaks = np.abs(np.concatenate([wide, usual])).reshape(-1, BATCH * 16).max(axis=1)
+    assert after["loka_onnx_tensor_batches_beyond_total", "x"] == (peaks > known).sum() >= 20
+
+
+def test_before_the_first_batch_there_are_counters_only(monitor: Monitor) -> None:
+    monitor.feed({"x": live_columns(BATCH - 1)})
+    assert monitor.report() is None
+    found = metrics(monitor)
+    assert found["loka_onnx_monitor_rows_fed_total",] == BATCH - 1
+    assert not [key for key in found if key[0].startswith(("loka_onnx_window", "loka_onnx_tensor_rms"))]
+
+
+def test_a_share_of_the_rows_is_looked_at() -> None:
+    with Monitor(baseline(), MonitorOptions(sample_rate=0.1, pending=100, seed=3)) as monitor:
+        feed_in_calls(monitor, live_columns(20_000))
+        tally = monitor.tally()
+    assert tally.fed == 20_000
+    # Six standard deviations of a binomial.
+    assert abs(tally.sampled - 2000) < 6 * np.sqrt(1800)
+    assert tally.batches == tally.sampled // BATCH
+
+
+def test_one_call_never_fills_more_than_a_batch(monitor: Monitor) -> None:
+    monitor.feed({"x": live_columns(50 * BATCH)})
+    assert monitor.flush(30)
+    assert (monitor.tally().fed, monitor.tally().sampled, monitor.tally().batches) == (50 * BATCH, BATCH, 1)
+
+
+WRONG: list[tuple[Any, str]] = [
+    ({"y": np.zeros((4, 16), np.float32)}, "evidence: fed y; the inputs are x"),
+    ({}, "evidence: fed nothing; the inputs are x"),
+    (
+        {"x": np.zeros((4, 15), np.float32)},
+        "evidence: its shape is (4, 15); the model takes float32 of shape",
+    ),
+    ({"x": np.zeros(4, np.float32)}, "evidence: its shape is (4,)"),
+    ({"x": np.array([["a"] * 16])}, "evidence: its type is <U1"),
+    ({"x": np.zeros((4, 16), np.complex64)}, "evidence: its type is complex64"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "message"), WRONG)
+def test_what_are_not_the_models_inputs_is_counted(monitor: Monitor, inputs: Any, message: str) -> None:
+    monitor.feed(inputs)
+    assert (monitor.tally().rejected_calls, monitor.tally().fed) == (1, 0)
+    with Monitor(baseline(), MonitorOptions(sample_rate=1.0, is_strict=True)) as strict:
+        with pytest.raises(DataError) as refused:
+            strict.feed(inputs)
+        assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("inputs", [None, 7, {"x": None}, {"x": [[1, 2], [3]]}])
+def test_nothing_whatever_is_raised_into_serving(monitor: Monitor, inputs: Any) -> None:
+    monitor.feed(inputs)
+    assert monitor.tally().rejected_calls == 1
+
+
+def test_wider_types_lists_and_empty_calls_are_taken(monitor: Monitor) -> None:
+    x = live_columns(2 * BATCH)
+    monitor.feed({"x": x[:BATCH].astype(np.float64)})
+    monitor.feed({"x": x[BATCH:].tolist()})
+    monitor.feed({"x": x[:0]})
+    assert monitor.flush(30)
+    assert (monitor.tally().batches, monitor.tally().rejected_calls) == (2, 0)
+    beyond_float32 = x[:4].astype(np.float64)
+    beyond_float32[2] = 1e300
+    monitor.feed({"x": beyond_float32})
+    assert monitor.tally().rejected == 1
+
+
+def test_a_caller_may_reuse_its_arrays(monitor: Monitor) -> None:
+    x = live_columns(BATCH)
+    half = x[: BATCH // 2].copy()
+    monitor.feed({"x": half})
+    half[:] = 1e6
+    monitor.feed({"x": x[BATCH // 2 :]})
+    assert monitor.flush(30)
+    report = monitor.report()
+    assert report is not None
+    assert next(t for t in report.tensors if t.tensor == "x").range.live_amax == np.abs(x).max()
+
+
+def test_batches_that_come_too_fast_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    with Monitor(baseline(), MonitorOptions(sample_rate=1.0, pending=2)) as monitor:
+        measure = monitor._take
+        monkeypatch.setattr(monitor, "_take", lambda batch: (gate.wait(30), measure(batch)))
+        for seed in range(12):
+            monitor.feed({"x": live_columns(BATCH, seed)})
+        # Two wait; the worker holds one more, if it came to that before the last call.
+        assert monitor.tally().dropped in {9 * BATCH, 10 * BATCH}
+        gate.set()
+        assert monitor.flush(30)
+        assert monitor.tally().batches * BATCH + monitor.tally().dropped == 12 * BATCH
+
+
+def test_a_batch_that_fails_is_counted_and_the_next_one_measured(
+    monitor: Monitor, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = live_columns(2 * BATCH)
+    # Finite, but its products are not.
+    monitor.feed({"x": np.full((BATCH, 16), 3e38, np.float32)})
+    monitor.feed({"x": x[:BATCH]})
+    assert monitor.flush(30)
+    assert (monitor.tally().failed_batches, monitor.tally().batches) == (1, 1)
+    assert "a batch could not be measured" in caplog.text
+    assert "is not finite in a batch that was fed" in caplog.text
+
+
+def test_many_threads_lose_nothing(monitor: Monitor) -> None:
+    threads, calls, rows = 8, 40, 8
+    x = live_columns(rows)
+
+    def serve() -> None:
+        for call in range(calls):
+            monitor.feed({"x": x})
+            if call % 10 == 0:
+                monitor.text()
+
+    workers = [threading.Thread(target=serve) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert monitor.flush(30)
+    tally = monitor.tally()
+    assert tally.fed == tally.sampled == threads * calls * rows
+    assert tally.batches == threads * calls * rows // BATCH
+    report = monitor.report()
+    assert report is not None
+    # The same eight rows again and again: every batch is the same, whoever fed it.
+    assert next(t for t in report.tensors if t.tensor == "x").range.live_amax == np.abs(x).max()
+
+
+def test_after_closing_rows_are_passed_over_and_files_are_gone(tmp_path: Path) -> None:
+    monitor = Monitor(baseline(), ALL, tmp_path)
+    assert all(path.name.startswith(".monitor-") for path in tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == 1
+    feed_in_calls(monitor, live_columns(2 * BATCH))
+    monitor.close()
+    monitor.close()
+    monitor.feed({"x": live_columns(2 * BATCH)})
+    assert monitor.tally().batches == 2
+    assert list(tmp_path.iterdir()) == []
+    assert "loka-onnx-monitor" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_file_for_the_collector_is_whole(monitor: Monitor, tmp_path: Path) -> None:
+    feed_in_calls(monitor, live_columns(BATCH))
+    target = tmp_path / "metrics" / "loka.prom"
+    monitor.write(target)
+    assert target.read_text(encoding="utf-8") == monitor.text()
+    assert [path.name for path in target.parent.iterdir()] == ["loka.prom"]
+
+
+@pytest.mark.parametrize("wrong", [{"sample_rate": 0.0}, {"sample_rate": 1.5}, {"window": 3}, {"pending": 0}])
+def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="a monitor samples a share of the rows, over a window of some"):
+        MonitorOptions(**wrong)

@@ -1,0 +1,121 @@
+"""Rows that are added to a profile, against one calibration of all rows under the same scales."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_probe_limits import HEAD, OUTPUTS, W1, artifact_of, data_of
+
+from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
+from loka_onnx.calibration.updating import Subject, update
+from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.core.formats import FLOAT8_SPECS, Float8
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
+from loka_onnx.errors import CalibrationError
+
+pytest.importorskip("onnxruntime")
+
+BODY = "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)"
+SIZE = 128
+OPTIONS = ProbeOptions(batch_size=SIZE, threads=1, draws=1, error_precision=None)
+
+
+def world(folder, name, rows):
+    (folder / name).mkdir()
+    return data_of(folder / name, rows)
+
+
+@pytest.fixture
+def subject(tmp_path):
+    return Subject(artifact_of(tmp_path, BODY, w1=W1, head=HEAD), OUTPUTS)
+
+
+@pytest.fixture
+def rows():
+    """The second part reaches four times as far as the first."""
+    x = np.random.default_rng(1).standard_normal((10 * SIZE, 16))
+    x[6 * SIZE :] *= 4
+    return x
+
+
+def test_parts_add_up_to_all_rows_to_the_last_bit(subject, rows, tmp_path):
+    whole = calibrate(subject.model, OUTPUTS, world(tmp_path, "all", rows), tmp_path, OPTIONS)
+    parts = [rows[: 4 * SIZE], rows[4 * SIZE : 7 * SIZE], rows[7 * SIZE :]]
+    scaled = replace(OPTIONS, scales=whole.scales)
+    profile = calibrate(subject.model, OUTPUTS, world(tmp_path, "0", parts[0]), tmp_path, scaled)
+    for number, part in enumerate(parts[1:], 1):
+        # The size of a batch is that of the profile, whatever is asked for.
+        asked = replace(OPTIONS, batch_size=50)
+        profile = update(profile, subject, world(tmp_path, str(number), part), tmp_path, asked)
+    assert profile.rows == profile.error_rows == profile.sampling.rows == len(rows)
+    assert profile.scales == whole.scales and profile.data_digest.count("+") == 2
+    assert profile.baseline_loss == whole.baseline_loss
+    for found, wanted in zip(profile.sites, whole.sites, strict=True):
+        assert (found.operands, found.errors) == (wanted.operands, wanted.errors)
+        assert found.sensitivities == wanted.sensitivities
+
+
+def test_what_reaches_beyond_the_scales_saturates_and_is_counted(subject, rows, tmp_path):
+    profile = calibrate(subject.model, OUTPUTS, world(tmp_path, "a", rows[: 6 * SIZE]), tmp_path, OPTIONS)
+    assert all(error.saturated == 0 for entry in profile.sites for error in entry.errors)
+    more = update(profile, subject, world(tmp_path, "b", rows[6 * SIZE :]), tmp_path, OPTIONS)
+    scale = profile.scales[PER_TENSOR.activation_id]["x"]
+    assert more.scales == profile.scales
+    x = rows.astype(np.float32)
+    limit = FLOAT8_SPECS[Float8.E4M3FN].max
+    assert more.site("fc1").operands["x"].amax == np.abs(x).max() > 2 * limit * scale
+    beyond = int((np.abs(x) / np.float32(scale) > limit).sum())
+    assert more.site("fc1").error(PER_TENSOR.id).saturated == beyond > 0
+    before, after = (p.site("fc1").error(PER_TENSOR.id).relative_error for p in (profile, more))
+    assert after > 2 * before
+
+
+def test_the_recipe_of_a_sensitivity_stays_that_of_the_profile(tmp_path, subject, rows):
+    """Even where the other one would now be the better."""
+    first = world(tmp_path, "a", rows[: 6 * SIZE])
+    for weight in (PER_TENSOR.weight, PER_CHANNEL_WEIGHT.weight):
+        profile = calibrate(subject.model, OUTPUTS, first, tmp_path, replace(OPTIONS, weight=weight))
+        chosen = [entry.sensitivities[0].recipe for entry in profile.sites]
+        more = world(tmp_path, f"b{weight}", rows[6 * SIZE :])
+        found = update(profile, subject, more, tmp_path, OPTIONS)
+        assert [entry.sensitivities[0].recipe for entry in found.sites] == chosen
+
+
+@pytest.fixture
+def measured(subject, rows, tmp_path):
+    data = world(tmp_path, "a", rows[: 4 * SIZE])
+    return calibrate(subject.model, OUTPUTS, data, tmp_path, OPTIONS), data
+
+
+def test_rows_do_not_count_twice(measured, subject, tmp_path):
+    profile, data = measured
+    with pytest.raises(CalibrationError) as caught:
+        update(profile, subject, data, tmp_path, OPTIONS)
+    text = str(caught.value)
+    assert text.startswith("the rows of 'clicks-0412.npz' are in the profile already, and would count twice")
+    assert f"digest is {data.digest[:12]}" in text and "give rows that it has not seen" in text
+
+
+def test_another_model_is_refused(measured, rows, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = Subject(artifact_of(tmp_path / "other", BODY, w1=2 * W1, head=HEAD), OUTPUTS)
+    with pytest.raises(CalibrationError, match="the profile is of another model") as caught:
+        update(measured[0], other, world(tmp_path, "b", rows), tmp_path, OPTIONS)
+    assert other.model.digest[:12] in str(caught.value)
+
+
+def test_other_labels_are_refused(measured, subject, rows, tmp_path):
+    unlabelled = replace(subject, outputs=(OutputSpec("y", OutputKind.LOGIT, None),))
+    with pytest.raises(CalibrationError, match="other outputs than the profile's") as caught:
+        update(measured[0], unlabelled, world(tmp_path, "b", rows), tmp_path, OPTIONS)
+    assert "it has y relative to loss; asked for is y relative to entropy" in str(caught.value)
+
+
+def test_other_recipes_are_refused(measured, subject, rows, tmp_path):
+    other = replace(OPTIONS, recipes=(Recipe(format=Float8.E5M2),))
+    with pytest.raises(CalibrationError, match="in other recipes than the profile's") as caught:
+        update(measured[0], subject, world(tmp_path, "b", rows), tmp_path, other)
+    assert f"{PER_TENSOR.id} is not asked for" in str(caught.value)
+    assert "set `plan.format` and `plan.scale` back" in str(caught.value)

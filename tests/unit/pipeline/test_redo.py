@@ -1,0 +1,231 @@
+"""Putting sites that were measured again among the others of an earlier profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import pytest
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
+from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
+from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.core.sensitivity import DeltaSums, Sensitivity, SensitivityName, SiteGroup
+from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.errors import ConfigError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.pipeline.redo import Measurement, carried, read_earlier, with_partners, with_sites
+
+CTR = OutputSpec("ctr", OutputKind.LOGIT, "clicked")
+ONE = ExactSum.of([1.0])
+
+
+def number(value: float) -> ExactSum:
+    return ExactSum.of([value])
+
+
+def site(name: str) -> Site:
+    operands = (
+        Operand(f"{name}.x", 0, False, 1, (None, 16)),
+        Operand(f"{name}.w", 1, True, 0, (16, 16)),
+    )
+    return Site(name, SiteKind.LINEAR, "MatMul", operands, f"{name}.y", 16, 16, 1)
+
+
+def model_of(*names: str, digest: str = "m") -> ModelArtifact:
+    return ModelArtifact(Path("model.onnx"), digest, 21, (), (), tuple(map(site, names)), "test")
+
+
+def sensitivity(value: float) -> Sensitivity:
+    moments = RatioMoments(100, 100, number(value), ONE, ONE, ONE, ONE)
+    return Sensitivity.of(
+        SensitivityName(PER_TENSOR.id, "ctr", "loss"), DeltaSums(ONE, ONE, ONE), moments, None
+    )
+
+
+def profile_of(names: tuple[str, ...], value: float = 1.0, **changes: object) -> Profile:
+    """Every figure of a site is `value`."""
+    ranges = RangeStats(1, value, 0.0, value, ONE, ONE)
+    entries = tuple(
+        SiteProfile(
+            name,
+            {f"{name}.x": ranges, f"{name}.w": ranges},
+            (ErrorStats(PER_TENSOR.id, value, 1, ONE, ONE, ONE, 1, 0, 0),),
+            (sensitivity(value),),
+        )
+        for name in names
+    )
+    whole = Profile(
+        model_digest="m",
+        data_digest="d",
+        rows=100,
+        error_rows=100,
+        sampling=Sampling(100, 1, 16384),
+        synthetic=False,
+        sites=entries,
+        baseline_loss={"ctr": WeightedMean(ONE, ONE)},
+        scales={PER_TENSOR.activation_id: {f"{name}.x": value for name in names}},
+        seconds={"ranges": number(value)},
+        weights=tuple(sorted(f"{name}.w" for name in names)),
+    )
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+def group(*names: str, value: float = 1.0) -> SiteGroup:
+    return SiteGroup("x", names, (sensitivity(value),))
+
+
+# Sites ------------------------------------------------------------------------------------------------
+
+
+def test_the_later_sites_take_the_place_of_the_earlier_ones_in_the_models_order() -> None:
+    earlier, later = profile_of(("a", "b", "c")), profile_of(("b",), 2.0)
+    found = with_sites(earlier, later, model_of("c", "b", "a"))
+    assert [entry.site for entry in found.sites] == ["c", "b", "a"]
+    assert found.site("b") == later.site("b") and found.site("a") == earlier.site("a")
+    assert found.scales == {PER_TENSOR.activation_id: {"a.x": 1.0, "b.x": 2.0, "c.x": 1.0}}
+    assert found.seconds["ranges"].value == 3.0
+    assert found.baseline_loss == earlier.baseline_loss
+
+
+def test_sites_that_the_model_lacks_are_left_out_with_their_weights_and_groups() -> None:
+    earlier = profile_of(("a", "b", "c", "d"), groups=(group("a", "b"), group("c", "d")))
+    later = profile_of(("ab",), 2.0)
+    found = with_sites(earlier, later, model_of("ab", "c", "d", digest="modified"))
+    assert found.model_digest == "modified"
+    assert [entry.site for entry in found.sites] == ["ab", "c", "d"]
+    assert found.weights == ("ab.w", "c.w", "d.w")
+    assert found.groups == (group("c", "d"),)
+
+
+def test_groups_that_hold_a_site_that_was_measured_again_are_the_later_ones() -> None:
+    earlier = profile_of(("a", "b", "c", "d"), groups=(group("a", "b"), group("c", "d")))
+    later = profile_of(("a", "b"), groups=(group("a", "b", value=2.0),))
+    found = with_sites(earlier, later, model_of("a", "b", "c", "d"))
+    assert found.groups == (group("a", "b", value=2.0), group("c", "d"))
+    # Even where there is none any more, and in the model's order.
+    assert with_sites(earlier, replace(later, groups=()), model_of("a", "b", "c", "d")).groups == (
+        group("c", "d"),
+    )
+    turned = with_sites(earlier, later, model_of("c", "d", "a", "b"))
+    assert [g.sites for g in turned.groups] == [("c", "d"), ("a", "b")]
+
+
+def test_what_is_said_of_all_sites_is_true_of_each() -> None:
+    fixed = profile_of(("a", "b"), error_rows=60, sampling=Sampling(100, 1, 16384, ("a", "b")))
+    stopped = profile_of(("b",), error_rows=80, sampling=Sampling(40, 1, 16384, may_stop_early=True))
+    for earlier, later in ((fixed, stopped), (replace(fixed, sampling=stopped.sampling), fixed)):
+        found = with_sites(earlier, replace(later, sites=later.sites[-1:]), model_of("a", "b"))
+        assert (found.rows, found.error_rows, found.sampling.rows) == (100, 60, 40)
+        assert found.sampling.is_sequential
+    found = with_sites(fixed, stopped, model_of("a", "b"))
+    assert found.sampling.undecided == ("a",)  # b was left open, and then decided
+
+
+def test_a_model_whose_sites_are_all_known_carries_the_profile() -> None:
+    earlier = profile_of(("a", "b", "c"), groups=(group("a", "b"), group("b", "c")))
+    found = carried(earlier, model_of("c", "b", digest="modified"))
+    assert (found.model_digest, [entry.site for entry in found.sites]) == ("modified", ["c", "b"])
+    assert found.groups == (group("b", "c"),)
+    assert found.sampling == earlier.sampling
+
+
+# Partners ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
+    """one and two read x, of which two reads a view; thin reads x as well; last reads something else."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[batch,16] x) => (float[batch,16] y, float[batch,8] z) <
+            float[16,16] w1 = {%s}, float[16,16] w2 = {%s}, float[16,16] w3 = {%s}, float[16,8] w4 = {%s}> {
+            [one] a = MatMul(x, w1)
+            v = Identity(x)
+            [two] b = MatMul(v, w2)
+            c = Add(a, b)
+            [last] y = MatMul(c, w3)
+            [thin] z = MatMul(x, w4)
+        }"""
+    ones = [",".join(["1"] * size) for size in (256, 256, 256, 128)]
+    path = tmp_path_factory.mktemp("shared") / "model.onnx"
+    proto = onnx.parser.parse_model(text % tuple(ones))
+    for node in proto.graph.node:
+        node.name = node.name or f"inner/{node.output[0]}"
+    onnx.save(proto, path)
+    graph = GraphModel.load(path)
+    return ModelArtifact(path, graph.save(path), 21, (), (), find_sites(graph), "test")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        ({"one"}, {"one", "two"}),
+        ({"two", "last"}, {"one", "two", "last"}),
+        ({"last"}, {"last"}),
+        ({"thin"}, {"thin"}),  # it would read the exact tensor
+        (set(), set()),
+    ],
+)
+def test_sites_that_share_a_tensor_in_fp8_come_along(
+    shared: ModelArtifact, chosen: set[str], found: set[str]
+) -> None:
+    assert with_partners(shared, chosen) == found
+
+
+# What may be put together -----------------------------------------------------------------------------
+
+NOW = Measurement("m", "d", 100, (CTR,), (PER_TENSOR, PER_CHANNEL_WEIGHT))
+
+
+def test_a_profile_of_the_same_measurement_is_read(tmp_path: Path) -> None:
+    earlier = profile_of(("a",))
+    serde.write(earlier, tmp_path / "profile.json")
+    assert read_earlier(tmp_path / "profile.json", NOW) == earlier
+
+
+@pytest.mark.parametrize(
+    ("now", "what", "evidence"),
+    [
+        (replace(NOW, model="n"), "model", "has m; the run file gives n"),
+        (replace(NOW, data="e"), "calibration rows", "has d; the run file gives e"),
+        (replace(NOW, rows=90), "number of rows", "has 100; the run file gives 90"),
+        (replace(NOW, outputs=(replace(CTR, name="o"),)), "outputs", "has ['ctr']; the run file gives ['o']"),
+        (
+            replace(NOW, outputs=(replace(CTR, label=None),)),
+            "labels",
+            "has {'ctr': 'loss'}; the run file gives {'ctr': 'entropy'}",
+        ),
+        (
+            replace(NOW, recipes=(PER_CHANNEL_WEIGHT,)),
+            "recipes",
+            f"has ['{PER_TENSOR.id}']; the run file gives none of these",
+        ),
+    ],
+)
+def test_one_of_another_is_refused(tmp_path: Path, now: Measurement, what: str, evidence: str) -> None:
+    serde.write(profile_of(("a",)), tmp_path / "profile.json")
+    with pytest.raises(ConfigError) as caught:
+        read_earlier(tmp_path / "profile.json", now)
+    assert str(caught.value) == (
+        f"--only: the profile was measured with other {what}\n"
+        f"  evidence: '{tmp_path}/profile.json' {evidence}\n"
+        "  remedy: calibrate every site: the same command without --only"
+    )
+
+
+def test_one_that_rows_were_added_to_is_refused(tmp_path: Path) -> None:
+    serde.write(profile_of(("a",), data_digest="d+e", rows=150), tmp_path / "profile.json")
+    with pytest.raises(ConfigError) as caught:
+        read_earlier(tmp_path / "profile.json", NOW)
+    assert str(caught.value) == (
+        "--only: the profile holds rows that `--update` added, and some sites would be without them\n"
+        f"  evidence: '{tmp_path}/profile.json' has 150 rows, the calibration split 100\n"
+        f"  remedy: remove '{tmp_path}/profile.json' and calibrate every site, then add the rows again"
+    )
