@@ -21,11 +21,10 @@ from loka_onnx.calibration.executors import (
     Executor,
     Span,
     spans_in_order,
-    spans_in_random_order,
 )
 from loka_onnx.calibration.live_kl import KlTotals, KlWork, LiveKl
 from loka_onnx.calibration.range_pass import RangeBatch, RangeTotals, RangeWork
-from loka_onnx.calibration.row_order import first_batches
+from loka_onnx.calibration.row_order import first_batches, scattered
 from loka_onnx.calibration.sampling import sampling_stride
 from loka_onnx.calibration.switchable import write_switchable
 from loka_onnx.calibration.taps import ErrorTap, ErrorTapBuilder, RangeTap, tap_ranges
@@ -194,8 +193,8 @@ class LiveProbe:
             return {}
         size, scales = self.options.batch_rows, self.baseline.profile.scales
         file = write_switchable(GraphModel.load(self.baseline.model.path), switches, scales, path)
-        order = spans_in_random_order(self.rows, size, self.options.seed)
-        spans = first_batches(order, self.options.kl_rows, size)
+        # From all over the data: a file may be sorted.
+        spans = first_batches(scattered(self.rows, size, self.options.seed), self.options.kl_rows, size)
         work = KlWork(file, outputs)
         totals = KlTotals(work)
         for where, result in self._run(work, "kl", spans):

@@ -36,9 +36,9 @@ LABELLED_ALLOWANCE = 0.5
 """Part of the budget that is left to the labelled first-order term and to what selection adds to it."""
 
 
-def allowed_kl(share: float, spec: OutputSpec) -> float:
-    """KL over the loss that a share of what an output allows comes to."""
-    return share * spec.budget * (1.0 - LABELLED_ALLOWANCE)
+def allowed_kl(spec: OutputSpec) -> float:
+    """KL over the loss that an output allows to all products together."""
+    return spec.budget * (1.0 - LABELLED_ALLOWANCE)
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,21 @@ class Cost:
     draws: int = 0
     is_bound: bool = False
 
-    def is_inside(self, share: float) -> bool:
-        """Whether the upper end is no more than a share allows."""
-        return self.overstep(share) <= 1.0
+    @property
+    def most(self) -> float:
+        """Upper end, as a part of what the output allows; infinite where nothing is known."""
+        return inf if isnan(self.kl.upper) else self._part(self.kl.upper)
 
-    def is_beyond(self, share: float) -> bool:
-        """Whether the lower end is more than a share allows."""
-        return self.kl.lower > allowed_kl(share, self.spec)
+    @property
+    def least(self) -> float:
+        """Lower end, as a part of what the output allows; 0 where nothing is known."""
+        return 0.0 if isnan(self.kl.lower) else self._part(self.kl.lower)
 
-    def overstep(self, share: float) -> float:
-        """Upper end over what a share allows: inside at 1 or less, infinite where nothing is known."""
-        allowed = allowed_kl(share, self.spec)
-        if self.kl.upper <= 0.0:
+    def _part(self, kl: float) -> float:
+        if kl <= 0.0:
             return 0.0
-        return self.kl.upper / allowed if allowed > 0.0 and not isnan(self.kl.upper) else inf
+        allowed = allowed_kl(self.spec)
+        return kl / allowed if allowed > 0.0 else inf
 
 
 class Costs:

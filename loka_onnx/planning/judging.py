@@ -1,43 +1,44 @@
 """Which sites are safe.
 
-The null hypothesis is "unsafe". A linear site is safe when the upper bound of its KL, relative to the FP32
-loss, is inside its share of the budget for every judged output. Shares follow the floating-point operations:
-a site may spend of the budget what it earns in arithmetic, so that a small site at the model's edge cannot
-spend what the large ones need. The shares sum to the budget less an allowance for the labelled first-order
-term, which is judged on the whole plan (selection split), not site by site: one site's labelled term has far
-more noise than its KL.
+The null hypothesis is "unsafe". What all products together may cost is the budget less an allowance for the
+labelled first-order term, which is judged on the whole plan (selection split), not site by site: one site's
+labelled term has far more noise than its KL. Costs are counted as parts of what is allowed, on the output
+where they are largest, so that the parts of a set of sites sum to 1 at most where it is inside every budget.
 
 Costs add: KL is quadratic in the logit change, and the changes of different sites are nearly uncorrelated
 (`benchmarks.pipeline.additivity` holds their sum against the cost of a plan). Sites that share a quantized
-tensor share its rounding as well, and are judged as one unit with the sum of their shares.
+tensor share its rounding as well: they are one unit.
 
-**Who stays.** The unit that oversteps its share most leaves, what it was allowed goes to those that stay, and
-so on until all that stay are inside. Of a unit of several sites the one leaves that oversteps its own share
-most; what is left is held to the cost that `costs` bounds it by. A share that grew by what others left
-depends on the data, so that the bounds it is held against must be right all at once:
+**Shares.** Every unit has a share that is fixed beforehand: its part of the floating-point operations. It may
+spend of the budget what it earns in arithmetic, whatever the others do. `holm.step_down` finds the units
+whose cost is inside their share, and these are safe.
 
-* The units that were measured, and the norms, each have a limit that is fixed beforehand: the share that they
-  have while nobody has left. `holm.step_down` tests these and gives bounds that hold at once. A unit that is
-  inside its limit never leaves, because shares only grow; the others are held to the bound that is theirs.
-* A site of several that share a tensor has further bounds for the case that they part, one for each output,
-  without step-down.
+**What is left over.** A unit seldom costs all of its share. What the safe ones cost less than what is allowed
+is handed on, to the unit that costs least for each operation, then to the next, as long as its cost fits into
+what is left. A unit that does not fit any more is out; of one with several sites the one goes that costs most
+for each operation, and the rest is held to the cost that `costs` bounds it by. What is left depends on the
+data, so that the costs that it is reckoned with are upper bounds that hold all at once: for each unit that
+was measured one, and for each site of several that share a tensor one for each output, at equal risk
+(Bonferroni).
 
-Each of all these bounds starts with the same risk, and together they fail with the risk that was asked for,
-of which half is with the upper ends: at 95 % confidence, the chance is at most 2.5 % that any site is called
-safe whose KL is beyond its share (that of its unit, where it is one of several). "Unsafe" (the lower end is
-beyond the share) promises nothing of the kind; it says that more rows would hardly help. The outputs of one
-unit need no correction among themselves: that it is wrongly called safe takes a bound that fails at the one
-output where it is beyond its share most.
+**Risk.** Half of it is with the step-down, over products and norms, and half with the bounds by which is
+handed on. They fail with the risk that was asked for, of which half is with the upper ends: at 95 %
+confidence, the chance is at most 2.5 % that any site is inside its share though it costs more, or that the
+safe products together cost more than is allowed. The outputs of one unit need no correction among themselves:
+that its cost is taken for too small takes a bound that fails at the one output where it is largest. "Unsafe"
+(beyond share and rest even by the lower end) promises nothing of the kind; it says that more rows would
+hardly help.
 
 A norm is safe in the base precision when its KL there is inside its part of an extra tenth, which norms have
 of their own beside the products. Products that do not compete (kept by the user, too thin for FP8, of two
-activations) are held against the share that they would have had from the start, outside of that promise.
+activations) are held against the share that they would have had, outside of that promise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.plan import Verdict
@@ -48,6 +49,8 @@ from loka_onnx.planning.holm import step_down
 
 NORM_ALLOWANCE = 0.1
 """What all norms together may spend, as a part of what the products may."""
+HANDED_ON = 0.5
+"""Part of the risk that is with the bounds by which shares are handed on."""
 
 Unit = frozenset[str]
 """Names of sites that are judged together."""
@@ -94,7 +97,7 @@ def judge(
 def _would_have_had(
     sites: Iterable[Site], able: Mapping[str, int], competing: Collection[str]
 ) -> dict[str, float]:
-    """Share that a product which does not compete would have had from the start."""
+    """Share that a product which does not compete would have had."""
     shares: dict[str, float] = {}
     for site in sites:
         if site.kind is SiteKind.NORM or site.name in competing:
@@ -116,6 +119,24 @@ def _units(names: Collection[str], groups: Iterable[Unit]) -> tuple[Unit, ...]:
     return (*found, *(frozenset({name}) for name in sorted(left)))
 
 
+@dataclass
+class _Rest:
+    """What is left to hand on, as parts of what is allowed.
+
+    Attributes:
+        surely: When all that was handed on costs as much as its bounds say.
+        at_best: When it costs as little as the lower ends say.
+    """
+
+    surely: float = 1.0
+    at_best: float = 1.0
+
+    def spend(self, most: float, least: float) -> None:
+        """Take a cost off."""
+        self.surely -= most
+        self.at_best -= least
+
+
 class _Judges:
     """The bounds of one model, and the verdicts that follow.
 
@@ -127,83 +148,127 @@ class _Judges:
     """
 
     def __init__(self, costs: Costs, flops: Mapping[str, int], norms: Sequence[str], risk: float) -> None:
-        self._costs, self._flops = costs, flops
+        self._costs, self._flops, self._operations = costs, flops, sum(flops.values())
         self._units = _units(flops, costs.groups)
         self._norms = {Unit({name}): NORM_ALLOWANCE / len(norms) for name in norms}
-        limits = {u: s for u, s in self._shares(self._units).items() if costs.is_measured(u)} | self._norms
+        measured = [unit for unit in self._units if costs.is_measured(unit)]
         parting = sum(len(unit) for unit in self._units if len(unit) > 1)
-        self._bounds = max(len(limits) + parting * len(costs.outputs), 1)
-        self._risk = risk / self._bounds
-        tested = step_down(
-            limits,
-            self._risk * len(limits),
-            lambda unit, each: all(cost.is_inside(limits[unit]) for cost in costs.of(unit, each)),
+        bounds = len(measured) + parting * len(costs.outputs)
+        self._bounds_risk = HANDED_ON * risk / max(bounds, 1)
+        self._limits = {unit: self._share(unit) for unit in measured} | self._norms
+        self._tested = step_down(
+            self._limits,
+            (1.0 - HANDED_ON) * risk,
+            lambda unit, each: _most(costs.of(unit, each)) <= self._limits[unit],
         )
-        self._risks = {unit: tested.shown.get(unit, tested.risk) for unit in limits}
-        self._known: dict[Unit, tuple[Cost, ...]] = {}
+        self._corrected_for = bounds + len(norms)
 
     def products(self) -> dict[str, Judgement]:
         """Verdicts of the products that compete."""
         found: dict[str, Judgement] = {}
-        staying = set(self._units)
-        while staying:
-            shares = self._shares(staying)
+        rest = _Rest()
+        waiting: list[Unit] = []
+        for unit in self._units:
+            if unit in self._tested.shown:
+                # Both hold: the share that it is inside of, and the bound that holds beside all others.
+                costs = self._costs.of(unit, self._bounds_risk)
+                rest.spend(min(self._share(unit), _most(costs)), _least(costs))
+                found |= {name: self._inside_share(name, unit) for name in unit}
+            else:
+                waiting.append(unit)
+        # A unit that does not fit at all parts first, so that its cheap sites wait at their own price.
+        queue = set[Unit]()
+        for unit in waiting:
+            part = unit
+            while len(part) > 1 and _most(self._bounds(part)) > rest.surely:
+                part = self._part(part, rest, found)
+            queue.add(part)
+        while queue:
             # The names settle ties, so that the order of the sites does not.
-            worst = max(staying, key=lambda unit: (self._overstep(unit, shares[unit]), sorted(unit)))
-            if self._overstep(worst, shares[worst]) <= 1.0:
-                break
-            leaver = max(worst, key=lambda name: (self._overstep_alone(name, staying), name))
-            found[leaver] = self._judgement(leaver, worst, shares[worst])
-            staying.remove(worst)
-            if rest := worst - {leaver}:
-                staying.add(rest)
-        shares = self._shares(staying)
-        return found | {name: self._judgement(name, unit, shares[unit]) for unit in staying for name in unit}
+            unit = min(queue, key=lambda unit: (self._price(unit), sorted(unit)))
+            queue.remove(unit)
+            most, least = _most(self._bounds(unit)), _least(self._bounds(unit))
+            if most > rest.surely:
+                queue |= {self._part(unit, rest, found)} - {Unit()}
+                continue
+            found |= {name: self._against_rest(name, unit, rest) for name in unit}
+            rest.spend(most, least)
+        return found
 
     def norms(self) -> dict[str, Judgement]:
         """Verdicts of the norms."""
-        return {name: self._judgement(name, u, share) for u, share in self._norms.items() for name in u}
+        return {
+            name: self._inside_share(name, unit)
+            if unit in self._tested.shown
+            else self._outside_share(name, share, self._tested.risk)
+            for unit, share in self._norms.items()
+            for name in unit
+        }
 
     def others(self, shares: Mapping[str, float]) -> dict[str, Judgement]:
         """Verdicts of products that do not compete, each against its share."""
-        return {name: self._judgement(name, Unit({name}), share) for name, share in shares.items()}
+        return {name: self._outside_share(name, share, self._bounds_risk) for name, share in shares.items()}
 
-    def _shares(self, units: Collection[Unit]) -> dict[Unit, float]:
-        operations = {unit: sum(self._flops[name] for name in unit) for unit in units}
-        total = sum(operations.values())
-        return {unit: count / total for unit, count in operations.items()}
+    # Bounds ----------------------------------------------------------------------------------------
 
-    def _costs_of(self, unit: Unit) -> tuple[Cost, ...]:
-        if unit not in self._known:
-            self._known[unit] = self._costs.of(unit, self._risks.get(unit, self._risk))
-        return self._known[unit]
+    def _share(self, unit: Unit) -> float:
+        return sum(self._flops[name] for name in unit) / self._operations
 
-    def _overstep(self, unit: Unit, share: float) -> float:
-        return max(cost.overstep(share) for cost in self._costs_of(unit))
+    def _bounds(self, unit: Unit) -> tuple[Cost, ...]:
+        """Of a unit that is not inside its share; they hold for all units at once."""
+        risk = self._bounds_risk
+        if unit in self._limits:
+            # Both hold: the one that the step-down leaves it, and the one that is handed on by.
+            risk = max(risk, self._tested.risk)
+        return self._costs.of(unit, risk)
 
-    def _overstep_alone(self, name: str, staying: Collection[Unit]) -> float:
-        total = sum(self._flops[other] for unit in staying for other in unit)
-        return self._overstep(Unit({name}), self._flops[name] / total)
+    def _part(self, unit: Unit, rest: _Rest, found: dict[str, Judgement]) -> Unit:
+        """Find the site that costs most for each operation to be out; the others of its unit."""
+        leaver = max(unit, key=lambda name: (self._price(Unit({name})), name))
+        found[leaver] = self._against_rest(leaver, unit, rest)
+        return unit - {leaver}
 
-    def _judgement(self, site: str, unit: Unit, share: float) -> Judgement:
-        costs = self._costs_of(unit)
-        beyond = [cost for cost in costs if cost.is_beyond(share)]
-        worst = max(beyond or costs, key=lambda cost: cost.overstep(share))
-        if beyond:
-            verdict, relation = Verdict.UNSAFE, "beyond"
-        elif worst.is_inside(share):
-            verdict, relation = Verdict.SAFE, "inside"
-        else:
-            verdict, relation = Verdict.UNDECIDED, "astride"
+    def _price(self, unit: Unit) -> float:
+        """What each operation costs at most."""
+        return _most(self._bounds(unit)) / sum(self._flops[name] for name in unit)
+
+    # Words -----------------------------------------------------------------------------------------
+
+    def _inside_share(self, site: str, unit: Unit) -> Judgement:
+        cost = _worst(self._costs.of(unit, self._tested.shown[unit]))
+        share = self._kl_of(self._limits[unit], cost)
         whose = "its" if len(unit) == 1 else "their"
-        allowed = _percent(allowed_kl(share, worst.spec))
-        words = self._cost_in_words(worst, unit, site)
-        return Judgement(verdict, f"{words}, {relation} {whose} share {allowed}")
+        return Judgement(Verdict.SAFE, f"{self._in_words(cost, unit, site)}, inside {whose} share {share}")
 
-    def _cost_in_words(self, cost: Cost, unit: Unit, site: str) -> str:
+    def _outside_share(self, site: str, share: float, risk: float) -> Judgement:
+        """Of a site that cannot be handed anything."""
+        costs = self._costs.of(Unit({site}), risk)
+        verdict = _verdict(costs, share, share)
+        cost = _worst(costs, share)
+        words = self._in_words(cost, Unit({site}), site)
+        return Judgement(verdict, f"{words}, {_RELATIONS[verdict]} its share {self._kl_of(share, cost)}")
+
+    def _against_rest(self, site: str, unit: Unit, rest: _Rest) -> Judgement:
+        """Of a site whose unit is not inside its share."""
+        costs = self._bounds(unit)
+        verdict = _verdict(costs, rest.surely, rest.at_best)
+        cost = _worst(costs, rest.at_best)
+        whose = "its" if len(unit) == 1 else "their"
+        left = self._kl_of(max(rest.surely, 0.0), cost)
+        share = self._kl_of(self._share(unit), cost)
+        return Judgement(
+            verdict,
+            f"{self._in_words(cost, unit, site)}, {_RELATIONS[verdict]} the {left} that the others leave "
+            f"({whose} own share is {share})",
+        )
+
+    def _kl_of(self, part: float, cost: Cost) -> str:
+        return _percent(part * allowed_kl(cost.spec))
+
+    def _in_words(self, cost: Cost, unit: Unit, site: str) -> str:
         others = ", ".join(f"'{name}'" for name in sorted(unit - {site}))
         worst_of = f" in the worst of {cost.draws} draws" if cost.draws else ""
-        corrected = f", corrected for {self._bounds} bounds" if self._bounds > 1 else ""
+        corrected = f", corrected for {self._corrected_for} bounds" if self._corrected_for > 1 else ""
         level = f"{100.0 * cost.kl.confidence:.3f}".rstrip("0").rstrip(".")
         return (
             f"KL {'at most ' if cost.is_bound else ''}{_percent(cost.kl.value)}{worst_of} "
@@ -211,6 +276,28 @@ class _Judges:
             f"of the {cost.denominator} of '{cost.spec.name}'"
             f"{f' together with {others} on the same tensor' if others else ''}"
         )
+
+
+_RELATIONS = {Verdict.SAFE: "inside", Verdict.UNDECIDED: "astride", Verdict.UNSAFE: "beyond"}
+
+
+def _verdict(costs: Sequence[Cost], room: float, room_at_best: float) -> Verdict:
+    if _most(costs) <= room:
+        return Verdict.SAFE
+    return Verdict.UNSAFE if _least(costs) > room_at_best else Verdict.UNDECIDED
+
+
+def _most(costs: Sequence[Cost]) -> float:
+    return max(cost.most for cost in costs)
+
+
+def _least(costs: Sequence[Cost]) -> float:
+    return max(cost.least for cost in costs)
+
+
+def _worst(costs: Sequence[Cost], room: float = inf) -> Cost:
+    """The cost to name: one that is beyond the room, or else the one with the largest bound."""
+    return max(costs, key=lambda cost: (cost.least > room, cost.most))
 
 
 def _percent(value: float) -> str:
