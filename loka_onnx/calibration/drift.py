@@ -169,6 +169,7 @@ def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftRepor
         sites=tuple(sorted(sites, key=lambda s: (-sum(s.predicted.values()), -s.live_saturated, s.site))),
         outputs=tuple(outputs),
         alarms=alarms,
+        synthetic=baseline.profile.synthetic,
         not_judged=not_judged,
     )
 

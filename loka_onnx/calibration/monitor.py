@@ -11,7 +11,9 @@ recent batches, which are compared with the profile as `calibration.drift` does.
 comparison of its own, so that the family-wise level holds for each, not for all windows of a year together;
 what alarms must be large enough to matter as well, which chance is not.
 
-Cost: COST_SENTENCE
+Cost on one core of a CPU (DCNv2, `benchmarks/records/drift_alarms.json`): a call of `feed` with 256 rows
+takes 45 µs at a sample rate of 1 %, and a measured batch of 512 rows 21 ms, seven plain passes in FP32.
+Together that is .6 µs for each row that is served, where FP32 itself takes 6.
 """
 
 from __future__ import annotations

@@ -99,6 +99,8 @@ def print_drift(terminal: Terminal, report: DriftReport) -> None:
         ),
         soft_wrap=True,
     )
+    if report.synthetic:
+        out.print(Text("the profile was measured on generated rows", style="yellow"))
     out.print()
     out.print(_tensors(report))
     out.print(_left_out("tensors", len(report.tensors)), end="")

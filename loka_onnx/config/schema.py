@@ -368,7 +368,8 @@ class CalibrationConfig(_Strict):
     )
     ray_address: Text | None = Field(
         None,
-        description="address of the Ray cluster, as in ray://host:10001; null starts one on this machine",
+        description="address of the Ray cluster that this machine belongs to, as in 10.0.0.5:6379, or auto; "
+        "null starts one on this machine",
     )
 
     @model_validator(mode="after")

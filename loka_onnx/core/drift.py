@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from math import copysign, inf
 from typing import ClassVar
@@ -272,6 +272,7 @@ class DriftReport:
         sites: Every product, worst first.
         outputs: Every output of the profile.
         alarms: What stands, worst first.
+        synthetic: Whether any row of the profile was generated.
         not_judged: Why nothing could be judged, and what to do; empty where it was. Without it, no alarm
             means that none is called for.
     """
@@ -295,7 +296,8 @@ class DriftReport:
     sites: tuple[SiteDrift, ...]
     outputs: tuple[OutputDrift, ...]
     alarms: tuple[Alarm, ...]
-    not_judged: str = field(default="")
+    synthetic: bool = False
+    not_judged: str = ""
 
     @property
     def is_judged(self) -> bool:

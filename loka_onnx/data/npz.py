@@ -19,6 +19,7 @@ from loka_onnx.data.dataset import ColumnInfo, Dataset
 from loka_onnx.errors import DataError
 
 _SUFFIX = ".npy"
+_SKIPPED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class NpzDataset(Dataset):
             try:
                 headers = {name: _header(stream) for name, stream in streams.items()}
                 for name, stream in streams.items():
-                    stream.seek(rows.start * _row_bytes(headers[name]), 1)
+                    _skip(stream, rows.start * _row_bytes(headers[name]))
                 for first in range(rows.start, rows.stop, size):
                     count = min(size, rows.stop - first)
                     arrays = {name: _take(stream, headers[name], count) for name, stream in streams.items()}
@@ -107,6 +108,12 @@ def _header(stream: IO[bytes]) -> _Header:
 
 def _row_bytes(header: _Header) -> int:
     return header.dtype.itemsize * math.prod(header.shape[1:])
+
+
+def _skip(stream: IO[bytes], size: int) -> None:
+    """Move on by that many bytes; a zip member reads what it skips, up to 16 MiB at once if it is let."""
+    for done in range(0, size, _SKIPPED_AT_ONCE):
+        stream.seek(min(_SKIPPED_AT_ONCE, size - done), 1)
 
 
 def _take(stream: IO[bytes], header: _Header, rows: int) -> Array:

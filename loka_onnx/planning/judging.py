@@ -181,18 +181,22 @@ class _Judges:
         for unit in waiting:
             part = unit
             while len(part) > 1 and _most(self._bounds(part)) > rest.surely:
-                part = self._part(part, rest, found)
+                leaver = self._dearest(part)
+                found[leaver] = self._against_rest(leaver, part, rest)
+                part -= {leaver}
             queue.add(part)
         while queue:
             # The names settle ties, so that the order of the sites does not.
             unit = min(queue, key=lambda unit: (self._price(unit), sorted(unit)))
             queue.remove(unit)
             most, least = _most(self._bounds(unit)), _least(self._bounds(unit))
-            if most > rest.surely:
-                queue |= {self._part(unit, rest, found)} - {Unit()}
+            if most <= rest.surely:
+                found |= {name: self._against_rest(name, unit, rest) for name in unit}
+                rest.spend(most, least)
                 continue
-            found |= {name: self._against_rest(name, unit, rest) for name in unit}
-            rest.spend(most, least)
+            leaver = self._dearest(unit)
+            found[leaver] = self._against_rest(leaver, unit, rest)
+            queue |= {unit - {leaver}} - {Unit()}
         return found
 
     def norms(self) -> dict[str, Judgement]:
@@ -222,11 +226,9 @@ class _Judges:
             risk = max(risk, self._tested.risk)
         return self._costs.of(unit, risk)
 
-    def _part(self, unit: Unit, rest: _Rest, found: dict[str, Judgement]) -> Unit:
-        """Find the site that costs most for each operation to be out; the others of its unit."""
-        leaver = max(unit, key=lambda name: (self._price(Unit({name})), name))
-        found[leaver] = self._against_rest(leaver, unit, rest)
-        return unit - {leaver}
+    def _dearest(self, unit: Unit) -> str:
+        """The site of a unit that costs most for each operation."""
+        return max(unit, key=lambda name: (self._price(Unit({name})), name))
 
     def _price(self, unit: Unit) -> float:
         """What each operation costs at most."""

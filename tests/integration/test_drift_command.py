@@ -63,6 +63,8 @@ def test_rows_of_the_same_distribution_end_with_0(
     assert done.code == 0, done.err
     assert "6,000 live rows (93 batches of 64) against 1,204 of the profile (18 batches)" in done.out
     assert "no drift" in done.out and "(plan fp8-safe, label-free part)" in done.out
+    # The run file says so.
+    assert "the profile was measured on generated rows" in done.out
     assert tree(ready.run) == before
     report = serde.read(DriftReport, tmp_path / "out" / "drift.json")
     assert report.is_judged and report.alarms == () and report.live_rows == 6000

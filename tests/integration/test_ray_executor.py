@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 from loka_onnx.calibration.ray_executor import RETRIES, RayExecutor  # noqa: E402
 
-ROWS, BATCH = 20_000, 512
+ROWS, BATCH = 60_000, 512
 OUTPUTS = (OutputSpec("logit", OutputKind.LOGIT, "label"),)
 
 

@@ -424,9 +424,9 @@ class TestOverrides:
 
     def test_a_ray_cluster(self, run_file: Path) -> None:
         config = load_run_file(
-            run_file, {"calibration.executor": "ray", "calibration.ray_address": "ray://host:10001"}
+            run_file, {"calibration.executor": "ray", "calibration.ray_address": "10.0.0.5:6379"}
         )
-        assert (config.calibration.executor, config.calibration.ray_address) == ("ray", "ray://host:10001")
+        assert (config.calibration.executor, config.calibration.ray_address) == ("ray", "10.0.0.5:6379")
 
     @pytest.mark.parametrize(
         ("key", "value", "what"),

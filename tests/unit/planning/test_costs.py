@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, nan, sqrt
 
 import numpy as np
@@ -104,37 +105,41 @@ def test_what_was_not_measured_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "units", "overstep"),
+    ("value", "error", "units", "most", "least"),
     [
-        (0.0, 0.0, UNITS, 0.0),
-        (5e-4, 0.0, UNITS, 1.0),
-        (1e-3, 0.0, UNITS, 2.0),
-        (1e-9, 0.0, 7, inf),  # too few units for an interval
+        (0.0, 0.0, UNITS, 0.0, 0.0),
+        (5e-4, 0.0, UNITS, 1.0, 1.0),
+        (1e-3, 1e-5, UNITS, 2.0392, 1.9608),
+        (1e-6, 4e-7, UNITS, 0.003568, 0.000432),
+        (1e-6, 1e-5, UNITS, 0.0412, 0.0),  # a KL is not negative
+        (1e-9, 0.0, 7, inf, 0.0),  # too few units for an interval
     ],
 )
-def test_what_is_allowed_is_a_share_of_the_budget_less_the_allowance(
-    value: float, error: float, units: int, overstep: float
+def test_ends_as_parts_of_the_budget_less_the_allowance(
+    value: float, error: float, units: int, most: float, least: float
 ) -> None:
-    assert allowed_kl(0.5, CTR) == 0.5 * CTR.budget * (1 - LABELLED_ALLOWANCE)
+    assert allowed_kl(CTR) == CTR.budget * (1 - LABELLED_ALLOWANCE) == 5e-4
     (cost,) = Costs(bare_profile({"a": {"ctr": kl_of(value, error, units)}}), (CTR,)).of(A, 0.05)
-    assert cost.overstep(1.0) == pytest.approx(overstep)
-    assert cost.is_inside(1.0) is (overstep <= 1.0)
-    assert cost.is_beyond(1.0) is (overstep == 2.0)
+    assert (cost.most, cost.least) == pytest.approx((most, least), rel=1e-4)
 
 
-def test_a_kl_that_is_not_a_number_is_neither_inside_nor_beyond() -> None:
+def test_where_nothing_is_allowed_only_nothing_fits() -> None:
+    nothing = replace(CTR, budget=0.0)
+    for value, most in ((0.0, 0.0), (1e-12, inf)):
+        (cost,) = Costs(bare_profile({"a": {"ctr": kl_of(value)}}), (nothing,)).of(A, 0.05)
+        assert (cost.most, cost.least) == (most, most)
+
+
+def test_of_a_kl_that_is_not_a_number_nothing_is_known() -> None:
     for growth in (nan, inf):
         profile = bare_profile({"a": {"ctr": kl_of(0.0)}}, draws=Draws(4, 0.0, 1.0, growth))
         (cost,) = Costs(profile, (CTR,)).of(A, 0.05)
-        assert not cost.is_inside(1.0) and not cost.is_beyond(1.0)
-        assert cost.overstep(1.0) == inf
+        assert (cost.most, cost.least) == (inf, 0.0)
 
 
 def test_the_first_recipe_that_was_measured_stands() -> None:
     profile = bare_profile({"a": {"ctr": kl_of(1e-5)}})
     (entry,) = profile.sites
     other = sensitivity("other", "ctr", kl_of(7.0))
-    from dataclasses import replace
-
     both = replace(profile, sites=(replace(entry, sensitivities=(*entry.sensitivities, other)),))
     assert Costs(both, (CTR,)).of_site("a", CTR).recipe == "r"

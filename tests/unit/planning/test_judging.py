@@ -85,70 +85,105 @@ def moments_of(estimated: Mapping[str, tuple[float, float]]) -> Moments:
 def test_norms_are_those_that_holm_finds_inside_their_limit(
     estimated: dict[str, tuple[float, float]],
 ) -> None:
-    """Their limits do not depend on the data, so that the verdicts are Holm's and nothing else."""
+    """Half of the risk is with products, of which there are none."""
     limit = NORM_ALLOWANCE / len(estimated)
-    expected = holm({name: p_value(found, limit) for name, found in estimated.items()}, 0.05)
+    expected = holm({name: p_value(found, limit) for name, found in estimated.items()}, 0.025)
     assert safe([norm(name) for name in estimated], bare_profile(moments_of(estimated))) == expected
 
 
 @given(estimates(), st.lists(st.sampled_from([16, 32, 256, 1024]), min_size=7, max_size=7))
-def test_products_stay_while_bounds_that_hold_at_once_are_inside_their_shares(
+def test_products_are_inside_their_share_by_holm_or_fit_into_what_is_left_by_bonferroni(
     estimated: dict[str, tuple[float, float]], widths: list[int]
 ) -> None:
     sites = [linear(name, k=width) for name, width in zip(estimated, widths, strict=False)]
     flops = {site.name: site.flops_per_example for site in sites}
+    shares = {name: count / sum(flops.values()) for name, count in flops.items()}
+    expected = holm({name: p_value(estimated[name], shares[name]) for name in flops}, 0.025)
+    others = flops.keys() - expected
 
-    def shares(staying: set[str]) -> dict[str, float]:
-        return {name: flops[name] / sum(flops[other] for other in staying) for name in staying}
+    def upper(name: str, risk: float) -> float:
+        value, error = estimated[name]
+        return value + stats.t.isf(risk / 2, UNITS - 1) * error
 
-    first = shares(set(flops))
-    settled = holm({name: p_value(estimated[name], first[name]) for name in flops}, 0.05)
-    risk = 0.05 / max(len(flops) - len(settled), 1)
-    upper = {n: v + stats.t.isf(risk / 2, UNITS - 1) * e for n, (v, e) in estimated.items()}
-    staying = set(flops)
-    while rivals := staying - settled:
-        now = shares(staying)
-        worst = max(rivals, key=lambda name: (upper[name] / now[name], name))
-        if upper[worst] <= now[worst]:
-            break
-        staying.remove(worst)
-    assert safe(sites, bare_profile(moments_of(estimated))) == staying
+    each = 0.025 / len(flops)
+    left = 1.0 - sum(min(shares[name], upper(name, each)) for name in sorted(expected))
+    bounds = {name: upper(name, 0.025 / len(others)) for name in others}
+    for name in sorted(others, key=lambda name: (bounds[name] / flops[name], name)):
+        if bounds[name] <= left:
+            expected.add(name)
+            left -= bounds[name]
+    assert safe(sites, bare_profile(moments_of(estimated))) == expected
 
 
 def test_a_step_of_holm_decides_what_bonferroni_leaves_open() -> None:
     """b's bound is inside its limit at α/1, and outside at α/2."""
-    sites, limit = [linear("a"), linear("b")], 0.5
-    error = 0.01
-    between = (stats.norm.isf(0.05 / 2) + stats.norm.isf(0.05 / 4)) / 2
-    estimated = {"a": (0.1, error), "b": (limit - between * error, error)}
+    sites, limit, error = [norm("a"), norm("b")], NORM_ALLOWANCE / 2, 0.001
+    between = (stats.norm.isf(0.025 / 2) + stats.norm.isf(0.025 / 4)) / 2
+    estimated = {"a": (0.1 * limit, error), "b": (limit - between * error, error)}
     found = judged(sites, bare_profile(moments_of(estimated)))
     assert [found[name].verdict for name in "ab"] == [Verdict.SAFE, Verdict.SAFE]
-    assert "at 97.5 %, corrected for 2 bounds" in found["a"].reason
-    assert "at 95 %, corrected for 2 bounds" in found["b"].reason
+    assert "at 98.75 %, corrected for 2 bounds" in found["a"].reason
+    assert "at 97.5 %, corrected for 2 bounds" in found["b"].reason
     # Where a is not safe, it has nothing to hand on.
     estimated["a"] = (limit, error)
     left = judged(sites, bare_profile(moments_of(estimated)))
-    assert "at 97.5 %" in left["b"].reason
+    assert left["b"].verdict is Verdict.UNDECIDED and "at 98.75 %" in left["b"].reason
+
+
+def test_what_one_site_does_not_spend_is_handed_on() -> None:
+    """Equal operations: b has half, and a leaves nine tenths."""
+    sites = [linear("a"), linear("b")]
+    found = judged(sites, bare_profile(exactly({"a": 0.1, "b": 0.8})))
+    assert {judgement.verdict for judgement in found.values()} == {Verdict.SAFE}
+    assert found["a"].reason.endswith("inside its share 0.025 %")
+    assert found["b"].reason.endswith("inside the 0.045 % that the others leave (its own share is 0.025 %)")
+    assert safe(sites, bare_profile(exactly({"a": 0.1, "b": 0.91}))) == {"a"}
+
+
+def test_it_goes_first_to_the_site_that_costs_least_for_each_operation() -> None:
+    """After a, .6 is left: for b, which costs twice its share, not for c, which costs 2.2 times its own."""
+    sites = [linear("a", 32), linear("b", 16), linear("c", 16)]
+    assert safe(sites, bare_profile(exactly({"a": 0.4, "b": 0.5, "c": 0.55}))) == {"a", "b"}
+    # What does not fit is passed over.
+    assert safe(sites, bare_profile(exactly({"a": 0.4, "b": 0.7, "c": 0.55}))) == {"a", "c"}
+
+
+def test_a_site_keeps_its_share_whatever_the_others_cost() -> None:
+    sites = [linear(name) for name in "abcd"]
+    assert safe(sites, bare_profile(exactly({"a": 0.249, "b": 0.249, "c": 0.0, "d": 9.0}))) == {"a", "b", "c"}
+
+
+def test_what_is_handed_on_is_reckoned_by_bounds_and_decided_by_both_ends() -> None:
+    """a costs .3 ± .1 or so, b fits into what is left when a costs no more than it seems to."""
+    sites = [linear("a", 32), linear("b", 16)]
+    error = 0.1 / stats.norm.isf(0.025 / 2 / 2)
+    for b, verdict in ((0.55, Verdict.SAFE), (0.7, Verdict.UNDECIDED), (0.85, Verdict.UNSAFE)):
+        moments = {"a": (0.3, error), "b": (b, 0.0)}
+        found = judged(sites, bare_profile(moments_of(moments)))
+        assert (found["a"].verdict, found["b"].verdict) == (Verdict.SAFE, verdict)
 
 
 def test_the_reason_has_the_corrected_bound_and_its_level() -> None:
     sites = [linear("a"), linear("b"), norm("c")]
-    profile = bare_profile(moments_of({"a": (0.1, 0.01), "b": (0.9, 0.01), "c": (0.2, 0.01)}))
+    profile = bare_profile(moments_of({"a": (0.1, 0.01), "b": (1.9, 0.01), "c": (0.2, 0.01)}))
     found = judged(sites, profile)
-    # a is shown at .05/3; what is left is tested at .05/2.
-    first, second = (stats.norm.isf(0.05 / tests / 2) for tests in (3, 2))
+    # a is shown at .025/3; what is left is tested at .025/2.
+    first, second = (stats.norm.isf(0.025 / tests / 2) for tests in (3, 2))
+    rest = 1 - (0.1 + second * 0.01)
     allowed = 100 * ALLOWED
     assert found["a"].reason == (
-        f"KL {0.1 * allowed:.3g} % (upper bound {(0.1 + first * 0.01) * allowed:.3g} % at 98.333 %, "
-        f"corrected for 3 bounds) of the loss of 'ctr', inside its share {allowed:.3g} %"
+        f"KL {0.1 * allowed:.3g} % (upper bound {(0.1 + first * 0.01) * allowed:.3g} % at 99.167 %, "
+        f"corrected for 3 bounds) of the loss of 'ctr', inside its share {0.5 * allowed:.3g} %"
     )
     assert found["b"].reason == (
-        f"KL {0.9 * allowed:.3g} % (upper bound {(0.9 + second * 0.01) * allowed:.3g} % at 97.5 %, "
-        f"corrected for 3 bounds) of the loss of 'ctr', beyond its share {0.5 * allowed:.3g} %"
+        f"KL {1.9 * allowed:.3g} % (upper bound {(1.9 + second * 0.01) * allowed:.3g} % at 98.75 %, "
+        f"corrected for 3 bounds) of the loss of 'ctr', beyond the {rest * allowed:.3g} % that the others "
+        f"leave (its own share is {0.5 * allowed:.3g} %)"
     )
-    assert found["c"].verdict is Verdict.UNSAFE
+    assert found["c"].reason.endswith(f"beyond its share {NORM_ALLOWANCE * allowed:.3g} %")
     alone = judged([linear("a")], profile)["a"].reason
-    assert f"(upper bound {(0.1 + stats.norm.isf(0.025) * 0.01) * allowed:.3g} % at 95 %) of the" in alone
+    bound = 0.1 + stats.norm.isf(0.0125) * 0.01
+    assert f"(upper bound {bound * allowed:.3g} % at 97.5 %) of the" in alone
 
 
 @pytest.mark.parametrize(("denominator", "draws", "words"), [
@@ -172,7 +207,7 @@ def test_a_site_is_safe_where_the_worst_of_its_draws_is_inside() -> None:
 def test_intervals_are_those_that_hold_at_any_time_where_rows_were_added_until_verdicts_were_reached() -> (
     None
 ):
-    sites, moments = [linear("a")], moments_of({"a": (1 - 0.025, 0.01)})  # 2.5 standard errors
+    sites, moments = [linear("a")], moments_of({"a": (1 - 0.026, 0.01)})  # 2.6 standard errors
     assert safe(sites, bare_profile(moments)) == {"a"}
     sequential = bare_profile(moments, sampling=Sampling(UNITS, 5, 16384))
     assert judged(sites, sequential)["a"].verdict is Verdict.UNDECIDED
@@ -182,7 +217,7 @@ def test_intervals_are_those_that_hold_at_any_time_where_rows_were_added_until_v
 
 
 def test_a_unit_is_safe_where_every_output_is_inside_without_a_further_correction() -> None:
-    bound = 1 - 2.0 * 0.01  # inside at 95 %, outside at 97.5 %
+    bound = 1 - 2.3 * 0.01  # inside at 97.5 %, outside at 98.75 %
     moments = {"a": {name: kl_of(bound * ALLOWED, 0.01 * ALLOWED) for name in ("ctr", "cvr")}}
     assert safe([linear("a")], bare_profile(moments), (CTR, CVR)) == {"a"}
 
@@ -194,28 +229,40 @@ def test_one_output_beyond_is_enough() -> None:
     assert found.verdict is Verdict.UNSAFE and "of the loss of 'cvr', beyond" in found.reason
 
 
+def test_what_a_site_costs_is_counted_on_the_output_where_that_is_most() -> None:
+    """For ctr alone or for cvr alone both would fit."""
+    moments = {
+        "a": {"ctr": kl_of(0.6 * ALLOWED), "cvr": kl_of(0.1 * ALLOWED)},
+        "b": {"ctr": kl_of(0.1 * ALLOWED), "cvr": kl_of(0.7 * ALLOWED)},
+    }
+    sites, profile = [linear("a"), linear("b")], bare_profile(moments)
+    assert safe(sites, profile, (CTR,)) == safe(sites, profile, (CVR,)) == {"a", "b"}
+    assert safe(sites, profile, (CTR, CVR)) == {"a"}
+
+
 # Sites that share a tensor ----------------------------------------------------------------------------
 
 TRIPLE = [linear("a"), linear("b"), linear("c")]
 
 
 def test_sites_measured_together_are_judged_by_what_they_cost_together() -> None:
-    """Each is inside its own third; together they are outside of two thirds, and then the larger one goes."""
+    """Alone all would fit; together a and b do not, and the larger one goes."""
     alone = exactly({"a": 0.30, "b": 0.31, "c": 0.1})
     assert safe(TRIPLE, bare_profile(alone)) == {"a", "b", "c"}
-    together = group("x", "ab", {"ctr": kl_of(0.9 * ALLOWED)})
+    together = group("x", "ab", {"ctr": kl_of(0.95 * ALLOWED)})
     found = judged(TRIPLE, bare_profile(alone, (together,)))
     assert [found[name].verdict for name in "abc"] == [Verdict.SAFE, Verdict.UNSAFE, Verdict.SAFE]
     assert found["b"].reason == (
-        "KL 0.045 % (upper bound 0.045 % at 97.5 %, corrected for 4 bounds) of the loss of 'ctr' "
-        "together with 'a' on the same tensor, beyond their share 0.0333 %"
+        "KL 0.0475 % (upper bound 0.0475 % at 97.5 %, corrected for 4 bounds) of the loss of 'ctr' "
+        "together with 'a' on the same tensor, beyond the 0.045 % that the others leave "
+        "(their own share is 0.0333 %)"
     )
     assert "together" not in found["a"].reason
 
 
 def test_a_group_that_costs_less_than_its_sites_is_let_in() -> None:
-    """Errors that cancel: alone both are outside."""
-    alone = exactly({"a": 0.4, "b": 0.4, "c": 0.1})
+    """Errors that cancel: alone they would not fit."""
+    alone = exactly({"a": 0.6, "b": 0.6, "c": 0.1})
     together = group("x", "ab", {"ctr": kl_of(0.5 * ALLOWED)})
     found = judged(TRIPLE, bare_profile(alone, (together,)))
     assert {judgement.verdict for judgement in found.values()} == {Verdict.SAFE}
@@ -223,18 +270,29 @@ def test_a_group_that_costs_less_than_its_sites_is_let_in() -> None:
 
 
 def test_what_is_left_of_a_group_is_held_to_what_its_sites_cost_at_most() -> None:
-    """d leaves; a and b are each inside, but (√.2 + √.2)² = .8 is beyond their two thirds: b leaves too."""
+    """d goes; (√.2 + √.2)² = .8 fits beside c, (√.3 + √.3)² = 1.2 does not, and .3 does."""
     sites = [*TRIPLE, linear("d")]
     together = group("x", "abd", {"ctr": kl_of(2.0 * ALLOWED)})
-    alone = exactly({"a": 0.2, "b": 0.2, "c": 0.0, "d": 0.9})
+    alone = exactly({"a": 0.2, "b": 0.2, "c": 0.1, "d": 0.9})
+    found = judged(sites, bare_profile(alone, (together,)))
+    assert {name for name in "abcd" if found[name].verdict is Verdict.SAFE} == {"a", "b", "c"}
+    assert found["b"].reason == (
+        "KL at most 0.04 % (upper bound 0.04 % at 99.5 %, corrected for 5 bounds) of the loss of 'ctr' "
+        "together with 'a' on the same tensor, inside the 0.045 % that the others leave "
+        "(their own share is 0.025 %)"
+    )
+    alone = exactly({"a": 0.3, "b": 0.3, "c": 0.1, "d": 0.9})
     found = judged(sites, bare_profile(alone, (together,)))
     assert {name for name in "abcd" if found[name].verdict is Verdict.SAFE} == {"a", "c"}
-    assert found["b"].reason == (
-        "KL at most 0.04 % (upper bound 0.04 % at 99 %, corrected for 5 bounds) of the loss of 'ctr' "
-        "together with 'a' on the same tensor, beyond their share 0.0333 %"
-    )
-    alone = exactly({"a": 0.15, "b": 0.15, "c": 0.0, "d": 0.9})
-    assert safe(sites, bare_profile(alone, (together,))) == {"a", "b", "c"}
+    assert "KL at most 0.06 %" in found["b"].reason and found["b"].verdict is Verdict.UNSAFE
+
+
+def test_a_group_parts_before_dearer_sites_take_its_room() -> None:
+    """With d, a costs more for each operation than c does; without it much less."""
+    sites = [linear("a"), linear("c"), linear("d")]
+    together = group("x", "ad", {"ctr": kl_of(3.0 * ALLOWED)})
+    profile = bare_profile(exactly({"a": 0.4, "c": 0.7, "d": 2.5}), (together,))
+    assert safe(sites, profile) == {"a"}
 
 
 def test_sites_that_do_not_compete_leave_a_group() -> None:
@@ -255,10 +313,10 @@ def test_a_group_of_which_one_competes_is_that_site() -> None:
     assert found["a"].verdict is Verdict.SAFE and "together" not in found["a"].reason
 
 
-def test_the_sites_of_an_undecided_group_are_undecided() -> None:
-    together = group("x", "ab", {"ctr": kl_of(2 / 3 * ALLOWED, 0.01)})
+def test_a_site_that_leaves_an_undecided_group_is_undecided() -> None:
+    together = group("x", "ab", {"ctr": kl_of(0.9 * ALLOWED, 0.1 * ALLOWED)})
     found = judged(TRIPLE, bare_profile(exactly({"a": 0.1, "b": 0.2, "c": 0.1}), (together,)))
-    assert found["b"].verdict is Verdict.UNDECIDED and "astride their share" in found["b"].reason
+    assert found["b"].verdict is Verdict.UNDECIDED and "astride the 0.045 % that" in found["b"].reason
 
 
 # Properties -------------------------------------------------------------------------------------------
@@ -289,7 +347,7 @@ def plain_upper(profile: Profile, site: str, output: str) -> float:
 def test_the_chosen_set_is_inside_every_budget(
     drawn: tuple[list[Site], Profile], first: float, second: float
 ) -> None:
-    """By the uncorrected 95 % bounds, which the corrected ones are never inside of."""
+    """By uncorrected 95 % bounds, inside of which the corrected ones never are."""
     sites, profile = drawn
     outputs = (replace(CTR, budget=first), replace(CVR, budget=second))
     chosen = safe(sites, profile, outputs)
@@ -301,50 +359,26 @@ def test_the_chosen_set_is_inside_every_budget(
         assert spent <= spec.budget * (1 - LABELLED_ALLOWANCE) * (1 + 1e-12)
 
 
-@given(models())
-def test_the_shares_of_those_that_stay_sum_to_what_is_allowed(drawn: tuple[list[Site], Profile]) -> None:
-    """As the reasons name them."""
-    sites, profile = drawn
-    outputs = (CTR, CVR)
-    found = {n: j for n, j in judged(sites, profile, outputs).items() if j.verdict is Verdict.SAFE}
-    named: dict[str, float] = {}
-    for name, judgement in found.items():
-        share = re.search(r"inside (?:its|their) share (\S+) %$", judgement.reason)
-        assert share is not None
-        partners = re.search(r"together with (.+) on the same tensor", judgement.reason)
-        unit = [name, *(re.findall(r"'(\w+)'", partners[1]) if partners else [])]
-        named[min(unit)] = float(share[1]) / 100
-    if found:
-        assert sum(named.values()) == pytest.approx(ALLOWED, rel=0.006)  # three digits
+def test_a_larger_budget_may_lose_a_site() -> None:
+    """A large one that fits now takes the room of a small one that costs more for each operation."""
+    sites = [linear("large", 256), linear("small")]
+    profile = bare_profile(exactly({"large": 1.2, "small": 0.4}))
+    assert safe(sites, profile) == {"small"}
+    assert safe(sites, profile, (replace(CTR, budget=1.3 * CTR.budget),)) == {"large"}
 
 
 @given(models(), st.floats(1e-6, 1e-2), st.floats(1.0, 100.0))
-def test_a_larger_budget_keeps_what_a_smaller_one_chose(
+def test_a_larger_budget_keeps_what_is_inside_its_share(
     drawn: tuple[list[Site], Profile], budget: float, factor: float
 ) -> None:
-    """When the budgets of all outputs grow alike, and no tensor is shared."""
-    sites, profile = drawn[0], replace(drawn[1], groups=())
-    small = tuple(replace(spec, budget=budget) for spec in (CTR, CVR))
-    large = tuple(replace(spec, budget=budget * factor) for spec in (CTR, CVR))
-    assert safe(sites, profile, small) <= safe(sites, profile, large)
+    sites, profile = drawn
 
+    def inside_share(budget: float) -> set[str]:
+        outputs = tuple(replace(spec, budget=budget) for spec in (CTR, CVR))
+        found = judged(sites, profile, outputs)
+        return {name for name, j in found.items() if re.search(r"inside (its|their) share", j.reason)}
 
-def test_a_larger_budget_of_one_output_alone_may_lose_a_site() -> None:
-    """Who leaves first depends on the ratio of the budgets.
-
-    With equal budgets b leaves first, for its cvr, and c then has room. With three times the budget for cvr
-    it is c that leaves first, for its ctr, and b has room.
-    """
-    unit = ALLOWED / 3
-    kl = {
-        "a": {"ctr": kl_of(0.1 * unit), "cvr": kl_of(0.1 * unit)},
-        "b": {"ctr": kl_of(0.1 * unit), "cvr": kl_of(4.0 * unit)},
-        "c": {"ctr": kl_of(1.4 * unit), "cvr": kl_of(0.1 * unit)},
-    }
-    profile = bare_profile(kl)
-    assert safe(TRIPLE, profile, (CTR, CVR)) == {"a", "c"}
-    raised = safe(TRIPLE, profile, (CTR, replace(CVR, budget=3 * CVR.budget)))
-    assert raised == {"a", "b"}
+    assert inside_share(budget) <= inside_share(budget * factor)
 
 
 @given(models(), st.integers(0, 7), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
@@ -366,10 +400,10 @@ def test_a_site_that_costs_less_stays_safe(
 
 
 def test_a_site_that_costs_less_may_take_the_room_of_another() -> None:
-    """The large site keeps its share, which the small one had when the large one left."""
+    """The large site fits now, before the small one because it costs less for each operation."""
     sites = [linear("large", 256), linear("small")]
-    assert safe(sites, bare_profile(exactly({"large": 1.5, "small": 0.07}))) == {"small"}
-    assert safe(sites, bare_profile(exactly({"large": 0.9, "small": 0.07}))) == {"large"}
+    assert safe(sites, bare_profile(exactly({"large": 1.2, "small": 0.4}))) == {"small"}
+    assert safe(sites, bare_profile(exactly({"large": 0.98, "small": 0.4}))) == {"large"}
 
 
 @given(models(), st.randoms(use_true_random=False))
@@ -402,7 +436,7 @@ def test_a_site_whose_kl_is_not_a_number_is_not_safe(growth: float) -> None:
 def test_too_few_units_decide_nothing() -> None:
     profile = bare_profile({"a": {"ctr": kl_of(0.0, 0.0, units=7)}})
     found = judged([linear("a")], profile)["a"]
-    assert found.verdict is Verdict.UNDECIDED and "(upper bound inf % at 95 %)" in found.reason
+    assert found.verdict is Verdict.UNDECIDED and "(upper bound inf % at 97.5 %)" in found.reason
 
 
 def test_a_budget_of_zero_accepts_only_what_changes_nothing() -> None:
@@ -466,7 +500,7 @@ def test_hardly_ever_is_any_of_many_safe_that_is_not() -> None:
         assert {"ok1", "ok2"} <= found
         wrong += bool(found - {"ok1", "ok2"})
         uncorrected += any(seen[f"n{i}"][0] + 1.96 * error <= limit for i in range(6))
-    assert 0.01 < wrong / REPEATS <= AT_MOST
+    assert 0.005 < wrong / REPEATS <= AT_MOST
     assert uncorrected / REPEATS > 0.1  # the experiment can tell
 
 
@@ -474,33 +508,36 @@ def test_hardly_ever_is_any_of_many_safe_that_is_not() -> None:
 @pytest.mark.parametrize(
     ("truth", "tensor"),
     [
-        # a is just beyond its quarter, and the others hand on all of their risk.
+        # a is just beyond its share, a quarter, and the others hand on all of their risk.
         ({"a": 0.2505, "b": 0.05, "c": 0.05, "d": 0.05}, ""),
-        # d always leaves, so that shares are a third: a is just beyond that.
-        ({"a": 0.334, "b": 0.05, "c": 0.05, "d": 2.0}, ""),
-        # Who leaves is left to chance, and with it the shares of the others.
-        ({"a": 0.30, "b": 0.32, "c": 0.34, "d": 0.36}, ""),
+        # All together cost just more than is allowed: two inside their shares, two by what is left.
+        ({"a": 0.1, "b": 0.1, "c": 0.4, "d": 0.401}, ""),
+        # Nearly all of it is handed on.
+        ({"a": 0.0, "b": 0.0, "c": 0.45, "d": 0.551}, ""),
         # The errors of a, b and d are the same: what is left when d goes costs all of what it is bounded by.
-        ({"a": 0.1675, "b": 0.1675, "c": 0.05, "d": 2.0}, "abd"),
+        ({"a": 0.2, "b": 0.2, "c": 0.21, "d": 2.0}, "abd"),
     ],
 )
-def test_hardly_ever_is_anything_safe_beyond_the_share_that_it_then_has(
+def test_hardly_ever_does_what_is_safe_cost_more_than_is_allowed(
     truth: dict[str, float], tensor: str
 ) -> None:
     error, random = 0.02, np.random.default_rng(11)
-    sites, wrong, largest = [linear(name) for name in truth], 0, 0
+    sites, wrong, inside_shares, most = [linear(name) for name in truth], 0, 0, 0.0
     for _ in range(REPEATS):
         together = sum(sqrt(truth[name]) for name in tensor) ** 2 + error * random.normal()
         groups = [group("x", tensor, {"ctr": kl_of(together * ALLOWED, error * ALLOWED)})] if tensor else []
-        found = safe(sites, bare_profile(moments_of(seen_of(truth, error, random)), groups))
-        # Per site of equal shares: (√a + √b)²/2 = 2a.
-        twice = {"a", "b"} if tensor and {"a", "b"} <= found else set()
-        wrong += any((2 if name in twice else 1) * truth[name] > 1 / len(found) for name in found)
-        largest = max(largest, len(found))
+        found = judged(sites, bare_profile(moments_of(seen_of(truth, error, random)), groups))
+        chosen = [name for name in truth if found[name].verdict is Verdict.SAFE]
+        shared = sum(sqrt(truth[name]) for name in chosen if name in tensor) ** 2
+        cost = shared + sum(truth[name] for name in chosen if name not in tensor)
+        beyond = [name for name in chosen if "inside its share" in found[name].reason and truth[name] > 0.25]
+        wrong += cost > 1.0 or bool(beyond)
+        inside_shares += bool(beyond)
+        most = max(most, cost)
     assert wrong / REPEATS <= AT_MOST
-    assert largest >= 2, "nothing is ever safe: the experiment says nothing"
+    assert most > 0.4, "hardly anything is ever safe: the experiment says nothing"
     if truth["a"] == 0.2505:
-        assert wrong / REPEATS > 0.01
+        assert inside_shares / REPEATS > 0.005
 
 
 def moments_after(rows: np.ndarray) -> RatioMoments:
