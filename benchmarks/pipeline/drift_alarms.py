@@ -48,7 +48,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 ROWS = 16_384
 PROFILE_ROWS = 60_000
-KL_ROWS = 2048
+KL_ROWS = 512
 BUDGET = 0.0002
 REQUEST_ROWS = 256
 LEVELS = (0.01, 0.05, 0.1, 0.2, 0.5)
@@ -220,7 +220,7 @@ def measure(model: str, checkpoints: Path, options: argparse.Namespace) -> dict[
         print(model, found, flush=True)
         found["false_alarms"] = per_sample(false_alarms(bench, baseline, table, options.samples, 1))
         print(model, found["false_alarms"], flush=True)
-        each = options.samples // options.profiles
+        each = options.samples // options.profiles // 2
         found[f"false_alarms_of_{options.profiles}_other_profiles"] = per_sample(
             other_profiles(bench, table, options.profiles, each)
         )
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["dcnv2", "wukong"])
     parser.add_argument("--directory", type=Path, default=Path("runs/bench-movielens1m"))
     parser.add_argument("--samples", type=int, default=100)
-    parser.add_argument("--profiles", type=int, default=10)
+    parser.add_argument("--profiles", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     directory = options.directory.absolute()

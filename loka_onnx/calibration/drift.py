@@ -40,6 +40,7 @@ from loka_onnx.numerics.two_sample import (
     exceedance_probability,
     holm,
     stability_index,
+    variance_ratio,
 )
 
 RESOLUTION = 2.0**-20
@@ -217,8 +218,7 @@ def _compare_tensor(pair: _Pair, *, is_judged: bool) -> TensorDrift:
     shifts: tuple[Shift, ...] = ()
     p_beyond = 1.0
     if is_judged:
-        names = sorted({"mean", "rms", "zeros", *profile.spread.statistics, *live.spread.statistics})
-        shifts = tuple(_shift(pair, name) for name in names)
+        shifts = _shifts(pair)
         p_beyond = exceedance_probability(pair.beyond, live.spread.batches, profile.spread.batches)
     return TensorDrift(
         tensor=pair.name,
@@ -230,17 +230,53 @@ def _compare_tensor(pair: _Pair, *, is_judged: bool) -> TensorDrift:
     )
 
 
-def _shift(pair: _Pair, statistic: str) -> Shift:
-    before = BatchSample.of(pair.profile.spread, statistic)
-    after = BatchSample.of(pair.live.spread, statistic)
-    column, _, kind = statistic.rpartition(".")
-    unit, resolution = 1.0, 0.0
-    if kind in {"mean", "rms"}:
+@dataclass(frozen=True)
+class _Statistic:
+    """One statistic over the batches of both.
+
+    Attributes:
+        name: Its name in `BatchSpread.statistics`.
+        kind: Which others vary like it: ``share``, ``column mean``, ``column rms``, or its own name.
+        before: In the profile.
+        after: In the live data.
+        unit: See `Shift.unit`.
+        rms: Of what it is taken from; 0 for a share.
+    """
+
+    name: str
+    kind: str
+    before: BatchSample
+    after: BatchSample
+    unit: float
+    rms: float
+
+    @classmethod
+    def of(cls, pair: _Pair, name: str) -> _Statistic:
+        """A statistic by its name."""
+        before, after = BatchSample.of(pair.profile.spread, name), BatchSample.of(pair.live.spread, name)
+        column, _, which = name.rpartition(".")
+        if which not in {"mean", "rms"}:
+            return cls(name, "share", before, after, 1.0, 0.0)
         rms, deviation = _scale(pair.profile, column)
-        unit = rms if kind == "rms" else deviation
-        resolution = RESOLUTION * rms
-    change = compare_means(before, after, resolution)
-    return Shift(statistic, before.mean, after.mean, unit, change.standard_error, change.p_value)
+        kind = f"column {which}" if column else which
+        return cls(name, kind, before, after, rms if which == "rms" else deviation, rms)
+
+
+def _shifts(pair: _Pair) -> tuple[Shift, ...]:
+    known = {"mean", "rms", "zeros", *pair.profile.spread.statistics, *pair.live.spread.statistics}
+    every = [_Statistic.of(pair, name) for name in sorted(known)]
+    ratios: dict[str, float] = {}
+    for kind in dict.fromkeys(item.kind for item in every):
+        alike = [item for item in every if item.kind == kind]
+        if len(alike) > 1:
+            units = [item.rms if kind != "share" else 1.0 for item in alike]
+            ratios[kind] = variance_ratio([(item.before, item.after) for item in alike], units)
+    found = []
+    for item in every:
+        change = compare_means(item.before, item.after, RESOLUTION * item.rms, ratios.get(item.kind))
+        means = item.before.mean, item.after.mean
+        found.append(Shift(item.name, *means, item.unit, change.standard_error, change.p_value))
+    return tuple(found)
 
 
 def _scale(stats: RangeStats, column: str) -> tuple[float, float]:

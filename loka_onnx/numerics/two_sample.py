@@ -13,6 +13,12 @@ are made and the larger p-value is taken:
 Either alone is wrong where the other is right, and their larger p-value is a valid p-value wherever one of
 them is. Batches are averages over many elements, which is why Student's t is used at all.
 
+Both are wrong at once where the set that varies more holds nothing of something rare: rows of one user stand
+together in it, and of an octave that one element in a thousand falls into, sixteen batches may well show
+none. What cannot be seen of a set's variance there is taken from the other set's, times the ratio of their
+variances over all statistics of the kind (all octaves, the means of all columns): `variance_ratio`, a design
+effect in the words of survey sampling. No variance is taken to be smaller than that.
+
 **Ranges.** Let the largest magnitude of each batch be exchangeable over N batches of a profile and n live
 ones. All N + n ranks are then equally likely to be any batch's, and k or more of the live ones are beyond
 every batch of the profile exactly when the k largest of all are live:
@@ -92,7 +98,28 @@ class MeanChange:
     p_value: float
 
 
-def compare_means(first: BatchSample, second: BatchSample, resolution: float = 0.0) -> MeanChange:
+def variance_ratio(pairs: Sequence[tuple[BatchSample, BatchSample]], units: Sequence[float]) -> float:
+    """How many times as much the second set's batches vary as the first's, over statistics of one kind.
+
+    Args:
+        pairs: Each statistic in both sets.
+        units: What makes them comparable, such as the rms of a column; those with 0 are left out.
+
+    Returns:
+        The ratio of the sums of variances; 1 where one of them is 0.
+    """
+    scaled = [
+        (first.variance / unit**2, second.variance / unit**2)
+        for (first, second), unit in zip(pairs, units, strict=True)
+        if unit > 0.0
+    ]
+    before, after = math.fsum(v for v, _ in scaled), math.fsum(v for _, v in scaled)
+    return after / before if before > 0.0 and after > 0.0 else 1.0
+
+
+def compare_means(
+    first: BatchSample, second: BatchSample, resolution: float = 0.0, ratio: float | None = None
+) -> MeanChange:
     """Test whether two sets of batches have one mean.
 
     Args:
@@ -100,14 +127,19 @@ def compare_means(first: BatchSample, second: BatchSample, resolution: float = 0
         second: The other.
         resolution: Error of each mean that no number of batches averages out, such as that of the arithmetic
             on two machines; in the unit of the statistic.
+        ratio: Variance of the second set over that of the first, as statistics of the same kind show it;
+            neither variance is then taken to be smaller than the other says. None for what each shows itself.
 
     Returns:
         The difference with the larger p-value of Welch's and of Student's test. 1 where the means are equal,
         0 where they differ and nothing varies.
     """
     n1, n2 = first.batches, second.batches
-    part1, part2 = first.variance / n1, second.variance / n2
-    pooled = ((n1 - 1) * first.variance + (n2 - 1) * second.variance) / (n1 + n2 - 2)
+    v1, v2 = first.variance, second.variance
+    if ratio is not None:
+        v1, v2 = max(v1, v2 / ratio), max(v2, v1 * ratio)
+    part1, part2 = v1 / n1, v2 / n2
+    pooled = ((n1 - 1) * v1 + (n2 - 1) * v2) / (n1 + n2 - 2)
     welch = part1 + part2
     freedom = welch**2 / (part1**2 / (n1 - 1) + part2**2 / (n2 - 1)) if welch > 0.0 else n1 + n2 - 2.0
     difference = second.mean - first.mean

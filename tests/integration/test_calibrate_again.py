@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused_and_the_profile_stays(
 def test_sampling_stops_when_every_verdict_is_reached_and_says_so(
     place: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_rows(place.path / "rows.parquet", make_columns(40_000))
+    write_rows(place.path / "rows.parquet", make_columns(30_000))
     place.write_run_file(data={"group": None})  # rows of a request say less than as many rows
     done = call(capsys, "calibrate", place.run_file)
     assert done.code == 0, done.err

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "calibration"))
 
 from zoo_runs import BATCH, MODEL_NAMES, OUTPUTS, ROWS, zoo_run
 
-from loka_onnx.calibration.probe import ProbeOptions, calibrate
+from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
@@ -85,7 +85,7 @@ def scratch() -> Iterator[Path]:
 @functools.cache
 def planned(name: str, recipe: Recipe, scratch: Path) -> Planned:
     run = zoo_run(name)
-    options = ProbeOptions(batch_size=BATCH, threads=1, weight=recipe.weight)
+    options = ProbeOptions(batch_size=BATCH, threads=1, weight=recipe.weight, draws=1)
     profile = calibrate(run.artifact, OUTPUTS, run.data, scratch, options)
     chosen = PlanOptions(base=Precision.FP32, plans=("fp8-all",))
     plan = make_plans(run.artifact, profile, OUTPUTS, RECIPES, chosen).plan("fp8-all")

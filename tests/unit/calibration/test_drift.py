@@ -147,6 +147,16 @@ def test_the_family_wise_level_holds() -> None:
     assert sum(found) <= 5
 
 
+@pytest.mark.slow
+def test_rows_that_stand_together_do_not_pass_for_drift() -> None:
+    """Eight rows in a row are one user's: rows are no unit, and rare octaves may be missing altogether."""
+    found = []
+    for seed in range(100, 160):
+        x = np.repeat(live_columns(LIVE_ROWS // 8, seed), 8, axis=0)
+        found.append(bool(drift_of(x, DriftOptions(kl_rows=64)).changed))
+    assert sum(found) <= 3
+
+
 def test_one_of_sixteen_features_doubled_alarms_by_its_name() -> None:
     x = live_columns()
     x[:, 11] *= 2
