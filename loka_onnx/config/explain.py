@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from loka_onnx.config.schema import FAULT, run_file_schema
+from loka_onnx.config.fields import FAULT
+from loka_onnx.config.schema import run_file_schema
 from loka_onnx.config.yaml_tree import Document, Loc
 from loka_onnx.errors import ConfigError
 

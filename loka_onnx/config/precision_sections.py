@@ -1,0 +1,117 @@
+"""The sections of the run file about precision: what is measured, and what plans may do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from loka_onnx.config.choices import Executor, PlanId, ScaleRule, WeightGranularity
+from loka_onnx.config.fields import Count, Seed, Strict, Text, fault
+from loka_onnx.core.formats import Float8, Precision
+
+
+class CalibrationConfig(Strict):
+    """How ranges, errors and sensitivities are measured."""
+
+    batch_size: Count = Field(512, description="rows in one calibration batch")
+    rows: Count | None = Field(None, description="rows that are used at all, the first ones; null for all")
+    sensitivity_rows: Count | None = Field(
+        None,
+        description="most rows that the effect of each site on the outputs is measured on; null for as many "
+        "as are used at all",
+    )
+    stop_when_decided: bool = Field(
+        True,
+        description="whether that ends before, when the verdict of every site is reached; verdicts then rest "
+        "on intervals that hold at any number of rows, which are wider than those at a fixed one",
+    )
+    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = Field(
+        0.95, description="of the intervals that verdicts rest on, all of them together"
+    )
+    draws: Annotated[int, Field(ge=1, le=8)] = Field(
+        4,
+        description="draws of the rounding noise, 1 to 8: some rows are measured again under scales that "
+        "were moved a little, and a site counts as the worst of its draws; 1 for no other",
+    )
+    error_precision: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        0.02,
+        description="relative precision of each site's own error at which no further rows are taken for it; "
+        "null to take it from all rows",
+    )
+    seed: Seed = Field(0, description="seed of everything that is drawn")
+    executor: Executor = Field(
+        Executor.LOCAL, description="local for threads of this process, ray for the machines of a Ray cluster"
+    )
+    ray_address: Text | None = Field(
+        None,
+        description="address of the Ray cluster that this machine belongs to, as in 10.0.0.5:6379, or auto; "
+        "null starts one on this machine",
+    )
+
+    @model_validator(mode="after")
+    def _address_has_a_use(self) -> Self:
+        if self.ray_address is not None and self.executor is not Executor.RAY:
+            raise fault(
+                "`ray_address` belongs to the executor 'ray'",
+                at=("ray_address",),
+                evidence=f"`executor` is {self.executor}",
+                remedy="remove it, or write `executor: ray`",
+            )
+        return self
+
+
+class PlanConfig(Strict):
+    """What plans may do, and which compete. Patterns are those of a shell, over site names."""
+
+    keep: tuple[Text, ...] = Field((), description="patterns of sites that stay in the base precision")
+    force: tuple[Text, ...] = Field((), description="patterns of sites that run in FP8 whatever was measured")
+    base: Literal[Precision.BF16, Precision.FP16, Precision.FP32] = Field(
+        Precision.BF16, description="bf16, fp16 or fp32: precision of everything that does not run in FP8"
+    )
+    weight_granularity: WeightGranularity = Field(
+        WeightGranularity.BEST,
+        description="per_tensor, per_channel, or best to take at each site the one with the smaller error",
+    )
+    format: Float8 = Field(
+        Float8.E4M3FN,
+        description="E4M3FN, E4M3FNUZ or E5M2: FP8 format of both operands; an engine maker that cannot "
+        "multiply it declines the plan",
+    )
+    scale: ScaleRule = Field(
+        ScaleRule.AMAX,
+        description="rule of activation scales: amax (no calibration row saturates), percentile (99.99 % of "
+        "the values do not), mse (smallest squared error that the histogram predicts), or best to measure "
+        "these and take at each site the one with the smallest error; weights are scaled by amax",
+    )
+    plans: tuple[PlanId, ...] = Field(
+        (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE),
+        description="plans that are built and compete: fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast",
+    )
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        for index, pattern in enumerate(self.force):
+            if pattern in self.keep:
+                raise fault(
+                    f"the pattern '{pattern}' is both kept and forced",
+                    at=("force", index),
+                    evidence="`keep` leaves a site out of FP8, `force` puts it there",
+                    remedy="remove it from one of the two",
+                )
+        for index, plan in enumerate(self.plans):
+            if plan in self.plans[:index]:
+                raise fault(
+                    f"the plan '{plan}' is listed twice",
+                    at=("plans", index),
+                    evidence=f"plans are {', '.join(self.plans)}",
+                    remedy="list each plan once",
+                )
+        if PlanId.FP32 not in self.plans:
+            raise fault(
+                "the plan 'fp32' must compete",
+                at=("plans",),
+                evidence=f"plans are {', '.join(self.plans) or 'none'}",
+                remedy="add fp32: it is what is deployed when nothing else is inside of the budget",
+            )
+        return self
