@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loka_onnx.bundle import verify_bundle, write_bundle
     from loka_onnx.calibration.calibrate import calibrate
-    from loka_onnx.calibration.drift import measure_drift
-    from loka_onnx.calibration.monitor import Monitor
+    from loka_onnx.calibration.drift.measure import measure_drift
+    from loka_onnx.calibration.drift.monitor import Monitor
     from loka_onnx.config import RunConfig, load_run_file
     from loka_onnx.engines.registry import get_backend
     from loka_onnx.errors import CheckFailed, InternalError, LokaError, StageError, UserError
@@ -70,8 +70,8 @@ __all__ = [
 _HOMES = {
     "bundle": ("verify_bundle", "write_bundle"),
     "calibration.calibrate": ("calibrate",),
-    "calibration.drift": ("measure_drift",),
-    "calibration.monitor": ("Monitor",),
+    "calibration.drift.measure": ("measure_drift",),
+    "calibration.drift.monitor": ("Monitor",),
     "config": ("RunConfig", "load_run_file"),
     "engines.registry": ("get_backend",),
     "errors": ("CheckFailed", "InternalError", "LokaError", "StageError", "UserError"),

@@ -37,8 +37,8 @@ from benchmarks.pipeline.site_effects import exported, output_of, split_of
 from benchmarks.pipeline.training import TRAINING
 from benchmarks.recording import write_record
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.executors import LocalExecutor
-from loka_onnx.calibration.probe import PassOptions, Probe, scales_of
+from loka_onnx.calibration.passes.executors import LocalExecutor
+from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data import Dataset

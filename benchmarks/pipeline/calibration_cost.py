@@ -36,8 +36,8 @@ from typing import Any
 from benchmarks.processes import apart, used
 from benchmarks.recording import write_record
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.executors import LocalExecutor
-from loka_onnx.calibration.probe import PassOptions, Probe, scales_of
+from loka_onnx.calibration.passes.executors import LocalExecutor
+from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.formats import Float8
 from loka_onnx.core.profile import Profile

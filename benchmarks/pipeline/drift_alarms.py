@@ -34,10 +34,10 @@ import pyarrow.parquet as pq
 
 from benchmarks.pipeline.site_effects import BATCH, OUTPUT, exported, output_of
 from benchmarks.recording import write_record
-from loka_onnx.calibration.baseline import Baseline
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.drift import DriftOptions, measure_drift
-from loka_onnx.calibration.monitor import Monitor, MonitorOptions
+from loka_onnx.calibration.drift.baseline import Baseline
+from loka_onnx.calibration.drift.measure import DriftOptions, measure_drift
+from loka_onnx.calibration.drift.monitor import Monitor, MonitorOptions
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.drift import DriftReport
 from loka_onnx.core.site import SiteKind

@@ -46,8 +46,8 @@ from benchmarks.pipeline.site_effects import (
 )
 from benchmarks.pipeline.training import GROUP, TRAINING
 from benchmarks.recording import write_record
-from loka_onnx.calibration.loss_totals import BUCKETS, buckets_of
-from loka_onnx.calibration.stopping import TIGHTEST_AT_ROWS, Looks
+from loka_onnx.calibration.effects.loss_totals import BUCKETS, buckets_of
+from loka_onnx.calibration.effects.stopping import TIGHTEST_AT_ROWS, Looks
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.ratio_moments import RatioMoments

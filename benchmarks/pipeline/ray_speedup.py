@@ -22,8 +22,8 @@ from benchmarks.pipeline.calibration_cost import BATCH, SPEC, TWO, Case, make_ca
 from benchmarks.processes import apart
 from benchmarks.recording import write_record
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.executors import Executor, LocalExecutor
-from loka_onnx.calibration.ray_executor import RayExecutor
+from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
+from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_json
 from loka_onnx.core.profile import Profile

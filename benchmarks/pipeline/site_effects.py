@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from benchmarks.pipeline.training import GROUP, arguments_of, trained
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.switchable import Switch, SwitchableModel, write_switchable
+from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR

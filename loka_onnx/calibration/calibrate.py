@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.executors import Executor, LocalExecutor
-from loka_onnx.calibration.perturbation import draw_factors
-from loka_onnx.calibration.probe import PassOptions, Probe, scales_of
-from loka_onnx.calibration.sensitivity import (
+from loka_onnx.calibration.effects.perturbation import draw_factors
+from loka_onnx.calibration.effects.sensitivity import (
     Sensitivities,
     SensitivityOptions,
     SensitivityPass,
     Subject,
 )
-from loka_onnx.calibration.switchable import Switch
-from loka_onnx.calibration.taps import recipes_for
+from loka_onnx.calibration.effects.switchable import Switch
+from loka_onnx.calibration.instruments.taps import recipes_for
+from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
+from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.profile import Profile, SiteProfile
@@ -66,7 +66,7 @@ class ProbeOptions:
         open_verdicts: Asked at each look of the sensitivity pass which verdicts are still open; the pass ends
             when none is. None for one look at the end, after `sensitivity_rows`.
         group: Column of rows that belong together; None where rows are independent.
-        draws: Draws of the rounding noise (`calibration.perturbation`); 1 for the scales themselves only.
+        draws: Draws of the rounding noise (`effects.perturbation`); 1 for the scales themselves only.
         seed: Order in which rows are taken where not all of them may be.
         threads: Batches at once, each on one thread; 0 for one a core.
         executor: Where batches run; None for threads of this process.

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from loka_onnx.calibration.drift import DriftOptions
+from loka_onnx.calibration.drift.measure import DriftOptions
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, terminal_of

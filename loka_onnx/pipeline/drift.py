@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from loka_onnx.calibration.baseline import Baseline
-from loka_onnx.calibration.drift import DriftOptions, measure_drift
-from loka_onnx.calibration.monitor import Monitor, MonitorOptions
+from loka_onnx.calibration.drift.baseline import Baseline
+from loka_onnx.calibration.drift.measure import DriftOptions, measure_drift
+from loka_onnx.calibration.drift.monitor import Monitor, MonitorOptions
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.drift import DriftReport

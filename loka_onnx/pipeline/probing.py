@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, calibrate
-from loka_onnx.calibration.executors import Executor, LocalExecutor
-from loka_onnx.calibration.ray_executor import RayExecutor
+from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
+from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.calibration.updating import Subject, update
 from loka_onnx.config import Executor as ExecutorName
 from loka_onnx.config import RunConfig, WeightGranularity

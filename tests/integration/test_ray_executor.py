@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.executors import (
+from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     Executor,
@@ -34,7 +34,7 @@ pytest.importorskip("torch")
 ray = pytest.importorskip("ray", reason="needs ray")
 pytestmark = pytest.mark.slow
 
-from loka_onnx.calibration.ray_executor import RETRIES, RayExecutor  # noqa: E402
+from loka_onnx.calibration.passes.ray_executor import RETRIES, RayExecutor  # noqa: E402
 
 ROWS, BATCH = 60_000, 512
 OUTPUTS = (OutputSpec("logit", OutputKind.LOGIT, "label"),)

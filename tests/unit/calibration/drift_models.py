@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
-from loka_onnx.calibration.baseline import Baseline
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.drift import DriftOptions, measure_drift
+from loka_onnx.calibration.drift.baseline import Baseline
+from loka_onnx.calibration.drift.measure import DriftOptions, measure_drift
 from loka_onnx.core.drift import DriftReport
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data import Dataset

@@ -10,12 +10,12 @@ import pytest
 from drift_models import BATCH, LIVE_ROWS, PROFILE_ROWS, baseline, drift_of, live_columns, live_data
 from small_models import LOGIT, columns_of, dataset_of
 
-from loka_onnx.calibration.baseline import Baseline
-from loka_onnx.calibration.batch_spread import without_columns
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.drift import DriftOptions
-from loka_onnx.calibration.executors import LocalExecutor
-from loka_onnx.calibration.live import LiveOptions, LiveProbe
+from loka_onnx.calibration.drift.baseline import Baseline
+from loka_onnx.calibration.drift.live import LiveOptions, LiveProbe
+from loka_onnx.calibration.drift.measure import DriftOptions
+from loka_onnx.calibration.instruments.batch_spread import without_columns
+from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.core import serde
 from loka_onnx.core.drift import DriftReport, Measure, Relevance
 from loka_onnx.core.recipe import PER_TENSOR

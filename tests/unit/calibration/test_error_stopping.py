@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from test_probe_limits import HEAD, W1, artifact_of, data_of
 
-from loka_onnx.calibration.executors import LocalExecutor
-from loka_onnx.calibration.probe import MeasuredErrors, PassOptions, Probe, scales_of
+from loka_onnx.calibration.passes.executors import LocalExecutor
+from loka_onnx.calibration.passes.probe import MeasuredErrors, PassOptions, Probe, scales_of
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.errors import CalibrationError
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loka_onnx.calibration.executors import (
+from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     LocalExecutor,
@@ -23,7 +23,7 @@ from loka_onnx.calibration.executors import (
     spans_in_order,
     spans_in_random_order,
 )
-from loka_onnx.calibration.ray_executor import RayExecutor
+from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.data.batch import Batch
 from loka_onnx.data.binding import InputBinding
 from loka_onnx.data.opening import open_dataset

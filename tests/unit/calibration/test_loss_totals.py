@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from loka_onnx.calibration.loss_rows import LossRows
-from loka_onnx.calibration.loss_totals import (
+from loka_onnx.calibration.effects.loss_rows import LossRows
+from loka_onnx.calibration.effects.loss_totals import (
     BUCKETS,
     BucketTotals,
     OutputTotals,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from small_models import artifact_of
 
-from loka_onnx.calibration.perturbation import draw_factors, moved, moved_activations
-from loka_onnx.calibration.switchable import Switch, write_switchable
+from loka_onnx.calibration.effects.perturbation import draw_factors, moved, moved_activations
+from loka_onnx.calibration.effects.switchable import Switch, write_switchable
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel, values_of

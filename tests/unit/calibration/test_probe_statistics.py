@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from zoo_runs import BATCH, MODEL_NAMES, ROWS, ZooRun, capture, capture_from, zoo_run
 
-from loka_onnx.calibration.batch_totals import BatchTotals
 from loka_onnx.calibration.calibrate import ProbeOptions
-from loka_onnx.calibration.executors import LocalExecutor
-from loka_onnx.calibration.probe import PassOptions, Probe, scales_of
-from loka_onnx.calibration.taps import recipes_for, tap_errors
+from loka_onnx.calibration.instruments.batch_totals import BatchTotals
+from loka_onnx.calibration.instruments.taps import recipes_for, tap_errors
+from loka_onnx.calibration.passes.executors import LocalExecutor
+from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe

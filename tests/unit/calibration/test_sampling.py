@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from zoo_runs import BATCH, MODEL_NAMES, ROWS, capture, zoo_run
 
-from loka_onnx.calibration.executors import LocalExecutor
-from loka_onnx.calibration.probe import PassOptions, Probe, scales_of
-from loka_onnx.calibration.sampling import SAMPLED_ROWS, sampling_stride
+from loka_onnx.calibration.instruments.sampling import SAMPLED_ROWS, sampling_stride
+from loka_onnx.calibration.passes.executors import LocalExecutor
+from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.site import SiteKind
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.numerics.histograms import count_magnitudes

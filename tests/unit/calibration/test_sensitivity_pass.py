@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from small_models import LOGIT, SHARED, artifact_of, columns_of, dataset_of
 
-from loka_onnx.calibration import sensitivity
-from loka_onnx.calibration.executors import LocalExecutor
-from loka_onnx.calibration.loss_totals import buckets_of
-from loka_onnx.calibration.perturbation import draw_factors
-from loka_onnx.calibration.sensitivity import (
+from loka_onnx.calibration.effects import sensitivity
+from loka_onnx.calibration.effects.loss_totals import buckets_of
+from loka_onnx.calibration.effects.perturbation import draw_factors
+from loka_onnx.calibration.effects.sensitivity import (
     OpenSites,
     Sensitivities,
     SensitivityOptions,
     SensitivityPass,
     Subject,
 )
-from loka_onnx.calibration.switchable import Switch, SwitchableModel, write_switchable
+from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
+from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.progress import silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo_runs import BATCH, MODEL_NAMES, ROWS, ZooRun, capture_from, zoo_run
 
-from loka_onnx.calibration.error_pass import ErrorTotals, ErrorWork
-from loka_onnx.calibration.executors import BatchResult, LocalExecutor
-from loka_onnx.calibration.probe import PassOptions, Probe, scales_of
-from loka_onnx.calibration.range_pass import RangeTotals, RangeWork
-from loka_onnx.calibration.sampling import sampling_stride
-from loka_onnx.calibration.taps import tap_errors, tap_ranges
+from loka_onnx.calibration.instruments.sampling import sampling_stride
+from loka_onnx.calibration.instruments.taps import tap_errors, tap_ranges
+from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
+from loka_onnx.calibration.passes.executors import BatchResult, LocalExecutor
+from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
+from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats

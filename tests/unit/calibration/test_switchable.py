@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from zoo_runs import MODEL_NAMES, ZooRun, capture, zoo_run
 
-from loka_onnx.calibration.probe import scales_of
-from loka_onnx.calibration.switchable import Switch, SwitchableModel, write_switchable
+from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
+from loka_onnx.calibration.passes.probe import scales_of
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict

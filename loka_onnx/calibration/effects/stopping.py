@@ -7,7 +7,7 @@ that looking often costs width once, not once a look. They are tightest at 16384
 it must not depend on what is seen, or on how many rows there are to stop at.
 
 Data that end before the first look have one look at a fixed number of rows, and so has a pass that nobody
-stops. In which order rows are taken is `calibration.row_order`.
+stops. In which order rows are taken is `calibration.passes.row_order`.
 """
 
 from __future__ import annotations

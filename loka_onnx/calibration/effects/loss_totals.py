@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.loss_rows import LossRows, Rows
+from loka_onnx.calibration.effects.loss_rows import LossRows, Rows
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.profile import WeightedMean
 from loka_onnx.core.ratio_moments import RatioMoments

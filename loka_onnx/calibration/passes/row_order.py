@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from loka_onnx.calibration.executors import SPAN_ROWS, Span
+from loka_onnx.calibration.passes.executors import SPAN_ROWS, Span
 
 SCATTERED_ROWS = 32768
 """Rows that are drawn batch by batch: twice as many as those at which the anytime intervals are tightest."""

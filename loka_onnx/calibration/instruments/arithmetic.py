@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from loka_onnx.calibration.perturbation import moved
+from loka_onnx.calibration.effects.perturbation import moved
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
 from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.site import Operand, Site, SiteKind
@@ -77,7 +77,7 @@ def quantized_product(
         quantizer: Rounds the activations, and names the graph.
         site: A linear or interaction site.
         recipe: Format, granularities and scale rule.
-        weight_factor: What the scales of the weight are multiplied by (`calibration.perturbation`).
+        weight_factor: What the scales of the weight are multiplied by (`calibration.effects.perturbation`).
     """
     model = quantizer.model
     node = model.node(site.name)
@@ -114,7 +114,7 @@ def low_precision(
         site: The site, of any kind.
         recipe: Format, granularities and scale rule of a product.
         scales: Activation scale by tensor name.
-        weight_factor: What the scales of the weight are multiplied by (`calibration.perturbation`).
+        weight_factor: What the scales of the weight are multiplied by (`calibration.effects.perturbation`).
     """
     if site.kind is SiteKind.NORM:
         return bfloat16_norm(model, site)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loka_onnx.calibration.arithmetic import NORM_PRECISION
-from loka_onnx.calibration.switchable import Switch
+from loka_onnx.calibration.effects.switchable import Switch
+from loka_onnx.calibration.instruments.arithmetic import NORM_PRECISION
 from loka_onnx.core.site import SiteKind
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.arithmetic import low_precision
-from loka_onnx.calibration.perturbation import moved_activations
+from loka_onnx.calibration.effects.perturbation import moved_activations
+from loka_onnx.calibration.instruments.arithmetic import low_precision
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site
 from loka_onnx.graph.model import Branch, GraphModel
@@ -67,7 +67,7 @@ def write_switchable(
         switches: What can be turned on; a site may occur once only.
         scales: Activation scales by `Recipe.activation_id` and tensor name.
         path: Where to, on the file system of the tables.
-        factor: What every scale is multiplied by, those of weights included (`calibration.perturbation`).
+        factor: What every scale is multiplied by, those of weights included (`effects.perturbation`).
     """
     outputs = tuple(tensor.name for tensor in model.outputs)
     moved = moved_activations(scales, factor)

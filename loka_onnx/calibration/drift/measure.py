@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
 
-from loka_onnx.calibration.alarms import Changes, find_alarms
-from loka_onnx.calibration.baseline import Baseline
-from loka_onnx.calibration.batch_spread import COLUMN
-from loka_onnx.calibration.executors import Executor, LocalExecutor
-from loka_onnx.calibration.live import Live, LiveOptions, LiveProbe
+from loka_onnx.calibration.drift.alarms import Changes, find_alarms
+from loka_onnx.calibration.drift.baseline import Baseline
+from loka_onnx.calibration.drift.live import Live, LiveOptions, LiveProbe
+from loka_onnx.calibration.instruments.batch_spread import COLUMN
+from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.core.drift import (
     DriftReport,
     OutputDrift,

@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from loka_onnx.calibration.baseline import Baseline
-from loka_onnx.calibration.error_pass import ErrorTotals, ErrorWork
-from loka_onnx.calibration.executors import (
+from loka_onnx.calibration.drift.baseline import Baseline
+from loka_onnx.calibration.drift.live_kl import KlTotals, KlWork, LiveKl
+from loka_onnx.calibration.effects.switchable import write_switchable
+from loka_onnx.calibration.instruments.sampling import sampling_stride
+from loka_onnx.calibration.instruments.taps import ErrorTap, ErrorTapBuilder, RangeTap, tap_ranges
+from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
+from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     Executor,
     Span,
     spans_in_order,
 )
-from loka_onnx.calibration.live_kl import KlTotals, KlWork, LiveKl
-from loka_onnx.calibration.range_pass import RangeBatch, RangeTotals, RangeWork
-from loka_onnx.calibration.row_order import first_batches, scattered
-from loka_onnx.calibration.sampling import sampling_stride
-from loka_onnx.calibration.switchable import write_switchable
-from loka_onnx.calibration.taps import ErrorTap, ErrorTapBuilder, RangeTap, tap_ranges
+from loka_onnx.calibration.passes.range_pass import RangeBatch, RangeTotals, RangeWork
+from loka_onnx.calibration.passes.row_order import first_batches, scattered
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.data import Dataset

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from loka_onnx.calibration.error_pass import ErrorTotals, ErrorWork
-from loka_onnx.calibration.executors import (
+from loka_onnx.calibration.instruments.sampling import sampling_stride
+from loka_onnx.calibration.instruments.taps import tap_errors, tap_ranges
+from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
+from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     Executor,
@@ -24,9 +26,7 @@ from loka_onnx.calibration.executors import (
     spans_in_order,
     spans_in_random_order,
 )
-from loka_onnx.calibration.range_pass import RangeTotals, RangeWork
-from loka_onnx.calibration.sampling import sampling_stride
-from loka_onnx.calibration.taps import tap_errors, tap_ranges
+from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe

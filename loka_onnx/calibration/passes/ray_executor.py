@@ -19,7 +19,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loka_onnx.calibration.executors import BatchResult, BatchWork, Executor, Span
+from loka_onnx.calibration.passes.executors import BatchResult, BatchWork, Executor, Span
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import CalibrationError, ConfigError, LokaError, MissingPackage
 

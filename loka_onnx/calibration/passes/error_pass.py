@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from loka_onnx.calibration.batch_totals import BatchTotals
-from loka_onnx.calibration.executors import BatchResult, BatchWork
-from loka_onnx.calibration.reductions import Outputs, all_finite, reduced_only
-from loka_onnx.calibration.taps import ErrorTap
+from loka_onnx.calibration.instruments.batch_totals import BatchTotals
+from loka_onnx.calibration.instruments.reductions import Outputs, all_finite, reduced_only
+from loka_onnx.calibration.instruments.taps import ErrorTap
+from loka_onnx.calibration.passes.executors import BatchResult, BatchWork
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.ratio_moments import FEWEST_UNITS, RatioMoments
 from loka_onnx.core.statistics import ErrorStats

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import onnx
 
-from loka_onnx.calibration.arithmetic import (
+from loka_onnx.calibration.instruments.arithmetic import (
     NORM_PRECISION,
     ActivationQuantizer,
     bfloat16_norm,
     quantized_product,
 )
-from loka_onnx.calibration.batch_totals import BatchTotals
-from loka_onnx.calibration.reductions import Count, Reductions, Slot
-from loka_onnx.calibration.sampling import SampleTap, add_sample
+from loka_onnx.calibration.instruments.batch_totals import BatchTotals
+from loka_onnx.calibration.instruments.reductions import Count, Reductions, Slot
+from loka_onnx.calibration.instruments.sampling import SampleTap, add_sample
 from loka_onnx.core.formats import FLOAT8_SPECS
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind

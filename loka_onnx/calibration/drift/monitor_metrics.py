@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from loka_onnx.calibration.batch_spread import COLUMN
-from loka_onnx.calibration.exposition import Family, Kind
+from loka_onnx.calibration.drift.exposition import Family, Kind
+from loka_onnx.calibration.instruments.batch_spread import COLUMN
 from loka_onnx.core.drift import DriftReport
 
 PREFIX = "loka_onnx_"

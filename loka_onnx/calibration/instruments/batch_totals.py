@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.reductions import REDUCED, Count, Outputs, Reduction, Slot
+from loka_onnx.calibration.instruments.reductions import REDUCED, Count, Outputs, Reduction, Slot
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.numerics.column_sums import ColumnSums
 

@@ -1,12 +1,12 @@
 """What each site, alone in low precision, does to the model's outputs; sites that share a tensor, together.
 
-The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`calibration.loss_rows`). The first term needs no
-label and is what a site is judged on; the second is reported beside it.
+The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_rows`). The first term needs no label
+and is what a site is judged on; the second is reported beside it.
 
 Batches of rows in random order run through one switchable model, once exact and once for every unit of sites,
-and each leaves its sums behind (`calibration.loss_totals`). At each look of the schedule
-(`calibration.stopping`) whoever asked says which sites are still undecided; with none left the pass ends.
-Before that, the first rows run under scales that were moved a little (`calibration.perturbation`).
+and each leaves its sums behind (`calibration.effects.loss_totals`). At each look of the schedule
+(`effects.stopping`) whoever asked says which sites are still undecided; with none left the pass ends.
+Before that, the first rows run under scales that were moved a little (`calibration.effects.perturbation`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pathlib import Path
 
 import numpy as np
 
-from loka_onnx.calibration.executors import (
-    BatchResult,
-    BatchWork,
-    Executor,
-    Span,
-)
-from loka_onnx.calibration.loss_rows import Rows, as_scores, denominator_of, loss_rows
-from loka_onnx.calibration.loss_totals import (
+from loka_onnx.calibration.effects.loss_rows import Rows, as_scores, denominator_of, loss_rows
+from loka_onnx.calibration.effects.loss_totals import (
     BatchLoss,
     BucketTotals,
     OutputTotals,
     RowTotals,
     sum_batch,
 )
-from loka_onnx.calibration.perturbation import DRAW_ROWS, draw_factors
-from loka_onnx.calibration.row_order import first_batches, first_rows, rows_of, scattered
-from loka_onnx.calibration.stopping import TIGHTEST_AT_ROWS, Looks
-from loka_onnx.calibration.switchable import Switch, SwitchableFile, write_switchable
-from loka_onnx.calibration.units import Unit, units_of
+from loka_onnx.calibration.effects.perturbation import DRAW_ROWS, draw_factors
+from loka_onnx.calibration.effects.stopping import TIGHTEST_AT_ROWS, Looks
+from loka_onnx.calibration.effects.switchable import Switch, SwitchableFile, write_switchable
+from loka_onnx.calibration.effects.units import Unit, units_of
+from loka_onnx.calibration.passes.executors import (
+    BatchResult,
+    BatchWork,
+    Executor,
+    Span,
+)
+from loka_onnx.calibration.passes.row_order import first_batches, first_rows, rows_of, scattered
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.profile import Sampling, WeightedMean
 from loka_onnx.core.progress import Progress, silent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from loka_onnx.calibration.switchable import Switch
+from loka_onnx.calibration.effects.switchable import Switch
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Recipe

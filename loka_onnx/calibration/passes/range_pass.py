@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from loka_onnx.calibration.batch_spread import SpreadTotals, without_columns
-from loka_onnx.calibration.batch_totals import BatchTotals
-from loka_onnx.calibration.executors import BatchResult, BatchWork
-from loka_onnx.calibration.reductions import Outputs, all_finite, reduced_only
-from loka_onnx.calibration.sampling import Magnitudes, MagnitudeTotals, SampleTap
-from loka_onnx.calibration.taps import RangeSlots, RangeTap
+from loka_onnx.calibration.instruments.batch_spread import SpreadTotals, without_columns
+from loka_onnx.calibration.instruments.batch_totals import BatchTotals
+from loka_onnx.calibration.instruments.reductions import Outputs, all_finite, reduced_only
+from loka_onnx.calibration.instruments.sampling import Magnitudes, MagnitudeTotals, SampleTap
+from loka_onnx.calibration.instruments.taps import RangeSlots, RangeTap
+from loka_onnx.calibration.passes.executors import BatchResult, BatchWork
 from loka_onnx.core.statistics import RangeStats
 from loka_onnx.data import Batch
 from loka_onnx.errors import CalibrationError

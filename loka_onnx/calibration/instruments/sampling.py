@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.reductions import Outputs
+from loka_onnx.calibration.instruments.reductions import Outputs
 from loka_onnx.core.histogram import BINS
 from loka_onnx.graph.model import GraphModel, Tensor
 from loka_onnx.numerics.histograms import Counts, count_magnitudes

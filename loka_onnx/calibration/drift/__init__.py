@@ -1,0 +1,1 @@
+"""Live rows against a profile."""

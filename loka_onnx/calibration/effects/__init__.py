@@ -1,0 +1,1 @@
+"""What sites in low precision do to the model's outputs."""

@@ -1,0 +1,1 @@
+"""What is added to a graph so that it measures itself."""
