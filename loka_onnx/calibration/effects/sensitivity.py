@@ -1,7 +1,7 @@
 """What each site, alone in low precision, does to the model's outputs; sites that share a tensor, together.
 
-The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_rows`). The first term needs no label
-and is what a site is judged on; the second is reported beside it.
+The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_rows`). The first term needs no
+label and is what a site is judged on; the second is reported beside it.
 
 Batches of rows in random order run through one switchable model, once exact and once for every unit of sites,
 and each leaves its sums behind (`calibration.effects.loss_totals`). At each look of the schedule
