@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument(
         "--directory", type=Path, default=Path("runs/bench-movielens1m"), help="of checkpoints"
     )
-    parser.add_argument("--budget", type=float, default=0.0005)
+    parser.add_argument("--budget", type=float, default=0.0002)
     parser.add_argument("--rows", type=int, help="most certification rows; all by default, or MOST_ROWS")
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()

@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["dcnv2", "wukong"], choices=sorted(TRAINING))
     parser.add_argument("--directory", type=Path, default=Path("runs/bench-movielens1m"))
-    parser.add_argument("--budget", type=float, default=0.0005)
+    parser.add_argument("--budget", type=float, default=0.0002)
     options = parser.parse_args()
     directory = options.directory.absolute()
     directory.mkdir(parents=True, exist_ok=True)
