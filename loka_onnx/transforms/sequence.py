@@ -86,11 +86,22 @@ def apply_mods(
         records.append(record)
         progress("mods", number + 1, len(chosen))
     digest = graph.save(target)
-    origins = {site.name: site.merged_from for site in model.sites}
-    sites = find_sites(GraphModel.load(target), origins)
+    sites = find_sites(GraphModel.load(target), _origins(model, records))
     return Rewritten(
         replace(model, path=target, digest=digest, opset=graph.opset, sites=sites), RewriteLog(tuple(records))
     )
+
+
+def _origins(model: ModelArtifact, records: Sequence[RewriteRecord]) -> dict[str, tuple[str, ...]]:
+    """By name of a site, the sites of the exported model that it replaces; empty for one that was there."""
+    origins = {site.name: site.merged_from for site in model.sites}
+    for record in records:
+        for applied in record.applied:
+            for name, replaced in applied.origins.items():
+                # A site that was merged before stands for those that it came from.
+                known = [origins.get(other) or (other,) for other in replaced]
+                origins[name] = tuple(dict.fromkeys(origin for group in known for origin in group))
+    return origins
 
 
 def _apply(mod: Mod[Any], graph: GraphModel) -> RewriteRecord:
