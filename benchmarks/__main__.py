@@ -14,6 +14,8 @@ from loka_onnx.data.prepared import DATA_ENVIRONMENT
 BENCHMARKS = (
     "benchmarks.pipeline.calibration_cost",
     "benchmarks.micro.engine_size",
+    "benchmarks.micro.rewrite_time",
+    "benchmarks.micro.site_shapes",
     "benchmarks.pipeline.movielens1m",
 )
 

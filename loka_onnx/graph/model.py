@@ -102,9 +102,7 @@ class GraphModel:
         self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
         proto = gs.export_onnx(self.graph, do_type_check=False)
         self._mend_types(proto.graph)
-        # The oldest that the operators allow: ONNX Runtime refuses files newer than itself.
-        standard = [entry for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}]
-        proto.ir_version = max(onnx.helper.find_min_ir_version_for(standard), OLDEST_IR)
+        _set_oldest_ir(proto)
         proto.producer_name = "loka-onnx"
         path.parent.mkdir(parents=True, exist_ok=True)
         used = {name for node in proto.graph.node for name in node.input} | names_in_subgraphs(proto.graph)
@@ -164,7 +162,7 @@ class GraphModel:
         """The model as it stands, without its tables."""
         proto = gs.export_onnx(self.graph.toposort(), do_type_check=False)
         self._mend_types(proto.graph)
-        proto.ir_version = max(onnx.helper.find_min_ir_version_for(list(proto.opset_import)), OLDEST_IR)
+        _set_oldest_ir(proto)
         exported: onnx.ModelProto = proto
         return exported
 
@@ -391,6 +389,12 @@ class GraphModel:
     def is_table(self, tensor: Tensor) -> bool:
         """Whether the tensor is an embedding table that stays outside."""
         return tensor.name in self.tables
+
+
+def _set_oldest_ir(proto: onnx.ModelProto) -> None:
+    """Write the oldest IR version that the operators allow: ONNX Runtime refuses files newer than itself."""
+    standard = [entry for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}]
+    proto.ir_version = max(onnx.helper.find_min_ir_version_for(standard), OLDEST_IR)
 
 
 def is_constant(tensor: Tensor) -> bool:

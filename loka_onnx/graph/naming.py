@@ -74,7 +74,7 @@ def merged_name(names: Sequence[str]) -> str:
     ``attention.query``, ``attention.key`` and ``attention.value`` make ``attention.query+key+value``. Beyond
     four, the rest is counted: ``experts.0.fc1+63_more``.
     """
-    parts = [name.split(".") for name in names]
+    parts = [name.split(".") for name in dict.fromkeys(names)]
     shared = 0
     while all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):
         shared += 1

@@ -2,8 +2,8 @@
 
 With a dynamic batch, exporters compute the target of Reshape and Expand from Shape, Gather, Slice and Concat.
 No value is known then, but each entry is: a number, or a dimension of the model, which is named. The name is
-that of shape inference where there is one, so that two tensors of which one axis is the batch agree on it, and
-otherwise ``<tensor>[<axis>]``.
+that of shape inference where there is one, so that two tensors of which one axis is the batch agree on it,
+and otherwise ``<tensor>[<axis>]``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ Dim = int | str
 
 _DEEPEST = 32
 """Nodes between a dimension and the tensor that it comes from; exporters write fewer than ten."""
+_LONGEST = 64
+"""Elements of a constant that holds dimensions; more are something else."""
 _PASSING = frozenset({"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten"})
 """They keep the elements of a vector of dimensions, and their order."""
 
@@ -47,12 +49,22 @@ def read_dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
 def read_number(tensor: Tensor) -> float | None:
     """The one element of a constant, or of a tensor that is computed from known dimensions."""
     if is_constant(tensor):
-        return float(values_of(tensor).reshape(-1)[0]) if tensor.shape is not None and _size(tensor) == 1 else None
+        return (
+            float(values_of(tensor).reshape(-1)[0])
+            if tensor.shape is not None and _size(tensor) == 1
+            else None
+        )
     entries = read_dimensions(tensor)
-    return float(entries[0]) if entries is not None and len(entries) == 1 and isinstance(entries[0], int) else None
+    return (
+        float(entries[0])
+        if entries is not None and len(entries) == 1 and isinstance(entries[0], int)
+        else None
+    )
 
 
-def reshaped(source: tuple[Dim, ...], target: tuple[Dim, ...], *, zero_copies: bool) -> tuple[Dim, ...] | None:
+def reshaped(
+    source: tuple[Dim, ...], target: tuple[Dim, ...], *, zero_copies: bool
+) -> tuple[Dim, ...] | None:
     """Dimensions that Reshape gives a tensor.
 
     Args:
@@ -84,25 +96,20 @@ def reshaped(source: tuple[Dim, ...], target: tuple[Dim, ...], *, zero_copies: b
 
 def _read(tensor: Tensor, depth: int) -> tuple[Dim, ...] | None:
     if is_constant(tensor):
-        return tuple(int(v) for v in values_of(tensor).reshape(-1)) if _size(tensor) <= 64 else None
+        return tuple(int(v) for v in values_of(tensor).reshape(-1)) if _size(tensor) <= _LONGEST else None
     node = producer(tensor)
-    if node is None or not depth:
+    if node is None or not depth or node.op == "Shape":
+        return None if node is None or not depth else _of_shape(node)
+    parts = [_read(part, depth - 1) for part in (node.inputs if node.op == "Concat" else node.inputs[:1])]
+    entries = tuple(entry for part in parts for entry in part or ())
+    if any(part is None for part in parts):
         return None
-    if node.op == "Shape":
-        return _of_shape(node)
-    if node.op == "Concat":
-        parts = [_read(part, depth - 1) for part in node.inputs]
-        return None if any(part is None for part in parts) else tuple(e for part in parts for e in part or ())
-    entries = _read(node.inputs[0], depth - 1)
-    if entries is None:
-        return None
-    if node.op in _PASSING:
-        return entries
     if node.op in {"Gather", "Slice"}:
         return _selected(node, entries)
-    if node.op == "ReduceProd" and all(isinstance(entry, int) for entry in entries):
-        return (prod(int(entry) for entry in entries),)
-    return None
+    if node.op == "ReduceProd":
+        numbers = [entry for entry in entries if isinstance(entry, int)]
+        return (prod(numbers),) if len(numbers) == len(entries) else None
+    return entries if node.op in _PASSING or node.op == "Concat" else None
 
 
 def _of_shape(node: Node) -> tuple[Dim, ...] | None:

@@ -9,7 +9,6 @@ place of values, the number of the channel. The batch, which has no length yet, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +16,14 @@ import numpy.typing as npt
 
 from loka_onnx.graph.layout import LAYOUT_OPS
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
-from loka_onnx.graph.shape_values import Dim, dimensions, read_dimensions
+from loka_onnx.graph.shape_values import dimensions, read_dimensions
 from loka_onnx.transforms.linear_pattern import NotLinear, is_candidate, read_linear
 
 HOMOGENEOUS = frozenset({"Relu", "LeakyRelu"})
 """Operators with f(s·x) = s·f(x) for s > 0, element by element."""
+NORMS_WITH_SCALE = frozenset(
+    {"LayerNormalization", "RMSNormalization", "GroupNormalization", "InstanceNormalization"}
+)
 _BATCH = 3
 """A length that layers rarely have, so that an axis is not mistaken for the batch."""
 _LARGEST = 1 << 22
@@ -50,18 +52,35 @@ def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:
     """Channel numbers in the place of a tensor's elements: counted along some axes, the last one fastest.
 
     Raises:
-        NotFollowed: A dimension besides the batch is not known.
+        NotFollowed: More than one dimension is not known.
     """
     sizes = dimensions(tensor)
     if sizes is None:
         raise NotFollowed(f"the rank of '{tensor.name}' is not known")
-    lengths = [_length(size, sizes) for size in sizes]
+    names = list(dict.fromkeys(size for size in sizes if isinstance(size, str)))
+    if len(names) > 1:
+        raise NotFollowed(f"the length of axis '{names[1]}' is not known")
+    lengths = [_BATCH if isinstance(size, str) else size for size in sizes]
     if np.prod(lengths, dtype=np.int64) > _LARGEST:
         raise NotFollowed(f"'{tensor.name}' is too large to follow")
     kept = [axis % len(lengths) for axis in axes]
     channels = np.arange(np.prod([lengths[axis] for axis in kept], dtype=np.int64))
     ones = [length if axis in kept else 1 for axis, length in enumerate(lengths)]
     return np.broadcast_to(channels.reshape(ones), lengths)
+
+
+def channel_axes(norm: Node) -> tuple[int, ...]:
+    """Axes that the scale of a norm varies along.
+
+    Raises:
+        NotFollowed: The rank of what it normalizes is not known.
+    """
+    shape = norm.inputs[0].shape
+    if shape is None:
+        raise NotFollowed("the rank of what it normalizes is not known")
+    if norm.op not in {"LayerNormalization", "RMSNormalization"}:
+        return (1,)
+    return tuple(range(int(norm.attrs.get("axis", -1)) % len(shape), len(shape)))
 
 
 def linear_readers(
@@ -117,7 +136,7 @@ def along(numbers: Numbers, axis: int) -> Numbers:
     first = np.moveaxis(numbers, axis, -1).reshape(-1, numbers.shape[axis])
     if not (first == first[0]).all():
         raise NotFollowed("a row of a weight meets several channels")
-    return first[0]
+    return np.asarray(first[0])
 
 
 def by_channel(numbers: Numbers, values: npt.NDArray[np.floating], channels: int) -> npt.NDArray[np.float64]:
@@ -144,19 +163,6 @@ def by_channel(numbers: Numbers, values: npt.NDArray[np.floating], channels: int
     return result
 
 
-def of_channels(reader: Reader, values: Iterable[float]) -> npt.NDArray[np.float64]:
-    """One value for each row of a reader's weight, from one for each channel."""
-    return np.asarray(list(values), np.float64)[reader.channels]
-
-
-def _length(size: Dim, sizes: tuple[Dim, ...]) -> int:
-    if isinstance(size, int):
-        return size
-    if size == sizes[0]:
-        return _BATCH
-    raise NotFollowed(f"the length of axis '{size}' is not known")
-
-
 def _reader(model: GraphModel, node: Node, tensor: Tensor, numbers: Numbers) -> Reader:
     if not is_candidate(node):
         raise NotFollowed(f"'{node.name}' reads it, a {node.op}")
@@ -173,7 +179,7 @@ def _moved(node: Node, numbers: Numbers) -> Numbers:
     if node.op == "Identity":
         return numbers
     if node.op == "Transpose":
-        return np.transpose(numbers, node.attrs.get("perm"))
+        return numbers.transpose(node.attrs.get("perm"))
     if node.op == "Flatten":
         axis = int(node.attrs.get("axis", 1)) % (numbers.ndim + 1)
         return numbers.reshape(int(np.prod(numbers.shape[:axis], dtype=np.int64)), -1)

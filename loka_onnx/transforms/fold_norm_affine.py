@@ -5,12 +5,12 @@ them of the form (γ·z + β)·W + b (weights on the left alike)::
 
     (γ·z + β) · W + b   =   z · (diag(γ) W) + (b + β W)
 
-The norm keeps a scale of ones and no bias. What is quantized is then z, whose range follows from the operator:
-|z| ≤ √(K−1) for a norm of K elements that subtracts the mean, √K for one that does not, whatever the data. γ
-moves to the weight, where a scale per channel is free and known exactly.
+The norm keeps a scale of ones and no bias. What is quantized is then z, whose range follows from the
+operator: |z| ≤ √(K−1) for a norm of K elements that subtracts the mean, √K for one that does not, whatever
+the data. What γ did to that range, it does to the weight, whose range is known exactly.
 
-Layout operators may stand between the norm and a linear as long as each row of the weight meets one channel of
-the norm (`channel_paths`): a norm over the last axis, flattened, repeats γ along the rows.
+Layout operators may stand between the norm and a linear as long as each row of the weight meets one channel
+of the norm (`channel_paths`): a norm over the last axis, flattened, repeats γ along the rows.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ import numpy as np
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, is_constant, values_of
 from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.channel_paths import NotFollowed, Reader, linear_readers, numbered
-from loka_onnx.transforms.linear_scaling import Vector, absorb_before
-
-_WITH_SCALE = frozenset(
-    {"LayerNormalization", "RMSNormalization", "GroupNormalization", "InstanceNormalization"}
+from loka_onnx.transforms.channel_paths import (
+    NORMS_WITH_SCALE,
+    NotFollowed,
+    Reader,
+    channel_axes,
+    linear_readers,
+    numbered,
 )
+from loka_onnx.transforms.linear_scaling import Vector, absorb_before
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class FoldNormAffine(Mod[ScaledNorm]):
         matches: list[ScaledNorm] = []
         declined: list[Declined] = []
         for node in model.nodes:
-            if node.op not in _WITH_SCALE or _is_plain(node):
+            if node.op not in NORMS_WITH_SCALE or _is_plain(node):
                 continue
             try:
                 matches.append(_read(model, node))
@@ -74,7 +77,7 @@ class FoldNormAffine(Mod[ScaledNorm]):
         ones = np.ones_like(values_of(node.inputs[1]))
         node.inputs[1] = model.constant(f"{node.name}.ones", ones)
         if len(node.inputs) > 2 and node.op == "LayerNormalization":
-            node.inputs[2:] = []
+            node.inputs = node.inputs[:2]
         elif len(node.inputs) > 2:
             node.inputs[2] = model.constant(f"{node.name}.zeros", np.zeros_like(ones))
         names = ", ".join(f"'{reader.node.name}'" for reader in match.readers)
@@ -96,16 +99,11 @@ def _read(model: GraphModel, node: Node) -> ScaledNorm:
         raise NotFollowed("they are not constant")
     if any(output.outputs or model.is_output(output) for output in node.outputs[1:]):
         raise NotFollowed("its statistics are read as well")
-    result = node.outputs[0]
-    if result.shape is None:
-        raise NotFollowed("the rank of its output is not known")
-    rank = len(result.shape)
-    first = int(node.attrs.get("axis", -1)) % rank
-    axes = tuple(range(first, rank)) if node.op in {"LayerNormalization", "RMSNormalization"} else (1,)
-    numbers = numbered(result, axes)
+    axes = channel_axes(node)
+    numbers = numbered(node.inputs[0], axes)
     lengths = [numbers.shape[axis] for axis in axes]
     scale, *shift = (
         np.broadcast_to(values_of(tensor), lengths).astype(np.float64).reshape(-1) for tensor in constants
     )
     shifts = shift[0] if shift and shift[0].any() else None
-    return ScaledNorm(node, scale, shifts, linear_readers(model, result, numbers))
+    return ScaledNorm(node, scale, shifts, linear_readers(model, node.outputs[0], numbers))

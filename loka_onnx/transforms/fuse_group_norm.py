@@ -2,8 +2,8 @@
 
 With x of shape (N, C, …) and the C channels in G groups::
 
-    z = Reshape(x, (N, G, …))    z′ = (z − mean(z)) / sqrt(var(z) + ε), over everything behind the first two axes
-    Reshape(z′, shape(x)) · γ + β   =   GroupNormalization(x, γ, β; num_groups = G, ε)
+    z = Reshape(x, (N, G, …))    z′ = (z − mean(z)) / sqrt(var(z) + ε), over everything behind the first two
+    axes Reshape(z′, shape(x)) · γ + β   =   GroupNormalization(x, γ, β; num_groups = G, ε)
 
 which is the operator's definition (ONNX operator set 21, GroupNormalization; Wu and He, arXiv 1803.08494,
 equations 1 to 3): γ and β have one element for each channel, and are ones and zeros where they are absent. z′
@@ -27,7 +27,7 @@ from loka_onnx.graph.shape_values import Dim, dimensions, read_dimensions, resha
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.norm_pattern import DecomposedNorm, NotFused, module_of, nodes_between
 from loka_onnx.transforms.norm_reading import read_norm
-from loka_onnx.transforms.norm_rewrite import NamedNorm, NormKind, find_norms, put_in_place
+from loka_onnx.transforms.norm_rewrite import NormKind, find_norms, put_in_place
 from loka_onnx.transforms.norm_walk import NotANorm
 
 _OP = "GroupNormalization"
@@ -42,37 +42,45 @@ class GroupedNorm(DecomposedNorm):
         groups: Number of groups.
         channel_scale: Factor of each channel, (C,); None for ones.
         channel_bias: Summand of each channel, (C,); None for zeros.
+        site: The InstanceNormalization between the reshapes, which is a site and keeps its name; None where
+            there are primitives.
     """
 
     groups: int = 1
     channel_scale: Channels | None = None
     channel_bias: Channels | None = None
+    site: Node | None = None
 
 
-class FuseGroupNorm(Mod[NamedNorm[GroupedNorm]]):
+class FuseGroupNorm(Mod[GroupedNorm]):
     """Decomposed GroupNorm → GroupNormalization."""
 
     name = "fuse-group-norm"
 
-    def match(self, model: GraphModel) -> Found[NamedNorm[GroupedNorm]]:
+    def match(self, model: GraphModel) -> Found[GroupedNorm]:
         """Find norms between a Reshape into groups and the Reshape back."""
-        return find_norms(model, NormKind.GROUP, _OP, _read)
+        return find_norms(model, NormKind.GROUP, _read)
 
-    def rewrite(self, model: GraphModel, match: NamedNorm[GroupedNorm]) -> Applied:
+    def rewrite(self, model: GraphModel, match: GroupedNorm) -> Applied:
         """Replace the primitives by one node."""
-        norm = match.norm
-        channels = int(norm.source.shape[1])
-        scale = np.ones(channels) if norm.channel_scale is None else norm.channel_scale
-        bias = np.zeros(channels) if norm.channel_bias is None else norm.channel_bias
+        channels, base = int(match.source.shape[1]), match.module or _OP.lower()
+        scale = np.ones(channels) if match.channel_scale is None else match.channel_scale
+        bias = np.zeros(channels) if match.channel_bias is None else match.channel_bias
         inputs = [
-            norm.source,
-            model.constant(f"{match.name}.scale", scale.astype(np.float32)),
-            model.constant(f"{match.name}.bias", bias.astype(np.float32)),
+            match.source,
+            model.constant(f"{base}.scale", scale.astype(np.float32)),
+            model.constant(f"{base}.bias", bias.astype(np.float32)),
         ]
-        epsilon = float(np.float32(norm.epsilon))
-        attrs = {"num_groups": norm.groups, "epsilon": epsilon, "stash_type": 1}
-        put_in_place(model, norm, match.name, model.add(_OP, inputs, match.name, norm.result.dtype, attrs))
-        return Applied(match.name, f"{len(norm.inner)} nodes → {_OP}(num_groups={norm.groups}, epsilon={epsilon:.3g})")
+        epsilon = float(np.float32(match.epsilon))
+        attrs = {"num_groups": match.groups, "epsilon": epsilon, "stash_type": 1}
+        what = f"{len(match.inner)} nodes → {_OP}(num_groups={match.groups}, epsilon={epsilon:.3g})"
+        if match.site is None:
+            name = put_in_place(model, match, model.add(_OP, inputs, base, match.result.dtype, attrs))
+            return Applied(name, what)
+        site = match.site
+        site.op, site.inputs, site.attrs = _OP, inputs, attrs
+        model.hand_over(match.result, model.renew_output(site))
+        return Applied(site.name, what)
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ class _Core:
         scale: Factor that broadcasts against `source`, or None.
         bias: Summand that broadcasts against `source`, or None.
         module: Module path of its nodes.
+        site: The InstanceNormalization; None where there are primitives.
     """
 
     source: Tensor
@@ -94,6 +103,7 @@ class _Core:
     scale: Channels | None
     bias: Channels | None
     module: str
+    site: Node | None = None
 
 
 def _read(node: Node) -> GroupedNorm:
@@ -120,6 +130,7 @@ def _read(node: Node) -> GroupedNorm:
     norm = replace(
         norm,
         groups=groups,
+        site=core.site,
         channel_scale=_in_groups(core.scale, sizes, channels, norm),
         channel_bias=_in_groups(core.bias, sizes, channels, norm),
     )
@@ -157,6 +168,7 @@ def _read_instance_norm(node: Node) -> _Core:
         None if np.all(values_of(scale) == 1) else values_of(scale).reshape(-1, *ones),
         None if np.all(values_of(bias) == 0) else values_of(bias).reshape(-1, *ones),
         module_of(node),
+        node,
     )
 
 
@@ -174,14 +186,18 @@ def _read_primitives(node: Node) -> _Core:
     bias, scale = steps
     if not norm.is_centred or not norm.is_mean:
         raise NotANorm("another norm")
-    if (norm.scale is not None and scale is not None) or (norm.bias is not None and (bias is not None or scale is not None)):
+    if (norm.scale is not None and scale is not None) or (
+        norm.bias is not None and (bias is not None or scale is not None)
+    ):
         raise NotANorm("scaled or shifted twice")
     scale = values_of(norm.scale) if norm.scale is not None else scale
     bias = values_of(norm.bias) if norm.bias is not None else bias
     return _Core(norm.source, norm.axes, norm.epsilon, scale, bias, norm.module)
 
 
-def _in_groups(values: Channels | None, sizes: tuple[Dim, ...], channels: int, norm: GroupedNorm) -> Channels | None:
+def _in_groups(
+    values: Channels | None, sizes: tuple[Dim, ...], channels: int, norm: GroupedNorm
+) -> Channels | None:
     """One element for each channel of a constant that broadcasts against the channels in groups.
 
     Raises:

@@ -9,7 +9,8 @@ number: of a row of zeros it makes NaN, the operator makes zeros.
 
 The operator has no epsilon, so the forms that have one are not equal to it and stay as they are:
 
-- ``x / max(‖x‖, ε)`` (`torch.nn.functional.normalize`, Keras' UnitNormalization) and ``x / sqrt(max(‖x‖², ε))``
+- ``x / max(‖x‖, ε)`` (`torch.nn.functional.normalize`, Keras' UnitNormalization) and ``x / sqrt(max(‖x‖²,
+  ε))``
   (`tf.math.l2_normalize`) differ from it where 0 < ‖x‖ < ε;
 - ``x / sqrt(‖x‖² + ε)`` is an RMSNorm of scale 1/√K (`fuse_rms_norm`);
 - ``x / (‖x‖ + ε)`` is neither.
@@ -26,27 +27,27 @@ from loka_onnx.graph.model import GraphModel, Node
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.norm_pattern import DecomposedNorm, NotFused
 from loka_onnx.transforms.norm_reading import read_norm
-from loka_onnx.transforms.norm_rewrite import NamedNorm, NormKind, find_norms, put_in_place
+from loka_onnx.transforms.norm_rewrite import NormKind, find_norms, put_in_place
 from loka_onnx.transforms.norm_walk import NotANorm
 
 _OP = "LpNormalization"
 
 
-class FuseL2Norm(Mod[NamedNorm[DecomposedNorm]]):
+class FuseL2Norm(Mod[DecomposedNorm]):
     """Decomposed L2-norm → LpNormalization."""
 
     name = "fuse-l2-norm"
 
-    def match(self, model: GraphModel) -> Found[NamedNorm[DecomposedNorm]]:
+    def match(self, model: GraphModel) -> Found[DecomposedNorm]:
         """Find quotients of a tensor and its own length."""
-        return find_norms(model, NormKind.L2, _OP, _read)
+        return find_norms(model, NormKind.L2, _read)
 
-    def rewrite(self, model: GraphModel, match: NamedNorm[DecomposedNorm]) -> Applied:
+    def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
         """Replace the primitives by one node."""
-        norm = match.norm
-        attrs = {"axis": norm.axes[0], "p": 2}
-        put_in_place(model, norm, match.name, model.add(_OP, [norm.source], match.name, norm.result.dtype, attrs))
-        return Applied(match.name, f"{len(norm.inner)} nodes → {_OP}(axis={norm.axes[0]})")
+        attrs = {"axis": match.axes[0], "p": 2}
+        fused = model.add(_OP, [match.source], match.module or _OP.lower(), match.result.dtype, attrs)
+        name = put_in_place(model, match, fused)
+        return Applied(name, f"{len(match.inner)} nodes → {_OP}(axis={match.axes[0]})")
 
 
 def _read(node: Node) -> DecomposedNorm:

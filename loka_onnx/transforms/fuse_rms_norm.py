@@ -18,23 +18,23 @@ from loka_onnx.graph.model import GraphModel, Node
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.norm_pattern import DecomposedNorm, over_last_axes, with_scale
 from loka_onnx.transforms.norm_reading import read_norm
-from loka_onnx.transforms.norm_rewrite import NamedNorm, NormKind, find_norms, replace_by_norm
+from loka_onnx.transforms.norm_rewrite import NormKind, find_norms, replace_by_norm
 from loka_onnx.transforms.norm_walk import NotANorm
 
 RMS_OPSET = 23
 _OP = "RMSNormalization"
 
 
-class FuseRMSNorm(Mod[NamedNorm[DecomposedNorm]]):
+class FuseRMSNorm(Mod[DecomposedNorm]):
     """Decomposed RMSNorm → RMSNormalization."""
 
     name = "fuse-rms-norm"
 
-    def match(self, model: GraphModel) -> Found[NamedNorm[DecomposedNorm]]:
+    def match(self, model: GraphModel) -> Found[DecomposedNorm]:
         """Find quotients of a tensor and the root of its own mean square."""
-        return find_norms(model, NormKind.RMS, _OP, _read)
+        return find_norms(model, NormKind.RMS, _read)
 
-    def rewrite(self, model: GraphModel, match: NamedNorm[DecomposedNorm]) -> Applied:
+    def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
         """Replace the primitives by one node."""
         model.opset = max(model.opset, RMS_OPSET)
         return replace_by_norm(model, match, _OP)

@@ -29,13 +29,13 @@ class Run:
     Attributes:
         first: Position of the first part among the inputs of the Concat.
         count: Number of parts.
-        source: What was split.
+        split: The Split. What it reads is looked up when the run is rewritten: it may be a Concat that goes.
         is_stacked: Whether each part has a new axis 1, along which they are concatenated.
     """
 
     first: int
     count: int
-    source: Tensor
+    split: Node
     is_stacked: bool
 
 
@@ -75,7 +75,7 @@ class JoinParts(Mod[Joined]):
         node = match.concat
         inputs = list(node.inputs)
         for run in reversed(match.runs):
-            source = _stack(model, node, run) if run.is_stacked else run.source
+            source = _stack(model, node, run) if run.is_stacked else run.split.inputs[0]
             inputs[run.first : run.first + run.count] = [source]
         if len(inputs) == 1:
             model.replace_uses(node.outputs[0], inputs[0])
@@ -111,7 +111,7 @@ def _plain_run(concat: Node, first: int, axis: int, rank: int) -> Run | None:
     parts = concat.inputs[first : first + len(split.outputs)]
     if [id(part) for part in parts] != [id(part) for part in split.outputs]:
         return None
-    return Run(first, len(parts), split.inputs[0], is_stacked=False)
+    return Run(first, len(parts), split, is_stacked=False)
 
 
 def _stacked_run(concat: Node, first: int) -> Run | None:
@@ -131,7 +131,7 @@ def _stacked_run(concat: Node, first: int) -> Run | None:
         or None in widths
     ):
         return None
-    return Run(first, len(parts), split.inputs[0], is_stacked=True)
+    return Run(first, len(parts), split, is_stacked=True)
 
 
 def _split_of(tensor: Tensor | None) -> Node | None:
@@ -161,12 +161,13 @@ def _holds_parts(concat: Node) -> bool:
 
 def _stack(model: GraphModel, concat: Node, run: Run) -> Tensor:
     """(batch, m·d) as (batch, m, d): what it was flattened from, or a Reshape."""
-    width = (static_dim(run.source, -1) or 0) // run.count
-    earlier = made_by(run.source, "Reshape")
+    source = run.split.inputs[0]
+    width = (static_dim(source, -1) or 0) // run.count
+    earlier = made_by(source, "Reshape")
     if earlier is not None and list(earlier.inputs[0].shape or ())[1:] == [run.count, width]:
         return earlier.inputs[0]
     name = f"{concat.name}/stack"
     target = model.constant(f"{name}.shape", np.array([-1, run.count, width], np.int64))
-    stacked = model.add("Reshape", [run.source, target], name)
-    stacked.shape = [run.source.shape[0], run.count, width]
+    stacked = model.add("Reshape", [source, target], name)
+    stacked.shape = [source.shape[0], run.count, width]
     return stacked

@@ -65,7 +65,6 @@ def _set_bias(model: GraphModel, linear: Linear, bias: Vector) -> None:
         position = next(i for i, tensor in enumerate(linear.add.inputs) if is_constant(tensor))
         linear.add.inputs[position] = constant
     elif linear.node.op == "Gemm":
-        linear.node.inputs[2:] = []
-        linear.node.inputs.append(constant)
+        linear.node.inputs = [*linear.node.inputs[:2], constant]
     else:
         model.insert_behind(linear.node.outputs[0], "Add", [constant], f"{linear.node.name}/add")

@@ -10,8 +10,8 @@ id that Gather defines finds its row. (An id beyond its table is undefined in ON
 here, where some engines fail. Ids are checked before they enter: `graph.id_bounds`.) Columns of one table
 need no offset, and the table is not touched, so it may be of any size and lie outside the model.
 
-Where it pays (one H100, `benchmarks/micro/site_shapes.py`): 26 lookups and their stack take 117 to 200 µs,
-one lookup 8 to 37.
+Where it pays (one H100, `benchmarks/micro/site_shapes.py`): 26 lookups and their stack take 118 to 199 µs,
+one lookup 7 to 36.
 
 Left alone are tables that stay outside or together exceed `largest_bytes`, because stacking copies them, and
 tables that others read, because they would be stored twice.

@@ -4,15 +4,18 @@ Side by side along N::
 
     [x·W₁ + b₁, …, x·Wₘ + bₘ]   =   Split(x · [W₁ … Wₘ] + [b₁ … bₘ])
 
-and along the rows for weights that stand on the left, ``W·x``. Every element of the result is the same sum of
-the same products. What follows each layer (its activation function, its reshape) stays behind the Split.
-Experts and gates, towers, query, key and value, and the mixes of a Wukong layer have this form.
+and along the rows for weights that stand on the left, ``W·x``. Every element of the result is the same sum
+of the same products. Experts and gates, towers, query, key and value, and the mixes of a Wukong layer have
+this form. What follows each layer (its activation function, its reshape) stays behind the Split, and so does
+a bias that a node of its own adds: TensorRT for RTX 1.7.1 cuts a merged query, key and value apart again when
+the bias comes first, and leaves FP8 where the weight has a scale for each channel.
 
-When it pays (one H100, BF16, `benchmarks/micro/site_shapes.py`): two to eight layers of N ≤ 1024 take 0.4 to
-0.95 of the time when the next operator reads the parts in place, and up to 1.5 of it when each part is
-copied. So wider layers stay apart, and so do those whose result leaves the graph, which would be a copy.
-Layers whose weights differ in range by more than `spread` stay apart as well: they will share one per-tensor
-FP8 scale, and E4M3 has 15 binades of normal numbers.
+When it pays (one H100, BF16, `benchmarks/micro/site_shapes.py`): two to eight layers of N ≤ 1024 take 0.41 to
+0.94 of the time when the next operator reads the parts in place, and up to 1.54 of it when each part is
+copied. The gain ends where one layer fills the device. So wider layers stay apart, and so do heads, whose
+result leaves the graph: that would be a copy, and heads are what most often stays in high precision. Layers
+whose weights differ in range by more than `spread` stay apart as well: they will share one per-tensor FP8
+scale, and E4M3 has 15 binades of normal numbers.
 """
 
 from __future__ import annotations
@@ -62,15 +65,18 @@ class MergeParallelLinears(Mod[ParallelLinears]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: ParallelLinears) -> Applied:
-        """Put one product, its bias and a Split in place of the layers."""
+        """Put one product and a Split in place of those of the layers; what followed each reads its part."""
         layers = match.layers
         names = tuple(layer.node.name for layer in layers)
-        site, result = _merged_layer(model, layers, merged_name(names))
-        axis = -2 if layers[0].on_left else -1
+        product = _merged_product(model, layers, merged_name(names))
+        site: Node = product.inputs[0]
         model.rename(site, merged_name(names))
-        parts = model.split(result, [layer.n for layer in layers], axis, f"{site.name}/split")
+        axis = -2 if layers[0].on_left else -1
+        parts = model.split(product, [layer.n for layer in layers], axis, f"{site.name}/split")
         for layer, part in zip(layers, parts, strict=True):
-            model.hand_over(layer.result, part)
+            lacks_bias = site.op == "MatMul" and layer.node.op == "Gemm" and layer.bias is not None
+            biased = model.add("Add", [part, layer.bias], f"{layer.node.name}/add") if lacks_bias else part
+            model.hand_over(layer.node.outputs[0], biased)
         widths = " + ".join(str(layer.n) for layer in layers)
         what = f"{len(layers)} linears of K = {layers[0].k} → one of N = {widths}"
         return Applied(site.name, what, {site.name: names})
@@ -80,7 +86,7 @@ class MergeParallelLinears(Mod[ParallelLinears]):
         if layer.n > self._widest:
             reason = f"N = {layer.n} fills a device by itself: layers of N ≤ {self._widest} are merged"
         elif model.is_output(layer.result):
-            reason = "its result leaves the graph, which would copy its part of a merged one"
+            reason = "its result leaves the graph: a head keeps a product of its own"
         if reason:
             declined.append(Declined(layer.node.name, reason))
         return bool(reason)
@@ -121,24 +127,17 @@ def _groups(model: GraphModel, declined: list[Declined]) -> list[list[Linear]]:
     return [layers for layers in groups.values() if len(layers) > 1]
 
 
-def _merged_layer(model: GraphModel, layers: Sequence[Linear], name: str) -> tuple[Node, Tensor]:
-    """One product of the source with every weight, and its result with the biases: a Gemm where all were."""
+def _merged_product(model: GraphModel, layers: Sequence[Linear], name: str) -> Tensor:
+    """One product of the source with every weight: a Gemm with the biases where all were, else a MatMul."""
     first = layers[0]
-    has_bias = any(layer.bias is not None for layer in layers)
     is_gemm = all(layer.node.op == "Gemm" for layer in layers)
     weight = first.stored(np.concatenate([layer.weight_kn() for layer in layers], axis=1))
     if first.is_transposed and not (is_gemm or first.on_left):
         weight = weight.T
     operands = [first.source, model.constant(f"{name}.weight", weight)]
-    bias = model.constant(f"{name}.bias", np.concatenate([layer.bias_n() for layer in layers]))
-    if is_gemm:
-        attrs = {"transB": int(first.is_transposed)}
-        result = model.add(
-            "Gemm", [*operands, bias] if has_bias else operands, name, first.source.dtype, attrs
-        )
-        return result.inputs[0], result
-    result = model.add("MatMul", operands[::-1] if first.on_left else operands, name, first.source.dtype)
-    site: Node = result.inputs[0]
-    if has_bias:
-        result = model.add("Add", [result, bias], f"{site.name}/add")
-    return site, result
+    if not is_gemm:
+        return model.add("MatMul", operands[::-1] if first.on_left else operands, name, first.source.dtype)
+    if any(layer.bias is not None for layer in layers):
+        bias = np.concatenate([layer.bias_n() for layer in layers])
+        operands.append(model.constant(f"{name}.bias", bias))
+    return model.add("Gemm", operands, name, first.source.dtype, {"transB": int(first.is_transposed)})

@@ -116,8 +116,8 @@ def over_last_axes(norm: DecomposedNorm) -> DecomposedNorm:
     length = prod(norm.shape)
     root = isqrt(length)
     if root * root != length or root & (root - 1):
-        reason = f"it adds {length} squares: the scale 1/√{length} of the operator that averages them is no FP32 number"
-        raise NotFused(reason, norm)
+        reason = f"it adds {length} squares, and 1/√{length}, the scale of the operator that averages them,"
+        raise NotFused(f"{reason} is no FP32 number", norm)
     return replace(norm, is_mean=True, epsilon=norm.epsilon / length, factor=1 / root)
 
 

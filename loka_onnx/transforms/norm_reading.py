@@ -124,7 +124,12 @@ def _read_inverse(tensor: Tensor) -> _Inverse:
         constant, other = _constant_factor(tensor), _with_and_without_factor(tensor)[-1]
         if constant is None:
             return _read_varying(node)
-    elif node is not None and node.op == "Div" and is_constant(node.inputs[0]) and scalar(node.inputs[0]) != 1.0:
+    elif (
+        node is not None
+        and node.op == "Div"
+        and is_constant(node.inputs[0])
+        and scalar(node.inputs[0]) != 1.0
+    ):
         root = read_root(node.inputs[1])
         if root.is_inverted:
             raise NearMiss("it is multiplied by its root", root.moment)
@@ -143,7 +148,7 @@ def _read_varying(node: Node) -> _Inverse:
         except NotANorm:
             continue
         if root.is_inverted:
-            raise NearMiss("its scale is not constant, and is part of its divisor", root.moment)
+            raise NearMiss("its scale is not constant, and is part of its divisor", root.moment, node)
     raise NotANorm("a product of two tensors")
 
 
@@ -219,7 +224,9 @@ def _is_variance_of(moment: Moment, source: Tensor) -> bool:
     if moment.is_central:
         return origin(moment.squared) is origin(source)
     deviation = centred_or_none(moment.squared)
-    return deviation is not None and deviation.axes == moment.axes and origin(deviation.source) is origin(source)
+    return (
+        deviation is not None and deviation.axes == moment.axes and origin(deviation.source) is origin(source)
+    )
 
 
 def _read_offset(node: Node, position: int, factor: Tensor, mean: Centred) -> Tensor | None:

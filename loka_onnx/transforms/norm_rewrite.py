@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,28 +31,18 @@ class NormKind(Enum):
 N = TypeVar("N", bound=DecomposedNorm)
 
 
-@dataclass(frozen=True)
-class NamedNorm(Generic[N]):
-    """A norm, and the name that its node will have."""
-
-    norm: N
-    name: str
-
-
-def find_norms(model: GraphModel, kind: NormKind, op: str, read: Callable[[Node], N]) -> Found[NamedNorm[N]]:
+def find_norms(model: GraphModel, kind: NormKind, read: Callable[[Node], N]) -> Found[N]:
     """Offer every node of the graph to a reader.
 
     Args:
         model: The graph.
         kind: Of which near misses are told.
-        op: The operator that will take the place of the primitives.
         read: Returns the norm that ends at a node, or raises `NotANorm`.
     """
-    matches: list[NamedNorm[N]] = []
+    matches: list[N] = []
     declined: list[tuple[Node, str]] = []
     claimed: set[int] = set()
     told: set[int] = set()
-    names = _Names(model)
     for node in model.nodes:
         try:
             norm = read(node)
@@ -64,6 +53,7 @@ def find_norms(model: GraphModel, kind: NormKind, op: str, read: Callable[[Node]
         except NearMiss as miss:
             if _kind(node, miss) is kind:
                 declined.append((node, str(miss)))
+            told |= set() if miss.part is None else {id(miss.part)}
             continue
         except NotANorm:
             continue
@@ -73,40 +63,40 @@ def find_norms(model: GraphModel, kind: NormKind, op: str, read: Callable[[Node]
             declined.append((node, reason))
             told |= inner - {id(node)}
         elif not claimed & inner:
-            matches.append(NamedNorm(norm, names.take(norm.module or op.lower())))
+            matches.append(norm)
             claimed |= inner
     # A part of a norm may look like one that misses something.
     parts = claimed | told
     return Found(tuple(matches), tuple(Declined(n.name, why) for n, why in declined if id(n) not in parts))
 
 
-def replace_by_norm(model: GraphModel, match: NamedNorm[DecomposedNorm], op: str) -> Applied:
+def replace_by_norm(model: GraphModel, norm: DecomposedNorm, op: str) -> Applied:
     """Put one LayerNormalization or RMSNormalization in place of the primitives."""
-    norm = match.norm
-    shape = norm.shape or ()
+    shape, base = norm.shape or (), norm.module or op.lower()
     scale = np.ones(shape, np.float32) if norm.scale is None else spread(norm.scale, shape)
-    inputs = [norm.source, model.constant(f"{match.name}.scale", scale * np.float32(norm.factor))]
+    inputs = [norm.source, model.constant(f"{base}.scale", scale * np.float32(norm.factor))]
     if norm.bias is not None:
-        inputs.append(model.constant(f"{match.name}.bias", spread(norm.bias, shape)))
-    attrs: dict[str, object] = {
-        "axis": norm.axes[0],
-        "epsilon": float(np.float32(norm.epsilon)),
-        "stash_type": 1,
-    }
-    put_in_place(model, norm, match.name, model.add(op, inputs, match.name, norm.result.dtype, attrs))
-    return Applied(
-        match.name, f"{len(norm.inner)} nodes → {op}(axis={norm.axes[0]}, epsilon={norm.epsilon:.3g})"
-    )
+        inputs.append(model.constant(f"{base}.bias", spread(norm.bias, shape)))
+    epsilon = float(np.float32(norm.epsilon))
+    attrs = {"axis": norm.axes[0], "epsilon": epsilon, "stash_type": 1}
+    name = put_in_place(model, norm, model.add(op, inputs, base, norm.result.dtype, attrs))
+    return Applied(name, f"{len(norm.inner)} nodes → {op}(axis={norm.axes[0]}, epsilon={epsilon:.3g})")
 
 
-def put_in_place(model: GraphModel, norm: DecomposedNorm, name: str, fused: Tensor) -> None:
-    """Let the node that computes a new tensor compute the result of a norm, under a name."""
+def put_in_place(model: GraphModel, norm: DecomposedNorm, fused: Tensor) -> str:
+    """Let the node that computes a new tensor compute the result of a norm.
+
+    The result itself moves to the node: its name, its readers, and a match that starts from it stay.
+
+    Returns:
+        The name of the node: the module of the primitives, else its operator.
+    """
     node = producer(fused)
     if node is None:
-        raise InternalError(f"the norm '{name}' has no producer")
-    node.name = name
-    # The result itself moves to the new node: its name, its readers, and a match that starts from it stay.
+        raise InternalError(f"the norm of '{norm.result.name}' has no producer")
     model.hand_over(norm.result, fused)
+    model.rename(node, norm.module or node.op.lower())
+    return str(node.name)
 
 
 def spread(tensor: Tensor, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
@@ -121,18 +111,3 @@ def _kind(node: Node, miss: NearMiss) -> NormKind:
     if looks_centred(node) or (moment is not None and (moment.is_central or is_centred(moment.squared))):
         return NormKind.LAYER
     return NormKind.L2 if moment is not None and not moment.is_mean else NormKind.RMS
-
-
-class _Names:
-    """Names for new nodes: `base`, or `base` with an ordinal; a tensor of that name does not count."""
-
-    def __init__(self, model: GraphModel) -> None:
-        self._taken = {node.name for node in model.nodes}
-
-    def take(self, base: str) -> str:
-        name, count = base, 0
-        while name in self._taken:
-            count += 1
-            name = f"{base}_{count}"
-        self._taken.add(name)
-        return name

@@ -1,4 +1,5 @@
-"""Reading the statistics of a normalization that was exported as primitives: means, mean squares, their roots.
+"""Reading the statistics of a normalization that was exported as primitives: means, mean squares, their
+roots.
 
 Exporters differ in how they spell a statistic, not in what it is:
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import isfinite
+from math import isclose, isfinite
 
 from loka_onnx.graph.model import Node, Tensor, is_constant, producer
 from loka_onnx.graph.shape_values import read_number
@@ -187,7 +188,7 @@ def _read_radicand(tensor: Tensor, walk: Walk) -> Root:
 
 
 def _bounded(node: Node, number: float) -> str:
-    return f"its divisor is bounded by a constant ({node.op} with {number:.3g}), which no operator for norms does"
+    return f"its divisor is bounded by a constant ({node.op} with {number:.3g}), which no norm operator does"
 
 
 # Moments -----------------------------------------------------------------------------------------------
@@ -257,9 +258,11 @@ def _read_scaled(node: Node, walk: Walk) -> Moment:
     factor = scaled.factor if moment.is_mean else scaled.factor * length
     if factor == 1:
         return replace(moment, is_mean=True)
-    if length > 1 and factor == Fraction(length, length - 1):
+    if length > 1 and isclose(factor, length / (length - 1), rel_tol=1e-6):
         reason = f"its variance is unbiased (divided by {length - 1}, not {length})"
-        raise NearMiss(f"{reason}: the scale √({length - 1}/{length}) that makes up for it is irrational", moment)
+        raise NearMiss(
+            f"{reason}: the scale √({length - 1}/{length}) that makes up for it is irrational", moment
+        )
     raise NearMiss(f"its mean of squares is multiplied by {float(factor):.6g}", moment)
 
 

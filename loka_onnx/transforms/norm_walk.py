@@ -1,9 +1,9 @@
 """The way back from the use of a statistic to the reduction that made it.
 
 Between the two stand elementwise operators, and nodes that bring a dropped axis back: Unsqueeze, Reshape to a
-shape computed from other shapes, Expand. As elementwise operators do not care how axes are arranged, these may
-stand anywhere; they are collected on the way and judged together at the reduction: the statistic must arrive
-as if its reduction had kept every axis.
+shape computed from other shapes, Expand. As elementwise operators do not care how axes are arranged, these
+may stand anywhere; they are collected on the way and judged together at the reduction: the statistic must
+arrive as if its reduction had kept every axis.
 
 `NotANorm` says that a tensor is something else than what was looked for, `NearMiss` that it comes so close to
 a norm that its user should know what keeps it from being one.
@@ -61,11 +61,12 @@ class NearMiss(NotANorm):
 
     Attributes:
         moment: The mean or sum of squares that was read; None where it was not.
+        part: A node that would be told of too, as a near miss of its own; None where there is none.
     """
 
-    def __init__(self, reason: str, moment: Moment | None = None) -> None:
+    def __init__(self, reason: str, moment: Moment | None = None, part: Node | None = None) -> None:
         super().__init__(reason)
-        self.moment = moment
+        self.moment, self.part = moment, part
 
 
 class Walk:
@@ -242,7 +243,13 @@ def _moved(node: Node, places: list[_Place]) -> list[_Place] | None:
     """Axes after a layout node; None where they do not follow."""
     if node.op in {"Squeeze", "Unsqueeze"}:
         axes = _constant_axes(node)
-        return None if axes is None else _squeezed(places, axes) if node.op == "Squeeze" else _widened(places, axes)
+        return (
+            None
+            if axes is None
+            else _squeezed(places, axes)
+            if node.op == "Squeeze"
+            else _widened(places, axes)
+        )
     target = read_dimensions(node.inputs[1])
     if target is None:
         return None

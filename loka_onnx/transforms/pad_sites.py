@@ -16,9 +16,9 @@ widened as cheaply as its makers and readers allow (`widening`):
 - otherwise a Pad in front of the layer, or a Slice behind it, where the copy costs less than it saves.
 
 When a copy pays (one H100, `benchmarks/micro/site_shapes.py`): BF16 products whose K or N is not a multiple
-of 8 take 1.3 to 8 times as long as padded ones. The Pad costs more than that below K·N = 2¹⁷, the Slice below
-2¹⁵. Multiples of 8 run at full speed in BF16; FP8 alone needs 16, and gains more than the copy costs from 2²²
-(2048 × 2048) on.
+of 8 take 1.1 to 5.8 times as long as padded ones. The Pad costs more than that below K·N = 2¹⁷, the Slice
+below 2¹⁴. Multiples of 8 run at full speed in BF16; FP8 alone needs 16, and gains more than the copy costs
+from 2²² (2048 × 2048) on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CopyRule:
     """
 
     pad: int = 1 << 17
-    slice: int = 1 << 15
+    slice: int = 1 << 14
     float8: int = 1 << 22
 
     def why_not(self, letter: str, width: int, products: int) -> str:

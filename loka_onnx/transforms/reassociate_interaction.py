@@ -8,10 +8,14 @@ and cost 2·(m·p·q + m·q·r) against 2·(p·q·r + m·p·r) operations. For t
 with a projection Y (n, k), ``(X·Xᵀ)·Y`` costs 2·n²·(d + k) and ``X·(Xᵀ·Y)`` 4·n·d·k: linear in n (Wukong,
 arXiv 2403.02545, section 3, "optimized FM"). Axes in front of the last two are batches, and broadcast.
 
-The order is changed where it saves more than `margin` of the operations and its intermediate result is not
-the larger one: interaction products are bound by memory (one H100, `benchmarks/micro/site_shapes.py`). Left
-alone are products of two weights: one weight, rounded once, is another model, and a low-rank layer would lose
-what it is factored for.
+The order is changed where it saves `margin` of the operations, there are at least `least` of them, and the
+intermediate result is not the larger one. Small products of a batch are bound by memory and by how they are
+launched, not by operations (one H100, `benchmarks/micro/site_shapes.py`, a batch of 2048): 64 tokens of 64
+with k = 16 take 23 µs as (X·Xᵀ)·Y and 32 µs as X·(Xᵀ·Y), which has two fifths of the operations; 128 such
+tokens take 69 and 45 µs, 256 with k = 32 take 238 and 70.
+
+Left alone are products of two weights: one weight, rounded once, is another model, and a low-rank layer would
+lose what it is factored for.
 
 The two nodes keep their names. Where the product with a weight trades places with the product of activations
 (Y is learned), they trade names too, so that each site stays of its kind.
@@ -68,14 +72,15 @@ class ReassociateInteraction(Mod[Chain]):
 
     Args:
         margin: Least share of the operations that is saved.
+        least: Operations at the nominal batch from which the order matters.
     """
 
     name = "reassociate-interaction"
     tolerance = 3e-5
     """Sums of other products: their rounding is relative to the largest of them, not to the result."""
 
-    def __init__(self, margin: float = 0.2) -> None:
-        self._margin = margin
+    def __init__(self, margin: float = 0.25, least: int = 1 << 29) -> None:
+        self._margin, self._least = margin, least
 
     def match(self, model: GraphModel) -> Found[Chain]:
         """Find products of three matrices; a node takes part in one of them."""
@@ -116,6 +121,11 @@ class ReassociateInteraction(Mod[Chain]):
         if sum(is_constant(factor) for factor in chain.factors) > 1:
             return "two of the three factors are weights: their product would be rounded to one"
         now, then = chain.now, chain.then
+        if now.flops < self._least:
+            return (
+                f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order "
+                f"{then.flops}: under {self._least} they do not decide the time"
+            )
         if then.flops > (1 - self._margin) * now.flops:
             return (
                 f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order "

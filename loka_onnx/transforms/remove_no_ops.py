@@ -2,7 +2,7 @@
 
 - Identity; Dropout outside training; a Cast to the type that is there, also over a wider one and back; a
   Concat, Sum, Max, Min or Mean of one tensor; a Pad by nothing; a Slice of everything;
-- x·1, x/1, x + 0, x − 0, x¹, with a scalar that does not change the shape;
+- x·1, x/1, x + 0, x − 0, x¹, with a scalar that does not change the shape, and is not a layer's bias;
 - a Transpose of a Transpose is one Transpose by the composed permutation, or nothing. With out₁ = x by p and
   out₂ = out₁ by q, axis i of out₂ is axis p[q[i]] of x;
 - Reshape, Flatten, Squeeze and Unsqueeze keep the order of the elements. A Reshape behind others reads what
@@ -186,9 +186,16 @@ def _unchanged(node: Node) -> Tensor | None:
                 and other.shape is not None
                 and values.ndim <= len(other.shape)
                 and float(values.reshape(-1)[0]) == _NEUTRAL[node.op]
+                and not _is_bias(node, other)
             ):
                 return other
     return None
+
+
+def _is_bias(node: Node, source: Tensor) -> bool:
+    """Whether an Add is the bias of a layer, which keeps its form when a mod moves the bias to zero."""
+    maker = producer(source)
+    return node.op == "Add" and maker is not None and maker.op == "MatMul"
 
 
 def _constant(node: Node, position: int) -> np.ndarray[Any, Any] | None:

@@ -19,14 +19,40 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.einsum_to_matmul import EinsumToMatMul
+from loka_onnx.transforms.fold_constants import FoldConstants
 from loka_onnx.transforms.fuse_layer_norm import FuseLayerNorm
 from loka_onnx.transforms.fuse_rms_norm import FuseRMSNorm
+from loka_onnx.transforms.join_parts import JoinParts
+from loka_onnx.transforms.merge_gathers import MergeGathers
+from loka_onnx.transforms.merge_parallel_linears import MergeParallelLinears
+from loka_onnx.transforms.pad_sites import PadSites
+from loka_onnx.transforms.reassociate_interaction import ReassociateInteraction
+from loka_onnx.transforms.remove_no_ops import RemoveNoOps
+from loka_onnx.transforms.share_duplicates import ShareDuplicates
+from loka_onnx.transforms.split_concat import SplitConcat
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Outputs = list[dict[str, npt.NDArray[Any]]]
 """Graph outputs by name, batch by batch."""
 
-DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (FuseLayerNorm, FuseRMSNorm)
+DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
+    EinsumToMatMul,
+    SplitConcat,
+    FoldConstants,
+    RemoveNoOps,
+    ShareDuplicates,
+    FuseLayerNorm,
+    FuseRMSNorm,
+    ReassociateInteraction,
+    MergeGathers,
+    MergeParallelLinears,
+    JoinParts,
+    PadSites,
+)
+"""In this order none finds more to do after a later one. Products first, so that all the others see them;
+constants, no-ops and twins hide patterns, so they go before patterns are read; K and N are padded last, when
+no layer changes its shape any more."""
 
 
 @dataclass(frozen=True)

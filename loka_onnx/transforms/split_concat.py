@@ -8,10 +8,10 @@ where b is a row that Expand or Tile copied to every row of the batch: the user'
 many candidates, or a learned vector. b·W_b is then computed once, on the row before it was copied, and
 broadcast by the sum. What is left of the Concat keeps the name of the site.
 
-Other parts stay together. Taking them apart saves the copy that the Concat makes and costs a product more,
-and on one H100 (`benchmarks/micro/site_shapes.py`) the sum is the slower way except for two parts of 2048
-columns at a batch of 2048: .63 to .77 of the time there, 1.1 to 1.3 at a batch of 256, and up to 2.9 for four
-narrow parts. An engine that writes each part where the Concat wants it saves the copy anyway. `widest_apart`
+Other parts stay together. Taking them apart saves the copy that the Concat makes and costs a product more. On
+one H100 (`benchmarks/micro/site_shapes.py`) the sum is the faster way only for parts of 2048 columns at a
+batch of 2048 (.68 to .89 of the time); they take 1.1 to 2.5 times as long at a batch of 256, and narrow parts
+up to 3.2 times. An engine that writes each part where the Concat wants it saves the copy anyway. `apart_from`
 takes them apart all the same, where every part is at least so wide.
 """
 
@@ -62,14 +62,14 @@ class SplitConcat(Mod[Concatenated]):
     """Linear of a Concat → sum of linears, where a part is the same for every row.
 
     Args:
-        widest_apart: Least width of every part for parts that differ from row to row to be taken apart as
+        apart_from: Least width of every part for parts that differ from row to row to be taken apart as
             well; None for never.
     """
 
     name = "split-concat"
 
-    def __init__(self, widest_apart: int | None = None) -> None:
-        self._apart = widest_apart
+    def __init__(self, apart_from: int | None = None) -> None:
+        self._apart = apart_from
 
     def match(self, model: GraphModel) -> Found[Concatenated]:
         """Find layers that read a Concat along their K."""
