@@ -42,6 +42,8 @@ BENCHMARKS = (
     Benchmark("benchmarks.pipeline.embedding_tables"),
     Benchmark("benchmarks.pipeline.ray_speedup", packages=("ray",)),
     Benchmark("benchmarks.micro.engine_size"),
+    Benchmark("benchmarks.micro.rewrite_time"),
+    Benchmark("benchmarks.micro.site_shapes"),
     Benchmark("benchmarks.pipeline.movielens1m", (DATA_ENVIRONMENT,)),
     Benchmark("benchmarks.pipeline.additivity", (DATA_ENVIRONMENT,)),
     Benchmark("benchmarks.pipeline.interval_coverage", (DATA_ENVIRONMENT,)),

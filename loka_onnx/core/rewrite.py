@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from loka_onnx.core.serde import STRICT
@@ -15,10 +15,12 @@ class Applied:
     Attributes:
         at: Node, site or tensor.
         what: What was done.
+        origins: By name of a site that is new, the names of the sites that it replaces.
     """
 
     at: str
     what: str
+    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

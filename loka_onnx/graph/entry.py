@@ -10,12 +10,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx.inliner
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import ModelError
-from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.naming import module_path, name_sites
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
 from loka_onnx.graph.storage import check_external_files, read_proto
@@ -24,6 +25,8 @@ OPSET = 21
 """Lowest operator set written: FP8 Q/DQ is complete there in every engine."""
 OLDEST_OPSET = 17
 """Oldest operator set accepted: LayerNormalization became an operator there."""
+GROUP_SCALES_END = 21
+"""Operator set from which GroupNormalization has a scale for each channel, before it for each group."""
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
 
 
@@ -66,6 +69,9 @@ def canonicalize(path: Path) -> Canonical:
     folded = before - len(model.nodes)
     if folded:
         notes.append(f"{folded} constant nodes folded")
+    spread = _spread_group_scales(model, path) if original < GROUP_SCALES_END else 0
+    if spread:
+        notes.append(f"the scales of {spread} GroupNormalizations repeated, from groups to channels")
     return Canonical(model, f"{proto.producer_name} {proto.producer_version}".strip(), tuple(notes))
 
 
@@ -115,6 +121,33 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
             name = f"{base}_{ordinals[base]}"
         taken.add(name)
         node.name = name
+
+
+def _spread_group_scales(model: GraphModel, path: Path) -> int:
+    """Give GroupNormalizations a scale and bias for each channel; returns how many had one for each group.
+
+    The converter of onnx 1.23 has an adapter for this, and does not call it.
+    """
+    count = 0
+    for node in model.nodes:
+        if node.op != "GroupNormalization":
+            continue
+        groups, shape = int(node.attrs["num_groups"]), node.inputs[0].shape
+        channels = shape[1] if shape is not None and len(shape) > 1 else None
+        if not isinstance(channels, int) or not all(is_constant(tensor) for tensor in node.inputs[1:3]):
+            raise ModelError(
+                f"'{path}' normalizes groups in a form that is not converted to opset {OPSET}",
+                where=f"node '{node.name}'",
+                evidence="its scale, bias or number of channels is not constant",
+                remedy=f"export the model again with opset_version={OPSET}",
+            )
+        if channels == groups:
+            continue
+        for index in (1, 2):
+            values = np.repeat(values_of(node.inputs[index]), channels // groups)
+            node.inputs[index] = model.constant(f"{node.inputs[index].name}.channels", values)
+        count += 1
+    return count
 
 
 def _convert(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:

@@ -63,6 +63,8 @@ class GraphModel:
         self.graph = graph
         self.tables = dict(tables)
         self._names: set[str] = set()
+        self._node_names: set[str] | None = None
+        self._nodes: dict[str, Node] = {}
         self._sink: list[Node] = graph.nodes
 
     @classmethod
@@ -100,9 +102,7 @@ class GraphModel:
         self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
         proto = gs.export_onnx(self.graph, do_type_check=False)
         self._mend_types(proto.graph)
-        # The oldest that the operators allow: ONNX Runtime refuses files newer than itself.
-        standard = [entry for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}]
-        proto.ir_version = max(onnx.helper.find_min_ir_version_for(standard), OLDEST_IR)
+        _set_oldest_ir(proto)
         proto.producer_name = "loka-onnx"
         path.parent.mkdir(parents=True, exist_ok=True)
         used = {name for node in proto.graph.node for name in node.input} | names_in_subgraphs(proto.graph)
@@ -135,6 +135,37 @@ class GraphModel:
         """A deep copy that shares the weights."""
         return GraphModel(self.graph.copy(), self.tables)
 
+    def extract(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> GraphModel:
+        """A copy of what computes some tensors from others, which shares the weights.
+
+        Args:
+            inputs: Tensors that the copy takes in; their types and shapes are known.
+            outputs: Tensors that leave it.
+
+        Raises:
+            InternalError: They need an input of this graph that is not among `inputs`.
+        """
+        graph = self.graph.copy()
+        tensors = graph.tensors()
+        graph.inputs = [tensors[tensor.name] for tensor in inputs]
+        graph.outputs = [tensors[tensor.name] for tensor in outputs]
+        for tensor in graph.inputs:
+            tensor.inputs.clear()
+        graph.cleanup(remove_unused_graph_inputs=False)
+        known = {*self.tables, *(tensor.name for tensor in inputs)}
+        for name, tensor in graph.tensors().items():
+            if isinstance(tensor, gs.Variable) and not tensor.inputs and name not in known:
+                raise InternalError(f"the part of the graph needs '{name}', which it is not given")
+        return GraphModel(graph, self.tables)
+
+    def to_proto(self) -> onnx.ModelProto:
+        """The model as it stands, without its tables."""
+        proto = gs.export_onnx(self.graph.toposort(), do_type_check=False)
+        self._mend_types(proto.graph)
+        _set_oldest_ir(proto)
+        exported: onnx.ModelProto = proto
+        return exported
+
     # Reading ---------------------------------------------------------------------------------------
 
     @property
@@ -166,10 +197,15 @@ class GraphModel:
         Raises:
             InternalError: There is none: a transform lost a site.
         """
-        for node in self.graph.nodes:
-            if node.name == name:
-                return node
-        raise InternalError(f"the graph has no node named '{name}'")
+        found = self._nodes.get(name)
+        if found is None or found.name != name or not found.outputs:
+            # A node that a rewrite has emptied waits for `save` to remove it; its name may live on in
+            # another.
+            self._nodes = {node.name: node for node in self.graph.nodes if node.outputs}
+            found = self._nodes.get(name)
+        if found is None:
+            raise InternalError(f"the graph has no node named '{name}'")
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the main graph by name."""
@@ -202,6 +238,18 @@ class GraphModel:
         self._names.add(name)
         return name
 
+    def rename(self, node: Node, base: str) -> None:
+        """Name a node, as a site: `base`, with an ordinal where another node has it; tensors do not count."""
+        if self._node_names is None:
+            self._node_names = {other.name for other in self.graph.nodes if other.outputs}
+        self._node_names.discard(node.name)
+        name, count = base, 0
+        while name in self._node_names:
+            count += 1
+            name = f"{base}_{count}"
+        self._node_names.add(name)
+        node.name = name
+
     def constant(self, base: str, values: npt.NDArray[Any]) -> Tensor:
         """A new initializer."""
         return gs.Constant(self.fresh_name(base), np.ascontiguousarray(values).reshape(np.shape(values)))
@@ -224,6 +272,8 @@ class GraphModel:
             attrs: Attributes.
         """
         unique = self.fresh_name(name)
+        if self._node_names is not None:
+            self._node_names.add(unique)
         out_type = dtype if dtype is not None else inputs[0].dtype
         output = gs.Variable(self.fresh_name(f"{unique}.out"), dtype=out_type)
         self._sink.append(gs.Node(op, unique, attrs=dict(attrs or {}), inputs=list(inputs), outputs=[output]))
@@ -232,6 +282,18 @@ class GraphModel:
     def add_like(self, node: Node, inputs: Sequence[Tensor], name: str) -> Tensor:
         """Append a copy of a one-output node that reads other inputs; returns its output."""
         return self.add(node.op, inputs, name, node.outputs[0].dtype, node.attrs)
+
+    def split(self, tensor: Tensor, sizes: Sequence[int], axis: int, name: str) -> list[Tensor]:
+        """Append a Split into parts of the given sizes along a negative axis; returns the parts."""
+        lengths = self.constant(f"{name}.sizes", np.array(sizes, np.int64))
+        first = self.add("Split", [tensor, lengths], name, attrs={"axis": axis})
+        node = first.inputs[0]
+        for _ in sizes[1:]:
+            node.outputs.append(gs.Variable(self.fresh_name(f"{node.name}.out"), dtype=first.dtype))
+        if tensor.shape is not None:
+            for part, size in zip(node.outputs, sizes, strict=True):
+                part.shape = [*tensor.shape[:axis], size, *tensor.shape[len(tensor.shape) + axis + 1 :]]
+        return list(node.outputs)
 
     def absent(self) -> Tensor:
         """An optional input that is left out."""
@@ -268,6 +330,45 @@ class GraphModel:
         if consumers is None and self.is_output(old):
             self.make_output(old, new)
 
+    def hand_over(self, old: Tensor, new: Tensor) -> None:
+        """Let the node that computes `new`, which nothing reads yet, compute `old` instead.
+
+        The name, the shape and the readers of `old` stay, and with them the matches that begin at it. The
+        node that computed `old` is left without an output and goes when the graph is saved.
+        """
+        replaced, maker = old.inputs[0], new.inputs[0]
+        if len(replaced.outputs) != 1 or new.outputs:
+            raise InternalError(f"'{old.name}' cannot be handed over to '{maker.name}'")
+        replaced.outputs.clear()
+        if self._node_names is not None:
+            self._node_names.discard(replaced.name)
+        maker.outputs[next(i for i, tensor in enumerate(maker.outputs) if tensor is new)] = old
+
+    def insert_behind(self, tensor: Tensor, op: str, operands: Sequence[Tensor], name: str) -> Tensor:
+        """Put a node between a computed tensor and its readers, the graph's outputs among them.
+
+        Args:
+            tensor: Keeps its name, its shape and its readers.
+            op: Operator of the node, which computes `tensor` from now on.
+            operands: Its inputs after the first.
+            name: Base of its name.
+
+        Returns:
+            Its first input: what the producer of `tensor` computes now, of unknown shape.
+        """
+        maker = tensor.inputs[0]
+        inner = gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype)
+        maker.outputs[next(i for i, output in enumerate(maker.outputs) if output is tensor)] = inner
+        node = gs.Node(op, self.fresh_name(name), inputs=[inner, *operands], outputs=[tensor])
+        self._sink.append(node)
+        return inner
+
+    def renew_output(self, node: Node) -> Tensor:
+        """Give a node of one output a new one, whose shape is not known; nothing reads it yet."""
+        fresh = gs.Variable(self.fresh_name(f"{node.name}.out"), dtype=node.outputs[0].dtype)
+        node.outputs = [fresh]
+        return fresh
+
     @contextmanager
     def collecting(self) -> Iterator[list[Node]]:
         """Let `add` collect nodes for a branch instead of appending them to the main graph."""
@@ -288,6 +389,12 @@ class GraphModel:
     def is_table(self, tensor: Tensor) -> bool:
         """Whether the tensor is an embedding table that stays outside."""
         return tensor.name in self.tables
+
+
+def _set_oldest_ir(proto: onnx.ModelProto) -> None:
+    """Write the oldest IR version that the operators allow: ONNX Runtime refuses files newer than itself."""
+    standard = [entry for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}]
+    proto.ir_version = max(onnx.helper.find_min_ir_version_for(standard), OLDEST_IR)
 
 
 def is_constant(tensor: Tensor) -> bool:
@@ -313,8 +420,4 @@ def producer(tensor: Tensor) -> Node | None:
 
 def consumers(tensor: Tensor) -> list[Node]:
     """The nodes that read a tensor, each once."""
-    seen: list[Node] = []
-    for node in tensor.outputs:
-        if not any(node is other for other in seen):
-            seen.append(node)
-    return seen
+    return list({id(node): node for node in tensor.outputs}.values())

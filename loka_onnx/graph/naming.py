@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import onnx
 
@@ -22,6 +22,7 @@ NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 CLASS_HIERARCHY = "pkg.torch.onnx.class_hierarchy"
 
 _WEIGHT_SUFFIX = re.compile(r"[./](weight|kernel|W)(:0)?$")
+_MOST_NAMED = 4
 _GENERATED = re.compile(r"^(onnx::|node_)?[A-Za-z]+(_\d+)+$|^n\d+$|^\d+$")
 
 
@@ -65,6 +66,22 @@ def module_path(node: onnx.NodeProto) -> str:
         scopes = [str(scope) for scope in ast.literal_eval(metadata[NAME_SCOPES])]
         return scopes[-2] if len(scopes) > 1 else ""
     return _path_from_name(node.name)
+
+
+def merged_name(names: Sequence[str]) -> str:
+    """Name of a site that does the work of several: what their names share, then what each adds.
+
+    ``attention.query``, ``attention.key`` and ``attention.value`` make ``attention.query+key+value``. Beyond
+    four, the rest is counted: ``experts.0.fc1+63_more``.
+    """
+    parts = [name.split(".") for name in dict.fromkeys(names)]
+    shared = 0
+    while all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):
+        shared += 1
+    leaves = [".".join(part[shared:]) for part in parts]
+    if len(leaves) > _MOST_NAMED:
+        leaves = [leaves[0], f"{len(leaves) - 1}_more"]
+    return ".".join([*parts[0][:shared], "+".join(leaves)])
 
 
 def _path_from_name(name: str) -> str:

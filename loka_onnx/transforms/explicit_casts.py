@@ -8,11 +8,14 @@ compute in the base precision, and the other way round. These stay in FP32:
   enters: identifiers that arrive as floats would not survive the rounding;
 - sites that the plan keeps in FP32;
 - embedding tables outside the model, whose rows are cast after the lookup, which gives the same values;
-- operands that ONNX does not define in the base precision (Softplus has no BF16 form before operator set 22).
+- operands that ONNX defined in the base precision after operator set 21 only, or not at all: engines lag
+  behind
+  (TensorRT for RTX 1.7.1 takes HardSwish, Mish and LpNormalization in FP32 and FP16, not in BF16);
+- norms without a `stash_type` (InstanceNormalization, LpNormalization), which sum in the type of their input.
 
 A Q/DQ scale must keep its value: the FP8 weights were stored for it. Scales are BF16 numbers
 (`numerics.scales`), so BF16 always keeps them; FP16 does not below 2⁻¹⁴, where its numbers lose bits. The
-statistics of a norm stay in FP32 through its `stash_type`.
+statistics of the other norms stay in FP32 through their `stash_type`.
 """
 
 from __future__ import annotations
@@ -49,6 +52,10 @@ _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _READS_ANY_TYPE = frozenset({"Cast", "Shape", "Size"})
 """Operators whose result depends on no precision, or should come from the exact input."""
+_TYPED_BY = 21
+"""Operator set whose types every engine takes; of a newer operator, the types that it was born with."""
+_SUMMING = frozenset({"InstanceNormalization", "LpNormalization"})
+"""Norms that take their statistics in the type of their input."""
 _TYPE_ATTRIBUTES = {"Cast": "to", "EyeLike": "dtype"}
 
 
@@ -105,7 +112,7 @@ def _find_wide(model: GraphModel, base: Precision, plan: PrecisionPlan) -> _Wide
         operands |= {(id(node), i) for i in inputs}
         tensors |= {node.outputs[i].name: node.outputs[i] for i in outputs}
         if not reason and (inputs or outputs):
-            reason = f"operator set {model.opset} defines no {base} for it: FP32 between casts"
+            reason = f"operator set {_TYPED_BY} defines no {base} for it: FP32 between casts"
         if reason:
             applied.append(Applied(node.name, reason))
     return _Wide(frozenset(operands), tensors, tuple(applied))
@@ -115,6 +122,8 @@ def _why_whole(model: GraphModel, node: Node, kept: Collection[str]) -> str:
     """Why every operand and result of a node stays in FP32; empty when they do not."""
     if node.name in kept:
         return "kept in FP32 between casts"
+    if node.op in _SUMMING:
+        return "takes its statistics in the type of its input: FP32 between casts"
     if node.op == "Gather" and model.is_table(node.inputs[0]):
         return "table stays in FP32, its rows are cast"
     return "an FP32 constant, cast for its readers" if node.op == "Constant" else ""
@@ -122,7 +131,11 @@ def _why_whole(model: GraphModel, node: Node, kept: Collection[str]) -> str:
 
 def _fp32_positions(node: Node, base: Precision, opset: int, *, whole: bool) -> tuple[list[int], list[int]]:
     """Positions of the inputs and of the outputs of a node that are FP32 now and must stay so."""
-    schema = onnx.defs.get_schema(node.op, opset, node.domain or "")
+    domain = node.domain or ""
+    try:
+        schema = onnx.defs.get_schema(node.op, min(opset, _TYPED_BY), domain)
+    except onnx.defs.SchemaError:
+        schema = onnx.defs.get_schema(node.op, opset, domain)
 
     def positions(
         tensors: Sequence[Tensor], formal: Sequence[onnx.defs.OpSchema.FormalParameter]

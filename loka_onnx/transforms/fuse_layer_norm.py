@@ -4,8 +4,11 @@ With μ = mean(x) and d = x − μ over the trailing axes::
 
     d / sqrt(mean(d·d) + ε) · γ + β   =   LayerNormalization(x, γ, β; axis, ε)
 
-which is the operator's definition (ONNX operator set 17, LayerNormalization). γ and β may be absent: then
-γ = 1. The statistics stay in FP32 (`stash_type` 1), whatever the graph runs in later.
+which is the operator's definition (ONNX operator set 17, LayerNormalization). γ and β may be absent: then γ =
+1. Where squares are added instead of averaged over K elements, sum(d·d) + ε = K·(mean(d·d) + ε/K), so that
+γ/√K and ε/K take the place of γ and ε; K must be a power of four, so that neither is rounded. The statistics
+stay in FP32 (`stash_type` 1), whatever the graph runs in later. How exporters spell it is in `norm_reading`,
+and in `norm_from_batch_norm` what Keras 2 made of it.
 """
 
 from __future__ import annotations
@@ -13,16 +16,13 @@ from __future__ import annotations
 from loka_onnx.core.rewrite import Applied
 from loka_onnx.graph.model import GraphModel, Node
 from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.norm_pattern import (
-    DecomposedNorm,
-    NotANorm,
-    module_of,
-    read_centred,
-    read_quotient,
-    with_bias,
-    with_scale,
-)
-from loka_onnx.transforms.norm_rewrite import find_norms, replace_by_norm
+from loka_onnx.transforms.norm_from_batch_norm import read_batch_norm_of_rows
+from loka_onnx.transforms.norm_pattern import DecomposedNorm, over_last_axes, with_bias, with_scale
+from loka_onnx.transforms.norm_reading import read_norm
+from loka_onnx.transforms.norm_rewrite import NormKind, find_norms, replace_by_norm
+from loka_onnx.transforms.norm_walk import NotANorm
+
+_OP = "LayerNormalization"
 
 
 class FuseLayerNorm(Mod[DecomposedNorm]):
@@ -32,20 +32,15 @@ class FuseLayerNorm(Mod[DecomposedNorm]):
 
     def match(self, model: GraphModel) -> Found[DecomposedNorm]:
         """Find quotients of a centred tensor and the root of its variance."""
-        return find_norms(model, _read)
+        return find_norms(model, NormKind.LAYER, _read)
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
         """Replace the primitives by one node."""
-        return replace_by_norm(model, match, "LayerNormalization")
+        return replace_by_norm(model, match, _OP)
 
 
 def _read(node: Node) -> DecomposedNorm:
-    centred, root = read_quotient(node)
-    if root.squared is not centred:
-        raise NotANorm("the divisor belongs to another tensor")
-    source, centring = read_centred(centred, root.axis)
-    inner = (*centring, *root.nodes, node)
-    quotient = DecomposedNorm(
-        source, root.axis, root.epsilon, None, None, node.outputs[0], module_of(inner), inner
-    )
-    return with_bias(with_scale(quotient))
+    norm = read_batch_norm_of_rows(node) if node.op == "BatchNormalization" else read_norm(node)
+    if not norm.is_centred:
+        raise NotANorm("an RMSNorm")
+    return with_bias(with_scale(over_last_axes(norm)))

@@ -19,14 +19,48 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.einsum_to_matmul import EinsumToMatMul
+from loka_onnx.transforms.fold_batch_norm import FoldBatchNorm
+from loka_onnx.transforms.fold_constants import FoldConstants
+from loka_onnx.transforms.fold_norm_affine import FoldNormAffine
+from loka_onnx.transforms.fuse_group_norm import FuseGroupNorm
+from loka_onnx.transforms.fuse_l2_norm import FuseL2Norm
 from loka_onnx.transforms.fuse_layer_norm import FuseLayerNorm
 from loka_onnx.transforms.fuse_rms_norm import FuseRMSNorm
+from loka_onnx.transforms.join_parts import JoinParts
+from loka_onnx.transforms.merge_gathers import MergeGathers
+from loka_onnx.transforms.merge_parallel_linears import MergeParallelLinears
+from loka_onnx.transforms.pad_sites import PadSites
+from loka_onnx.transforms.reassociate_interaction import ReassociateInteraction
+from loka_onnx.transforms.remove_no_ops import RemoveNoOps
+from loka_onnx.transforms.share_duplicates import ShareDuplicates
+from loka_onnx.transforms.split_concat import SplitConcat
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Outputs = list[dict[str, npt.NDArray[Any]]]
 """Graph outputs by name, batch by batch."""
 
-DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (FuseLayerNorm, FuseRMSNorm)
+DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
+    EinsumToMatMul,
+    SplitConcat,
+    FoldConstants,
+    RemoveNoOps,
+    ShareDuplicates,
+    FuseGroupNorm,
+    FuseLayerNorm,
+    FuseRMSNorm,
+    FuseL2Norm,
+    FoldBatchNorm,
+    FoldNormAffine,
+    ReassociateInteraction,
+    MergeGathers,
+    MergeParallelLinears,
+    JoinParts,
+    PadSites,
+)
+"""In this order none finds more to do after a later one. Products first, so that all the others see them;
+constants, no-ops and twins hide patterns, so they go before patterns are read; K and N are padded last, when
+no layer changes its shape any more."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +120,22 @@ def apply_mods(
         records.append(record)
         progress("mods", number + 1, len(chosen))
     digest = graph.save(target)
-    origins = {site.name: site.merged_from for site in model.sites}
-    sites = find_sites(GraphModel.load(target), origins)
+    sites = find_sites(GraphModel.load(target), _origins(model, records))
     return Rewritten(
         replace(model, path=target, digest=digest, opset=graph.opset, sites=sites), RewriteLog(tuple(records))
     )
+
+
+def _origins(model: ModelArtifact, records: Sequence[RewriteRecord]) -> dict[str, tuple[str, ...]]:
+    """By name of a site, the sites of the exported model that it replaces; empty for one that was there."""
+    origins = {site.name: site.merged_from for site in model.sites}
+    for record in records:
+        for applied in record.applied:
+            for name, replaced in applied.origins.items():
+                # A site that was merged before stands for those that it came from.
+                known = [origins.get(other) or (other,) for other in replaced]
+                origins[name] = tuple(dict.fromkeys(origin for group in known for origin in group))
+    return origins
 
 
 def _apply(mod: Mod[Any], graph: GraphModel) -> RewriteRecord:

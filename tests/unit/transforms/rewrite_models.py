@@ -25,9 +25,10 @@ def parse(
     *,
     inputs: str = "float[batch,8] x",
     outputs: str = "float[batch,8] y",
+    opset: int = 21,
 ) -> onnx.ModelProto:
-    """A model of operator set 21; nodes without a name are named after their output, in module ``block``."""
-    text = f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => ({outputs}) {{ {body} }}'
+    """A model as text; nodes without a name are named after their output, in module ``block``."""
+    text = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs}) {{ {body} }}'
     model: onnx.ModelProto = onnx.parser.parse_model(text)
     for node in model.graph.node:
         node.name = node.name or f"block/{node.output[0]}"

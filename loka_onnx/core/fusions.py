@@ -1,0 +1,61 @@
+"""What backends compute in one kernel, for whoever places operators between others.
+
+A Q directly behind an operator of `quantized_in_place` costs no pass over memory. A residual sum stays
+directly in front of a norm of `residual_norms`: a Q or anything else between the two would split their
+kernel.
+
+No mod joins the two into one operator: ONNX has none. ONNX Runtime has, and gains nothing by them on a CPU
+(1.31.1, two threads, rows of 64 to 512): SkipLayerNormalization takes 2 to 9 times as long as Add and
+LayerNormalization, SkipSimplifiedLayerNormalization 0.5 to 2 times as long as Add and RMSNormalization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_ACTIVATIONS = (
+    "Relu",
+    "LeakyRelu",
+    "Elu",
+    "Clip",
+    "Sigmoid",
+    "Tanh",
+    "Gelu",
+    "HardSigmoid",
+    "Softplus",
+    "Softmax",
+)
+_ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Max", "Abs", "Neg", "Sqrt", "Exp", "Erf")
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """What a backend is known to compute in one kernel.
+
+    Attributes:
+        quantized_in_place: Operators whose kernel also quantizes what they compute. residual_norms: Norms
+        whose kernel also adds the residual in front of them, and the bias of the product
+            in front of that.
+        evidence: How this is known.
+    """
+
+    quantized_in_place: frozenset[str] = frozenset()
+    residual_norms: frozenset[str] = frozenset()
+    evidence: str = "not known"
+
+
+FUSIONS: Mapping[str, Fusions] = {
+    "tensorrt_rtx": Fusions(
+        frozenset({*_ACTIVATIONS, *_ARITHMETIC, "LayerNormalization", "RMSNormalization"}),
+        frozenset({"LayerNormalization", "RMSNormalization"}),
+        "read from compiled graphs of TensorRT for RTX 1.7.1 for sm89 (tests/contract/test_fusions.py)",
+    ),
+    "onnxruntime": Fusions(evidence="its CPU provider runs every Q and DQ by itself: FP8 is simulated"),
+}
+"""By name of backend."""
+
+
+def fusions_of(backend: str) -> Fusions:
+    """What a backend fuses; nothing where it is not known."""
+    return FUSIONS.get(backend, Fusions())

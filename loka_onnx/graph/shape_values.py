@@ -1,0 +1,137 @@
+"""Reading what a tensor of dimensions will hold, from the nodes that compute it.
+
+With a dynamic batch, exporters compute the target of Reshape and Expand from Shape, Gather, Slice and Concat.
+No value is known then, but each entry is: a number, or a dimension of the model, which is named. The name is
+that of shape inference where there is one, so that two tensors of which one axis is the batch agree on it,
+and otherwise ``<tensor>[<axis>]``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+import numpy as np
+
+from loka_onnx.graph.model import Node, Tensor, is_constant, producer, values_of
+
+Dim = int | str
+"""A dimension: its length, or its name."""
+
+_DEEPEST = 32
+"""Nodes between a dimension and the tensor that it comes from; exporters write fewer than ten."""
+_LONGEST = 64
+"""Elements of a constant that holds dimensions; more are something else."""
+_PASSING = frozenset({"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten"})
+"""They keep the elements of a vector of dimensions, and their order."""
+
+
+def dimension(tensor: Tensor, axis: int) -> Dim:
+    """Length or name of one axis of a tensor of known rank."""
+    length = tensor.shape[axis]
+    if isinstance(length, int) and length >= 0:
+        return length
+    return length if isinstance(length, str) and length else f"{tensor.name}[{axis % len(tensor.shape)}]"
+
+
+def dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
+    """Every dimension of a tensor; None where its rank is not known."""
+    if tensor.shape is None:
+        return None
+    return tuple(dimension(tensor, axis) for axis in range(len(tensor.shape)))
+
+
+def read_dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
+    """Entries of an integer tensor, in order; None where one of them is neither a number nor a dimension."""
+    return _read(tensor, _DEEPEST)
+
+
+def read_number(tensor: Tensor) -> float | None:
+    """The one element of a constant, or of a tensor that is computed from known dimensions."""
+    if is_constant(tensor):
+        return (
+            float(values_of(tensor).reshape(-1)[0])
+            if tensor.shape is not None and _size(tensor) == 1
+            else None
+        )
+    entries = read_dimensions(tensor)
+    return (
+        float(entries[0])
+        if entries is not None and len(entries) == 1 and isinstance(entries[0], int)
+        else None
+    )
+
+
+def reshaped(
+    source: tuple[Dim, ...], target: tuple[Dim, ...], *, zero_copies: bool
+) -> tuple[Dim, ...] | None:
+    """Dimensions that Reshape gives a tensor.
+
+    Args:
+        source: Dimensions before.
+        target: Entries of the target, with -1 and 0 as ONNX defines them.
+        zero_copies: Whether 0 stands for the dimension before (``allowzero=0``).
+
+    Returns:
+        Dimensions after; None where they do not follow (-1 stands for a product of named dimensions).
+    """
+    if zero_copies:
+        if any(entry == 0 and axis >= len(source) for axis, entry in enumerate(target)):
+            return None
+        target = tuple(source[axis] if entry == 0 else entry for axis, entry in enumerate(target))
+    if -1 not in target:
+        return target
+    named = Counter(entry for entry in source if isinstance(entry, str))
+    named.subtract(entry for entry in target if isinstance(entry, str))
+    left = [entry for entry, count in named.items() for _ in range(abs(count))]
+    before = prod(entry for entry in source if isinstance(entry, int))
+    after = prod(entry for entry in target if isinstance(entry, int) and entry != -1)
+    if any(count < 0 for count in named.values()) or not after or before % after:
+        return None
+    if len(left) + (before != after) > 1:
+        return None
+    missing: Dim = left[0] if left else before // after
+    return tuple(missing if entry == -1 else entry for entry in target)
+
+
+def _read(tensor: Tensor, depth: int) -> tuple[Dim, ...] | None:
+    if is_constant(tensor):
+        return tuple(int(v) for v in values_of(tensor).reshape(-1)) if _size(tensor) <= _LONGEST else None
+    node = producer(tensor)
+    if node is None or not depth or node.op == "Shape":
+        return None if node is None or not depth else _of_shape(node)
+    parts = [_read(part, depth - 1) for part in (node.inputs if node.op == "Concat" else node.inputs[:1])]
+    entries = tuple(entry for part in parts for entry in part or ())
+    if any(part is None for part in parts):
+        return None
+    if node.op in {"Gather", "Slice"}:
+        return _selected(node, entries)
+    if node.op == "ReduceProd":
+        numbers = [entry for entry in entries if isinstance(entry, int)]
+        return (prod(numbers),) if len(numbers) == len(entries) else None
+    return entries if node.op in _PASSING or node.op == "Concat" else None
+
+
+def _of_shape(node: Node) -> tuple[Dim, ...] | None:
+    every = dimensions(node.inputs[0])
+    return None if every is None else every[int(node.attrs.get("start", 0)) : _end(node)]
+
+
+def _end(node: Node) -> int | None:
+    return int(node.attrs["end"]) if "end" in node.attrs else None
+
+
+def _selected(node: Node, entries: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
+    """What Gather or Slice with constant positions takes from a vector."""
+    if not all(is_constant(tensor) for tensor in node.inputs[1:] if tensor.name):
+        return None
+    numbers = [values_of(tensor).reshape(-1) for tensor in node.inputs[1:] if tensor.name]
+    if node.op == "Gather":
+        return tuple(entries[int(position)] for position in numbers[0])
+    start, end = int(numbers[0][0]), int(numbers[1][0])
+    step = int(numbers[3][0]) if len(numbers) > 3 else 1
+    return entries[start : min(end, len(entries)) : step]
+
+
+def _size(tensor: Tensor) -> int:
+    return int(np.prod(tensor.shape, dtype=np.int64))

@@ -1,0 +1,64 @@
+"""Factors that move range from an activation's channels to the weight that multiplies them.
+
+SmoothQuant (Xiao et al., arXiv 2211.10438, equation 4): with the largest magnitudes aₖ of input channel k of
+the activation and wₖ of row k of the weight, and a strength α between 0 and 1, the activation is divided and
+the weight multiplied by::
+
+    sₖ = aₖ^α / wₖ^(1−α)
+
+α = 0 gives rows of the weight the same largest magnitude, α = 1 the channels of the activation. At any α,
+factors computed again after they were applied are ones.
+
+SmoothQuant was made for integers, where a channel of small range has few levels left. FP8 is floating point:
+between underflow and saturation a channel has the same relative precision at every scale, so that factors
+help only where one scale for all channels sends small channels below the smallest normal number (2⁻¹⁵ of the
+largest for E4M3), and otherwise draw other rounding errors of the same size. Whether they help is for a
+measurement to say. `to_powers_of_two` keeps what can help and draws nothing anew: scaling by a power of two
+commutes with rounding, so that the model in FP32 stays the same to the bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.floating]
+
+
+def smoothing_factors(
+    activation_channel_amax: Floats, weight_channel_amax: Floats, strength: float
+) -> npt.NDArray[np.float64]:
+    """Divisors of an activation's channels, which are factors of the weight's rows.
+
+    Args:
+        activation_channel_amax: Largest magnitude of each input channel, (K,).
+        weight_channel_amax: Largest magnitude of each row of the weight over its output channels, (K,); where
+            several weights read the activation, over all of them.
+        strength: α.
+
+    Returns:
+        sₖ, (K,), positive; 1 where a channel or a row is zero throughout.
+
+    Raises:
+        ValueError: The shapes differ, a magnitude is negative or not finite, or α is not between 0 and 1.
+    """
+    activation = np.asarray(activation_channel_amax, np.float64)
+    weight = np.asarray(weight_channel_amax, np.float64)
+    if activation.shape != weight.shape or activation.ndim != 1:
+        raise ValueError(
+            f"channels of shape {activation.shape} and rows of shape {weight.shape} do not match"
+        )
+    if not 0.0 <= strength <= 1.0:
+        raise ValueError(f"strength {strength} is not between 0 and 1")
+    both = np.concatenate([activation, weight])
+    if not np.isfinite(both).all() or (both < 0).any():
+        raise ValueError("a largest magnitude is negative or not finite")
+    alive = (activation > 0) & (weight > 0)
+    factors = np.ones_like(activation)
+    factors[alive] = activation[alive] ** strength / weight[alive] ** (1.0 - strength)
+    return factors
+
+
+def to_powers_of_two(factors: Floats) -> npt.NDArray[np.float64]:
+    """The powers of two nearest to positive factors, in the logarithm."""
+    return np.exp2(np.rint(np.log2(np.asarray(factors, np.float64))))

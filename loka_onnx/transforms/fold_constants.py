@@ -1,0 +1,190 @@
+"""Compute what depends on constants alone, once, and store it.
+
+A node whose inputs are all initializers has the same result for every row, so its result can stand in its
+place. ONNX Runtime computes it, with every optimization off: the values are those that the graph would have
+had there.
+
+Left alone are
+
+- results that are larger than `growth` times what they are made of (Expand, Tile, the product of two thin
+  matrices): the model would grow;
+- what is made of an embedding table that a lookup reads: the table would be stored twice;
+- what carries low precision on purpose (QuantizeLinear, DequantizeLinear), random operators and control flow;
+- results that leave the graph: engines expect outputs to be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant
+from loka_onnx.sessions.onnx_session import import_onnxruntime
+from loka_onnx.transforms.base import Found, Mod
+
+NEVER_FOLDED = frozenset(
+    {
+        *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"),
+        *("If", "Loop", "Scan", "SequenceMap"),
+        *(
+            "RandomNormal",
+            "RandomUniform",
+            "RandomNormalLike",
+            "RandomUniformLike",
+            "Bernoulli",
+            "Multinomial",
+        ),
+    }
+)
+SMALL_BYTES = 4096
+"""A result of this size is stored whatever it is made of."""
+LARGEST_BYTES = 1 << 30
+"""Constants that hold more than this together are not handed to ONNX Runtime: protobuf ends at 2 GiB."""
+_NUMPY_TYPES = frozenset(
+    element_type(kind) for kind in (np.float32, np.float64, np.float16, np.int32, np.int64, np.bool_)
+)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A computed tensor that is the same for every row.
+
+    Attributes:
+        tensor: The tensor.
+        node: The node that computes it now.
+        values: Its values.
+    """
+
+    tensor: Tensor
+    node: Node
+    values: npt.NDArray[Any]
+
+
+class FoldConstants(Mod[Constant]):
+    """Constant subgraphs → initializers.
+
+    Args:
+        growth: Largest size of a result, relative to the inputs of the node that computes it.
+    """
+
+    name = "fold-constants"
+
+    def __init__(self, growth: float = 4.0) -> None:
+        self._growth = growth
+
+    def match(self, model: GraphModel) -> Found[Constant]:
+        """Find constant nodes that others read, and compute them."""
+        declined: list[Declined] = []
+        constant = self._constant_nodes(model, declined)
+        outputs = {id(tensor) for tensor in model.outputs}
+        ends: list[Tensor] = []
+        for node in constant.values():
+            for tensor in node.outputs:
+                if id(tensor) in outputs:
+                    declined.append(Declined(node.name, "its result leaves the graph"))
+                elif any(id(reader) not in constant for reader in tensor.outputs):
+                    ends.append(tensor)
+        if not ends:
+            return Found((), tuple(declined))
+        values = _compute(model, ends)
+        matches = []
+        for tensor in ends:
+            node = tensor.inputs[0]
+            if isinstance(values, str):
+                declined.append(Declined(node.name, f"ONNX Runtime does not compute it: {values}"))
+            else:
+                matches.append(Constant(tensor, node, values[tensor.name]))
+        return Found(tuple(matches), tuple(declined))
+
+    def rewrite(self, model: GraphModel, match: Constant) -> Applied:
+        """Put the values in the place of the tensor."""
+        folded = model.constant(f"{match.tensor.name}.folded", match.values)
+        model.replace_uses(match.tensor, folded)
+        shape = "×".join(str(d) for d in match.values.shape) or "one"
+        return Applied(folded.name, f"{match.node.op} of constants → {shape} values")
+
+    def _constant_nodes(self, model: GraphModel, declined: list[Declined]) -> dict[int, Node]:
+        """Nodes to fold, by identity, producers before consumers."""
+        variable: set[int] = {id(tensor) for tensor in model.inputs}
+        candidates: list[Node] = []
+        for node in model.sorted_nodes():
+            if _is_foldable(model, node, variable):
+                candidates.append(node)
+            else:
+                variable |= {id(tensor) for tensor in node.outputs}
+        found: dict[int, Node] = {}
+        for node in candidates:
+            reason = ""
+            if any(id(tensor) in variable for tensor in node.inputs):
+                reason = "what it is made of is not folded"
+            else:
+                reason = self._why_not(model, node, variable)
+            if not reason:
+                found[id(node)] = node
+                continue
+            declined.append(Declined(node.name, reason))
+            variable |= {id(tensor) for tensor in node.outputs}
+        return found
+
+    def _why_not(self, model: GraphModel, node: Node, variable: set[int]) -> str:
+        """Why a node of constants is left alone; empty when it is folded."""
+        for tensor in node.inputs:
+            if is_constant(tensor) and any(
+                reader.op == "Gather" and reader.inputs[0] is tensor and id(reader.inputs[1]) in variable
+                for reader in tensor.outputs
+            ):
+                return f"made of the embedding table '{tensor.name}', which would be stored twice"
+        sizes = [_bytes(tensor) for tensor in node.outputs]
+        if any(size is None for size in sizes):
+            return "the type or the shape of its result is not known"
+        made_of = sum(_bytes(tensor) or 0 for tensor in node.inputs)
+        result = sum(size or 0 for size in sizes)
+        if result > max(SMALL_BYTES, self._growth * made_of):
+            return f"its result takes {result} bytes, what it is made of {made_of}"
+        return ""
+
+
+def _is_foldable(model: GraphModel, node: Node, variable: set[int]) -> bool:
+    if node.op in NEVER_FOLDED or any(isinstance(value, type(model.graph)) for value in node.attrs.values()):
+        return False
+    return not any(id(tensor) in variable or model.is_table(tensor) for tensor in node.inputs)
+
+
+def _bytes(tensor: Tensor) -> int | None:
+    """Size of a tensor of a type that NumPy has; None where type or shape are not known."""
+    if not tensor.name:
+        return 0
+    if tensor.dtype is None or tensor.shape is None or element_type(tensor.dtype) not in _NUMPY_TYPES:
+        return None
+    if not all(isinstance(d, int) and d >= 0 for d in tensor.shape):
+        return None
+    return int(prod(tensor.shape)) * onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype)).itemsize
+
+
+def _compute(model: GraphModel, ends: list[Tensor]) -> Mapping[str, npt.NDArray[Any]] | str:
+    """Values of constant tensors by name; what ONNX Runtime says when it refuses."""
+    part = model.extract((), ends)
+    made_of = sum(_bytes(tensor) or 0 for tensor in part.tensors().values() if is_constant(tensor))
+    if made_of > LARGEST_BYTES:
+        return f"it is made of {made_of} bytes, more than {LARGEST_BYTES} are not handed over"
+    ort = import_onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    names = [tensor.name for tensor in ends]
+    try:
+        session = ort.InferenceSession(
+            part.to_proto().SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        return dict(zip(names, session.run(names, {}), strict=True))
+    except Exception as error:
+        # onnxruntime raises a family of unrelated extension types here.
+        return str(error).splitlines()[0][:200]

@@ -1,0 +1,248 @@
+"""Remove operators that change nothing, and join layout operators that follow one another.
+
+- Identity; Dropout outside training; a Cast to the type that is there, also over a wider one and back; a
+  Concat, Sum, Max, Min or Mean of one tensor; a Pad by nothing; a Slice of everything;
+- x·1, x/1, x + 0, x − 0, x¹, with a scalar that does not change the shape, and is not a layer's bias;
+- a Transpose of a Transpose is one Transpose by the composed permutation, or nothing. With out₁ = x by p and
+  out₂ = out₁ by q, axis i of out₂ is axis p[q[i]] of x;
+- Reshape, Flatten, Squeeze and Unsqueeze keep the order of the elements. A Reshape behind others reads what
+  they read, unless its target copies a length (0) from them. Where the last of them gives the shape that was
+  there before the first, all go. One length may be dynamic: the number of elements decides it.
+
+All of it moves no value, so the outputs are the same bits (x + 0 turns −0 into 0, which is equal).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, producer, values_of
+from loka_onnx.transforms.base import Found, Mod
+
+_FIXED_ORDER = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
+_OF_ONE = frozenset({"Concat", "Sum", "Max", "Min", "Mean"})
+_NEUTRAL = {"Mul": 1.0, "Div": 1.0, "Pow": 1.0, "Add": 0.0, "Sub": 0.0}
+_COMMUTES = frozenset({"Mul", "Add"})
+_WIDER: dict[int, frozenset[int]] = {
+    onnx.TensorProto.FLOAT: frozenset({onnx.TensorProto.DOUBLE}),
+    onnx.TensorProto.FLOAT16: frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}),
+    onnx.TensorProto.BFLOAT16: frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}),
+    onnx.TensorProto.INT32: frozenset({onnx.TensorProto.INT64, onnx.TensorProto.DOUBLE}),
+    onnx.TensorProto.BOOL: frozenset({onnx.TensorProto.INT32, onnx.TensorProto.INT64}),
+}
+"""Types that hold every value of a type."""
+_TO_THE_END = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Redundant:
+    """A node that can go, or can read something earlier.
+
+    Attributes:
+        node: The node.
+        source: The tensor that its result equals, or that it reads instead.
+        is_removed: Whether the node goes.
+        permutation: The composed permutation of a Transpose that stays.
+    """
+
+    node: Node
+    source: Tensor
+    is_removed: bool
+    permutation: tuple[int, ...] = ()
+
+
+class RemoveNoOps(Mod[Redundant]):
+    """Operators that change nothing → nothing."""
+
+    name = "remove-no-ops"
+
+    def match(self, model: GraphModel) -> Found[Redundant]:
+        """Find them in topological order, each seen as if those before it were gone."""
+        walk = _Walk()
+        matches: list[Redundant] = []
+        declined: list[Declined] = []
+        outputs = {id(tensor) for tensor in model.outputs}
+        for node in model.sorted_nodes():
+            found = walk.visit(node)
+            if found is None:
+                continue
+            if found.is_removed and id(node.outputs[0]) in outputs:
+                walk.keep(node)
+                declined.append(Declined(node.name, "it gives the graph's output its name"))
+            else:
+                matches.append(found)
+        return Found(tuple(matches), tuple(declined))
+
+    def rewrite(self, model: GraphModel, match: Redundant) -> Applied:
+        """Take one node out, or let it read an earlier tensor."""
+        node = match.node
+        if match.is_removed:
+            model.replace_uses(node.outputs[0], match.source)
+            return Applied(node.name, f"{node.op} changes nothing: readers read '{match.source.name}'")
+        node.inputs[0] = match.source
+        if match.permutation:
+            node.attrs["perm"] = list(match.permutation)
+        return Applied(node.name, f"reads '{match.source.name}', past the {node.op} before it")
+
+
+class _Walk:
+    """What each tensor equals, and by which layout operators it was made of what."""
+
+    def __init__(self) -> None:
+        self._equal: dict[int, Tensor] = {}
+        self._permuted: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+        self._ordered: dict[int, Tensor] = {}
+
+    def visit(self, node: Node) -> Redundant | None:
+        """What can be done with a node; its result counts as replaced from now on."""
+        if not node.inputs or not node.inputs[0].name:
+            return None
+        source = _unchanged(node)
+        if source is not None:
+            return self._removed(node, self._before(source))
+        direct = self._before(node.inputs[0])
+        if node.op == "Transpose":
+            return self._transpose(node, direct)
+        if node.op in _FIXED_ORDER:
+            return self._fixed_order(node, direct)
+        if node.op == "Cast":
+            return self._cast(node, direct)
+        return None
+
+    def keep(self, node: Node) -> None:
+        """A node that could go stays after all."""
+        self._equal.pop(id(node.outputs[0]), None)
+
+    def _before(self, tensor: Tensor) -> Tensor:
+        return self._equal.get(id(tensor), tensor)
+
+    def _removed(self, node: Node, source: Tensor) -> Redundant:
+        self._equal[id(node.outputs[0])] = source
+        return Redundant(node, source, is_removed=True)
+
+    def _transpose(self, node: Node, direct: Tensor) -> Redundant | None:
+        own = _permutation(node)
+        if own is None:
+            return None
+        root, first = self._permuted.get(id(direct), (direct, tuple(range(len(own)))))
+        permutation = tuple(first[axis] for axis in own)
+        if permutation == tuple(range(len(own))):
+            return self._removed(node, root)
+        self._permuted[id(node.outputs[0])] = (root, permutation)
+        return (
+            None
+            if root is node.inputs[0]
+            else Redundant(node, root, is_removed=False, permutation=permutation)
+        )
+
+    def _fixed_order(self, node: Node, direct: Tensor) -> Redundant | None:
+        root = self._ordered.get(id(direct), direct)
+        if _is_same_shape(root, node.outputs[0]):
+            return self._removed(node, root)
+        if _is_same_shape(direct, node.outputs[0]):
+            return self._removed(node, direct)
+        self._ordered[id(node.outputs[0])] = root
+        if root is direct or node.op != "Reshape" or not _is_own_target(node):
+            return None
+        return Redundant(node, root, is_removed=False)
+
+    def _cast(self, node: Node, direct: Tensor) -> Redundant | None:
+        """A Cast to the type that is there; in ``Cast(Cast(x, wider), narrow)`` the type of x."""
+        target = int(node.attrs["to"])
+        if direct.dtype is not None and element_type(direct.dtype) == target:
+            return self._removed(node, direct)
+        earlier = producer(direct)
+        if earlier is None or earlier.op != "Cast" or earlier.inputs[0].dtype is None:
+            return None
+        first = self._before(earlier.inputs[0])
+        if element_type(first.dtype) == target and int(earlier.attrs["to"]) in _WIDER.get(target, ()):
+            return self._removed(node, first)
+        return None
+
+
+def _unchanged(node: Node) -> Tensor | None:
+    """The input that a node returns as it is; None when it may change it."""
+    first = node.inputs[0]
+    only_output = len(node.outputs) == 1 or not any(t.outputs for t in node.outputs[1:])
+    if node.op == "Identity" or (node.op in _OF_ONE and len(node.inputs) == 1):
+        return first
+    if node.op == "Dropout" and only_output and _is_inference(node):
+        return first
+    if node.op == "Pad" and _constant(node, 1) is not None and not np.any(_constant(node, 1)):
+        return first
+    if node.op == "Slice" and _is_everything(node):
+        return first
+    if node.op in _NEUTRAL:
+        for position in (1, 0) if node.op in _COMMUTES else (1,):
+            values, other = _constant(node, position), node.inputs[1 - position]
+            if (
+                values is not None
+                and values.size == 1
+                and other.shape is not None
+                and values.ndim <= len(other.shape)
+                and float(values.reshape(-1)[0]) == _NEUTRAL[node.op]
+                and not _is_bias(node, other)
+            ):
+                return other
+    return None
+
+
+def _is_bias(node: Node, source: Tensor) -> bool:
+    """Whether an Add is the bias of a layer, which keeps its form when a mod moves the bias to zero."""
+    maker = producer(source)
+    return node.op == "Add" and maker is not None and maker.op == "MatMul"
+
+
+def _constant(node: Node, position: int) -> np.ndarray[Any, Any] | None:
+    if len(node.inputs) <= position or not is_constant(node.inputs[position]):
+        return None
+    return values_of(node.inputs[position])
+
+
+def _is_inference(node: Node) -> bool:
+    if len(node.inputs) < 3 or not node.inputs[2].name:
+        return True
+    training = _constant(node, 2)
+    return training is not None and not np.any(training)
+
+
+def _is_everything(node: Node) -> bool:
+    starts, ends = _constant(node, 1), _constant(node, 2)
+    steps = _constant(node, 4) if len(node.inputs) > 4 else np.ones(1)
+    if starts is None or ends is None or steps is None:
+        return False
+    return not np.any(starts) and bool(np.all(ends >= _TO_THE_END)) and bool(np.all(steps == 1))
+
+
+def _permutation(node: Node) -> tuple[int, ...] | None:
+    if "perm" in node.attrs:
+        return tuple(int(axis) for axis in node.attrs["perm"])
+    shape = node.inputs[0].shape
+    return None if shape is None else tuple(reversed(range(len(shape))))
+
+
+def _is_same_shape(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of the same elements in the same order have one shape."""
+    if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
+        return False
+    unknown = 0
+    for first, second in zip(one.shape, other.shape, strict=True):
+        if isinstance(first, int) and isinstance(second, int) and first >= 0:
+            if first != second:
+                return False
+        elif isinstance(first, int) or isinstance(second, int):
+            return False
+        else:
+            unknown += 1
+    return unknown <= 1
+
+
+def _is_own_target(node: Node) -> bool:
+    """Whether the target of a Reshape does not depend on the shape of what it reads."""
+    target = _constant(node, 1)
+    return target is not None and (bool(node.attrs.get("allowzero", 0)) or bool(np.all(target != 0)))

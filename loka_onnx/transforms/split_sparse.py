@@ -1,0 +1,251 @@
+"""Cut a model at its embeddings into a lookup model and a dense model.
+
+Embedding tables often live in a parameter server, and need no engine; the dense part is what one is built
+for. The cut runs through the results of the lookups::
+
+    model(ids, numeric)   =   dense(lookup(ids), numeric)
+
+A lookup is a Gather of rows from a constant table. What computes its ids goes with it. So does the pooling of
+a bag of ids: a reduction of looked-up rows, and the masks and weights that ids alone decide. Nothing is
+computed in another way, so the halves give the bits of the whole, which `verify_split` holds them to on data.
+
+A model is left whole, with the reason, where the dense part needs ids themselves (as numbers, or to compare
+them), where a table is read by more than lookups (tied weights), and where ids come out of a linear layer.
+The one thing of ids that the dense part may read is how many rows there are: it reads that off a cut tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.rewrite import Declined
+from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
+from loka_onnx.graph.sites import is_site
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+_POOLS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax"})
+_MASKS = frozenset(
+    {
+        "Mul",
+        "Div",
+        "Add",
+        "Sub",
+        "Where",
+        "Max",
+        "Clip",
+        "Cast",
+        "Unsqueeze",
+        "Equal",
+        "Greater",
+        "Less",
+        "Not",
+    }
+)
+"""What may stand between a lookup, or the ids, and the pooling."""
+
+
+@dataclass(frozen=True)
+class SparseSplit:
+    """The two halves of a model.
+
+    Attributes:
+        lookup: Takes the ids, returns the cut tensors.
+        dense: Takes the numeric inputs, then the cut tensors; returns what the model returned.
+        cut: The tensors that go from one to the other, named after the modules that look them up.
+    """
+
+    lookup: GraphModel
+    dense: GraphModel
+    cut: tuple[TensorSpec, ...]
+
+
+class _Whole(Exception):
+    """The model cannot be cut; the first argument says where, the second why."""
+
+
+def split_sparse(model: GraphModel) -> SparseSplit | Declined:
+    """Cut a model at the results of its lookups; the model is not changed.
+
+    Args:
+        model: A canonical graph, with the types and shapes of its tensors inferred.
+    """
+    try:
+        return _split(model.copy())
+    except _Whole as reason:
+        return Declined(*reason.args)
+
+
+def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], directory: Path) -> Declined | None:
+    """Run both halves one after the other, and hold them against the whole bit for bit.
+
+    Args:
+        split: The halves.
+        whole: The model that was cut.
+        rows: Batches of its inputs.
+        directory: Where ``lookup.onnx`` and ``dense.onnx`` are written; tables are linked there.
+
+    Returns:
+        None when every output has the same bits on every batch, else where and why the split is not accepted.
+    """
+    options = SessionOptions(optimize=False)
+    split.lookup.save(directory / "lookup.onnx")
+    split.dense.save(directory / "dense.onnx")
+    lookup, dense = (OnnxSession(directory / name, options) for name in ("lookup.onnx", "dense.onnx"))
+    reference = OnnxSession(whole, options)
+    for number, batch in enumerate(rows):
+        before = reference.run(batch)
+        after = dense.run({**batch, **lookup.run(batch)})
+        for name, values in before.items():
+            if values.tobytes() != after[name].tobytes():
+                moved = np.abs(values.astype(np.float64) - after[name].astype(np.float64)).max()
+                return Declined(
+                    name, f"the halves move it by up to {moved:.3g} in batch {number} of {len(rows)}"
+                )
+    return None
+
+
+def _split(model: GraphModel) -> SparseSplit:
+    sparse = _sparse_nodes(model)
+    cut = _cut_tensors(model, sparse)
+    _count_rows_in(model, sparse, cut)
+    ids = {id(t) for node in sparse.values() for t in node.inputs} & {id(t) for t in model.inputs}
+    for tensor in model.inputs:
+        if id(tensor) in ids and _is_integer(tensor):
+            outside = [node for node in tensor.outputs if id(node) not in sparse]
+            if outside:
+                raise _Whole(outside[0].name, f"it reads the ids '{tensor.name}', and is no lookup")
+    for tensor in cut:
+        module = str(tensor.inputs[0].name)
+        tensor.name = model.fresh_name(module.rpartition("/")[0] or module)
+    specs = tuple(_spec(tensor) for tensor in cut)
+    taken_in = [t for t in model.inputs if id(t) in ids]
+    numeric = [t for t in model.inputs if any(id(node) not in sparse for node in t.outputs)]
+    return SparseSplit(model.extract(taken_in, cut), model.extract([*numeric, *cut], model.outputs), specs)
+
+
+def _sparse_nodes(model: GraphModel) -> dict[int, Node]:
+    """The lookups, what computes their ids, and the pooling behind them, by identity."""
+    found: dict[int, Node] = {}
+    pending = [node for node in model.nodes if _is_lookup(model, node)]
+    if not pending:
+        raise _Whole("model", "it has no lookup: no Gather reads rows of a constant table by ids")
+    for lookup in pending:
+        table = lookup.inputs[0]
+        for reader in table.outputs:
+            if not _is_lookup(model, reader) or reader.inputs[0] is not table:
+                raise _Whole(reader.name, f"it reads the table '{table.name}', and is no lookup")
+    while pending:
+        node = pending.pop()
+        if id(node) in found:
+            continue
+        if is_site(node):
+            raise _Whole(node.name, "ids of a lookup come out of this layer")
+        found[id(node)] = node
+        pending += [maker for tensor in node.inputs for maker in tensor.inputs]
+    return found | _pooling(model, found)
+
+
+def _is_lookup(model: GraphModel, node: Node) -> bool:
+    if node.op != "Gather" or int(node.attrs.get("axis", 0)) != 0 or is_constant(node.inputs[1]):
+        return False
+    table = node.inputs[0]
+    is_table = model.is_table(table) or (is_constant(table) and element_type(table.dtype) in _FLOATS)
+    return bool(is_table and len(table.shape or ()) == 2)
+
+
+_FLOATS = frozenset(
+    {
+        onnx.TensorProto.FLOAT,
+        onnx.TensorProto.FLOAT16,
+        onnx.TensorProto.BFLOAT16,
+        onnx.TensorProto.DOUBLE,
+    }
+)
+
+
+def _pooling(model: GraphModel, sparse: Mapping[int, Node]) -> dict[int, Node]:
+    """Reductions of looked-up rows by what ids alone decide, and what lies between."""
+    known = {id(tensor) for node in sparse.values() for tensor in node.outputs}
+    known |= {id(t) for t in model.inputs if any(id(node) in sparse for node in t.outputs)}
+    joined: dict[int, Node] = {}
+    for node in model.sorted_nodes():
+        if id(node) in sparse or node.op not in _POOLS | _MASKS:
+            continue
+        if all(id(t) in known or is_constant(t) or not t.name for t in node.inputs):
+            joined[id(node)] = node
+            known |= {id(tensor) for tensor in node.outputs}
+    pending = [node for node in joined.values() if node.op in _POOLS]
+    kept: dict[int, Node] = {}
+    while pending:
+        node = pending.pop()
+        if id(node) not in kept:
+            kept[id(node)] = node
+            pending += [m for tensor in node.inputs for m in tensor.inputs if id(m) in joined]
+    return kept
+
+
+def _cut_tensors(model: GraphModel, sparse: Mapping[int, Node]) -> list[Tensor]:
+    """What the dense part reads of the lookup part, in the order of the nodes."""
+    cut: list[Tensor] = []
+    for node in (node for node in model.sorted_nodes() if id(node) in sparse):
+        for tensor in node.outputs:
+            if model.is_output(tensor):
+                raise _Whole(node.name, f"its result '{tensor.name}' leaves the graph")
+            readers = [n for n in tensor.outputs if id(n) not in sparse and not _counts_rows(n)]
+            if not readers:
+                continue
+            if not _is_lookup(model, node) and node.op not in _POOLS:
+                raise _Whole(
+                    readers[0].name, f"it reads '{tensor.name}', which is made of ids, and is no lookup"
+                )
+            if tensor.dtype is None or tensor.shape is None:
+                raise _Whole(node.name, f"type or shape of its result '{tensor.name}' is not known")
+            cut.append(tensor)
+    if not cut:
+        raise _Whole("model", "nothing but lookups reads what is looked up")
+    return cut
+
+
+def _counts_rows(node: Node) -> bool:
+    """Whether a Shape is read for the length of axis 0 alone."""
+    if node.op != "Shape" or int(node.attrs.get("start", 0)) != 0:
+        return False
+    if int(node.attrs.get("end", 0)) == 1:
+        return True
+    readers = node.outputs[0].outputs
+    return bool(readers) and all(
+        reader.op == "Gather" and is_constant(reader.inputs[1]) and not np.any(values_of(reader.inputs[1]))
+        for reader in readers
+    )
+
+
+def _count_rows_in(model: GraphModel, sparse: Mapping[int, Node], cut: Sequence[Tensor]) -> None:
+    """Let the dense part count the rows of a cut tensor where it counted those of the ids."""
+    of_ids = [t for t in model.inputs if any(id(node) in sparse for node in t.outputs) and _is_integer(t)]
+    of_ids += [t for node in sparse.values() for t in node.outputs]
+    held = {id(tensor) for tensor in cut}
+    for tensor in of_ids:
+        for node in list(tensor.outputs):
+            has_rows = tensor.shape is not None and tensor.shape[:1] == cut[0].shape[:1]
+            if id(node) not in sparse and id(tensor) not in held and _counts_rows(node) and has_rows:
+                node.inputs[0] = cut[0]
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return element_type(tensor.dtype) not in _FLOATS
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
+    shape = tuple(d if isinstance(d, int) and d >= 0 else None for d in tensor.shape)
+    return TensorSpec(tensor.name, np.dtype(dtype).name, shape)

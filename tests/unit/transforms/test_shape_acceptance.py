@@ -1,0 +1,70 @@
+"""TensorRT for RTX parses and builds every graph that the shape mods make: one engine for each mod's.
+
+Not one engine for all: its compiler (1.7.1) fails on some pairs of graphs that have nothing to do with each
+other, also before any mod (a Reshape and Relu beside a Transpose and two products).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx.compose
+import pytest
+from random_graphs import RandomGraph
+from rewrite_models import artifact
+from shape_cases import CASES
+from shape_models import feeds
+
+from loka_onnx.transforms.sequence import apply_mods
+
+
+def rewritten(name: str, folder: Path) -> onnx.ModelProto:
+    """The model of a case after its mod, every name prefixed with that of the case."""
+    case = CASES[name]
+    source = artifact(case.model(), folder / name / "before.onnx")
+    result = apply_mods(source, [feeds(case.model())], folder / name / "after.onnx", [case.mod()])
+    assert result.log.records[0].applied
+    return onnx.compose.add_prefix(onnx.load(result.model.path), f"{name}/")
+
+
+def together(models: list[onnx.ModelProto]) -> onnx.ModelProto:
+    """Models side by side in one graph, which share nothing but the batch."""
+    joined = models[0]
+    for model in models[1:]:
+        for field in ("node", "initializer", "input", "output", "value_info"):
+            getattr(joined.graph, field).extend(getattr(model.graph, field))
+    onnx.checker.check_model(joined)
+    return joined
+
+
+KINDS = sorted({name.partition("-")[0] for name in CASES})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensorrt_rtx_builds_every_result(kind: str, tmp_path: Path) -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
+    from loka_onnx.engines.request import BatchRange
+    from loka_onnx.engines.tensorrt_rtx.build import BuildSettings, build_engine
+
+    path = tmp_path / "together.onnx"
+    onnx.save(together([rewritten(name, tmp_path) for name in CASES if name.startswith(f"{kind}-")]), path)
+    build_engine(trt, path, BuildSettings("sm89", BatchRange(1, 8, 16)), tmp_path / "engine.trt")
+    assert (tmp_path / "engine.trt").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("seed", range(8))
+def test_tensorrt_rtx_builds_what_the_sequence_makes_of_random_graphs(seed: int, tmp_path: Path) -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
+    from loka_onnx.engines.request import BatchRange
+    from loka_onnx.engines.tensorrt_rtx.build import BuildSettings, build_engine
+
+    model = RandomGraph(seed).model()
+    source = artifact(model, tmp_path / "before.onnx")
+    result = apply_mods(source, [feeds(model)], tmp_path / "after.onnx")
+    build_engine(trt, result.model.path, BuildSettings("sm89", BatchRange(1, 8, 16)), tmp_path / "engine.trt")
+    assert (tmp_path / "engine.trt").stat().st_size > 0
