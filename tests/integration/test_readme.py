@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 from synthetic_runs import BIN
 
-from loka_onnx.config import RunConfig, load_run_file, schema
+from loka_onnx import config as sections
+from loka_onnx.config import OutputConfig, PlanConfig, RunConfig, load_run_file
 from loka_onnx.core import serde
 from loka_onnx.report import ReportData
 
@@ -108,18 +110,18 @@ def test_the_annotated_run_file_names_every_key_with_its_default(tmp_path: Path)
     for name in ("ranker.onnx", "day-07.parquet", "day-08.parquet", "day-09.parquet"):
         (tmp_path / name).touch()
     config = load_run_file(tmp_path / "every-key.yaml")
-    for section in (RunConfig, *(f for f in vars(schema).values() if _is_section(f))):
+    for section in (f for f in vars(sections).values() if _is_section(f)):
         for key in section.model_fields:
             assert re.search(rf"\b{key}:", text), f"{section.__name__}.{key} is not in the example"
     for key in ("batch", "calibration", "build", "threads"):
         assert getattr(config, key) == RunConfig.model_fields[key].get_default(call_default_factory=True)
-    default = schema.PlanConfig()
+    default = PlanConfig()
     assert config.plan.model_copy(update={"keep": ()}) == default
-    assert config.outputs[0].budget == schema.OutputConfig.model_fields["budget"].default
+    assert config.outputs[0].budget == OutputConfig.model_fields["budget"].default
 
 
 def _is_section(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, schema.BaseModel) and bool(value.model_fields)
+    return isinstance(value, type) and issubclass(value, BaseModel) and bool(value.model_fields)
 
 
 def test_no_block_is_left_out() -> None:

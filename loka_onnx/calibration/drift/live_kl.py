@@ -2,9 +2,9 @@
 
 It is measured, and not scaled up from the error of the sites, because that says little about it once the data
 have moved: noise gathers in rows whose values lie far out, and those have a p near 0 or 1 that noise does not
-change. With each of the eight numeric features of MovieLens 1M doubled in turn, KL was .59 to 1.2 times that
-of the profile (DCNv2 and Wukong, 16,384 rows), where the growth of relative noise energy said 1.02 to 7.3
-times: up to twelve times too much.
+change. With each of the eight numeric features of MovieLens 1M doubled in turn, KL was .57 to 1.26 times that
+of the profile (DCNv2 and Wukong, 16,384 rows), where the growth of relative noise energy said 1.01 to 7.6
+times: up to thirteen times too much (`benchmarks/records/drift_alarms.json`).
 """
 
 from __future__ import annotations
