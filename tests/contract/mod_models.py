@@ -56,6 +56,31 @@ class ModModel:
 
 
 MOD_MODELS: dict[str, ModModel] = {
+    "fuse-group-norm": ModModel(
+        "z = Reshape(x, split) q = InstanceNormalization<epsilon=0.001>(z, ones, zeros) n = Reshape(q, back)"
+        " y = Mul(n, gain)",
+        {"gain": (8, 1)},
+        {
+            "split": np.array([0, 2, -1]),
+            "back": np.array([0, 8, 6]),
+            "ones": np.ones(2, np.float32),
+            "zeros": np.zeros(2, np.float32),
+        },
+        inputs="float[batch,8,6] x",
+        output="8,6",
+    ),
+    "fuse-l2-norm": ModModel(
+        "l = ReduceL2(x, axes) q = Div(x, l) [fc] y = MatMul(q, w)", {"w": (8, 8)}, {"axes": np.array([-1])}
+    ),
+    "fold-batch-norm": ModModel(
+        "[fc] h = MatMul(x, w) [bn] n = BatchNormalization(h, gamma, beta, mean, variance) y = Relu(n)",
+        {"w": (8, 8), "gamma": (8,), "beta": (8,), "mean": (8,)},
+        {"variance": np.linspace(0.5, 2, 8, dtype=np.float32)},
+    ),
+    "fold-norm-affine": ModModel(
+        "[norm] n = LayerNormalization(x, gain, shift) [fc] y = MatMul(n, w)",
+        {"w": (8, 8), "gain": (8,), "shift": (8,)},
+    ),
     "einsum-to-matmul": ModModel(
         'y = Einsum<equation="bnd,bmd->bnm">(x, x)', inputs="float[batch,4,8] x", output="4,4"
     ),
