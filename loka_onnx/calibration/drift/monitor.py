@@ -11,9 +11,9 @@ recent batches, which are compared with the profile as `calibration.drift.measur
 comparison of its own, so that the family-wise level holds for each, not for all windows of a year together;
 what alarms must be large enough to matter as well, which chance is not.
 
-Cost on one core of a CPU (DCNv2, `benchmarks/records/drift_alarms.json`): a call of `feed` with 256 rows
-takes 45 µs at a sample rate of 1 %, and a measured batch of 512 rows 21 ms, seven plain passes in FP32.
-Together that is .6 µs for each row that is served, where FP32 itself takes 6.
+Cost on a CPU (`benchmarks/records/drift_alarms.json`): a measured batch takes six to eight plain passes of
+its rows in FP32, so that 1 % of the rows costs 6 to 8 % of what scoring all of them there does; a call of
+`feed` with 256 rows takes some 100 µs.
 """
 
 from __future__ import annotations
