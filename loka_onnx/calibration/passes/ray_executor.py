@@ -195,6 +195,6 @@ def _check_files(paths: Iterable[Path]) -> None:
             raise CalibrationError(
                 f"'{path}' is not there on '{socket.gethostname()}', a machine of the Ray cluster",
                 evidence="the process that started the run reads it",
-                remedy="put the data and the `--work` directory on a file system that all machines share, "
-                "under the same path, or measure here with `--executor local`",
+                remedy="put the data and the run directory (`--output`) on a file system that all machines "
+                "share, under the same path, or measure here with `--executor local`",
             )
