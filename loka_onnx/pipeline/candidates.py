@@ -19,7 +19,7 @@ from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import TransformError
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.transforms.precision import apply_plan
+from loka_onnx.transforms.precision import PlanForm, apply_plan
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class EngineBuilder:
         if key not in self._planned:
             name = f"{candidate.plan.id}-{candidate.base}"
             target = self.directory.path / "planned" / name / "model.onnx"
-            planned = apply_plan(model, candidate.plan, candidate.base, target)
+            planned = apply_plan(model, candidate.plan, PlanForm(candidate.base), target)
             self._planned[key] = planned.path
             self._logs[name] = planned.log
         return self._planned[key]

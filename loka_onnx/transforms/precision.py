@@ -8,6 +8,7 @@ from pathlib import Path
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.errors import InternalError
@@ -31,13 +32,26 @@ class PlannedModel:
     log: RewriteLog
 
 
-def apply_plan(model: ModelArtifact, plan: PrecisionPlan, base: Precision, target: Path) -> PlannedModel:
+@dataclass(frozen=True)
+class PlanForm:
+    """How a plan is written for a backend.
+
+    Attributes:
+        base: Precision of everything that is not FP8, as the backend asks for it.
+        fusions: What the backend computes in one kernel, which Q/DQ must not split.
+    """
+
+    base: Precision
+    fusions: Fusions = Fusions()
+
+
+def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target: Path) -> PlannedModel:
     """Write a plan into a copy of the model.
 
     Args:
         model: The FP32 model that the plan is for.
         plan: The plan.
-        base: Precision of everything that is not FP8, as the backend asks for it.
+        form: How the backend wants it.
         target: Where the planned model is written.
 
     Raises:
@@ -54,9 +68,9 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, base: Precision, targe
     began = time.perf_counter()
     if plan.fp8_sites:
         records.append(_timed(insert_qdq(graph, model.sites, plan), began))
-    if base is not Precision.FP32:
+    if form.base is not Precision.FP32:
         began = time.perf_counter()
-        records.append(_timed(cast_to_base(graph, base, plan), began))
+        records.append(_timed(cast_to_base(graph, form.base, plan), began))
     digest = graph.save(target)
     return PlannedModel(target, digest, RewriteLog(tuple(records)))
 

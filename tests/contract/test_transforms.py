@@ -24,7 +24,7 @@ from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.graph.sites import channel_axis, find_sites
 from loka_onnx.numerics.scales import amax_scale, weight_scales
 from loka_onnx.transforms.base import Mod
-from loka_onnx.transforms.precision import apply_plan
+from loka_onnx.transforms.precision import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
 
 RANKER = """
@@ -212,7 +212,7 @@ CHANGES = {Precision.FP32: 0.15, Precision.BF16: 0.15, Precision.FP16: 0.15}
 @pytest.mark.parametrize("base", list(CHANGES))
 def test_a_planned_model_is_valid_typed_and_close(base: Precision, recipe: Recipe, tmp_path: Path) -> None:
     model = rewritten(tmp_path)
-    planned = apply_plan(model, fp8_plan(model, recipe, base), base, tmp_path / "planned.onnx")
+    planned = apply_plan(model, fp8_plan(model, recipe, base), PlanForm(base), tmp_path / "planned.onnx")
     proto = onnx.load(planned.path)
     onnx.checker.check_model(proto, full_check=True)
     source = onnx.load(model.path)
@@ -234,7 +234,7 @@ def test_a_planned_model_is_valid_typed_and_close(base: Precision, recipe: Recip
 def test_applying_a_plan_twice_gives_the_same_bytes(base: Precision, tmp_path: Path) -> None:
     model = rewritten(tmp_path)
     plan = fp8_plan(model, PER_CHANNEL_WEIGHT, base)
-    digests = [apply_plan(model, plan, base, tmp_path / str(i) / "m.onnx").digest for i in range(2)]
+    digests = [apply_plan(model, plan, PlanForm(base), tmp_path / str(i) / "m.onnx").digest for i in range(2)]
     assert digests[0] == digests[1]
     # The source is not written to.
     assert GraphModel.load(model.path).save(tmp_path / "again.onnx") == model.digest
@@ -245,7 +245,9 @@ def test_applying_a_plan_twice_gives_the_same_bytes(base: Precision, tmp_path: P
 def test_nvidias_parser_accepts_every_planned_model(base: Precision, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     model = rewritten(tmp_path)
-    planned = apply_plan(model, fp8_plan(model, PER_CHANNEL_WEIGHT, base), base, tmp_path / "planned.onnx")
+    planned = apply_plan(
+        model, fp8_plan(model, PER_CHANNEL_WEIGHT, base), PlanForm(base), tmp_path / "planned.onnx"
+    )
     logger = trt.Logger(trt.Logger.ERROR)
     network = trt.Builder(logger).create_network(0)
     parser = trt.OnnxParser(network, logger)
@@ -255,7 +257,7 @@ def test_nvidias_parser_accepts_every_planned_model(base: Precision, tmp_path: P
 def test_fp8_weights_take_one_byte(tmp_path: Path) -> None:
     model = rewritten(tmp_path)
     plan = fp8_plan(model, PER_TENSOR, Precision.BF16)
-    proto = onnx.load(apply_plan(model, plan, Precision.BF16, tmp_path / "planned.onnx").path)
+    proto = onnx.load(apply_plan(model, plan, PlanForm(Precision.BF16), tmp_path / "planned.onnx").path)
     stored = {t.name: t for t in proto.graph.initializer if t.data_type == TensorProto.FLOAT8E4M3FN}
     for site in model.linear_sites:
         assert len(stored[f"{site.name}/weight/fp8"].raw_data) == site.k * site.n

@@ -29,7 +29,7 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.transforms.precision import apply_plan
+from loka_onnx.transforms.precision import PlanForm, apply_plan
 
 pytest.importorskip("torch")
 ort = pytest.importorskip("onnxruntime")
@@ -91,7 +91,7 @@ def planned(name: str, recipe: Recipe, scratch: Path) -> Planned:
     plan = make_plans(run.artifact, profile, OUTPUTS, RECIPES, chosen).plan("fp8-all")
     assert plan.fp8_sites == tuple(site.name for site in run.artifact.linear_sites)
     path = scratch / f"{name}-{recipe.weight}.onnx"
-    apply_plan(run.artifact, plan, Precision.FP32, path)
+    apply_plan(run.artifact, plan, PlanForm(Precision.FP32), path)
     return Planned(onnx.load(path), path, plan, run.inputs())
 
 

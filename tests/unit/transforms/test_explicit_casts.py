@@ -24,7 +24,7 @@ from loka_onnx.errors import InternalError, TransformError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.explicit_casts import cast_to_base
-from loka_onnx.transforms.precision import apply_plan
+from loka_onnx.transforms.precision import PlanForm, apply_plan
 
 BASES = {Precision.BF16: TensorProto.BFLOAT16, Precision.FP16: TensorProto.FLOAT16}
 both_bases = pytest.mark.parametrize("base", list(BASES))
@@ -62,7 +62,7 @@ def plain_plan(model: ModelArtifact, base: Precision, fp32: tuple[str, ...] = ()
 
 def cast(proto: onnx.ModelProto, base: Precision, folder: Path, fp32: tuple[str, ...] = ()) -> Typed:
     source = artifact(proto, folder / "before.onnx")
-    planned = apply_plan(source, plain_plan(source, base, fp32), base, folder / "after.onnx")
+    planned = apply_plan(source, plain_plan(source, base, fp32), PlanForm(base), folder / "after.onnx")
     after = onnx.load(planned.path, load_external_data=False)
     return Typed(source, after, planned.path, planned.log.records[-1].applied)
 
@@ -171,7 +171,7 @@ def test_a_kept_site_that_the_graph_lacks_is_our_bug(tmp_path: Path) -> None:
     lost = Decision("gone", Precision.FP32, None, Verdict.NOT_JUDGED, "test")
     plan = PrecisionPlan("bf16", source.digest, Precision.BF16, (lost,), {}, 0.0)
     with pytest.raises(InternalError, match="no node named 'gone'"):
-        apply_plan(source, plan, Precision.BF16, tmp_path / "after.onnx")
+        apply_plan(source, plan, PlanForm(Precision.BF16), tmp_path / "after.onnx")
 
 
 def with_table(folder: Path) -> onnx.ModelProto:
@@ -411,7 +411,7 @@ def quantized(base: Precision, folder: Path, case: str = "gemm_transb", size: fl
     rows = {"x": random_rows(16, *product.shape)}
     recipe = PER_CHANNEL_WEIGHT if base is Precision.BF16 else PER_TENSOR
     plan = quantizing_plan(source, rows, recipe, base=base)
-    planned = apply_plan(source, plan, base, folder / "after.onnx")
+    planned = apply_plan(source, plan, PlanForm(base), folder / "after.onnx")
     return Typed(source, onnx.load(planned.path), planned.path, planned.log.records[-1].applied)
 
 
@@ -428,7 +428,7 @@ def test_qdq_is_typed_by_the_base_and_keeps_its_scales(base: Precision, tmp_path
             {"x": random_rows(16, *PRODUCTS["gemm_transb"].shape)},
             PER_CHANNEL_WEIGHT if base is Precision.BF16 else PER_TENSOR,
         ),
-        Precision.FP32,
+        PlanForm(Precision.FP32),
         tmp_path / "fp32.onnx",
     )
     exact = onnx.load(before.path)

@@ -20,7 +20,7 @@ from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, R
 from loka_onnx.errors import InternalError
 from loka_onnx.numerics.float8 import fake_quantize
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.transforms.precision import PlannedModel, apply_plan
+from loka_onnx.transforms.precision import PlanForm, PlannedModel, apply_plan
 
 RECIPES = {"per_tensor": PER_TENSOR, "per_channel": PER_CHANNEL_WEIGHT}
 
@@ -41,7 +41,7 @@ class Quantized:
 def quantize(proto: onnx.ModelProto, rows: Arrays, recipe: Recipe, folder: Path, **plan: Any) -> Quantized:
     source = artifact(proto, folder / "before.onnx")
     made = quantizing_plan(source, rows, recipe, **plan)
-    planned = apply_plan(source, made, Precision.FP32, folder / "after.onnx")
+    planned = apply_plan(source, made, PlanForm(Precision.FP32), folder / "after.onnx")
     return Quantized(source, made, planned, onnx.load(planned.path))
 
 
@@ -200,5 +200,5 @@ def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     source = artifact(PRODUCTS["gemm"].model(), tmp_path / "before.onnx")
     plan = PrecisionPlan("fp8-safe", "0" * 64, Precision.BF16, (), {}, 0.0)
     with pytest.raises(InternalError, match="plan 'fp8-safe' was made for another model") as caught:
-        apply_plan(source, plan, Precision.BF16, tmp_path / "after.onnx")
+        apply_plan(source, plan, PlanForm(Precision.BF16), tmp_path / "after.onnx")
     assert source.digest[:12] in caught.value.evidence
