@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loka_onnx.core.artifact import ModelArtifact
@@ -42,7 +42,7 @@ class PlanForm:
     """
 
     base: Precision
-    fusions: Fusions = Fusions()
+    fusions: Fusions = field(default_factory=Fusions)
 
 
 def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target: Path) -> PlannedModel:

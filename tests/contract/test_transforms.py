@@ -245,7 +245,8 @@ def test_applying_a_plan_twice_gives_the_same_bytes(base: Precision, tmp_path: P
 def test_nvidias_parser_accepts_every_planned_model(base: Precision, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     model = rewritten(tmp_path)
-    planned = apply_plan(
+    plan = fp8_plan(model, PER_CHANNEL_WEIGHT, base)
+    planned = apply_plan(model, plan, PlanForm(base), tmp_path / "planned.onnx")
         model, fp8_plan(model, PER_CHANNEL_WEIGHT, base), PlanForm(base), tmp_path / "planned.onnx"
     )
     logger = trt.Logger(trt.Logger.ERROR)
