@@ -247,8 +247,6 @@ def test_nvidias_parser_accepts_every_planned_model(base: Precision, tmp_path: P
     model = rewritten(tmp_path)
     plan = fp8_plan(model, PER_CHANNEL_WEIGHT, base)
     planned = apply_plan(model, plan, PlanForm(base), tmp_path / "planned.onnx")
-        model, fp8_plan(model, PER_CHANNEL_WEIGHT, base), PlanForm(base), tmp_path / "planned.onnx"
-    )
     logger = trt.Logger(trt.Logger.ERROR)
     network = trt.Builder(logger).create_network(0)
     parser = trt.OnnxParser(network, logger)
