@@ -60,8 +60,8 @@ from loka_onnx.planning.policy import PlanOptions, make_plans
 
 PLANS = ("fp8-all", "fp8-safe")
 HALVINGS = 400
-MOST_ROWS = {"interformer": 60_000}
-"""Certification rows of a model whose many sites would take an hour over all of them."""
+MOST_ROWS = {"interformer": 20_000}
+"""Rows of calibration, and of certification, of a model whose many sites would take hours over all rows."""
 
 Values = npt.NDArray[np.float64]
 
@@ -231,7 +231,9 @@ def measure(model: str, data: PreparedData, options: argparse.Namespace) -> dict
     with TemporaryDirectory(dir=options.directory) as directory:
         scratch = Path(directory)
         artifact = exported(model, data, options.directory, scratch)
-        profile = profile_of(artifact, spec, split_of(data, "calibration"), scratch, options.threads)
+        profile = profile_of(
+            artifact, spec, split_of(data, "calibration"), scratch, options.threads, MOST_ROWS.get(model)
+        )
         plans = make_plans(artifact, profile, (spec,), RECIPES, PlanOptions(plans=PLANS)).plans
         sets = _sets(artifact, profile, plans)
         switchable = switchable_of(artifact, profile, scratch)

@@ -58,13 +58,19 @@ def split_of(data: PreparedData, name: str) -> Dataset:
 
 
 def profile_of(
-    artifact: ModelArtifact, spec: OutputSpec, data: Dataset, scratch: Path, threads: int
+    artifact: ModelArtifact,
+    spec: OutputSpec,
+    data: Dataset,
+    scratch: Path,
+    threads: int,
+    rows: int | None = None,
 ) -> Profile:
-    """Every site calibrated on all rows of a split: the number of rows is fixed beforehand."""
+    """Every site calibrated on all rows of a split, or so many: the number of rows is fixed beforehand."""
     options = ProbeOptions(
         recipes=RECIPES,
         batch_size=BATCH,
         threads=threads,
+        rows=rows,
         group=GROUP,
         error_precision=None,
     )
