@@ -105,13 +105,14 @@ def enlarge_tables(proto: onnx.ModelProto, table_bytes: int, path: Path) -> int:
     width = int(tables[0].dims[1])
     # Whole pages, so that each table starts on one and can be mapped.
     rows = max(table_bytes // (TABLES * width * 4) // 1024, 1) * 1024
-    random = np.random.default_rng(0)
+    # The same block again and again: drawing 12 GB takes minutes, and nothing here depends on the values.
+    block = np.random.default_rng(0).standard_normal((min(BLOCK_ROWS, rows), width), dtype=np.float32)
+    block *= np.float32(0.05)
     with path.open("wb") as stream:
         for table in tables:
             offset = stream.tell()
             for start in range(0, rows, BLOCK_ROWS):
-                block = random.standard_normal((min(BLOCK_ROWS, rows - start), width), dtype=np.float32)
-                stream.write((block * np.float32(0.05)).data)
+                stream.write(block[: rows - start].data)
             set_external_data(table, path.name, offset, stream.tell() - offset)
             table.dims[0] = rows
             table.ClearField("raw_data")

@@ -1,5 +1,7 @@
 """Accuracy of plans on MovieLens 1M: the whole pipeline over trained models of the zoo.
 
+Each model runs as it was exported, and with everything that makes it safer: mods, smoothing, corrections.
+
 Needs the files under ``$LOKA_ONNX_DATA`` (research use; nothing derived from them is kept but figures)::
 
     python -m benchmarks.pipeline.movielens1m --models dcnv2 wukong
@@ -8,8 +10,12 @@ Needs the files under ``$LOKA_ONNX_DATA`` (research use; nothing derived from th
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import onnx
 
 from benchmarks.pipeline.training import GROUP, TRAINING, arguments_of, trained
 from benchmarks.recording import write_record
@@ -21,10 +27,33 @@ from loka_onnx.data.parquet import write_parquet
 from loka_onnx.data.prepared import PreparedData
 from loka_onnx.pipeline.demo import BUILDER
 from loka_onnx.pipeline.run import RunOptions, RunResult, run
+from loka_onnx.transforms.sequence import DEFAULT_MODS
+
+WITHOUT_MODS = {
+    "mods": {"skip": [mod.name for mod in DEFAULT_MODS], "smoothing": False},
+    "plan": {"corrections": False},
+}
+"""Sections of a run file that leave the exported model as it is."""
 
 
-def run_pipeline(model: str, data: PreparedData, directory: Path, budget: float) -> RunResult:
-    """Every stage over one model, engines for the CPU only."""
+def run_pipeline(
+    model: str,
+    data: PreparedData,
+    directory: Path,
+    budget: float,
+    name: str,
+    sections: Mapping[str, Mapping[str, Any]],
+) -> RunResult:
+    """Every stage over one model, engines for the CPU only.
+
+    Args:
+        model: Name in the zoo.
+        data: MovieLens 1M.
+        directory: Of checkpoints and runs.
+        budget: Largest accepted loss.
+        name: Of the run's directory.
+        sections: Of the run file, beside those that say what is run.
+    """
     checkpoint = trained(model, data, directory)
     # The run file names whole files; selection is a part of train.parquet.
     files = {
@@ -41,8 +70,9 @@ def run_pipeline(model: str, data: PreparedData, directory: Path, budget: float)
                 "inputs": {b.input: list(b.columns) for b in data.bindings},
             },
             "targets": [{"device": "cpu", "backends": ["onnxruntime"]}],
-            "plan": {"plans": ["fp32", "fp8-all", "fp8-safe"]},
-            "output": directory / f"run-{model}",
+            **sections,
+            "plan": {"plans": ["fp32", "fp8-all", "fp8-safe"], **sections.get("plan", {})},
+            "output": directory / name,
         },
         directory,
     )
@@ -70,6 +100,8 @@ def figures(result: RunResult) -> dict[str, Any]:
     report = result.report
     assert report is not None
     found: dict[str, Any] = {
+        "nodes": {name: _nodes(result.directory / f"model/{name}.onnx") for name in ("exported", "modified")},
+        "rewrites": {r.transform: len(r.applied) for r in report.rewrites["mods"].records if r.applied},
         "fp8_able_flops_per_example": report.modified.fp8_able_flops,
         "linear_sites": len(report.modified.linear_sites),
         "error_rows": report.profile.error_rows,
@@ -94,6 +126,10 @@ def figures(result: RunResult) -> dict[str, Any]:
     return found
 
 
+def _nodes(path: Path) -> int:
+    return len(onnx.load(os.fspath(path), load_external_data=False).graph.node)
+
+
 def _verdicts(plan: PrecisionPlan) -> dict[str, list[str]]:
     """Names of the sites by verdict."""
     found: dict[str, list[str]] = {}
@@ -112,10 +148,23 @@ def _output(output: OutputEvaluation) -> dict[str, Any]:
     return entry
 
 
+def _print_plans(title: str, plans: Mapping[str, Mapping[str, Any]]) -> None:
+    for plan, entry in plans.items():
+        split = entry.get("certification")
+        if split:
+            delta = split.get("delta_ne_percent", [0, 0, 0])
+            print(
+                f"{title} {plan}: NE {split['ne']:.5f} AUC {split['auc']:.5f} ΔNE {delta[0]:+.4f} "
+                f"[{delta[1]:+.4f}, {delta[2]:+.4f}] % sites {entry.get('fp8_sites', 0)} "
+                f"share {100 * entry.get('fp8_share_of_flops', 0):.1f} %",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Run and record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["dcnv2", "wukong"], choices=sorted(TRAINING))
+    parser.add_argument("--models", nargs="+", default=sorted(TRAINING), choices=sorted(TRAINING))
     parser.add_argument("--directory", type=Path, default=Path("runs/bench-movielens1m"))
     parser.add_argument("--budget", type=float, default=0.0002)
     options = parser.parse_args()
@@ -124,18 +173,12 @@ def main() -> None:
     data = movielens_1m()
     found = {}
     for model in options.models:
-        result = run_pipeline(model, data, directory, options.budget)
-        found[model] = figures(result)
-        for plan, entry in found[model]["plans"].items():
-            split = entry.get("certification")
-            if split:
-                delta = split.get("delta_ne_percent", [0, 0, 0])
-                print(
-                    f"{model} {plan}: NE {split['ne']:.5f} AUC {split['auc']:.5f} ΔNE {delta[0]:+.4f} "
-                    f"[{delta[1]:+.4f}, {delta[2]:+.4f}] % sites {entry.get('fp8_sites', 0)} "
-                    f"share {100 * entry.get('fp8_share_of_flops', 0):.1f} %",
-                    flush=True,
-                )
+        found[model] = {}
+        for variant, sections in {"as exported": WITHOUT_MODS, "with mods": {}}.items():
+            name = f"run-{model}-{variant.replace(' ', '-')}"
+            result = run_pipeline(model, data, directory, options.budget, name, sections)
+            found[model][variant] = figures(result)
+            _print_plans(f"{model} {variant}", found[model][variant]["plans"])
     settings = {
         "budget": options.budget,
         "group": GROUP,

@@ -5,6 +5,7 @@ from loka_onnx.bundle.contents import (
     FP8_TOLERANCE,
     BundleContents,
     BundleEngine,
+    BundleLookup,
     Expectation,
 )
 from loka_onnx.bundle.inspection import describe, inspect_bundle
@@ -19,6 +20,7 @@ __all__ = [
     "BatchRange",
     "BundleContents",
     "BundleEngine",
+    "BundleLookup",
     "Expectation",
     "Manifest",
     "describe",

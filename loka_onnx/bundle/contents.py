@@ -15,6 +15,7 @@ from loka_onnx.core.evaluation import Choice, Evaluation
 from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.manifest import BatchRange
 from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.split import Halves
 
 ArrayMap = Mapping[str, npt.NDArray[Any]]
 
@@ -65,6 +66,19 @@ class BundleEngine:
 
 
 @dataclass(frozen=True)
+class BundleLookup:
+    """The lookup half of a model that was cut at its embeddings.
+
+    Attributes:
+        halves: The halves; their paths are relative to `BundleContents.root`.
+        looked_up: One array per cut tensor, for the rows of the sample.
+    """
+
+    halves: Halves
+    looked_up: ArrayMap
+
+
+@dataclass(frozen=True)
 class BundleContents:
     """Everything a bundle is made of.
 
@@ -82,6 +96,7 @@ class BundleContents:
         report: Report files to ship, absolute or relative to the working directory.
         lineage: Finished stages.
         versions: Version of every library that took part.
+        lookup: What looks ids up for engines of the dense half; None where every engine is of the whole.
     """
 
     root: Path
@@ -96,3 +111,4 @@ class BundleContents:
     report: tuple[Path, ...]
     lineage: tuple[StageRecord, ...]
     versions: dict[str, str]
+    lookup: BundleLookup | None = None

@@ -7,7 +7,11 @@ Layout::
     sample.npz              input/<name> and expected/<engine>/<output>
     engines/<id>/…          one directory per engine
     fallback/…              the exported FP32 model, external data beside it
+    lookup/…                the lookup model of a model that was cut at its embeddings, its tables beside it
     report/…                the report's files
+
+Models of a run share their tables: files that are one file in the run directory are one file here too, under
+several names (hard links), so that a bundle holds each table once.
 """
 
 from __future__ import annotations
@@ -36,11 +40,14 @@ from loka_onnx.core.manifest import (
     BundleFile,
     EngineEntry,
     Manifest,
+    SparseCut,
     path_problem,
     sample_expected_key,
     sample_input_key,
+    sample_looked_up_key,
 )
 from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleError, OutputError
 from loka_onnx.sessions.bundle_files import external_data_locations, verify_bundle
 
@@ -91,10 +98,19 @@ class _Stage:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files: dict[str, BundleFile] = {}
+        self._copied: dict[tuple[int, int], BundleFile] = {}
 
     def copy(self, source: Path, path: str) -> BundleFile:
-        """Copies a file in chunks, so that weights of any size fit in memory."""
+        """Copies a file in chunks, so that weights of any size fit in memory.
+
+        A source that was copied before, under this name or another, becomes a link to that copy.
+        """
         target = self._place(path)
+        if source.is_file():
+            status = source.stat()
+            earlier = self._copied.get((status.st_dev, status.st_ino))
+            if earlier is not None and earlier.path != path and _linked(self.root / earlier.path, target):
+                return self._record(path, earlier.bytes, earlier.sha256)
         state, size = hashlib.sha256(), 0
         try:
             with source.open("rb") as reader, target.open("wb") as writer:
@@ -108,7 +124,10 @@ class _Stage:
                 evidence=str(error),
                 remedy="run the stage that writes it again",
             ) from error
-        return self._record(path, size, state.hexdigest())
+        status = source.stat()
+        copied = self._record(path, size, state.hexdigest())
+        self._copied.setdefault((status.st_dev, status.st_ino), copied)
+        return copied
 
     def write_text(self, text: str, path: str) -> BundleFile:
         """Writes a text file."""
@@ -145,9 +164,19 @@ class _Stage:
         return self.files[path]
 
 
+def _linked(file: Path, name: Path) -> bool:
+    """Gives a file of the bundle a second name; False where the file system cannot, or the name is taken."""
+    try:
+        name.hardlink_to(file)
+    except OSError:
+        return False
+    return True
+
+
 def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:
     engines = tuple(_write_engine(contents, engine, stage) for engine in contents.engines)
     fallback = _write_fallback(contents, stage)
+    cut = _write_lookup(contents, stage)
     shipped = {e.plan for e in engines}
     plans = PlanSet(tuple(p for p in contents.plans.plans if p.id in shipped))
     if shipped - {p.id for p in plans.plans}:
@@ -173,6 +202,7 @@ def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:
         lineage=contents.lineage,
         versions=contents.versions,
         files=tuple(stage.files[path] for path in sorted(stage.files)),
+        cut=cut,
     )
 
 
@@ -210,6 +240,7 @@ def _write_engine(contents: BundleContents, engine: BundleEngine, stage: _Stage)
         digest=file.sha256,
         tolerance=dict(engine.expectation.tolerance),
         evaluation=engine.evaluation,
+        part=artifact.part,
     )
 
 
@@ -233,6 +264,14 @@ def _write_fallback(contents: BundleContents, stage: _Stage) -> EngineEntry:
     )
 
 
+def _write_lookup(contents: BundleContents, stage: _Stage) -> SparseCut | None:
+    if contents.lookup is None:
+        return None
+    halves = contents.lookup.halves
+    file = _copy_with_external_data(contents.root / halves.lookup.path, "lookup", stage)[0]
+    return SparseCut(file.path, tuple(i.name for i in halves.lookup.inputs), halves.passed, halves.cut)
+
+
 def _copy_with_external_data(source: Path, folder: str, stage: _Stage) -> list[BundleFile]:
     # The model first: a file that is not one must fail before its weights are copied.
     file = stage.copy(source, f"{folder}/{source.name}")
@@ -242,6 +281,9 @@ def _copy_with_external_data(source: Path, folder: str, stage: _Stage) -> list[B
 
 def _sample_arrays(contents: BundleContents) -> dict[str, npt.NDArray[Any]]:
     arrays = {sample_input_key(name): np.asarray(value) for name, value in contents.sample.items()}
+    if contents.lookup is not None:
+        for name, value in contents.lookup.looked_up.items():
+            arrays[sample_looked_up_key(name)] = np.asarray(value)
     for engine, expectation in _expectations(contents):
         for name, value in expectation.outputs.items():
             arrays[sample_expected_key(engine, name)] = np.asarray(value)
@@ -255,7 +297,15 @@ def _expectations(contents: BundleContents) -> list[tuple[str, Expectation]]:
 
 def _check_sample(contents: BundleContents) -> None:
     _check_arrays("sample", contents.sample, contents.model.inputs)
-    rows = {value.shape[0] for value in contents.sample.values()}
+    if contents.lookup is not None:
+        _check_arrays("looked-up rows of the sample", contents.lookup.looked_up, contents.lookup.halves.cut)
+    elif any(engine.artifact.part is Part.DENSE for engine in contents.engines):
+        raise BundleError(
+            "an engine takes looked-up rows, and there is no lookup model to ship",
+            remedy="pass the halves of the cut as `lookup`",
+        )
+    looked_up = {} if contents.lookup is None else contents.lookup.looked_up
+    rows = {value.shape[0] for arrays in (contents.sample, looked_up) for value in arrays.values()}
     if len(rows) != 1 or not contents.batch.min <= min(rows) <= contents.batch.max:
         raise BundleError(
             "the sample is not one batch that the engines accept",

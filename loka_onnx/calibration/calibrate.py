@@ -34,7 +34,7 @@ from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.data import Dataset
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel, values_of
@@ -68,6 +68,8 @@ class ProbeOptions:
         group: Column of rows that belong together; None where rows are independent.
         draws: Draws of the rounding noise (`effects.perturbation`); 1 for the scales themselves only.
         seed: Order in which rows are taken where not all of them may be.
+        magnitudes: Whether the magnitudes of all tensors are measured, as FP16 needs them: one more pass, of
+            plain inference.
         threads: Batches at once, each on one thread; 0 for one a core.
         executor: Where batches run; None for threads of this process.
     """
@@ -86,6 +88,7 @@ class ProbeOptions:
     group: str | None = None
     draws: int = 4
     seed: int = 0
+    magnitudes: bool = False
     threads: int = 0
     executor: Executor | None = None
 
@@ -128,6 +131,10 @@ def calibrate(
     probe = Probe(model, sites, data, _pass_options(options), executor, progress)
     with clock.times("ranges"):
         ranges = probe.ranges(scratch)
+    tensors: dict[str, TensorRange] = {}
+    if options.magnitudes:
+        with clock.times("magnitudes"):
+            tensors = probe.magnitudes(scratch)
     scales = (
         scales_of(ranges, options.recipes)
         if options.scales is None
@@ -163,6 +170,7 @@ def calibrate(
             seconds=clock.seconds,
             groups=measured.groups,
             weights=weights,
+            tensors=tensors,
         )
 
     ask = options.open_verdicts

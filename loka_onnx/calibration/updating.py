@@ -85,6 +85,7 @@ def _options(profile: Profile, options: ProbeOptions) -> ProbeOptions:
         scales=profile.scales,
         only=frozenset(entry.site for entry in profile.sites),
         batch_size=sizes[0] if sizes else options.batch_size,
+        magnitudes=bool(profile.tensors),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,8 +12,13 @@ from loka_onnx.cli.outcome import print_written
 from loka_onnx.cli.run import Output, Overrides, RunFile, read_run_file, run_until
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.explanation import Explanation, Line, Mark, SiteStory, explain
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
+from loka_onnx.core.split import ModelSplit
 from loka_onnx.pipeline.run import RunOptions, Stage
+
+_SIGNS = {Mark.APPLIED: ("+", "green"), Mark.DECLINED: ("-", "yellow"), Mark.ROLLED_BACK: ("!", "red")}
 
 
 def transform(
@@ -28,13 +34,28 @@ def transform(
     terminal = terminal_of(context)
     config = read_run_file(run_file, output, overrides)
     result = run_until(terminal, config, RunOptions(resume=True, until=Stage.TRANSFORM))
-    log = serde.read(RewriteLog, result.directory / "model/mods.json")
+    models = result.directory / "model"
+    log = serde.read(RewriteLog, models / "mods.json")
     for record in log.records:
-        _print_record(terminal, record, explain=explain)
-    print_written(terminal, result, "model/modified.onnx", "model/mods.json", "profile.json")
+        _print_record(terminal, record)
+    written = ["model/modified.onnx", "model/mods.json", "profile.json"]
+    if config.model.split_sparse:
+        split = serde.read(ModelSplit, models / "split.json")
+        log = RewriteLog((*log.records, *split.log.records))
+        _print_record(terminal, split.log.records[0])
+        halves = [] if split.halves is None else ["model/lookup.onnx", "model/dense.onnx"]
+        written = [written[0], *halves, "model/split.json", *written[1:]]
+    if explain:
+        _print_explanation(terminal, _explanation(log, models))
+    print_written(terminal, result, *written)
 
 
-def _print_record(terminal: Terminal, record: RewriteRecord, *, explain: bool) -> None:
+def _explanation(log: RewriteLog, models: Path) -> Explanation:
+    before, after = (serde.read(ModelArtifact, models / f"{name}.json") for name in ("exported", "modified"))
+    return explain(log, before.sites, after.sites)
+
+
+def _print_record(terminal: Terminal, record: RewriteRecord) -> None:
     check = ""
     if record.max_abs is not None and record.tolerance is not None:
         check = f"; largest change of an output {record.max_abs:.3g}, tolerance {record.tolerance:.3g}"
@@ -46,11 +67,32 @@ def _print_record(terminal: Terminal, record: RewriteRecord, *, explain: bool) -
         ),
         soft_wrap=True,
     )
-    if not explain:
-        return
-    for applied in record.applied:
-        terminal.out.print(Text.assemble(("  + ", "green"), f"{applied.at}: {applied.what}"), soft_wrap=True)
-    for declined in record.declined:
+
+
+def _print_explanation(terminal: Terminal, explanation: Explanation) -> None:
+    terminal.out.print()
+    for story in explanation.sites:
+        terminal.out.print(Text.assemble((story.site, "bold"), _fate(story)), soft_wrap=True)
+        _print_lines(terminal, story.lines, story.site)
+    if explanation.elsewhere:
+        terminal.out.print(Text("elsewhere", "bold"))
+        _print_lines(terminal, explanation.elsewhere, "")
+    terminal.out.print()
+
+
+def _fate(story: SiteStory) -> str:
+    """What stands behind the name of a site."""
+    if story.became:
+        return f" → {', '.join(story.became)}"
+    if story.is_gone:
+        return ": no site of the model any more"
+    return "" if story.lines else ": nothing applied or declined"
+
+
+def _print_lines(terminal: Terminal, lines: tuple[Line, ...], site: str) -> None:
+    for line in lines:
+        sign, colour = _SIGNS[line.mark]
+        where = "" if line.at == site else f" at {line.at}"
         terminal.out.print(
-            Text.assemble(("  - ", "yellow"), f"{declined.at}: {declined.reason}"), soft_wrap=True
+            Text.assemble((f"  {sign} ", colour), f"{line.transform}{where}: {line.text}"), soft_wrap=True
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from loka_onnx.config.choices import Backend, Executor, PlanId, ScaleRule, SplitBy, WeightGranularity
 from loka_onnx.config.data_sections import BatchConfig, DataConfig, OutputConfig, SplitConfig, SplitFractions
 from loka_onnx.config.loading import build_run_config, load_run_file, parse_overrides
+from loka_onnx.config.mod_sections import ModsConfig
 from loka_onnx.config.precision_sections import CalibrationConfig, PlanConfig
 from loka_onnx.config.presets import Preparation, Preset, load_preset, preset_names
 from loka_onnx.config.schema import BuildConfig, ModelConfig, RunConfig, TargetConfig, run_file_schema
@@ -17,6 +18,7 @@ __all__ = [
     "DataConfig",
     "Executor",
     "ModelConfig",
+    "ModsConfig",
     "OutputConfig",
     "PlanConfig",
     "PlanId",

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from loka_onnx.config.choices import Executor, PlanId, ScaleRule, WeightGranularity
 from loka_onnx.config.fields import Count, Seed, Strict, Text, fault
 from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.plan import Protection
 
 
 class CalibrationConfig(Strict):
@@ -64,10 +65,23 @@ class CalibrationConfig(Strict):
 class PlanConfig(Strict):
     """What plans may do, and which compete. Patterns are those of a shell, over site names."""
 
-    keep: tuple[Text, ...] = Field((), description="patterns of sites that stay in the base precision")
+    keep: tuple[Text, ...] = Field(
+        (),
+        description="patterns of sites that stay in the base precision (norms in FP32), by their names in "
+        "the exported model or the modules that they are in; a pattern that names no site names other nodes, "
+        "which stay in FP32",
+    )
+    protect: tuple[Protection, ...] = Field(
+        (Protection.LOGITS,),
+        description="what else stays in FP32 where the base is not: logits (temperature, calibration, sums "
+        "and whatever else is computed behind the last product of an output), residual (Adds that join a "
+        "block to its own input; FP8 never reaches them, FP32 costs twice the memory traffic of BF16)",
+    )
     force: tuple[Text, ...] = Field((), description="patterns of sites that run in FP8 whatever was measured")
-    base: Literal[Precision.BF16, Precision.FP16, Precision.FP32] = Field(
-        Precision.BF16, description="bf16, fp16 or fp32: precision of everything that does not run in FP8"
+    base: Literal[Precision.BF16, Precision.FP16, Precision.FP32, "auto"] = Field(
+        Precision.BF16,
+        description="bf16, fp16, fp32 or auto: precision of everything that does not run in FP8; auto takes "
+        "fp16 where the calibration rows show that it fits with a factor of 8 to spare, else bf16",
     )
     weight_granularity: WeightGranularity = Field(
         WeightGranularity.BEST,
@@ -83,6 +97,11 @@ class PlanConfig(Strict):
         description="rule of activation scales: amax (no calibration row saturates), percentile (99.99 % of "
         "the values do not), mse (smallest squared error that the histogram predicts), or best to measure "
         "these and take at each site the one with the smallest error; weights are scaled by amax",
+    )
+    corrections: bool = Field(
+        True,
+        description="whether constants are fitted to each FP8 plan (the mean error of a site into its bias, "
+        "the FP32 model's mean logit on an output) and kept where they help on the selection split",
     )
     plans: tuple[PlanId, ...] = Field(
         (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE),

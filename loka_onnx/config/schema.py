@@ -14,6 +14,7 @@ from pydantic import Field, JsonValue, PrivateAttr, StringConstraints, Validatio
 from loka_onnx.config.choices import Backend
 from loka_onnx.config.data_sections import BatchConfig, DataConfig, OutputConfig
 from loka_onnx.config.fields import Count, ResolvedPath, Strict, Text, fault
+from loka_onnx.config.mod_sections import ModsConfig
 from loka_onnx.config.precision_sections import CalibrationConfig, PlanConfig
 from loka_onnx.core.artifact import OutputSpec
 
@@ -30,6 +31,12 @@ class ModelConfig(Strict):
     checkpoint: ResolvedPath | None = Field(None, description="weights for the torch module, .safetensors")
     arguments: dict[str, JsonValue] = Field(
         default_factory=dict, description="keyword arguments of the torch function"
+    )
+    split_sparse: bool = Field(
+        False,
+        description="true cuts the model at its embeddings: engines take looked-up rows in place of ids, and "
+        "the bundle carries a lookup model beside them; a model that cannot be cut stays whole, and the "
+        "report says why",
     )
 
     @model_validator(mode="after")
@@ -92,6 +99,7 @@ class RunConfig(Strict):
     calibration: CalibrationConfig = Field(
         default_factory=CalibrationConfig, description="how ranges, errors and sensitivities are measured"
     )
+    mods: ModsConfig = Field(default_factory=ModsConfig, description="which mods rewrite the model")
     plan: PlanConfig = Field(default_factory=PlanConfig, description="what plans may do, and which compete")
     targets: tuple[TargetConfig, ...] = Field(min_length=1, description="devices and backends to build for")
     build: BuildConfig = Field(default_factory=BuildConfig, description="limits of one build")

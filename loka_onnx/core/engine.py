@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from loka_onnx.core.serde import STRICT
+from loka_onnx.core.split import Part
 
 
 class BuildStatus(StrEnum):
@@ -59,6 +60,7 @@ class EngineArtifact:
         build_seconds: Wall time of the build.
         detail: Failure with its evidence, or why it was declined or not run.
         portability: Where the engine file may be loaded.
+        part: What it was built from: the whole model, or its dense half.
     """
 
     SCHEMA: ClassVar[str] = "engine/1"
@@ -78,6 +80,7 @@ class EngineArtifact:
     build_seconds: float
     detail: str = ""
     portability: str = ""
+    part: Part = Part.WHOLE
 
     @property
     def id(self) -> str:

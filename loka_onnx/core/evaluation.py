@@ -161,6 +161,8 @@ class Latency:
         repeats: Measured requests.
         device: Where it was measured.
         counts_for_choice: False where the speed says nothing about the target (a simulation).
+        lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, which the other figures leave out;
+            None for an engine that takes ids.
     """
 
     batch: int
@@ -170,6 +172,7 @@ class Latency:
     repeats: int
     device: str
     counts_for_choice: bool
+    lookup_p50_us: float | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A Q directly behind an operator of `quantized_in_place` costs no pass over memory. A residual sum stays
 directly in front of a norm of `residual_norms`: a Q or anything else between the two would split their
-kernel.
+kernel; a Q beside the norm does not. An operator of `moved_in_float8` that stands between a DQ and a product
+moves FP8 values: the compiler commutes the two.
 
 No mod joins the two into one operator: ONNX has none. ONNX Runtime has, and gains nothing by them on a CPU
 (1.31.1, two threads, rows of 64 to 512): SkipLayerNormalization takes 2 to 9 times as long as Add and
@@ -26,6 +27,20 @@ _ACTIVATIONS = (
     "Softplus",
     "Softmax",
 )
+_MOVEMENTS = (
+    "Concat",
+    "Expand",
+    "Flatten",
+    "Gather",
+    "Identity",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Tile",
+    "Transpose",
+    "Unsqueeze",
+)
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Max", "Abs", "Neg", "Sqrt", "Exp", "Erf")
 
 
@@ -34,14 +49,16 @@ class Fusions:
     """What a backend is known to compute in one kernel.
 
     Attributes:
-        quantized_in_place: Operators whose kernel also quantizes what they compute. residual_norms: Norms
-        whose kernel also adds the residual in front of them, and the bias of the product
-            in front of that.
+        quantized_in_place: Operators whose kernel also quantizes what they compute.
+        residual_norms: Norms whose kernel also adds the residual in front of them, and the bias of the
+            product in front of that.
+        moved_in_float8: Operators that move the values of a DQ in FP8 where a product reads them behind.
         evidence: How this is known.
     """
 
     quantized_in_place: frozenset[str] = frozenset()
     residual_norms: frozenset[str] = frozenset()
+    moved_in_float8: frozenset[str] = frozenset()
     evidence: str = "not known"
 
 
@@ -49,6 +66,7 @@ FUSIONS: Mapping[str, Fusions] = {
     "tensorrt_rtx": Fusions(
         frozenset({*_ACTIVATIONS, *_ARITHMETIC, "LayerNormalization", "RMSNormalization"}),
         frozenset({"LayerNormalization", "RMSNormalization"}),
+        frozenset(_MOVEMENTS),
         "read from compiled graphs of TensorRT for RTX 1.7.1 for sm89 (tests/contract/test_fusions.py)",
     ),
     "onnxruntime": Fusions(evidence="its CPU provider runs every Q and DQ by itself: FP8 is simulated"),

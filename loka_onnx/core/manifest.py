@@ -11,6 +11,7 @@ from loka_onnx.core.artifact import OutputSpec, TensorSpec
 from loka_onnx.core.evaluation import Choice, Evaluation
 from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.serde import STRICT
+from loka_onnx.core.split import Part
 
 MANIFEST_NAME = "manifest.json"
 SAMPLE_NAME = "sample.npz"
@@ -74,6 +75,8 @@ class EngineEntry:
         tolerance: Largest absolute difference from the expected outputs of the sample that the self-test
             of a loader accepts, per output.
         evaluation: Measured accuracy and latency; None when it was not measured.
+        part: ``whole`` where it takes the inputs of the manifest, ``dense`` where it takes what
+            the cut passes on and looks up (`Manifest.inputs_of`).
     """
 
     __pydantic_config__ = STRICT
@@ -92,6 +95,27 @@ class EngineEntry:
     digest: str
     tolerance: dict[str, float]
     evaluation: Evaluation | None
+    part: Part = Part.WHOLE
+
+
+@dataclass(frozen=True)
+class SparseCut:
+    """Where the model was cut at its embeddings.
+
+    Attributes:
+        lookup: Path of the lookup model: from the inputs of the manifest (those that it names) to `tensors`.
+            Its tables lie beside it, unless they are in it, and are listed like any file.
+        lookup_inputs: Names of the inputs that the lookup model reads.
+        passed: Names of the inputs that the dense engines read themselves.
+        tensors: What the lookup model gives and the dense engines take, the batch on axis 0.
+    """
+
+    __pydantic_config__ = STRICT
+
+    lookup: str
+    lookup_inputs: tuple[str, ...]
+    passed: tuple[str, ...]
+    tensors: tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -108,14 +132,16 @@ class Manifest:
         fallback: The exported FP32 model, which runs wherever ONNX Runtime does.
         choice: Why these engines were emitted.
         plans: Path of the plans document.
-        sample: Path of the sample: an npz with ``input/<name>`` and ``expected/<engine>/<name>``.
+        sample: Path of the sample: an npz with ``input/<name>`` and ``expected/<engine>/<name>``, and with
+            ``looked_up/<name>`` where the model was cut.
         report: Paths of the report's files.
         lineage: Stages that led here.
         versions: Version of every library that took part.
         files: Every other file of the bundle, sorted by path.
+        cut: Where the model was cut at its embeddings; None where every engine is of the whole.
     """
 
-    SCHEMA: ClassVar[str] = "bundle/2"
+    SCHEMA: ClassVar[str] = "bundle/3"
     __pydantic_config__ = STRICT
 
     created_by: str
@@ -132,6 +158,7 @@ class Manifest:
     lineage: tuple[StageRecord, ...]
     versions: dict[str, str]
     files: tuple[BundleFile, ...]
+    cut: SparseCut | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -154,10 +181,28 @@ class Manifest:
                 return entry
         raise KeyError(path)
 
+    def inputs_of(self, part: Part) -> tuple[TensorSpec, ...]:
+        """What an engine of the whole, or of the dense part alone, takes.
+
+        Raises:
+            KeyError: The model was not cut, and there is no dense part.
+        """
+        if part is Part.WHOLE:
+            return self.inputs
+        if self.cut is None:
+            raise KeyError(part)
+        passed = set(self.cut.passed)
+        return (*(spec for spec in self.inputs if spec.name in passed), *self.cut.tensors)
+
 
 def sample_input_key(name: str) -> str:
     """Key of an input in the sample."""
     return f"input/{name}"
+
+
+def sample_looked_up_key(name: str) -> str:
+    """Key of a cut tensor in the sample."""
+    return f"looked_up/{name}"
 
 
 def sample_expected_key(engine: str, output: str) -> str:

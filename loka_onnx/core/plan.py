@@ -21,6 +21,28 @@ class Verdict(StrEnum):
     """No recipe applies to the site, or the user decided for it."""
 
 
+class Protection(StrEnum):
+    """What stays in FP32 beside what the user names (`graph.protected`)."""
+
+    LOGITS = "logits"
+    """What lies between the last products and the outputs."""
+    RESIDUAL = "residual"
+    """Adds that join a block to its own input, and what carries the sum on."""
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A node that is no site and stays in FP32.
+
+    Attributes:
+        node: Its name.
+        reason: Why.
+    """
+
+    node: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class Decision:
     """The precision of one site.
@@ -56,9 +78,11 @@ class PrecisionPlan:
         predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from
             calibration; empty for plans without FP8.
         fp8_share: Share of the FP8-able FLOPs that run in FP8.
+        wide: Nodes beside the sites that stay in FP32 where the base is not; of a site, its decision says so.
+        base_reason: Why this base, where the profile chose it; empty where the user did.
     """
 
-    SCHEMA: ClassVar[str] = "plan/1"
+    SCHEMA: ClassVar[str] = "plan/2"
     __pydantic_config__ = STRICT
 
     id: str
@@ -67,6 +91,8 @@ class PrecisionPlan:
     decisions: tuple[Decision, ...]
     predicted_kl: dict[str, float]
     fp8_share: float
+    wide: tuple[Wide, ...] = ()
+    base_reason: str = ""
 
     @property
     def fp8_sites(self) -> tuple[str, ...]:
@@ -89,7 +115,7 @@ class PrecisionPlan:
 class PlanSet:
     """Every plan of a run, in the order they compete."""
 
-    SCHEMA: ClassVar[str] = "plans/1"
+    SCHEMA: ClassVar[str] = "plans/2"
     __pydantic_config__ = STRICT
 
     plans: tuple[PrecisionPlan, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from loka_onnx.core.exact_sum import ExactSum
@@ -11,7 +11,7 @@ from loka_onnx.core.intervals import Interval
 from loka_onnx.core.ratio_moments import CONFIDENCE, RatioMoments
 from loka_onnx.core.sensitivity import Sensitivity, SiteGroup, merge_sensitivities
 from loka_onnx.core.serde import STRICT
-from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,11 @@ class Profile:
             mean entropy of its predictions.
         weights: Names of the operands that are constants of the model, sorted.
         seconds: Wall time of each pass.
+        tensors: Magnitudes of every floating-point tensor of the model that is not a constant, by name; empty
+            where nothing asked for them (FP16 does).
     """
 
-    SCHEMA: ClassVar[str] = "profile/3"
+    SCHEMA: ClassVar[str] = "profile/4"
     __pydantic_config__ = STRICT
 
     model_digest: str
@@ -177,6 +179,7 @@ class Profile:
     seconds: dict[str, ExactSum]
     groups: tuple[SiteGroup, ...] = ()
     weights: tuple[str, ...] = ()
+    tensors: dict[str, TensorRange] = field(default_factory=dict)
 
     def site(self, name: str) -> SiteProfile:
         """The entry of that site.
@@ -193,7 +196,8 @@ class Profile:
         """The profile of both sets of rows; associative to the last bit.
 
         The scales must be the same: measure new rows under the scales of the profile that they are added to
-        (`calibration.updating`). Groups of rows that belong together are taken to be different ones.
+        (`calibration.updating`). Groups of rows that belong together are taken to be different ones. Of a
+        tensor that one of both does not know, nothing is known.
 
         Raises:
             ValueError: They are of different models, sites, recipes, scales or outputs.
@@ -226,4 +230,9 @@ class Profile:
             },
             groups=tuple(a.merge(b) for a, b in zip(self.groups, other.groups, strict=True)),
             weights=self.weights,
+            tensors={
+                name: known.merge(other.tensors[name])
+                for name, known in self.tensors.items()
+                if name in other.tensors
+            },
         )

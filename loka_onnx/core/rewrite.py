@@ -15,7 +15,8 @@ class Applied:
     Attributes:
         at: Node, site or tensor.
         what: What was done.
-        origins: By name of a site that is new, the names of the sites that it replaces.
+        origins: By name of a site that is new, the names of the sites that it replaces; a site whose operands
+            hold other values replaces itself.
     """
 
     at: str

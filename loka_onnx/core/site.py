@@ -51,7 +51,8 @@ class Site:
         k: Length of the contraction (of the normalized axis for a norm).
         n: Columns of the product, 0 for a norm.
         rows: Rows of the product for each example of the batch.
-        merged_from: Names of the sites of the exported model that this one replaces.
+        merged_from: Names of the sites of the exported model that this one replaces; its own where its
+            operands hold other values.
     """
 
     name: str

@@ -126,6 +126,25 @@ class RangeStats:
 
 
 @dataclass(frozen=True)
+class TensorRange:
+    """Magnitudes of one floating-point tensor over the calibration rows; merges exactly.
+
+    Attributes:
+        amax: Largest magnitude. An infinity, as masks hold, counts as FP32's largest number.
+        smallest: Smallest magnitude above 0 of something that is divided by (`graph.divisors`); None where it
+            was 0 throughout, and for every other tensor.
+    """
+
+    amax: float
+    smallest: float | None = None
+
+    def merge(self, other: TensorRange) -> TensorRange:
+        """The magnitudes of both sets of rows."""
+        known = [each for each in (self.smallest, other.smallest) if each is not None]
+        return TensorRange(max(self.amax, other.amax), min(known, default=None))
+
+
+@dataclass(frozen=True)
 class ErrorStats:
     """Error of a site's output under one recipe; merges exactly under equal scales.
 

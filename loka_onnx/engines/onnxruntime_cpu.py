@@ -24,7 +24,7 @@ from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader, Source, is_same_up_to_transpose
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import MissingPackage, ModelError
-from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
+from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime, keep_float8_exact
 from loka_onnx.sessions.runner import Runner
 
 ENGINE_FILE = "engine.onnx"
@@ -67,7 +67,10 @@ class OnnxRuntimeBackend(Backend):
 
     def portability(self, architecture: str) -> str:
         """An ONNX file runs wherever ONNX Runtime does."""
-        return "any host with ONNX Runtime that reads this opset; load FP8 at ORT_ENABLE_BASIC or below"
+        return (
+            "any host with ONNX Runtime that reads this opset; load FP8 at ORT_ENABLE_BASIC or below, with "
+            "session.disable_quant_qdq=1"
+        )
 
     def why_not_run(self, architecture: str) -> str:
         """Every host can run it."""
@@ -126,14 +129,14 @@ class OnnxRuntimeBackend(Backend):
 
 
 def _dump_optimized(engine: Path, target: Path) -> None:
-    """Write the graph as BASIC leaves it: the level that FP8 engines are loaded at.
+    """Write the graph as it is loaded where it holds FP8.
 
     Levels above rename and fuse for speed, and change no type of an FP32 graph.
     """
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
     settings.log_severity_level = 3
-    settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    keep_float8_exact(settings)
     settings.optimized_model_filepath = os.fspath(target)
     settings.add_session_config_entry(
         "session.optimized_model_external_initializers_file_name", f"{target.name}.data"

@@ -23,8 +23,9 @@ from loka_onnx.graph.storage import check_external_files, read_proto
 
 OPSET = 21
 """Lowest operator set written: FP8 Q/DQ is complete there in every engine."""
-OLDEST_OPSET = 17
-"""Oldest operator set accepted: LayerNormalization became an operator there."""
+OLDEST_OPSET = 11
+"""Oldest operator set accepted: what PyTorch 1.3 and tf2onnx of its day wrote by default. Norms in it are
+decomposed, and are fused by mods."""
 GROUP_SCALES_END = 21
 """Operator set from which GroupNormalization has a scale for each channel, before it for each group."""
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})

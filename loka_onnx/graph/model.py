@@ -16,10 +16,12 @@ import onnx_graphsurgeon as gs
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.shapes import infer_shapes
+from loka_onnx.graph.garbage import collector_paused
+from loka_onnx.graph.shapes import add_inferred_shapes
 from loka_onnx.graph.storage import (
     check_external_files,
-    model_digest,
+    content_digest,
+    external_files,
     move_outside,
     names_in_subgraphs,
     place_table,
@@ -65,7 +67,7 @@ class GraphModel:
         self._names: set[str] = set()
         self._node_names: set[str] | None = None
         self._nodes: dict[str, Node] = {}
-        self._sink: list[Node] = graph.nodes
+        self._collected: list[Node] | None = None
 
     @classmethod
     def load(cls, path: Path) -> GraphModel:
@@ -85,8 +87,9 @@ class GraphModel:
         for tensor in proto.graph.initializer:
             if uses_external_data(tensor):
                 read_external(tensor, directory)
-        inferred = infer_shapes(proto)
-        return cls(gs.import_onnx(inferred), tables)
+        add_inferred_shapes(proto)
+        with collector_paused():
+            return cls(gs.import_onnx(proto), tables)
 
     def save(self, path: Path, *, link_tables: bool = True) -> str:
         """Write the model and whatever it keeps outside; returns the digest of its content.
@@ -99,8 +102,9 @@ class GraphModel:
                 same). False for files that are not ours: their owner may write into them, and onnx refuses
                 to load a file that has a second name.
         """
-        self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
-        proto = gs.export_onnx(self.graph, do_type_check=False)
+        with collector_paused():
+            self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
+            proto = gs.export_onnx(self.graph, do_type_check=False)
         self._mend_types(proto.graph)
         _set_oldest_ir(proto)
         proto.producer_name = "loka-onnx"
@@ -118,7 +122,7 @@ class GraphModel:
         proto.graph.value_info.extend(kept)
         move_outside(proto, path)
         path.write_bytes(proto.SerializeToString(deterministic=True))
-        return model_digest(path)
+        return content_digest(path, external_files(proto))
 
     def _mend_types(self, graph: onnx.GraphProto) -> None:
         """Write the type of E4M3FNUZ tensors, which onnx-graphsurgeon 0.6.1 exports as E4M3FN."""
@@ -133,7 +137,8 @@ class GraphModel:
 
     def copy(self) -> GraphModel:
         """A deep copy that shares the weights."""
-        return GraphModel(self.graph.copy(), self.tables)
+        with collector_paused():
+            return GraphModel(self.graph.copy(), self.tables)
 
     def extract(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> GraphModel:
         """A copy of what computes some tensors from others, which shares the weights.
@@ -276,8 +281,16 @@ class GraphModel:
             self._node_names.add(unique)
         out_type = dtype if dtype is not None else inputs[0].dtype
         output = gs.Variable(self.fresh_name(f"{unique}.out"), dtype=out_type)
-        self._sink.append(gs.Node(op, unique, attrs=dict(attrs or {}), inputs=list(inputs), outputs=[output]))
+        self._append(gs.Node(op, unique, attrs=dict(attrs or {}), inputs=list(inputs), outputs=[output]))
         return output
+
+    def remove(self, nodes: Sequence[Node]) -> None:
+        """Take out nodes whose outputs nothing reads any more."""
+        gone = {id(node) for node in nodes}
+        for node in nodes:
+            node.inputs.clear()
+            node.outputs.clear()
+        self.graph.nodes[:] = [node for node in self.graph.nodes if id(node) not in gone]
 
     def add_like(self, node: Node, inputs: Sequence[Tensor], name: str) -> Tensor:
         """Append a copy of a one-output node that reads other inputs; returns its output."""
@@ -360,7 +373,7 @@ class GraphModel:
         inner = gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype)
         maker.outputs[next(i for i, output in enumerate(maker.outputs) if output is tensor)] = inner
         node = gs.Node(op, self.fresh_name(name), inputs=[inner, *operands], outputs=[tensor])
-        self._sink.append(node)
+        self._append(node)
         return inner
 
     def renew_output(self, node: Node) -> Tensor:
@@ -372,11 +385,11 @@ class GraphModel:
     @contextmanager
     def collecting(self) -> Iterator[list[Node]]:
         """Let `add` collect nodes for a branch instead of appending them to the main graph."""
-        outer, self._sink = self._sink, []
+        outer, self._collected = self._collected, []
         try:
-            yield self._sink
+            yield self._collected
         finally:
-            self._sink = outer
+            self._collected = outer
 
     def choose(self, condition: Tensor, yes: Branch, no: Branch, name: str) -> Tensor:
         """Append an If over two branches with one output each; returns its output."""
@@ -385,6 +398,11 @@ class GraphModel:
             "else_branch": gs.Graph(no.nodes, outputs=[no.output], opset=self.opset, name=f"{name}.else"),
         }
         return self.add("If", [condition], name, yes.output.dtype, attrs)
+
+    def _append(self, node: Node) -> None:
+        # Cleaning and sorting give the graph a new list of nodes: a reference kept to it would be stale.
+        nodes = self.graph.nodes if self._collected is None else self._collected
+        nodes.append(node)
 
     def is_table(self, tensor: Tensor) -> bool:
         """Whether the tensor is an embedding table that stays outside."""

@@ -1,7 +1,7 @@
 """Shape and type inference that does not copy the weights.
 
 `onnx.shape_inference` serializes the whole model, which fails beyond 2 GiB and is slow before that. The
-values of large initializers decide no shape, so inference runs on a copy without them.
+values of large initializers decide no shape, so inference runs on a copy of the rest.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ STRIP_BYTES = 4096
 """Initializers beyond this hold weights, never a shape or an axis."""
 
 
-def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same model with type and shape of every inner tensor and output that can be inferred."""
+def add_inferred_shapes(model: onnx.ModelProto) -> None:
+    """Write into a model the type and shape of every inner tensor and output that can be inferred."""
     light = onnx.ModelProto()
     light.ir_version = model.ir_version
     light.opset_import.extend(model.opset_import)
@@ -33,11 +33,8 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
         else:
             graph.initializer.append(tensor)
     inferred = onnx.shape_inference.infer_shapes(light, strict_mode=False, data_prop=True)
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
     weights = {tensor.name for tensor in model.graph.initializer}
-    del result.graph.value_info[:]
-    result.graph.value_info.extend(v for v in inferred.graph.value_info if v.name not in weights)
-    del result.graph.output[:]
-    result.graph.output.extend(inferred.graph.output)
-    return result
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(v for v in inferred.graph.value_info if v.name not in weights)
+    del model.graph.output[:]
+    model.graph.output.extend(inferred.graph.output)

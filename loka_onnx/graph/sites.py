@@ -19,6 +19,7 @@ NORM_OPS = frozenset(
     }
 )
 PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
+_BY_CHANNEL = frozenset({"GroupNormalization", "InstanceNormalization"})
 
 
 def is_site(node: Node) -> bool:
@@ -70,12 +71,28 @@ def channel_axis(operand: Operand) -> int:
 def _describe_norm(node: Node, merged_from: tuple[str, ...]) -> Site:
     source = node.inputs[0]
     shape = _shape(source)
-    axis = int(node.attrs.get("axis", -1)) if shape else 0
-    normalized = shape[axis:]
-    k = prod(d for d in normalized if d is not None) if normalized else 0
-    rows = prod(d for d in shape[1 : len(shape) - len(normalized)] if d is not None)
+    k, rows = _normalized(node, shape) if shape else (0, 1)
     operand = Operand(source.name, 0, False, None, shape)
     return Site(node.name, SiteKind.NORM, node.op, (operand,), node.outputs[0].name, k, 0, rows, merged_from)
+
+
+def _normalized(node: Node, shape: tuple[int | None, ...]) -> tuple[int, int]:
+    """Elements that share their statistics, and such sets in one example; a dynamic axis counts as 1."""
+    if node.op == "LpNormalization":
+        axis = int(node.attrs.get("axis", -1)) % len(shape)
+        normalized, others = shape[axis : axis + 1], (*shape[1:axis], *shape[axis + 1 :])
+        return _size(normalized), _size(others)
+    if node.op in _BY_CHANNEL:
+        # (batch, channels, …): an InstanceNormalization is one of as many groups as channels.
+        channels = _size(shape[1:2])
+        groups = int(node.attrs["num_groups"]) if node.op == "GroupNormalization" else channels
+        return channels // groups * _size(shape[2:]), groups
+    axis = int(node.attrs.get("axis", -1)) % len(shape)
+    return _size(shape[axis:]), _size(shape[1:axis])
+
+
+def _size(dimensions: Sequence[int | None]) -> int:
+    return prod(d for d in dimensions if d is not None)
 
 
 def _contracting_axes(node: Node) -> tuple[int | None, int | None]:

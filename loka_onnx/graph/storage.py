@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
@@ -124,8 +124,12 @@ def check_external_files(model: onnx.ModelProto, path: Path) -> None:
 
 def model_digest(path: Path) -> str:
     """SHA-256 over the model file and the files it refers to."""
-    model, *weights = model_files(path)
-    return digest_json([digest_file(model), *(_digest_weights(file) for file in weights)])
+    return content_digest(path, external_files(read_proto(path)))
+
+
+def content_digest(path: Path, weights: Sequence[str]) -> str:
+    """SHA-256 over a model file and the files of that name beside it."""
+    return digest_json([digest_file(path), *(_digest_weights(path.parent / name) for name in weights)])
 
 
 def _digest_weights(path: Path) -> str:

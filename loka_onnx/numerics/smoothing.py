@@ -19,6 +19,8 @@ commutes with rounding, so that the model in FP32 stays the same to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -62,3 +64,35 @@ def smoothing_factors(
 def to_powers_of_two(factors: Floats) -> npt.NDArray[np.float64]:
     """The powers of two nearest to positive factors, in the logarithm."""
     return np.exp2(np.rint(np.log2(np.asarray(factors, np.float64))))
+
+
+def keeping_range(factors: Floats, activation_channel_amax: Floats) -> npt.NDArray[np.float64]:
+    """Factors times the power of two that leaves the activation about as large as it was.
+
+    A common factor changes no error, as scales follow it, but could leave FP16's range.
+
+    Args:
+        factors: Positive divisors of the activation's channels, (K,).
+        activation_channel_amax: Largest magnitude of each channel before, (K,).
+
+    Returns:
+        Factors under which the largest magnitude stays within a factor of √2; unchanged for zeros.
+    """
+    amax = np.asarray(activation_channel_amax, np.float64)
+    divisors = np.asarray(factors, np.float64)
+    before, after = amax.max(initial=0.0), (amax / divisors).max(initial=0.0)
+    if before == 0.0 or after == 0.0:
+        return divisors
+    return np.asarray(divisors * np.exp2(np.rint(np.log2(after / before))))
+
+
+def is_gain(before: Mapping[str, float], after: Mapping[str, float], least: float) -> bool:
+    """Whether errors fall enough together, and none of them rises by as much.
+
+    Args:
+        before: Errors by name.
+        after: Those of the same names.
+        least: Share of the sum by which it must fall, and by which no single error may rise.
+    """
+    falls = sum(after.values()) <= (1.0 - least) * sum(before.values())
+    return falls and all(after[name] <= (1.0 + least) * error for name, error in before.items())

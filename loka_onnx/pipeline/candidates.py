@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.engine import EngineArtifact, EngineSet
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.fusions import Fusions, fusions_of
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.rewrite import RewriteLog, RewriteLogs
@@ -19,6 +21,7 @@ from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import TransformError
 from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.splitting import Source
 from loka_onnx.transforms.precision import PlanForm, apply_plan
 
 
@@ -35,6 +38,11 @@ class Candidate:
     def base(self) -> Precision:
         """Precision of everything that is not FP8 in the graph for this backend."""
         return self.backend.base_precision(self.plan)
+
+    @property
+    def fusions(self) -> Fusions:
+        """What Q/DQ are placed by; nothing for a plan that has none."""
+        return fusions_of(self.backend.name) if self.plan.fp8_sites else Fusions()
 
     @property
     def directory(self) -> str:
@@ -58,20 +66,29 @@ class EngineBuilder:
         directory: Where engines and planned models go.
         sample: ``.npz`` of generated inputs for the first inference.
         progress: Called after each candidate.
+        corrections: Constants that were fitted to plans; those that were accepted are written with them.
     """
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, sample: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        sample: Path,
+        progress: Progress,
+        corrections: CorrectionSet,
+    ) -> None:
         self.config, self.directory, self.sample, self.progress = config, directory, sample, progress
-        self._planned: dict[tuple[str, Precision], Path] = {}
+        self.corrections = corrections
+        self._planned: dict[tuple[str, Precision, Fusions], Path] = {}
         self._logs: dict[str, RewriteLog] = {}
 
-    def build(self, model: ModelArtifact, plans: PlanSet) -> Built:
+    def build(self, source: Source) -> Built:
         """Build every candidate."""
-        candidates = list(self._candidates(plans))
+        candidates = list(self._candidates(source.plans))
         engines: list[EngineArtifact] = []
         for number, candidate in enumerate(candidates):
             self.progress(f"build {candidate.directory}", number, len(candidates))
-            engines.append(self._build(model, candidate))
+            engines.append(replace(self._build(source.model, candidate), part=source.part))
         self.progress("build", len(candidates), len(candidates))
         return Built(EngineSet(tuple(engines)), RewriteLogs(self._logs))
 
@@ -111,24 +128,28 @@ class EngineBuilder:
         )
 
     def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> Path:
-        """The model file that carries the plan in the backend's base precision; written once."""
-        key = (candidate.plan.id, candidate.base)
+        """The model file that carries the plan in the form that the backend asks for; once for each form."""
+        plan, fusions = candidate.plan, candidate.fusions
+        key = (plan.id, candidate.base, fusions)
         if key not in self._planned:
-            name = f"{candidate.plan.id}-{candidate.base}"
+            name = f"{plan.id}-{candidate.base}"
+            if name in self._logs:
+                name = f"{name}-{candidate.backend.name}"
             target = self.directory.path / "planned" / name / "model.onnx"
-            planned = apply_plan(model, candidate.plan, PlanForm(candidate.base), target)
+            form = PlanForm(candidate.base, fusions, self.corrections.accepted(plan.id))
+            planned = apply_plan(model, plan, form, target)
             self._planned[key] = planned.path
             self._logs[name] = planned.log
         return self._planned[key]
 
 
-def build_engines(builder: EngineBuilder, model: ModelArtifact, plans: PlanSet) -> Built:
+def build_engines(builder: EngineBuilder, source: Source) -> Built:
     """Build, or take over, every candidate → `engines/`, `engines.json`, `rewrites.json`."""
     directory = builder.directory
     engines, rewrites = directory.path / "engines.json", directory.path / "rewrites.json"
 
     def produce() -> Sequence[Path]:
-        built = builder.build(model, plans)
+        built = builder.build(source)
         serde.write(built.engines, engines)
         serde.write(built.rewrites, rewrites)
         written = (directory.path / name for name in ("planned", "engines"))
@@ -136,8 +157,10 @@ def build_engines(builder: EngineBuilder, model: ModelArtifact, plans: PlanSet) 
         return [engines, rewrites, *files]
 
     key = {
-        "model": model.digest,
-        "plans": serde.to_plain(plans),
+        "model": source.model.digest,
+        "plans": serde.to_plain(source.plans),
+        "corrections": serde.to_plain(builder.corrections),
+        "part": source.part,
         "targets": [target.model_dump(mode="json") for target in builder.config.targets],
         "batch": builder.config.batch.model_dump(mode="json"),
     }

@@ -38,6 +38,7 @@ OWNED = (
     "bundle",
     "calibration",
     "choice.json",
+    "corrections.json",
     "data",
     "engines",
     "engines.json",
@@ -92,6 +93,7 @@ class RunDirectory:
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
     is_fresh: bool = False
     made: Path | None = None
+    _last: str | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def create(
@@ -199,14 +201,26 @@ class RunDirectory:
                 # written by another version of the schema, or a bundle with a file too many: run again
                 pass
             else:
+                self._last = name
                 self.on_stage(name, Outcome(name, True, 0.0))
                 return value
         began = time.perf_counter()
         files = produce()
         seconds = time.perf_counter() - began
         self._note(StageRecord(name, digest, self._parents(name), self._digests(files), seconds))
+        self._last = name
         self.on_stage(name, Outcome(name, False, seconds))
         return load()
+
+    def forget(self, name: str) -> None:
+        """Remove the record and the files of a stage that the run file does not ask for any more."""
+        for record in self.record.stages:
+            if record.stage == name:
+                for file in record.files:
+                    (self.path / file).unlink(missing_ok=True)
+                kept = tuple(other for other in self.record.stages if other is not record)
+                self.record = replace(self.record, stages=kept)
+                serde.write(self.record, self.path / RECORD)
 
     def before(self, name: str) -> tuple[StageRecord, ...]:
         """Records of the stages that come before one."""
@@ -229,16 +243,22 @@ class RunDirectory:
         return {self.relative(file).as_posix(): digest_file(file) for file in files}
 
     def _place(self, name: str) -> int:
-        """Position of a stage in the record. Stages always run in one order, so a repeated one keeps it."""
+        """Position of a stage in the record.
+
+        Stages always run in one order: a repeated one keeps its position, and one that an earlier run left
+        out stands behind the stage that it follows.
+        """
         names = [record.stage for record in self.record.stages]
-        return names.index(name) if name in names else len(names)
+        if name in names:
+            return names.index(name)
+        return names.index(self._last) + 1 if self._last in names else len(names)
 
     def _parents(self, name: str) -> dict[str, str]:
         return {record.stage: digest_json(record.files) for record in self.before(name)}
 
     def _note(self, record: StageRecord) -> None:
-        place = self._place(record.stage)
-        stages = (*self.record.stages[:place], record, *self.record.stages[place + 1 :])
+        place, others = self._place(record.stage), [r for r in self.record.stages if r.stage != record.stage]
+        stages = (*others[:place], record, *others[place:])
         self.record = replace(self.record, stages=stages)
         serde.write(self.record, self.path / RECORD)
 

@@ -13,12 +13,14 @@ from loka_onnx.bundle import (
     BatchRange,
     BundleContents,
     BundleEngine,
+    BundleLookup,
     Expectation,
     verify_bundle,
     write_bundle,
 )
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
@@ -59,6 +61,7 @@ class Results:
     rewrites: dict[str, RewriteLog]
     engines: EngineSet
     evaluations: EvaluationSet
+    corrections: CorrectionSet
 
 
 def choose_engines(steps: Steps, results: Results) -> Choice:
@@ -96,6 +99,7 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
         engines=results.engines.engines,
         evaluations=results.evaluations,
         choice=choice,
+        corrections=results.corrections,
         data=DataDescription(
             tuple(_describe_split(name, data, rule) for name, data in named.items()),
             label_rule or ", ".join(_label_rule(spec) for spec in steps.specs),
@@ -103,6 +107,7 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
         ),
         versions=steps.directory.record.versions,
         lineage=steps.directory.before("report"),
+        notes=() if steps.split is None else (steps.split.note,),
     )
 
 
@@ -133,6 +138,7 @@ def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence
         "choice": serde.to_plain(choice),
         "engines": serde.to_plain(results.engines),
         "exported": results.exported.digest,
+        "split": () if steps.split is None else steps.split.digests,
         "batch": steps.config.batch.model_dump(mode="json"),
         "report": [digest_file(path) for path in report],
     }
@@ -165,9 +171,17 @@ def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequen
             report=tuple(report),
             lineage=steps.directory.before("bundle"),
             versions=steps.directory.record.versions,
+            lookup=_bundled_lookup(steps, sample),
         ),
         root / "bundle",
     )
+
+
+def _bundled_lookup(steps: Steps, sample: Arrays) -> BundleLookup | None:
+    if steps.split is None or steps.split.halves is None:
+        return None
+    halves, taken = steps.split.halves, steps.taken_by_engines(sample)
+    return BundleLookup(halves, {spec.name: taken[spec.name] for spec in halves.cut})
 
 
 def _bundled(

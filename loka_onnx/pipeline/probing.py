@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,16 @@ from typing import Any
 
 from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, calibrate
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
+from loka_onnx.calibration.passes.probe import PassOptions, Probe
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.calibration.updating import Subject, update
 from loka_onnx.config import Executor as ExecutorName
-from loka_onnx.config import RunConfig, WeightGranularity
+from loka_onnx.config import PlanId, RunConfig, WeightGranularity
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_json
+from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.recipe import Granularity
@@ -23,8 +27,16 @@ from loka_onnx.data import Dataset
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.recipes import planned_recipes
-from loka_onnx.pipeline.redo import Measurement, carried, read_earlier, with_partners, with_sites
-from loka_onnx.planning.policy import PlanOptions, matching_sites, open_verdicts
+from loka_onnx.pipeline.redo import (
+    Measurement,
+    carried,
+    changed_sites,
+    read_earlier,
+    with_partners,
+    with_sites,
+)
+from loka_onnx.planning.patterns import matching_sites
+from loka_onnx.planning.policy import PlanOptions, open_verdicts
 
 EXPORTED = "calibration/exported.json"
 """Profile of the exported model, below the run directory."""
@@ -53,16 +65,18 @@ class Probing:
 
     def recalibrate(self, model: ModelArtifact, earlier: Profile) -> Profile:
         """Sites that mods changed, the others as they were → `profile.json`."""
-        known = {entry.site for entry in earlier.sites}
-        changed = {site.name for site in model.sites if site.name not in known or site.merged_from}
+        changed = changed_sites(earlier, model)
 
         def measure() -> Profile:
             if not changed:
-                return carried(earlier, model)
-            return self._with_sites(model, earlier, with_partners(model, changed))
+                found = carried(earlier, model)
+            else:
+                found = self._with_sites(model, earlier, with_partners(model, changed))
+            return self._with_magnitudes(found, model) if self._may_use_fp16 else found
 
         # Sites that were calibrated again must reach the profile of the modified model.
         key = {**self._key(model), "earlier": digest_json(serde.to_plain(earlier))}
+        key |= {"magnitudes": True} if self._may_use_fp16 else {}
         return self._stage("recalibrate", MODIFIED, key, measure)
 
     def again(self, model: ModelArtifact, patterns: Sequence[str]) -> Profile:
@@ -147,6 +161,21 @@ class Probing:
 
         later = self._measure(model, replace(self._options(still_open), only=only))
         return with_sites(earlier, later, model)
+
+    @property
+    def _may_use_fp16(self) -> bool:
+        plan = self.config.plan
+        return plan.base in (Precision.FP16, "auto") or PlanId.FP16 in plan.plans
+
+    def _with_magnitudes(self, profile: Profile, model: ModelArtifact) -> Profile:
+        """The profile with the magnitudes of all tensors of its model, over the calibration split."""
+        settings, began = self.config.calibration, time.perf_counter()
+        options = PassOptions(batch_size=settings.batch_size, rows=settings.rows)
+        with self._executor() as executor:
+            probe = Probe(model, (), self.data, options, executor, self.progress)
+            tensors = probe.magnitudes(self._scratch)
+        took = ExactSum.of((time.perf_counter() - began,))
+        return replace(profile, tensors=tensors, seconds={**profile.seconds, "magnitudes": took})
 
     def _measure(self, model: ModelArtifact, options: ProbeOptions) -> Profile:
         with self._executor() as executor:

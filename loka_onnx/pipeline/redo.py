@@ -18,6 +18,7 @@ from loka_onnx.core.exact_sum import NOTHING_ADDED
 from loka_onnx.core.profile import Profile, Sampling
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.sensitivity import ENTROPY, LOSS, SiteGroup
+from loka_onnx.core.statistics import TensorRange
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel
@@ -90,6 +91,20 @@ def read_earlier(document: Path, now: Measurement) -> Profile:
     return earlier
 
 
+def changed_sites(earlier: Profile, model: ModelArtifact) -> frozenset[str]:
+    """Sites that a profile of the model before mods does not speak of.
+
+    New ones, those that a mod says it replaced or changed, and those whose operands have other names: a mod
+    that writes a constant gives it a new one.
+    """
+    known = {entry.site: set(entry.operands) for entry in earlier.sites}
+    return frozenset(
+        site.name
+        for site in model.sites
+        if site.merged_from or known.get(site.name) != {operand.tensor for operand in site.operands}
+    )
+
+
 def with_partners(model: ModelArtifact, names: Collection[str]) -> frozenset[str]:
     """Sites, and those that share a tensor with one of them in FP8: they are measured together."""
     graph = GraphModel.load(model.path)
@@ -136,6 +151,7 @@ def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profil
         },
         groups=_in_order((*kept, *later.groups), order),
         weights=tuple(sorted({*earlier.weights, *later.weights} & operands)),
+        tensors=_tensors(earlier, model),
     )
 
 
@@ -148,7 +164,13 @@ def carried(earlier: Profile, model: ModelArtifact) -> Profile:
         model_digest=model.digest,
         sites=tuple(entries[name] for name in order),
         groups=tuple(group for group in earlier.groups if set(group.sites) <= set(order)),
+        tensors=_tensors(earlier, model),
     )
+
+
+def _tensors(earlier: Profile, model: ModelArtifact) -> dict[str, TensorRange]:
+    """What is known of tensors: a mod may have changed any of them."""
+    return earlier.tensors if earlier.model_digest == model.digest else {}
 
 
 def _sampling(earlier: Profile, later: Profile, kept: Collection[str]) -> Sampling:

@@ -23,6 +23,7 @@ from loka_onnx.pipeline.emission import (
     write_report,
 )
 from loka_onnx.pipeline.sample import write_sample
+from loka_onnx.pipeline.splitting import source_of
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.report import ReportData
@@ -132,6 +133,7 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
 
     modified = steps.modify(exported)
     profile = steps.probing.recalibrate(modified.model, probed)
+    split = steps.cut(modified.model)
     if options.until is Stage.TRANSFORM:
         return ended
 
@@ -139,8 +141,13 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     if options.until is Stage.PLAN:
         return ended
 
-    sample = write_sample(steps.sample(BUILD_ROWS), directory.path / "calibration" / "sample.npz")
-    built = build_engines(EngineBuilder(config, directory, sample, options.progress), modified.model, plans)
+    sample = write_sample(
+        steps.taken_by_engines(steps.sample(BUILD_ROWS)), directory.path / "calibration" / "sample.npz"
+    )
+    source = source_of(modified.model, plans, split)
+    corrections = steps.correct(exported, modified.model, plans)
+    builder = EngineBuilder(config, directory, sample, options.progress, corrections)
+    built = build_engines(builder, source)
     if options.until is Stage.BUILD:
         return ended
 
@@ -148,8 +155,11 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     if options.until is Stage.EVALUATE:
         return ended
 
-    rewrites = {"mods": modified.log, **built.rewrites.logs}
-    results = Results(exported, modified.model, profile, plans, rewrites, built.engines, evaluations)
+    cut = {} if split is None else {"split": split.log}
+    rewrites = {"mods": modified.log, **cut, **built.rewrites.logs}
+    results = Results(
+        exported, modified.model, profile, plans, rewrites, built.engines, evaluations, corrections
+    )
     choice = choose_engines(steps, results)
     data = describe_run(steps, results, choice, options.label_rule)
     files = write_report(steps, data)

@@ -14,12 +14,14 @@ import numpy as np
 from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.core.split import ModelSplit, Part
 from loka_onnx.data import Dataset, InputBinding, Splits, ensure_disjoint, open_dataset
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import DataError
@@ -38,14 +40,25 @@ from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest, model_files
+from loka_onnx.pipeline.correcting import Correcting, CorrectionInputs
 from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.mods import ChosenMods
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.sample import Arrays, generated_rows
 from loka_onnx.pipeline.splits import bind_inputs, open_splits
+from loka_onnx.pipeline.splitting import (
+    LOOKUP,
+    beside_lookup,
+    cut_model,
+    open_lookup,
+    taken_by_engines,
+    with_lookup,
+)
 from loka_onnx.pipeline.torch_source import build_torch_model
 from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.runner import Runner
 from loka_onnx.transforms.sequence import apply_mods
 
 CHECK_ROWS = 2048
@@ -69,7 +82,9 @@ class Steps:
         self.config, self.directory, self.progress = config, directory, progress
         self.specs = config.output_specs
         self.threads = config.threads or 0
+        self.split: ModelSplit | None = None
         self._seeds = count(1)
+        self._mods = ChosenMods(config)
 
     # Model and data --------------------------------------------------------------------------------
 
@@ -168,16 +183,23 @@ class Steps:
 
         def produce() -> Sequence[Path]:
             rows = next(self.splits.calibration.batches(CHECK_ROWS))
-            rewritten = apply_mods(model, [rows.inputs], target, progress=self.progress)
+            mods = self._mods.make(rows.inputs, target.parent)
+            rewritten = apply_mods(model, [rows.inputs], target, mods, self.progress)
             serde.write(rewritten.log, log)
             return [*self._write_model(rewritten.model, document), log]
 
         return self.directory.stage(
             "mods",
-            {"model": model.digest, "data": self.splits.calibration.digest},
+            {"model": model.digest, "data": self.splits.calibration.digest, **self._mods.key},
             produce,
             lambda: ModdedModel(self._read_model(document), serde.read(RewriteLog, log)),
         )
+
+    def cut(self, model: ModelArtifact) -> ModelSplit | None:
+        """The modified model cut at its embeddings, where the run file asks for it; engines follow it."""
+        asked_for = self.config.model.split_sparse
+        self.split = cut_model(model, self.splits.calibration, self.directory, asked_for)
+        return self.split
 
     # Plan ------------------------------------------------------------------------------------------
 
@@ -187,7 +209,10 @@ class Steps:
         chosen, confidence = self.config.plan, self.config.calibration.confidence
 
         def produce() -> Sequence[Path]:
-            options = PlanOptions(chosen.keep, chosen.force, chosen.base, tuple(chosen.plans), confidence)
+            base = None if chosen.base == "auto" else chosen.base
+            options = PlanOptions(
+                chosen.keep, chosen.force, base, tuple(chosen.plans), confidence, chosen.protect
+            )
             recipes = planned_recipes(chosen)
             serde.write(make_plans(model, profile, self.specs, recipes, options), document)
             return [document]
@@ -200,6 +225,11 @@ class Steps:
             "budgets": [spec.budget for spec in self.specs],
         }
         return self.directory.stage("plan", key, produce, lambda: serde.read(PlanSet, document))
+
+    def correct(self, exported: ModelArtifact, modified: ModelArtifact, plans: PlanSet) -> CorrectionSet:
+        """Constants fitted to each FP8 plan, kept where they help on selection → `corrections.json`."""
+        stage = Correcting.of(self.config, self.directory, self.splits, self.progress)
+        return stage.correct(CorrectionInputs(exported, modified, plans))
 
     # Evaluation ------------------------------------------------------------------------------------
 
@@ -220,6 +250,7 @@ class Steps:
         key = {
             "exported": exported.digest,
             "engines": [engine.digest or engine.detail for engine in engines.engines],
+            "split": () if self.split is None else self.split.digests,
             "data": [self.splits.selection.digest, self.splits.certification.digest],
             "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
             "group": self.config.data.group,
@@ -248,12 +279,20 @@ class Steps:
         return found
 
     def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
-        """Load an engine until the stack closes; returns what runs one batch."""
-        runner = get_backend(engine.backend).open(engine, self._path(engine.path or Path()))
+        """Load an engine until the stack closes; returns what runs one batch of the model's own inputs."""
+        runner = self._open_alone(engine)
+        if engine.part is Part.DENSE:
+            runner = with_lookup(runner, self.split, self.threads)
         return stack.enter_context(runner).run
 
+    def _open_alone(self, engine: EngineArtifact) -> Runner:
+        return get_backend(engine.backend).open(engine, self._path(engine.path or Path()))
+
     def _time(self, engines: Sequence[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
-        """Latency of every engine that runs here, in turns with the others of its kind."""
+        """Latency of every engine that runs here, in turns with the others of its kind.
+
+        Where the model was cut, each engine is timed alone, on looked-up rows, and the lookup beside them.
+        """
         latencies: dict[str, tuple[Latency, ...]] = {}
         ready = [e for e in engines if e.status is BuildStatus.READY]
         kinds = sorted({e.simulated for e in ready})
@@ -267,15 +306,23 @@ class Steps:
         for simulated in kinds:
             group = [e for e in ready if e.simulated is simulated]
             with ExitStack() as stack:
+                runs: dict[str, Run] = {
+                    engine.id: stack.enter_context(self._open_alone(engine)).run for engine in group
+                }
+                make_inputs = self.generated
+                if group[0].part is Part.DENSE:
+                    lookup = stack.enter_context(open_lookup(self.split, self.threads))
+                    runs[LOOKUP] = lookup.run
+                    make_inputs = partial(self._generated_and_looked_up, lookup)
                 timed = measure_interleaved(
-                    {engine.id: self.open_engine(engine, stack) for engine in group},
-                    self.generated,
+                    runs,
+                    make_inputs,
                     self.config.batch.serve,
                     options,
                     group[0].target,
                     counts_for_choice=not simulated,
                 )
-            latencies.update(timed.latencies)
+            latencies.update(beside_lookup(timed.latencies))
         return latencies
 
     def generated(self, rows: int) -> Arrays:
@@ -285,6 +332,14 @@ class Steps:
     def sample(self, rows: int) -> Arrays:
         """Generated model inputs, the same ones however often the run was resumed."""
         return generated_rows(self._exported.inputs, self.bindings, rows)
+
+    def taken_by_engines(self, inputs: Arrays) -> Arrays:
+        """What engines take for these inputs of the model."""
+        return taken_by_engines(inputs, self.split, self.threads)
+
+    def _generated_and_looked_up(self, lookup: Runner, rows: int) -> Arrays:
+        inputs = self.generated(rows)
+        return {**inputs, **lookup.run(inputs)}
 
     # Files -----------------------------------------------------------------------------------------
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Protection, Verdict, Wide
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.ratio_moments import CONFIDENCE
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.planning.base import Base, Bases
 from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.judging import judge
+from loka_onnx.planning.patterns import matching_sites, named_places
 from loka_onnx.planning.scales import ScaleReader
 
 _FP8_PLANS = ("fp8-all", "fp8-safe")
@@ -27,18 +28,22 @@ class PlanOptions:
     """What the user decides about plans.
 
     Attributes:
-        keep: Patterns of site names that stay in the base precision.
-        force: Patterns of site names that run in FP8 whatever their verdict.
-        base: Precision of everything that is not FP8.
+        keep: Patterns (`planning.patterns`) of products that stay in the base precision, of norms that stay
+            in FP32, and of other nodes that do; a pattern that names a site names no other node.
+        force: Patterns of products that run in FP8 whatever their verdict, unless FP16 would overflow there.
+        base: Precision of everything that is not FP8; None for FP16 where the profile shows that it fits,
+            else BF16.
         plans: Ids of the plans to make.
         confidence: Of the intervals that verdicts rest on, all of them together.
+        protect: What stays in FP32 in a BF16 or FP16 plan without being named.
     """
 
     keep: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
-    base: Precision = Precision.BF16
+    base: Precision | None = Precision.BF16
     plans: tuple[str, ...] = ("fp32", "bf16", "fp8-all", "fp8-safe")
     confidence: float = CONFIDENCE
+    protect: tuple[Protection, ...] = (Protection.LOGITS,)
 
 
 def make_plans(
@@ -58,8 +63,8 @@ def make_plans(
         options: What the user decided.
 
     Raises:
-        ConfigError: A pattern names no site, a site is kept and forced, or a plan id is unknown.
-        PlanningError: The profile lacks a site of the model, or an output.
+        ConfigError: A pattern names nothing, a site is kept and forced, or a plan id is unknown.
+        PlanningError: The profile lacks a site of the model, an output, or what FP16 needs.
     """
     options = options or PlanOptions()
     planner = _Planner(model, profile, outputs, tuple(recipes), options)
@@ -81,11 +86,12 @@ def open_verdicts(
         options: What the user decided.
 
     Raises:
-        ConfigError: A pattern names no site.
+        ConfigError: A pattern names nothing.
         PlanningError: The profile lacks a site of the model, or an output.
     """
     options = options or PlanOptions()
-    kept = matching_sites(options.keep, model.sites, "plan.keep")
+    nodes = (node.name for node in GraphModel.load(model.path).nodes) if options.keep else ()
+    kept = named_places(options.keep, model.sites, nodes, "plan.keep").sites
     judgements = judge(model.sites, kept, profile, outputs, options.confidence)
     return tuple(
         site.name
@@ -107,10 +113,12 @@ class _Planner:
     ) -> None:
         self.model, self.profile, self.outputs, self.options = model, profile, outputs, options
         self.recipes = {recipe.id: recipe for recipe in recipes}
-        self.scales = ScaleReader(model, profile)
+        graph = GraphModel.load(model.path)
+        self.scales = ScaleReader(graph, profile)
         self.costs = Costs(profile, outputs)
         products = [site for site in model.sites if site.kind is not SiteKind.NORM]
-        self.kept = matching_sites(options.keep, model.sites, "plan.keep")
+        named = named_places(options.keep, model.sites, (node.name for node in graph.nodes), "plan.keep")
+        self.kept = named.sites
         self.forced = matching_sites(options.force, products, "plan.force")
         both = sorted(set(self.kept) & set(self.forced))
         if both:
@@ -120,14 +128,14 @@ class _Planner:
                 remedy="make one of the patterns narrower",
             )
         self.judgements = judge(model.sites, self.kept, profile, outputs, options.confidence)
+        self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
 
     def plan(self, plan_id: str) -> PrecisionPlan:
         """The plan of that id."""
         simple = {"fp32": Precision.FP32, "bf16": Precision.BF16, "fp16": Precision.FP16}
         if plan_id in simple:
-            base = simple[plan_id]
-            decisions = tuple(self._base_decision(site, base) for site in self.model.sites)
-            return PrecisionPlan(plan_id, self.model.digest, base, decisions, {}, 0.0)
+            base = self.bases.fixed(simple[plan_id])
+            return self._plan(plan_id, base, tuple(self._base_decision(s, base) for s in self.model.sites))
         if plan_id not in _FP8_PLANS:
             raise ConfigError(
                 f"unknown plan '{plan_id}'",
@@ -135,64 +143,99 @@ class _Planner:
                 evidence=f"known are {', '.join((*simple, *_FP8_PLANS))}",
                 remedy="remove it, or correct its name",
             )
-        decisions = tuple(self._fp8_decision(site, plan_id) for site in self.model.sites)
+        obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
+        quantized = {s.name: self._quantized(s) for s in self.model.sites if obstacles[s.name] is None}
+        wanted = self.options.base
+        base = self.bases.chosen(quantized.values()) if wanted is None else self.bases.fixed(wanted)
+        decisions = tuple(
+            self._fp8_decision(s, quantized.get(s.name), obstacles[s.name], base) for s in self.model.sites
+        )
+        return self._plan(plan_id, base, decisions)
+
+    def _plan(self, plan_id: str, base: Base, decisions: tuple[Decision, ...]) -> PrecisionPlan:
         chosen = {d.site for d in decisions if d.precision is Precision.FP8}
+        sites = {d.site for d in decisions}
+        outputs = self.outputs if plan_id in _FP8_PLANS else ()
         return PrecisionPlan(
             id=plan_id,
             model_digest=self.model.digest,
-            base=self.options.base,
+            base=base.precision,
             decisions=decisions,
-            predicted_kl={spec.name: self._predicted(chosen, spec) for spec in self.outputs},
+            predicted_kl={spec.name: self._predicted(chosen, spec) for spec in outputs},
             fp8_share=_flop_share(self.model, chosen),
+            wide=tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites),
+            base_reason=base.reason,
         )
 
     # Decisions -------------------------------------------------------------------------------------
 
-    def _base_decision(self, site: Site, base: Precision) -> Decision:
-        if site.kind is SiteKind.NORM and base is not Precision.FP32:
+    def _base_decision(self, site: Site, base: Base) -> Decision:
+        if site.name in base.wide:
+            return self._wide_decision(site, base)
+        if site.kind is SiteKind.NORM and base.precision is not Precision.FP32:
             return self._norm_decision(site, base)
-        return Decision(site.name, base, None, Verdict.NOT_JUDGED, f"the plan runs everything in {base}")
+        reason = f"the plan runs everything in {base.precision}"
+        return Decision(site.name, base.precision, None, Verdict.NOT_JUDGED, reason)
 
-    def _norm_decision(self, site: Site, base: Precision) -> Decision:
+    def _wide_decision(self, site: Site, base: Base) -> Decision:
+        """Of a site that stays in FP32, whatever was measured."""
+        return Decision(site.name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[site.name])
+
+    def _norm_decision(self, site: Site, base: Base) -> Decision:
         if site.name in self.kept:
             return Decision(
                 site.name, Precision.FP32, None, Verdict.NOT_JUDGED, f"kept by '{self.kept[site.name]}'"
             )
         judgement = self.judgements[site.name]
-        precision = base if judgement.verdict is Verdict.SAFE else Precision.FP32
+        precision = base.precision if judgement.verdict is Verdict.SAFE else Precision.FP32
         tried = self.costs.of_site(site.name, self.outputs[0]).recipe
-        reason = judgement.reason if tried == base else f"{judgement.reason}; measured in {tried}"
+        reason = judgement.reason if tried == base.precision else f"{judgement.reason}; measured in {tried}"
         return Decision(site.name, precision, None, judgement.verdict, reason)
 
-    def _fp8_decision(self, site: Site, plan_id: str) -> Decision:
+    def _fp8_decision(
+        self, site: Site, quantized: Decision | None, obstacle: str | None, base: Base
+    ) -> Decision:
+        if site.name in base.wide:
+            return self._wide_decision(site, base)
         if site.kind is SiteKind.NORM:
-            return self._norm_decision(site, self.options.base)
-        recipe, judgement = self._recipe(site), self.judgements[site.name]
-        if site.name in self.forced:
-            reason = f"forced by '{self.forced[site.name]}'; {judgement.reason}"
-            return self._quantized(site, recipe, judgement.verdict, reason)
-        obstacle = self._obstacle(site, plan_id)
-        if obstacle is not None:
-            return Decision(
-                site.name, self.options.base, None, judgement.verdict, f"{obstacle}{judgement.reason}"
-            )
-        return self._quantized(site, recipe, judgement.verdict, judgement.reason)
+            return self._norm_decision(site, base)
+        if quantized is not None:
+            return quantized
+        judgement = self.judgements[site.name]
+        if site.name in self.kept:
+            obstacle = f"kept in {base.precision} by '{self.kept[site.name]}'; "
+        return Decision(
+            site.name, base.precision, None, judgement.verdict, f"{obstacle or ''}{judgement.reason}"
+        )
 
     def _obstacle(self, site: Site, plan_id: str) -> str | None:
-        """Why a product does not run in FP8, to stand before its verdict; None when it does."""
-        if site.name in self.kept:
-            return f"kept in {self.options.base} by '{self.kept[site.name]}'; "
+        """Why a site does not run in FP8, to stand before its verdict; None when it does."""
+        if site.name in self.forced:
+            return None
+        if site.kind is SiteKind.NORM or site.name in self.kept:
+            return ""
+        if site.name in self.bases.protected:
+            return f"{self.bases.protected[site.name]}; "
         if site.kind is SiteKind.INTERACTION:
             return "a product of two activations runs in FP8 only when forced; "
-        if plan_id == "fp8-all":
-            return None
-        if not site.is_fp8_able:
+        takes_all = plan_id == "fp8-all"
+        if not site.is_fp8_able and not takes_all:
             return f"K = {site.k}, N = {site.n}: FP8 kernels want both to be at least 16; "
-        return None if self.judgements[site.name].verdict is Verdict.SAFE else ""
+        return None if takes_all or self.judgements[site.name].verdict is Verdict.SAFE else ""
 
-    def _quantized(self, site: Site, recipe: Recipe, verdict: Verdict, reason: str) -> Decision:
+    def _quantized(self, site: Site) -> Decision:
+        recipe, judgement = self._recipe(site), self.judgements[site.name]
         scales = self.scales.read(site, recipe)
-        return Decision(site.name, Precision.FP8, recipe, verdict, reason, scales.activation, scales.other)
+        forced = f"forced by '{self.forced[site.name]}'; " if site.name in self.forced else ""
+        return Decision(
+            site=site.name,
+            precision=Precision.FP8,
+            recipe=recipe,
+            verdict=judgement.verdict,
+            reason=f"{forced}{judgement.reason}",
+            activation_scale=scales.activation,
+            weight_scale=scales.other,
+        )
 
     def _recipe(self, site: Site) -> Recipe:
         """The recipe whose sensitivity was measured."""
@@ -211,23 +254,3 @@ def _flop_share(model: ModelArtifact, chosen: set[str]) -> float:
     able = model.fp8_able_flops
     taken = sum(s.flops_per_example for s in model.sites if s.is_fp8_able and s.name in chosen)
     return taken / able if able else 0.0
-
-
-def matching_sites(patterns: Sequence[str], sites: Sequence[Site], key: str) -> dict[str, str]:
-    """Sites that a pattern matches, each with the pattern."""
-    found: dict[str, str] = {}
-    names = [site.name for site in sites]
-    for pattern in patterns:
-        hits = [name for name in names if fnmatchcase(name, pattern)]
-        if not hits:
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"pattern '{pattern}' matches no site",
-                where=key,
-                evidence=f"the nearest of {len(names)} sites is '{near[0]}'"
-                if near
-                else "there are no sites",
-                remedy="`loka-onnx export` lists the sites of a model",
-            )
-        found.update(dict.fromkeys(hits, pattern))
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Operand, Site
@@ -31,12 +30,12 @@ class ScaleReader:
     """Scales of the sites of one model; the weights are loaded once.
 
     Args:
-        model: The model.
+        graph: The model.
         profile: Its profile.
     """
 
-    def __init__(self, model: ModelArtifact, profile: Profile) -> None:
-        self._graph, self._scales = GraphModel.load(model.path), profile.scales
+    def __init__(self, graph: GraphModel, profile: Profile) -> None:
+        self._graph, self._scales = graph, profile.scales
 
     def read(self, site: Site, recipe: Recipe) -> SiteScales:
         """The scales that a site was measured under.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, TargetChoice
 from loka_onnx.core.lineage import StageRecord
@@ -73,10 +74,11 @@ class ReportData:
         data: What it was measured on.
         versions: Version of every library that took part.
         lineage: Finished stages.
+        corrections: Constants that were fitted to plans, kept or not.
         notes: What else the reader must know.
     """
 
-    SCHEMA: ClassVar[str] = "report/2"
+    SCHEMA: ClassVar[str] = "report/3"
     __pydantic_config__ = STRICT
 
     title: str
@@ -91,6 +93,7 @@ class ReportData:
     data: DataDescription
     versions: dict[str, str]
     lineage: tuple[StageRecord, ...] = ()
+    corrections: CorrectionSet = field(default_factory=CorrectionSet)
     notes: tuple[str, ...] = ()
 
     @property

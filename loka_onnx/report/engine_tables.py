@@ -303,23 +303,29 @@ def _outcome(data: ReportData, engine: EngineArtifact, evaluation: Evaluation | 
 
 
 def _latency_tables(data: ReportData) -> tuple[Table, ...]:
+    timed = [
+        (evaluation.engine, latency)
+        for evaluation in data.evaluations.evaluations
+        for latency in evaluation.latencies
+        if not _is_simulated(data, evaluation.engine)
+    ]
+    if not timed:
+        return ()
+    is_cut = any(latency.lookup_p50_us is not None for _, latency in timed)
     rows = tuple(
         (
-            cell(evaluation.engine),
+            cell(engine),
             cell(latency.device),
             cell(numbers.count(latency.batch)),
             cell(numbers.latency(latency.p50_us)),
             cell(numbers.latency(latency.p90_us)),
             cell(numbers.latency(latency.p99_us)),
+            *((_lookup_cell(latency.lookup_p50_us),) if is_cut else ()),
             cell(numbers.count(latency.repeats)),
             cell("yes" if latency.counts_for_choice else "no", Tone.PLAIN),
         )
-        for evaluation in data.evaluations.evaluations
-        for latency in evaluation.latencies
-        if not _is_simulated(data, evaluation.engine)
+        for engine, latency in timed
     )
-    if not rows:
-        return ()
     columns = (
         Column("Engine"),
         Column("Device"),
@@ -327,10 +333,15 @@ def _latency_tables(data: ReportData) -> tuple[Table, ...]:
         Column("p50", numeric=True),
         Column("p90", numeric=True),
         Column("p99", numeric=True),
+        *((Column("Lookup p50, not in these", numeric=True),) if is_cut else ()),
         Column("Requests", numeric=True),
         Column("Counts for the choice"),
     )
     return (Table("Latency per batch size", columns, rows),)
+
+
+def _lookup_cell(p50_us: float | None) -> Cell:
+    return cell(numbers.NONE if p50_us is None else numbers.latency(p50_us))
 
 
 def _is_simulated(data: ReportData, engine_id: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.report import numbers
+from loka_onnx.report.correction_tables import corrections_sections
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Column, Document, Section, Table, Tone, cell
 from loka_onnx.report.engine_tables import engines_section, fallbacks_section
@@ -21,6 +22,7 @@ def build_document(data: ReportData) -> Document:
         engines_section(data),
         *slices_sections(data),
         sites_section(data),
+        *corrections_sections(data),
         _rewrites_section(data),
         fallbacks_section(data),
         _data_section(data),

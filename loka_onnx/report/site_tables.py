@@ -14,6 +14,7 @@ from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
 
 SAFE_PLAN = "fp8-safe"
+_MOST_NAMED = 6
 
 _COLUMNS = (
     Column("Site"),
@@ -66,6 +67,11 @@ def sites_section(data: ReportData) -> Section:
         tables.append(_group_table(data))
     if len(data.plans.plans) > 1:
         tables.append(_plan_table(data))
+    if any(plan.wide for plan in data.plans.plans):
+        tables.append(_wide_table(data))
+    paragraphs += [
+        f"Plan {p.id} is based on {p.base}: {p.base_reason}." for p in data.plans.plans if p.base_reason
+    ]
     return Section("sites", "Sites", tuple(paragraphs), tuple(open_sites(data.profile)), tuple(tables))
 
 
@@ -134,7 +140,7 @@ def _site_row(data: ReportData, plan: PrecisionPlan, site: Site) -> tuple[Cell, 
     share = numbers.share(site.flops_per_example / able) if site.is_fp8_able and able else numbers.NONE
     verdict = decision.verdict if decision is not None else Verdict.NOT_JUDGED
     reason = decision.reason if decision is not None else f"plan {plan.id} does not name it"
-    if site.merged_from:
+    if set(site.merged_from) - {site.name}:
         reason = f"{reason} (merged from {', '.join(site.merged_from)})"
     return (
         cell(site.name),
@@ -230,6 +236,26 @@ def _plan_table(data: ReportData) -> Table:
     shares = (cell(numbers.share(plan.fp8_share)) for plan in data.plans.plans)
     rows.append((cell("FP8 share of FP8-able FLOPs"), *shares))
     return Table("Precision of each site in each plan", columns, tuple(rows))
+
+
+def _wide_table(data: ReportData) -> Table:
+    """Nodes beside the sites that stay in FP32, those with one reason in one row."""
+    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for plan in data.plans.plans:
+        for wide in plan.wide:
+            nodes, plans = found.setdefault(wide.reason, ({}, {}))
+            nodes[wide.node] = plans[plan.id] = None
+    columns = (Column("Reason"), Column("Plans"), Column("Nodes", prose=True))
+    rows = (
+        (cell(reason), cell(", ".join(plans)), cell(_some(list(nodes))))
+        for reason, (nodes, plans) in found.items()
+    )
+    return Table("What stays in FP32 beside sites", columns, tuple(rows))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def _precision_cell(plan: PrecisionPlan, site: str) -> Cell:

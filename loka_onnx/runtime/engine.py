@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import EngineEntry, Manifest
+from loka_onnx.core.split import Part
 from loka_onnx.errors import DataError, EngineError, LokaError
 from loka_onnx.sessions.bundle_files import Sample
 from loka_onnx.sessions.runner import Arrays, Runner
@@ -72,6 +73,15 @@ class Engine:
         runner: What it runs on.
         sample: What it is tried on.
         skipped: Engines that were preferred to it.
+        part: ``whole`` for a runner that takes the model's own inputs, ``dense`` for one that takes looked-up
+            rows in place of ids.
+
+    Attributes:
+        entry: The engine, as its manifest describes it.
+        inputs: What a request holds.
+        outputs: What an answer holds.
+        skipped: Engines that were preferred to it.
+        part: What it takes.
     """
 
     def __init__(
@@ -81,9 +91,11 @@ class Engine:
         runner: Runner,
         sample: Sample,
         skipped: tuple[Skipped, ...],
+        part: Part = Part.WHOLE,
     ) -> None:
         self.entry = entry
-        self.inputs = manifest.inputs
+        self.part = part
+        self.inputs = manifest.inputs_of(part)
         self.outputs = manifest.outputs
         self.skipped = skipped
         self._manifest = manifest
@@ -94,7 +106,7 @@ class Engine:
         """Answers one request. Values are not checked, only their layout.
 
         Args:
-            inputs: One array per graph input, the batch on axis 0.
+            inputs: One array for each of `inputs`, the batch on axis 0.
 
         Returns:
             One array per graph output.
@@ -115,7 +127,8 @@ class Engine:
         """Runs the self-test: the sample through the engine, against its expected outputs."""
         detail, differences = "", {}
         try:
-            answer = self.infer(self._sample.inputs)
+            known = {**self._sample.inputs, **self._sample.looked_up}
+            answer = self.infer({spec.name: known[spec.name] for spec in self.inputs})
             differences = {
                 spec.name: _max_abs(answer[spec.name], self._sample.expected[spec.name], spec.name)
                 for spec in self.outputs
@@ -145,9 +158,10 @@ class Engine:
 
     def _check(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         names = {spec.name for spec in self.inputs}
+        whose = "model" if self.part is Part.WHOLE else "dense part"
         if set(inputs) != names:
             raise DataError(
-                "the request does not hold the model's inputs",
+                f"the request does not hold the {whose}'s inputs",
                 evidence=f"missing {sorted(names - set(inputs))}, unknown {sorted(set(inputs) - names)}",
                 remedy=f"send {', '.join(sorted(names))}",
             )

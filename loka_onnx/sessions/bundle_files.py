@@ -14,8 +14,8 @@ import math
 import os
 import stat
 import zipfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +34,9 @@ from loka_onnx.core.manifest import (
     paths_problem,
     sample_expected_key,
     sample_input_key,
+    sample_looked_up_key,
 )
+from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleInvalid, ModelError, UserError
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -68,7 +70,9 @@ def verify_bundle(directory: Path) -> Manifest:
     for entry in manifest.files:
         _verify_file(directory, entry)
     for engine in manifest.candidates:
-        _verify_external_data(directory, engine, listed)
+        _verify_external_data(directory, f"engine '{engine.id}'", engine.path, listed)
+    if manifest.cut is not None:
+        _verify_external_data(directory, "the lookup model", manifest.cut.lookup, listed)
     return manifest
 
 
@@ -95,10 +99,12 @@ class Sample:
     Attributes:
         inputs: One array per graph input, the batch on axis 0.
         expected: What the engine answered when it was evaluated, per output.
+        looked_up: One array per cut tensor, of the same rows; empty where the model was not cut.
     """
 
     inputs: Arrays
     expected: Arrays
+    looked_up: Arrays = field(default_factory=dict)
 
 
 def read_sample(directory: Path, manifest: Manifest, engine: EngineEntry) -> Sample:
@@ -118,11 +124,13 @@ def read_sample(directory: Path, manifest: Manifest, engine: EngineEntry) -> Sam
         with np.load(path, allow_pickle=False) as arrays:
             inputs = {i.name: arrays[sample_input_key(i.name)] for i in manifest.inputs}
             expected = {o.name: arrays[sample_expected_key(engine.id, o.name)] for o in manifest.outputs}
+            cut = () if manifest.cut is None else manifest.cut.tensors
+            looked_up = {t.name: arrays[sample_looked_up_key(t.name)] for t in cut}
     except KeyError as error:
         _refuse(directory, f"the sample of engine '{engine.id}' lacks an array", str(error))
     except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         _refuse(directory, f"'{manifest.sample}' is not an npz of plain arrays", str(error))
-    return Sample(inputs, expected)
+    return Sample(inputs, expected, looked_up)
 
 
 def external_data_locations(model: Path) -> tuple[str, ...]:
@@ -208,6 +216,7 @@ def _check_consistency(directory: Path, manifest: Manifest) -> None:
     for path in manifest.report:
         if path not in files:
             _refuse(directory, f"the manifest names report '{path}' but does not list it", MANIFEST_NAME)
+    _check_cut(directory, manifest, files)
     ids = [e.id for e in manifest.candidates]
     if len(set(ids)) != len(ids):
         _refuse(directory, "two engines of the manifest have one id", ", ".join(sorted(ids)))
@@ -236,6 +245,36 @@ def _check_consistency(directory: Path, manifest: Manifest) -> None:
                 f"engine '{entry.id}' needs one finite tolerance for each output",
                 f"tolerances {entry.tolerance}, outputs {sorted(outputs)}",
             )
+
+
+def _check_cut(directory: Path, manifest: Manifest, files: Mapping[str, BundleFile]) -> None:
+    cut = manifest.cut
+    dense = [entry.id for entry in manifest.candidates if entry.part is Part.DENSE]
+    if manifest.fallback.part is not Part.WHOLE:
+        _refuse(directory, "the fallback is not the whole model", f"its part is '{manifest.fallback.part}'")
+    if cut is None:
+        if dense:
+            _refuse(
+                directory,
+                f"engine '{dense[0]}' takes looked-up rows, and the manifest has no cut",
+                f"its part is '{Part.DENSE}'",
+            )
+        return
+    if cut.lookup not in files:
+        _refuse(
+            directory, f"the manifest names lookup model '{cut.lookup}' but does not list it", MANIFEST_NAME
+        )
+    inputs = {spec.name for spec in manifest.inputs}
+    unknown = sorted({*cut.lookup_inputs, *cut.passed} - inputs)
+    if unknown:
+        _refuse(directory, f"the cut reads '{unknown[0]}', which is no input", f"inputs {sorted(inputs)}")
+    names = [spec.name for spec in cut.tensors]
+    if not names or len(set(names)) != len(names) or inputs & set(names):
+        _refuse(
+            directory,
+            "the cut needs tensors whose names differ from one another and from those of the inputs",
+            f"tensors {names}, inputs {sorted(inputs)}",
+        )
 
 
 def _walk(directory: Path) -> Iterator[str]:
@@ -284,19 +323,19 @@ def _verify_file(directory: Path, entry: BundleFile) -> None:
         )
 
 
-def _verify_external_data(directory: Path, engine: EngineEntry, listed: set[str]) -> None:
-    if not engine.path.endswith(".onnx"):
+def _verify_external_data(directory: Path, what: str, path: str, listed: set[str]) -> None:
+    if not path.endswith(".onnx"):
         return
     try:
-        locations = external_data_locations(directory / engine.path)
+        locations = external_data_locations(directory / path)
     except ModelError as error:
-        _refuse(directory, f"engine '{engine.id}': '{engine.path}' is not an ONNX model", error.evidence)
-    folder = engine.path.rpartition("/")[0]
+        _refuse(directory, f"{what}: '{path}' is not an ONNX model", error.evidence)
+    folder = path.rpartition("/")[0]
     for location in locations:
         if (f"{folder}/{location}" if folder else location) not in listed:
             _refuse(
                 directory,
-                f"engine '{engine.id}' reads weights from a file that is not listed",
+                f"{what} reads weights from a file that is not listed",
                 f"external data at {location!r}",
             )
 

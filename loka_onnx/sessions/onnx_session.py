@@ -2,7 +2,10 @@
 
 Above `ORT_ENABLE_BASIC`, ONNX Runtime 1.31 fuses Q/DQ pairs around products into integer kernels: an E4M3FN
 graph then fails to load (`MatMulIntegerToFloat`) or, with quantization fusions disabled, loads and returns
-wrong values. A model that holds FP8 is therefore never loaded above BASIC.
+wrong values. A model that holds FP8 is therefore never loaded above BASIC. At BASIC, too, it rounds the bias
+of a Gemm between DequantizeLinear and QuantizeLinear to multiples of the product of its factors' scales, as
+is right for integers; `session.disable_quant_qdq` stops that, and the values are then those of
+ORT_DISABLE_ALL.
 """
 
 from __future__ import annotations
@@ -79,6 +82,16 @@ class SessionOptions:
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
 
 
+def keep_float8_exact(settings: Any) -> None:
+    """Set ONNX Runtime's session options so that a model with FP8 keeps its values.
+
+    Args:
+        settings: `onnxruntime.SessionOptions`; changed.
+    """
+    settings.graph_optimization_level = import_onnxruntime().GraphOptimizationLevel.ORT_ENABLE_BASIC
+    settings.add_session_config_entry("session.disable_quant_qdq", "1")
+
+
 class OnnxSession(Runner):
     """A model loaded in ONNX Runtime.
 
@@ -97,11 +110,13 @@ class OnnxSession(Runner):
         settings = ort.SessionOptions()
         settings.log_severity_level = 3
         settings.intra_op_num_threads = options.threads
-        is_float8 = holds_float8(onnx.load(os.fspath(model), load_external_data=False))
         levels = ort.GraphOptimizationLevel
-        settings.graph_optimization_level = (
-            levels.ORT_ENABLE_ALL if options.optimize and not is_float8 else levels.ORT_ENABLE_BASIC
-        )
+        if holds_float8(onnx.load(os.fspath(model), load_external_data=False)):
+            keep_float8_exact(settings)
+        else:
+            settings.graph_optimization_level = (
+                levels.ORT_ENABLE_ALL if options.optimize else levels.ORT_ENABLE_BASIC
+            )
         try:
             self._session = ort.InferenceSession(
                 os.fspath(model), settings, providers=list(options.providers)

@@ -2,20 +2,24 @@
 
 A factor for each channel of a tensor can move into the linears that read it when nothing else does, and every
 element that a weight row multiplies belongs to one channel. Between the two may stand operators that move
-elements (Transpose, Reshape, …) and, for positive factors, operators f with f(s·x) = s·f(x) (Relu). Which
-channel each row meets is not reasoned out but seen: the layout operators are run on an array that holds, in
-place of values, the number of the channel. The batch, which has no length yet, is taken to be 3 there.
+elements (Transpose, Reshape, …) and, for positive factors, operators f with f(s·x) = s·f(x) (Relu), as well
+as operators that take a part of the elements or join them with others (Slice, Split, Gather, Concat). Which
+channel each row meets is not reasoned out but seen: these operators are run on an array that holds, in place
+of values, the number of the channel, and `FOREIGN` for elements of other tensors. The batch, which has no
+length yet, is taken to be 3 there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.graph.layout import LAYOUT_OPS
-from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
 from loka_onnx.graph.shape_values import dimensions, read_dimensions
 from loka_onnx.transforms.linear_pattern import NotLinear, is_candidate, read_linear
 
@@ -24,6 +28,10 @@ HOMOGENEOUS = frozenset({"Relu", "LeakyRelu"})
 NORMS_WITH_SCALE = frozenset(
     {"LayerNormalization", "RMSNormalization", "GroupNormalization", "InstanceNormalization"}
 )
+PARTS = frozenset({"Slice", "Split", "Gather", "Concat"})
+"""Operators that take a part of a tensor's elements, or join them with those of others."""
+FOREIGN = -1
+"""Stands for an element that is none of the tensor's, in the place of its channel."""
 _BATCH = 3
 """A length that layers rarely have, so that an axis is not mistaken for the batch."""
 _LARGEST = 1 << 22
@@ -41,11 +49,21 @@ class Reader:
 
     Attributes:
         node: Its Gemm or MatMul.
-        channels: Number of the channel that each row of its weight meets, (K,).
+        channels: Number of the channel that each row of its weight meets, (K,); `FOREIGN` where it meets an
+            element of another tensor, behind a Concat.
     """
 
     node: Node
     channels: Numbers
+
+    def of_rows(self, values: npt.NDArray[np.float64], otherwise: float) -> npt.NDArray[np.float64]:
+        """A value for each row of the weight, (K,).
+
+        Args:
+            values: One for each channel.
+            otherwise: That of rows which meet other tensors.
+        """
+        return np.where(self.channels == FOREIGN, otherwise, values[self.channels])
 
 
 def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:
@@ -84,7 +102,11 @@ def channel_axes(norm: Node) -> tuple[int, ...]:
 
 
 def linear_readers(
-    model: GraphModel, tensor: Tensor, numbers: Numbers, between: frozenset[str] = frozenset()
+    model: GraphModel,
+    tensor: Tensor,
+    numbers: Numbers,
+    between: frozenset[str] = frozenset(),
+    first: Sequence[Node] | None = None,
 ) -> tuple[Reader, ...]:
     """Every linear that reads a tensor, behind layout operators.
 
@@ -92,27 +114,99 @@ def linear_readers(
         model: The graph.
         tensor: The tensor.
         numbers: Channel numbers in the place of its elements.
-        between: Elementwise operators that may stand in between as well.
+        between: What may stand in between as well: elementwise operators, and those of `PARTS`.
+        first: Readers of the tensor to follow; what the others do does not count. None for all of them.
 
     Raises:
         NotFollowed: Something else reads it, or a row of a weight meets several channels.
     """
     found: list[Reader] = []
-    pending = [(tensor, numbers)]
+    if first is None and model.is_output(tensor):
+        raise NotFollowed(f"'{tensor.name}' is an output of the model")
+    pending = [(tensor, numbers, consumers(tensor) if first is None else first)]
     while pending:
-        tensor, numbers = pending.pop()
-        if model.is_output(tensor):
-            raise NotFollowed(f"'{tensor.name}' is an output of the model")
-        for node in {id(reader): reader for reader in tensor.outputs}.values():
-            if node.op in between:
-                pending.append((node.outputs[0], numbers))
-            elif node.op in LAYOUT_OPS and node.inputs[0] is tensor:
-                pending.append((node.outputs[0], moved(node, numbers)))
+        tensor, numbers, nodes = pending.pop()
+        for node in nodes:
+            if node.op in between or (node.op in LAYOUT_OPS and node.inputs[0] is tensor):
+                for output, onward in _behind(node, tensor, numbers):
+                    if model.is_output(output):
+                        raise NotFollowed(f"'{output.name}' is an output of the model")
+                    pending.append((output, onward, consumers(output)))
             else:
                 found.append(_reader(model, node, tensor, numbers))
     if not found:
         raise NotFollowed("nothing reads it")
     return tuple(found)
+
+
+def _behind(node: Node, tensor: Tensor, numbers: Numbers) -> list[tuple[Tensor, Numbers]]:
+    """What a node makes of a tensor's elements, output by output; outputs without any are left out."""
+    if node.op not in PARTS:
+        return [(node.outputs[0], moved(node, numbers) if node.op in LAYOUT_OPS else numbers)]
+    try:
+        parts = _taken(node, tensor, numbers)
+    except ValueError as error:
+        raise NotFollowed(f"'{node.name}', a {node.op}, is not followed: {error}") from error
+    return [
+        (output, part)
+        for output, part in zip(node.outputs, parts, strict=True)
+        if (part != FOREIGN).any() and (consumers(output) or len(parts) == 1)
+    ]
+
+
+def _taken(node: Node, tensor: Tensor, numbers: Numbers) -> list[Numbers]:
+    if node.op == "Concat":
+        joined = [numbers if part is tensor else _foreign(part) for part in node.inputs]
+        axis = int(node.attrs["axis"])
+        return [np.concatenate([np.asarray(part) for part in joined], axis=axis)]
+    if node.inputs[0] is not tensor:
+        raise ValueError("it does not stand in the first place")
+    if not all(map(is_constant, node.inputs[1:])):
+        raise ValueError("what it takes is not constant")
+    constants = [values_of(operand) for operand in node.inputs[1:]]
+    if node.op == "Slice":
+        return [_sliced(node, tensor, numbers, constants)]
+    axis = int(node.attrs.get("axis", 0)) % numbers.ndim
+    _refuse_batch(tensor, (axis,))
+    if node.op == "Gather":
+        return [np.take(numbers, constants[0], axis=axis)]
+    sizes = constants[0] if constants else None
+    if sizes is None:
+        # Parts are of equal size, the last one may be smaller.
+        step = -(-numbers.shape[axis] // len(node.outputs))
+        return np.split(numbers, range(step, step * len(node.outputs), step), axis=axis)
+    return np.split(numbers, np.cumsum(sizes)[:-1], axis=axis)
+
+
+def _sliced(node: Node, tensor: Tensor, numbers: Numbers, constants: Sequence[npt.NDArray[Any]]) -> Numbers:
+    starts, ends, *rest = ([int(value) for value in np.atleast_1d(values)] for values in constants)
+    axes = rest[0] if rest else list(range(len(starts)))
+    steps = rest[1] if len(rest) > 1 else [1] * len(starts)
+    _refuse_batch(tensor, tuple(axis % numbers.ndim for axis in axes))
+    if min(steps) < 1:
+        raise ValueError("it goes backwards")
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        index = [slice(None)] * numbers.ndim
+        index[axis] = slice(start, end, step)
+        numbers = numbers[tuple(index)]
+    return numbers
+
+
+def _refuse_batch(tensor: Tensor, axes: tuple[int, ...]) -> None:
+    sizes = dimensions(tensor)
+    if sizes is None or any(isinstance(sizes[axis], str) for axis in axes):
+        raise ValueError("it takes a part of the batch")
+
+
+def _foreign(tensor: Tensor) -> Numbers:
+    """`FOREIGN` in the place of every element of a tensor."""
+    sizes = dimensions(tensor)
+    if sizes is None:
+        raise ValueError(f"the rank of '{tensor.name}' is not known")
+    lengths = [_BATCH if isinstance(size, str) else size for size in sizes]
+    if np.prod(lengths, dtype=np.int64) > _LARGEST:
+        raise ValueError(f"'{tensor.name}' is too large to follow")
+    return np.broadcast_to(np.int64(FOREIGN), lengths)
 
 
 def moved(node: Node, numbers: Numbers) -> Numbers:

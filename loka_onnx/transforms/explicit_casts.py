@@ -6,7 +6,7 @@ compute in the base precision, and the other way round. These stay in FP32:
 
 - graph inputs and outputs, so that the interface is that of the exported model. Cast reads an input as it
   enters: identifiers that arrive as floats would not survive the rounding;
-- sites that the plan keeps in FP32;
+- sites that the plan keeps in FP32, and other nodes that it names (`PrecisionPlan.wide`);
 - embedding tables outside the model, whose rows are cast after the lookup, which gives the same values;
 - operands that ONNX defined in the base precision after operator set 21 only, or not at all: engines lag
   behind
@@ -20,7 +20,7 @@ statistics of the other norms stay in FP32 through their `stash_type`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -65,7 +65,7 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
     Args:
         model: An FP32 graph, with Q/DQ already in place.
         base: BF16 or FP16.
-        plan: Names the sites that stay in FP32.
+        plan: Names the sites and other nodes that stay in FP32.
 
     Raises:
         TransformError: The graph has control flow, a constant overflows, a Q/DQ scale would change its value,
@@ -100,7 +100,8 @@ class _Wide:
 
 
 def _find_wide(model: GraphModel, base: Precision, plan: PrecisionPlan) -> _Wide:
-    kept = {d.site for d in plan.decisions if d.precision is Precision.FP32}
+    kept = {d.site: "" for d in plan.decisions if d.precision is Precision.FP32}
+    kept |= {wide.node: f": {wide.reason}" for wide in plan.wide}
     operands: set[tuple[int, int]] = set()
     tensors = {tensor.name: tensor for tensor in model.inputs if _is_float(tensor)}
     applied: list[Applied] = []
@@ -118,10 +119,10 @@ def _find_wide(model: GraphModel, base: Precision, plan: PrecisionPlan) -> _Wide
     return _Wide(frozenset(operands), tensors, tuple(applied))
 
 
-def _why_whole(model: GraphModel, node: Node, kept: Collection[str]) -> str:
+def _why_whole(model: GraphModel, node: Node, kept: Mapping[str, str]) -> str:
     """Why every operand and result of a node stays in FP32; empty when they do not."""
     if node.name in kept:
-        return "kept in FP32 between casts"
+        return f"kept in FP32 between casts{kept[node.name]}"
     if node.op in _SUMMING:
         return "takes its statistics in the type of its input: FP32 between casts"
     if node.op == "Gather" and model.is_table(node.inputs[0]):

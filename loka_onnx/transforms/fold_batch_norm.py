@@ -105,14 +105,16 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
             absorb_behind(model, match.behind, match.scale, match.shift)
             for step in match.steps:
                 _pass_on(model, step)
-            return Applied(
-                match.behind.name, f"took over '{last.name}' behind it ({_plural(len(match.steps))})"
-            )
+            behind = match.behind.name
+            what = f"took over '{last.name}' behind it ({_plural(len(match.steps))})"
+            return Applied(behind, what, {behind: (behind,)})
         for reader in match.readers:
             absorb_before(model, reader.node, match.scale[reader.channels], match.shift[reader.channels])
         model.replace_uses(first.outputs[0], first.inputs[0])
-        names = ", ".join(f"'{reader.node.name}'" for reader in match.readers)
-        return Applied(match.readers[0].node.name, f"{names} took over '{first.name}' in front")
+        sites: list[str] = [reader.node.name for reader in match.readers]
+        names = ", ".join(f"'{site}'" for site in sites)
+        what = f"{names} took over '{first.name}' in front"
+        return Applied(sites[0], what, {site: (site,) for site in sites})
 
 
 def _plural(count: int) -> str:

@@ -80,17 +80,23 @@ class FoldNormAffine(Mod[ScaledNorm]):
             node.inputs = node.inputs[:2]
         elif len(node.inputs) > 2:
             node.inputs[2] = model.constant(f"{node.name}.zeros", np.zeros_like(ones))
-        names = ", ".join(f"'{reader.node.name}'" for reader in match.readers)
+        sites = [reader.node.name for reader in match.readers]
+        names = ", ".join(f"'{site}'" for site in sites)
         what = "scale" if match.shift is None else "scale and shift"
-        return Applied(node.name, f"its {what} moved into {names}")
+        return Applied(node.name, f"its {what} moved into {names}", {site: (site,) for site in sites})
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether a norm neither scales nor shifts."""
+    """Whether a norm does not shift, and scales by nothing but powers of two.
+
+    A trained scale is not of these; smoothing (`choose_smoothing`) leaves one, and moving it back into the
+    linears would undo it.
+    """
     scale, *rest = (tensor for tensor in node.inputs[1:3] if tensor.name)
     if not is_constant(scale) or not all(map(is_constant, rest)):
         return False
-    return bool(np.all(values_of(scale) == 1) and all(np.all(values_of(bias) == 0) for bias in rest))
+    mantissas, _ = np.frexp(values_of(scale))
+    return bool(np.all(mantissas == 0.5) and all(np.all(values_of(bias) == 0) for bias in rest))
 
 
 def _read(model: GraphModel, node: Node) -> ScaledNorm:

@@ -1,4 +1,4 @@
-"""Write a plan into a model file: Q/DQ first, then the base precision."""
+"""Write a plan into a model file: Q/DQ first, then the constants fitted to it, then the base precision."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.correction import Corrections
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import Fusions
-from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.plan import PrecisionPlan, Wide
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.transforms.correct import correct
 from loka_onnx.transforms.explicit_casts import cast_to_base
 from loka_onnx.transforms.insert_qdq import insert_qdq
+from loka_onnx.transforms.place_qdq import place_qdq
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,12 @@ class PlanForm:
     Attributes:
         base: Precision of everything that is not FP8, as the backend asks for it.
         fusions: What the backend computes in one kernel, which Q/DQ must not split.
+        corrections: Constants that were fitted to the plan and are added; None for none.
     """
 
     base: Precision
     fusions: Fusions = field(default_factory=Fusions)
+    corrections: Corrections | None = None
 
 
 def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target: Path) -> PlannedModel:
@@ -68,6 +73,14 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
     began = time.perf_counter()
     if plan.fp8_sites:
         records.append(_timed(insert_qdq(graph, model.sites, plan), began))
+        began = time.perf_counter()
+        records.append(_timed(place_qdq(graph, plan.fp8_sites, form.fusions), began))
+    if form.corrections is not None and not form.corrections.is_empty:
+        began = time.perf_counter()
+        corrected = correct(graph, form.corrections)
+        records.append(_timed(corrected.record, began))
+        wide = (Wide(name, "adds a constant to an output") for name in corrected.on_outputs)
+        plan = replace(plan, wide=(*plan.wide, *wide))
     if form.base is not Precision.FP32:
         began = time.perf_counter()
         records.append(_timed(cast_to_base(graph, form.base, plan), began))

@@ -15,6 +15,7 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.rewrite import Declined, RewriteLog, RewriteRecord
 from loka_onnx.errors import EngineError, ModelError, TransformError
+from loka_onnx.graph.garbage import collector_paused
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
@@ -106,17 +107,22 @@ def apply_mods(
     records: list[RewriteRecord] = []
     outputs: Outputs | None = None
     for number, mod in enumerate(chosen):
-        candidate = graph.copy()
-        record = _apply(mod, candidate)
+        began = time.perf_counter()
+        with collector_paused():
+            found = mod.match(graph)
+            # Most mods find nothing in most models, and a large graph takes as long to copy as to search.
+            before = graph.copy() if found.matches else graph
+            applied = tuple(mod.rewrite(graph, match) for match in found.matches)
+        record = RewriteRecord(mod.name, applied, found.declined, seconds=time.perf_counter() - began)
         if record.applied:
             began = time.perf_counter()
             if outputs is None:
                 outputs = _outputs(model.path, rows)
-            candidate.save(target)
+            graph.save(target)
             record, outputs = _judge(record, mod, outputs, target, rows)
             record = replace(record, check_seconds=time.perf_counter() - began)
             # Reading the file back gives the new tensors their inferred types and shapes.
-            graph = graph if record.rolled_back else GraphModel.load(target)
+            graph = before if record.rolled_back else GraphModel.load(target)
         records.append(record)
         progress("mods", number + 1, len(chosen))
     digest = graph.save(target)
@@ -136,13 +142,6 @@ def _origins(model: ModelArtifact, records: Sequence[RewriteRecord]) -> dict[str
                 known = [origins.get(other) or (other,) for other in replaced]
                 origins[name] = tuple(dict.fromkeys(origin for group in known for origin in group))
     return origins
-
-
-def _apply(mod: Mod[Any], graph: GraphModel) -> RewriteRecord:
-    began = time.perf_counter()
-    found = mod.match(graph)
-    applied = tuple(mod.rewrite(graph, match) for match in found.matches)
-    return RewriteRecord(mod.name, applied, found.declined, seconds=time.perf_counter() - began)
 
 
 def _outputs(path: Path, rows: Sequence[Arrays]) -> Outputs:

@@ -10,14 +10,15 @@ a bag of ids: a reduction of looked-up rows, and the masks and weights that ids 
 computed in another way, so the halves give the bits of the whole, which `verify_split` holds them to on data.
 
 A model is left whole, with the reason, where the dense part needs ids themselves (as numbers, or to compare
-them), where a table is read by more than lookups (tied weights), and where ids come out of a linear layer.
+them), where a table is read by more than lookups (tied weights), where ids come out of a linear layer, and
+where looked-up rows do not lie along axis 0, as an engine takes them, one row of each for a row of the batch.
 The one thing of ids that the dense part may read is how many rows there are: it reads that off a cut tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,19 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.rewrite import Declined
+from loka_onnx.core.split import Halves
+from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
-from loka_onnx.graph.sites import is_site
+from loka_onnx.graph.sites import find_sites, is_site
+from loka_onnx.graph.storage import model_digest
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+LOOKUP_FILE, DENSE_FILE = "lookup.onnx", "dense.onnx"
+"""Names of the halves in the directory that `verify_split` writes them to."""
 
 _POOLS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax"})
 _MASKS = frozenset(
@@ -91,20 +98,25 @@ def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], direct
     Args:
         split: The halves.
         whole: The model that was cut.
-        rows: Batches of its inputs.
+        rows: Batches of its inputs, rows on axis 0.
         directory: Where ``lookup.onnx`` and ``dense.onnx`` are written; tables are linked there.
 
     Returns:
         None when every output has the same bits on every batch, else where and why the split is not accepted.
     """
     options = SessionOptions(optimize=False)
-    split.lookup.save(directory / "lookup.onnx")
-    split.dense.save(directory / "dense.onnx")
-    lookup, dense = (OnnxSession(directory / name, options) for name in ("lookup.onnx", "dense.onnx"))
+    split.lookup.save(directory / LOOKUP_FILE)
+    split.dense.save(directory / DENSE_FILE)
+    lookup, dense = (OnnxSession(directory / name, options) for name in (LOOKUP_FILE, DENSE_FILE))
     reference = OnnxSession(whole, options)
     for number, batch in enumerate(rows):
+        looked_up = lookup.run(batch)
+        size = len(next(iter(batch.values())))
+        for name, values in looked_up.items():
+            if len(values) != size:
+                return Declined(name, f"it has {len(values)} rows for a batch of {size}")
         before = reference.run(batch)
-        after = dense.run({**batch, **lookup.run(batch)})
+        after = dense.run({**batch, **looked_up})
         for name, values in before.items():
             if values.tobytes() != after[name].tobytes():
                 moved = np.abs(values.astype(np.float64) - after[name].astype(np.float64)).max()
@@ -112,6 +124,33 @@ def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], direct
                     name, f"the halves move it by up to {moved:.3g} in batch {number} of {len(rows)}"
                 )
     return None
+
+
+def describe_halves(split: SparseSplit, whole: ModelArtifact, directory: Path) -> Halves:
+    """The halves that `verify_split` has written, as artifacts.
+
+    Raises:
+        InternalError: A site of the whole is not a site of the dense half: plans are made for the whole.
+    """
+    specs = {spec.name: spec for spec in (*whole.inputs, *split.cut)}
+
+    def half(graph: GraphModel, name: str, outputs: tuple[TensorSpec, ...]) -> ModelArtifact:
+        path = directory / name
+        merged = {site.name: site.merged_from for site in whole.sites}
+        return replace(
+            whole,
+            path=path,
+            digest=model_digest(path),
+            inputs=tuple(specs[tensor.name] for tensor in graph.inputs),
+            outputs=outputs,
+            sites=find_sites(GraphModel.load(path), merged),
+        )
+
+    dense = half(split.dense, DENSE_FILE, whole.outputs)
+    lost = {site.name for site in whole.sites} ^ {site.name for site in dense.sites}
+    if lost:
+        raise InternalError("the dense half has other sites than the whole", evidence=", ".join(sorted(lost)))
+    return Halves(half(split.lookup, LOOKUP_FILE, split.cut), dense, split.cut)
 
 
 def _split(model: GraphModel) -> SparseSplit:
@@ -210,6 +249,13 @@ def _cut_tensors(model: GraphModel, sparse: Mapping[int, Node]) -> list[Tensor]:
                 )
             if tensor.dtype is None or tensor.shape is None:
                 raise _Whole(node.name, f"type or shape of its result '{tensor.name}' is not known")
+            shape = _spec(tensor).shape
+            if not shape or shape[0] is not None or None in shape[1:]:
+                raise _Whole(
+                    node.name,
+                    f"its result '{tensor.name}' has shape {list(tensor.shape)}: an engine takes the batch "
+                    "on axis 0 and fixed sizes on the others",
+                )
             cut.append(tensor)
     if not cut:
         raise _Whole("model", "nothing but lookups reads what is looked up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,14 +58,51 @@ Make = Callable[..., TinyModel]
 @pytest.fixture
 def make(subject: Subject, tmp_path: Path) -> Make:
     """Writes a model in the form that the subject takes."""
+    return functools.partial(write_model, subject, tmp_path)
 
-    def build(*, fp8: bool, base: Precision | None = None, shape: MlpShape | None = None) -> TinyModel:
-        plan_base = base or subject.base
-        draft = mlp(tmp_path / "draft", Precision.FP32, plan_base, fp8=fp8, shape=shape)
-        graph_base = subject.backend.base_precision(draft.plan)
-        return mlp(tmp_path / "model", graph_base, plan_base, fp8=fp8, shape=shape)
 
-    return build
+def write_model(
+    subject: Subject, folder: Path, *, fp8: bool, base: Precision | None = None, shape: MlpShape | None = None
+) -> TinyModel:
+    plan_base = base or subject.base
+    draft = mlp(folder / "draft", Precision.FP32, plan_base, fp8=fp8, shape=shape)
+    graph_base = subject.backend.base_precision(draft.plan)
+    return mlp(folder / "model", graph_base, plan_base, fp8=fp8, shape=shape)
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine for several tests, which write into none of its files."""
+
+    model: TinyModel
+    artifact: EngineArtifact
+    folder: Path
+    """What the artifact's path starts at."""
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[tuple[str, bool, bool], Built]:
+    return {}
+
+
+@pytest.fixture
+def built(
+    subject: Subject,
+    engines: dict[tuple[str, bool, bool], Built],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Built]:
+    """Builds each of the subject's plain models once."""
+
+    def get(*, fp8: bool, per_channel: bool = False) -> Built:
+        key = (subject.backend.name, fp8, per_channel)
+        if key not in engines:
+            folder = tmp_path_factory.mktemp("built")
+            model = write_model(subject, folder, fp8=fp8, shape=MlpShape(per_channel=per_channel))
+            artifact = build(subject, model, folder / "engines" / "e")
+            engines[key] = Built(model, artifact, folder / "engines")
+        return engines[key]
+
+    return get
 
 
 def request_for(subject: Subject, model: TinyModel, output: Path) -> BuildRequest:
@@ -93,11 +131,11 @@ def test_every_backend_is_in_the_suite() -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_the_artifact_describes_the_file(subject: Subject, make: Make, tmp_path: Path, fp8: bool) -> None:
-    model = make(fp8=fp8)
-    artifact = build(subject, model, tmp_path / "engines" / "e")
+def test_the_artifact_describes_the_file(subject: Subject, built: Callable[..., Built], fp8: bool) -> None:
+    found = built(fp8=fp8)
+    model, artifact = found.model, found.artifact
     assert artifact.path is not None
-    engine = tmp_path / "engines" / artifact.path
+    engine = found.folder / artifact.path
     assert artifact.path.parts[0] == "e"
     assert artifact.bytes == engine.stat().st_size
     assert artifact.digest == digest_file(engine)
@@ -105,7 +143,7 @@ def test_the_artifact_describes_the_file(subject: Subject, make: Make, tmp_path:
     assert artifact.portability == subject.backend.portability(subject.architecture)
     assert artifact.build_seconds > 0
     assert (artifact.plan, artifact.target) == (model.plan.id, subject.device)
-    assert sorted(p.name for p in (tmp_path / "engines").iterdir()) == ["e", "e.log"]
+    assert sorted(p.name for p in found.folder.iterdir()) == ["e", "e.log"]
     assert serde.loads(EngineArtifact, serde.dumps(artifact)) == artifact
     assert (artifact.status is BuildStatus.READY) == (subject.backend.why_not_run(subject.architecture) == "")
 
@@ -131,9 +169,9 @@ def test_weights_in_external_data(subject: Subject, make: Make, tmp_path: Path) 
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_fp8_is_engaged_where_it_was_planned(
-    subject: Subject, make: Make, tmp_path: Path, per_channel: bool
+    subject: Subject, built: Callable[..., Built], per_channel: bool
 ) -> None:
-    artifact = build(subject, make(fp8=True, shape=MlpShape(per_channel=per_channel)), tmp_path / "e")
+    artifact = built(fp8=True, per_channel=per_channel).artifact
     assert [s.site for s in artifact.sites] == ["mlp.fc0", "mlp.fc1"]
     for site in artifact.sites:
         assert site.planned == "fp8"
@@ -142,8 +180,8 @@ def test_fp8_is_engaged_where_it_was_planned(
     assert artifact.simulated == (subject.backend.name == "onnxruntime")
 
 
-def test_the_base_precision_is_what_the_engine_runs(subject: Subject, make: Make, tmp_path: Path) -> None:
-    artifact = build(subject, make(fp8=False), tmp_path / "e")
+def test_the_base_precision_is_what_the_engine_runs(subject: Subject, built: Callable[..., Built]) -> None:
+    artifact = built(fp8=False).artifact
     kind = {Precision.FP32: "float", Precision.BF16: "bf16"}[subject.base]
     assert [s.operands for s in artifact.sites] == [(kind, kind)] * 2
     assert not artifact.fallbacks
@@ -184,36 +222,37 @@ def test_a_broken_model_costs_the_candidate(subject: Subject, make: Make, tmp_pa
     assert sorted(p.name for p in (tmp_path / "engines").iterdir()) == ["e.log"]
 
 
-def test_inference_agrees_with_the_reference(subject: Subject, make: Make, tmp_path: Path) -> None:
+def test_inference_agrees_with_the_reference(subject: Subject, built: Callable[..., Built]) -> None:
     reason = subject.backend.why_not_run(subject.architecture)
     if reason:
         pytest.skip(f"needs a GPU: {reason}")
-    model = make(fp8=True)
-    artifact = build(subject, model, tmp_path / "e")
+    found = built(fp8=True)
+    model, artifact = found.model, found.artifact
     assert artifact.path is not None
     sample = dict(np.load(model.sample))
-    with subject.backend.open(artifact, tmp_path / artifact.path) as runner:
+    with subject.backend.open(artifact, found.folder / artifact.path) as runner:
         for rows in (1, 3, 16):
             batch = {name: value[:rows] for name, value in sample.items()}
-            found = runner.run(batch)["out"]
+            got = runner.run(batch)["out"]
             expected = ReferenceEvaluator(onnx.load(model.path)).run(None, dict(batch))[0]
-            assert found.shape == (rows, 32)
+            assert got.shape == (rows, 32)
             # FP32 sums of 64 and 128 terms of order one differ by their order only; an FP8 step is 0.03.
-            np.testing.assert_allclose(found, expected, atol=2e-5)
+            np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-def test_opening_says_why_where_it_cannot_run(subject: Subject, make: Make, tmp_path: Path) -> None:
+def test_opening_says_why_where_it_cannot_run(subject: Subject, built: Callable[..., Built]) -> None:
     reason = subject.backend.why_not_run(subject.architecture)
-    artifact = build(subject, make(fp8=False), tmp_path / "e")
+    found = built(fp8=False)
+    artifact = found.artifact
     assert artifact.detail == reason
     assert artifact.path is not None
     if not reason:
         assert artifact.status is BuildStatus.READY
-        subject.backend.open(artifact, tmp_path / artifact.path).close()
+        subject.backend.open(artifact, found.folder / artifact.path).close()
         return
     assert artifact.status is BuildStatus.BUILT_NOT_RUN
     with pytest.raises(EngineError, match="cannot run here: the engine is for sm89"):
-        subject.backend.open(artifact, tmp_path / artifact.path)
+        subject.backend.open(artifact, found.folder / artifact.path)
 
 
 def test_an_fp8_plan_that_holds_no_fp8_is_declined_on_the_cpu_as_what_it_is() -> None:

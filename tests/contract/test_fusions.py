@@ -1,4 +1,4 @@
-"""What `core.fusions` claims, read from compiled graphs: one kernel for an operator and the Q behind it."""
+"""What `core.fusions` claims, read from compiled graphs: what shares a kernel with a Q, what moves in FP8."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from tiny_models import GraphWriter
 
+from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import FUSIONS, fusions_of
-from loka_onnx.core.site import SiteKind
+from loka_onnx.core.fusions import FUSIONS, Fusions, fusions_of
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
+from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.engines.registry import backend_names
 from loka_onnx.engines.request import BatchRange
+from loka_onnx.engines.tensorrt_rtx.compiled_graph import CompiledGraph, read_compiled_graphs
+from loka_onnx.engines.tensorrt_rtx.site_precision import site_precisions
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.transforms.precision import PlanForm, apply_plan
 
 WIDTH = 64
 RTX = FUSIONS["tensorrt_rtx"]
@@ -40,19 +49,22 @@ def operator(w: GraphWriter, kind: str, tensor: str, other: str) -> str:
 
 def kernels(folder: Path, kind: str, *, residual: bool) -> list[tuple[str, ...]]:
     """ONNX nodes behind each kernel of: product, residual sum if asked for, operator, Q, product."""
-    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
-    from loka_onnx.engines.tensorrt_rtx.build import BuildSettings, build_engine
-    from loka_onnx.engines.tensorrt_rtx.compiled_graph import read_compiled_graphs
-
     w = GraphWriter(Precision.BF16)
     x = w.enter("x")
     h = product(w, x, "fc0")
     h = w.op("Add", [h, x], "residual") if residual else h
     w.leave(product(w, operator(w, kind, h, x), "fc"))
+    return [operation.layers for operation in compiled(folder, written(w))[0].operations]
+
+
+def compiled(folder: Path, model: onnx.ModelProto) -> tuple[CompiledGraph, ...]:
+    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
+    from loka_onnx.engines.tensorrt_rtx.build import BuildSettings, build_engine
+
     path = folder / "model.onnx"
-    onnx.save(written(w), path)
+    onnx.save(model, path)
     build_engine(trt, path, BuildSettings("sm89", BatchRange(1, 64, 256)), folder / "engine.trt")
-    return [operation.layers for operation in read_compiled_graphs(folder / "engine.trt")[0].operations]
+    return read_compiled_graphs(folder / "engine.trt")
 
 
 def written(w: GraphWriter) -> onnx.ModelProto:
@@ -94,3 +106,156 @@ def test_an_operator_and_the_quantization_behind_it_are_one_kernel(kind: str, tm
 def test_a_residual_sum_and_the_norm_behind_it_are_one_kernel(kind: str, tmp_path: Path) -> None:
     found = kernels(tmp_path, kind, residual=True)
     assert any({"fc0", "residual", "op", "fc/x/q"} <= set(layers) for layers in found), found
+
+
+def movement(w: GraphWriter, kind: str, x: str) -> str:
+    """The operator under test behind a DQ of (batch, WIDTH); what it gives ends with an axis of WIDTH."""
+
+    def ints(name: str, *values: int) -> str:
+        return w.constant(name, np.array(values), onnx.TensorProto.INT64)
+
+    match kind:
+        case "Concat":
+            # The other part is of another producer; else there would be nothing to join.
+            other = w.quantized(w.op("Tanh", ["fc0:0"], "tanh"), "fc/x/other")
+            joined = w.op(kind, [x, other], "op", axis=1)
+            y = w.op("Reshape", [joined, ints("shape", -1, 2, WIDTH)], "after")
+        case "Expand" | "Tile":
+            middle = w.op("Unsqueeze", [x, ints("one", 1)], "before")
+            y = w.op(kind, [middle, ints("count", 1, 3, 1)], "op")
+        case "Gather":
+            y = w.op(kind, [x, ints("chosen", *range(WIDTH - 1, -1, -1))], "op", axis=1)
+        case "Reshape":
+            y = w.op(kind, [x, ints("shape", -1, 1, WIDTH)], "op")
+        case "Slice":
+            rows = w.op("Reshape", [x, ints("shape", -1, 2, WIDTH // 2)], "before")
+            row = w.op(kind, [rows, ints("from", 1), ints("to", 2), ints("along", 1)], "op")
+            y = w.op("Concat", [row, row], "after", axis=2)
+        case "Split":
+            w.nodes.append(
+                onnx.helper.make_node(
+                    kind, [x, ints("sizes", 16, WIDTH - 16)], ["left", "right"], "op", axis=1
+                )
+            )
+            y = w.op("Concat", ["right", "left"], "after", axis=1)
+        case "Squeeze":
+            y = w.op(kind, [w.op("Unsqueeze", [x, ints("one", 1)], "before"), ints("one", 1)], "op")
+        case "Transpose":
+            rows = w.op("Reshape", [x, ints("shape", -1, 8, WIDTH // 8)], "before")
+            y = w.op("Flatten", [w.op(kind, [rows], "op", perm=[0, 2, 1])], "after", axis=1)
+        case "Unsqueeze":
+            y = w.op(kind, [x, ints("one", 1)], "op")
+        case _:
+            y = w.op(kind, [x], "op")
+    return y
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", sorted(RTX.moved_in_float8))
+def test_what_stands_between_a_dq_and_a_product_moves_fp8(kind: str, tmp_path: Path) -> None:
+    w = GraphWriter(Precision.BF16)
+    h = w.op("Relu", [product(w, w.enter("x"), "fc0")], "relu")
+    y = w.op(
+        "MatMul", [movement(w, kind, w.quantized(h, "fc/x")), w.float8_weight("fc", (WIDTH, WIDTH))], "fc"
+    )
+    w.leave(w.op("ReduceMax", [y], "pool", keepdims=0))
+    infos = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in (("x", ["batch", WIDTH]), ("out", []))
+    ]
+    graph = onnx.helper.make_graph(w.nodes, "tiny", infos[:1], infos[1:], list(w.initializers.values()))
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    (found,) = compiled(tmp_path, model)
+    (multiplied,) = (o for o in found.operations if o.kind == "fully_connected" and "fc" in o.layers)
+    assert [found.type_of(tensor) for tensor in multiplied.inputs[:2]] == ["fp8_e4m3", "fp8_e4m3"]
+    written = {found.base_of(tensor): o for o in found.operations for tensor in o.outputs}
+    # From the product back to the kernel of the Q, everything is FP8.
+    maker = written[found.base_of(multiplied.inputs[0])]
+    while not any(layer.startswith("fc/x/") and layer.endswith("/q") for layer in maker.layers):
+        moving = [t for t in maker.inputs if found.type_of(t) in {"bf16", "fp8_e4m3"}]
+        assert {found.type_of(t) for t in moving} == {"fp8_e4m3"}, maker
+        maker = written[found.base_of(moving[0])]
+    assert "fc0" in maker.layers or "relu" in maker.layers
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_quantization_beside_a_norm_does_not_split_its_kernel(tmp_path: Path) -> None:
+    """The norm reads the sum of a residual stream, and another site reads it in FP8: one kernel for all."""
+    w = GraphWriter(Precision.BF16)
+    x = w.enter("x")
+    total = w.op("Add", [product(w, x, "fc0"), x], "residual")
+    norm = operator(w, "LayerNormalization", total, x)
+    w.leave(w.op("Add", [product(w, norm, "fc"), product(w, total, "fc2")], "sum"))
+    found = [o.layers for o in compiled(tmp_path, written(w))[0].operations]
+    assert any({"residual", "op", "fc/x/q", "fc2/x/q"} <= set(layers) for layers in found), found
+
+
+def attention() -> onnx.ModelProto:
+    """A merged query, key and value as `merge_parallel_linears` leaves it, four heads, in FP32."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    g (float[batch,10,64] x) => (float[batch,4,10,16] out) {
+      [qkv] p = MatMul(x, w)
+      [split] q, k, v = Split<axis=-1>(p, sizes)
+      [hq] a = Reshape(q, heads) [hk] b = Reshape(k, heads) [hv] c = Reshape(v, heads)
+      [tq] d = Transpose<perm=[0,2,1,3]>(a) [tk] e = Transpose<perm=[0,2,3,1]>(b)
+      [tv] f = Transpose<perm=[0,2,1,3]>(c)
+      [dot] s = MatMul(d, e)
+      [soft] r = Softmax<axis=-1>(s)
+      [mix] out = MatMul(r, f)
+    }"""
+    model: onnx.ModelProto = onnx.parser.parse_model(text)
+    constants = {
+        "w": np.random.default_rng(0).normal(size=(64, 192)).astype(np.float32) / 8,
+        "sizes": np.array([64, 64, 64]),
+        "heads": np.array([-1, 10, 4, 16]),
+    }
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in constants.items())
+    onnx.checker.check_model(model)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("fp8", "placed", "engaged"),
+    [
+        (("qkv", "dot"), False, {"qkv": False, "dot": True}),
+        (("qkv", "dot"), True, {"qkv": True, "dot": True}),
+        (("qkv",), True, {"qkv": False}),
+    ],
+    ids=["behind_the_heads", "placed", "exact_attention"],
+)
+def test_a_merged_query_key_and_value(
+    fp8: tuple[str, ...], placed: bool, engaged: dict[str, bool], tmp_path: Path
+) -> None:
+    """With a scale for each channel, heads directly behind the Split cost the merged product its FP8.
+
+    The compiler cuts the weight apart there. Q in front of the heads keep it whole; where attention is exact
+    there are none, and the loss remains: it is reported as a fallback.
+    """
+    graph = GraphModel.from_proto(attention(), tmp_path)
+    model = ModelArtifact(
+        tmp_path / "f.onnx", graph.save(tmp_path / "f.onnx"), 21, (), (), find_sites(graph), ""
+    )
+    plan = fp8_plan(model, fp8)
+    form = PlanForm(Precision.BF16, RTX if placed else Fusions())
+    planned = apply_plan(model, plan, form, tmp_path / "planned.onnx")
+    graphs = compiled(tmp_path, onnx.load(planned.path))
+    sites = [(site, Precision.FP8) for site in model.sites if site.name in fp8]
+    assert {site.site: site.engaged for site in site_precisions(graphs, sites)} == engaged
+
+
+def fp8_plan(model: ModelArtifact, fp8: tuple[str, ...]) -> PrecisionPlan:
+    """Scales of 1/64 for activations; one for each channel of a weight."""
+
+    def decide(site: Site) -> Decision:
+        if site.name not in fp8:
+            return Decision(site.name, Precision.BF16, None, Verdict.NOT_JUDGED, "test")
+        scales = (0.015625,) * (site.n if site.weight is not None else 1)
+        return Decision(site.name, Precision.FP8, PER_CHANNEL_WEIGHT, Verdict.SAFE, "test", 0.015625, scales)
+
+    decisions = tuple(decide(site) for site in model.sites)
+    return PrecisionPlan("test", model.digest, Precision.BF16, decisions, {}, 1.0)

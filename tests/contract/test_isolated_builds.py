@@ -51,18 +51,37 @@ def request_for(model: TinyModel, output: Path, limits: Limits | None = None) ->
     ("backend", "said"),
     [
         (faulty.Segfaults(), ("while compiling", "died of SIGSEGV (segmentation fault)", "in compile")),
-        (faulty.IsKilled(), ("while compiling", "died of SIGKILL (killed)", "memory runs out")),
-        (faulty.Exits(), ("while compiling", "exited with code 7", "the vendor library says goodbye")),
-        (faulty.ExitsAsIfDone(), ("while compiling", "left no valid response")),
+        pytest.param(
+            faulty.IsKilled(),
+            ("while compiling", "died of SIGKILL (killed)", "memory runs out"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            faulty.Exits(),
+            ("while compiling", "exited with code 7", "the vendor library says goodbye"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            faulty.ExitsAsIfDone(), ("while compiling", "left no valid response"), marks=pytest.mark.slow
+        ),
         (
             faulty.Raises(),
             ("while compiling", "no tactic for node 'mlp.fc0'", "evidence: workspace 0", "remedy: give"),
         ),
-        (faulty.RaisesForeign(), ("while compiling", "RuntimeError: Myelin pass.cpp:1500")),
-        (faulty.SegfaultsInFirstBatch(), ("while running the first batches", "SIGSEGV")),
-        (
+        pytest.param(
+            faulty.RaisesForeign(),
+            ("while compiling", "RuntimeError: Myelin pass.cpp:1500"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            faulty.SegfaultsInFirstBatch(),
+            ("while running the first batches", "SIGSEGV"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             faulty.MisreadsPrecision(),
             ("while reading the precision", "ValueError: compiled graph in an unknown"),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Backend) else "",
@@ -98,6 +117,7 @@ def test_the_process_group_ends_with_the_build(model: TinyModel, tmp_path: Path)
     _wait_for(lambda: not _is_alive(grandchild))
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_build_and_its_remains_are_removed(model: TinyModel, tmp_path: Path) -> None:
     request = request_for(model, tmp_path / "engine", Limits(600.0, 2048 * MIB))
     serde.write(request, tmp_path / "request.json")
@@ -134,6 +154,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_memory_ends_at_the_limit(model: TinyModel, tmp_path: Path) -> None:
     artifact = faulty.Allocates().build(request_for(model, tmp_path / "engine", Limits(60.0, 400 * MIB)))
     assert artifact.status is BuildStatus.FAILED
@@ -141,6 +162,7 @@ def test_memory_ends_at_the_limit(model: TinyModel, tmp_path: Path) -> None:
     assert "raise limits.memory_bytes" in artifact.detail
 
 
+@pytest.mark.slow
 def test_a_failed_rebuild_keeps_the_engine_before_it(model: TinyModel, tmp_path: Path) -> None:
     request = request_for(model, tmp_path / "engine")
     first = OnnxRuntimeBackend().build(request)

@@ -135,7 +135,14 @@ ENGAGED: dict[str, tuple[Body, Shape]] = {
 }
 
 
-@pytest.mark.parametrize("case", ENGAGED)
+# Each has a relative in the fast tier: a scale for each channel, or a shape beside it.
+FULL_TIER = {"gemm", "matmul", "rank3", "left", "k8", "flatten_between", "after_norm"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow) if case in FULL_TIER else case for case in ENGAGED],
+)
 def test_fp8_is_engaged(case: str, tmp_path: Path) -> None:
     body, shape = ENGAGED[case]
     site = compile_body(tmp_path, body, shape).sites["fc"]
@@ -143,8 +150,16 @@ def test_fp8_is_engaged(case: str, tmp_path: Path) -> None:
     assert site.operands == ("fp8_e4m3", "fp8_e4m3")
 
 
-@pytest.mark.parametrize("base", [Precision.FP16, Precision.FP32])
-@pytest.mark.parametrize("architecture", ["sm89", "sm120"])
+@pytest.mark.parametrize(
+    ("base", "architecture"),
+    [
+        (Precision.FP32, "sm120"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((Precision.FP16, "sm120"), (Precision.FP16, "sm89"), (Precision.FP32, "sm89"))
+        ),
+    ],
+)
 def test_fp8_is_engaged_on_every_base_and_architecture(
     base: Precision, architecture: str, tmp_path: Path
 ) -> None:
@@ -192,6 +207,7 @@ def test_the_quantization_is_part_of_the_norm_kernel(tmp_path: Path) -> None:
     assert [compiled.graphs[0].type_of(t) for t in kernels[0].outputs] == ["fp8_e4m3"]
 
 
+@pytest.mark.slow
 def test_an_fp32_engine_does_not_use_tf32(tmp_path: Path) -> None:
     model = mlp(tmp_path, Precision.FP32, Precision.FP32, fp8=False)
     artifact = build(tmp_path / "e", model)
@@ -207,8 +223,12 @@ def contents_of(folder: Path, shape: MlpShape, *, fp8: bool) -> EngineContents:
     return read_contents(folder / f"e{fp8}" / artifact.path)
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
-@pytest.mark.parametrize("widths", [(64, 96, 64, 16), (512, 1024, 2048, 1024, 16)], ids=["small", "large"])
+@pytest.mark.parametrize("per_channel", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "widths",
+    [(64, 96, 64, 16), pytest.param((512, 1024, 2048, 1024, 16), marks=pytest.mark.slow)],
+    ids=["small", "large"],
+)
 def test_fp8_weights_save_one_byte_each(tmp_path: Path, widths: tuple[int, ...], per_channel: bool) -> None:
     """Against BF16, within 10 %: in the constants always, in the file where weights outweigh kernels.
 
@@ -224,7 +244,7 @@ def test_fp8_weights_save_one_byte_each(tmp_path: Path, widths: tuple[int, ...],
         assert base.total - fp8.total == pytest.approx(weights, rel=0.10)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_bytes_of_an_engine_are_accounted_for(tmp_path: Path, fp8: bool) -> None:
     contents = contents_of(tmp_path, MlpShape(widths=(64, 512, 512, 16)), fp8=fp8)
     assert contents.kernels > 0
@@ -234,6 +254,7 @@ def test_the_bytes_of_an_engine_are_accounted_for(tmp_path: Path, fp8: bool) -> 
     assert contents.describe() in log
 
 
+@pytest.mark.slow
 def test_kernels_that_differ_in_a_scale_are_stored_apiece(tmp_path: Path) -> None:
     """Why FP8 engines of many small sites are large: every Q has a scale of its own."""
 

@@ -19,6 +19,7 @@ LAYOUT = {
     "bundle",
     "calibration",
     "choice.json",
+    "corrections.json",
     "data",
     "engines",
     "engines.json",

@@ -107,6 +107,7 @@ def test_too_few_rows_end_with_2_and_are_not_called_the_same(
     )
 
 
+@pytest.mark.slow
 def test_a_profile_elsewhere_takes_the_run_directory_by_name(
     ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ STAGES = [
     "mods",
     "recalibrate",
     "plan",
+    "correct",
     "build",
     "evaluate",
     "choose",
@@ -80,7 +81,8 @@ def findings(directory: Path) -> dict[str, Any]:
 def test_layout(finished: RunResult) -> None:
     wanted = {"bundle", "calibration", "choice.json", "engines", "engines.json", "evaluation.json", "model"}
     wanted |= {"plan.json", "planned", "profile.json", "report.html", "report.json", "report.md", "run.json"}
-    assert {path.name for path in finished.directory.iterdir()} == wanted | {"rewrites.json"}
+    wanted |= {"corrections.json", "rewrites.json"}
+    assert {path.name for path in finished.directory.iterdir()} == wanted
     engines = {path.name for path in (finished.directory / "engines").iterdir() if path.is_dir()}
     assert engines == {f"cpu-onnxruntime-cpu-{plan}" for plan in ("fp32", "fp8-all", "fp8-safe")}
 
@@ -200,6 +202,7 @@ def test_a_declined_plan_is_a_result(place: Workplace, capsys: pytest.CaptureFix
     loka_onnx.verify_bundle(place.output / "bundle")
 
 
+@pytest.mark.slow
 def test_latency_reports_each_batch_size(place: Workplace) -> None:
     told = []
     run(
@@ -230,6 +233,13 @@ def test_bundle_answers_like_the_model(finished: RunResult) -> None:
 # Resuming ------------------------------------------------------------------------------------------
 
 
+def test_a_finished_run_is_taken_over_as_it_is(finished: RunResult) -> None:
+    before = tree(finished.directory)
+    assert resumed(Workplace(finished.directory.parents[1])) == dict.fromkeys(STAGES, True)
+    assert tree(finished.directory) == before
+
+
+@pytest.mark.slow
 def test_a_second_run_takes_everything_over(place: Workplace) -> None:
     run(place.run_file)
     before = tree(place.output)
@@ -258,6 +268,7 @@ def test_a_second_run_takes_everything_over(place: Workplace) -> None:
     assert [len(stage["parents"]) for stage in stages] == list(range(len(STAGES)))
 
 
+@pytest.mark.slow
 def test_stage_verbs_share_the_run_directory(
     place: Workplace, finished: RunResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,6 +290,8 @@ def test_stage_verbs_share_the_run_directory(
     assert findings(place.path / "runs" / "steps") == findings(finished.directory)
     assert "3 sites, 3 of them linear; opset 21" in told[Stage.EXPORT]
     assert "fuse-layer-norm: 0 applied" in told[Stage.TRANSFORM]
+    assert "smooth-by-error: 0 applied" in told[Stage.TRANSFORM]
+    assert "lowers the relative FP8 error energy of 'fc2'" in told[Stage.TRANSFORM]
     assert "fp8-all   bf16  3 of 3" in told[Stage.PLAN]
     assert "cpu-onnxruntime-cpu-fp8-all: built and run here" in told[Stage.BUILD]
     assert "steps, cpu: certification" in told[Stage.REPORT]
@@ -316,6 +329,7 @@ def test_a_run_that_is_killed_resumes_to_the_same_results(
     assert not [path for path in place.output.rglob("*") if "building-" in path.name], after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_build_is_cleaned_up(place: Workplace, number: signal.Signals, code: int) -> None:
     process = start("run", place.run_file)

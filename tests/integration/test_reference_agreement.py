@@ -21,7 +21,7 @@ from onnx.reference import ReferenceEvaluator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "calibration"))
 
-from zoo_runs import BATCH, MODEL_NAMES, OUTPUTS, ROWS, zoo_run
+from zoo_runs import BATCH, EACH_MODEL, OUTPUTS, ROWS, zoo_run
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core.formats import Precision
@@ -104,8 +104,12 @@ def exposing(model: onnx.ModelProto, tensors: list[str]) -> onnx.ModelProto:
     return wider
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: str(recipe.weight))
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize(
+    "recipe",
+    [PER_TENSOR, pytest.param(PER_CHANNEL_WEIGHT, marks=pytest.mark.slow)],
+    ids=lambda recipe: str(recipe.weight),
+)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_whole_models_agree_but_for_flipped_ties(name, recipe, scratch):
     case = planned(name, recipe, scratch)
     got = OnnxSession(case.path, SessionOptions(threads=1)).run(case.inputs)["logit"]
@@ -150,7 +154,7 @@ def assert_first_flip_is_a_tie(
     raise AssertionError(f"row {row} deviates, and no activation was quantized differently")
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_each_site_agrees_when_both_get_equal_inputs(name, scratch):
     case = planned(name, PER_TENSOR, scratch)
     produced = {output: node for node in case.model.graph.node for output in node.output}
@@ -196,7 +200,7 @@ def site_alone(
     ), source
 
 
-@pytest.mark.parametrize("name", ["wukong", "dcnv2"])
+@pytest.mark.parametrize("name", [pytest.param("wukong", marks=pytest.mark.slow), "dcnv2"])
 def test_full_optimization_is_a_trap_for_fp8_graphs(name, scratch):
     """Why `OnnxSession` loads FP8 graphs at BASIC only, whatever it is asked."""
     case = planned(name, PER_TENSOR, scratch)

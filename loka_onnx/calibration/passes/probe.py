@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from loka_onnx.calibration.instruments.magnitudes import tap_magnitudes
 from loka_onnx.calibration.instruments.sampling import sampling_stride
 from loka_onnx.calibration.instruments.taps import tap_errors, tap_ranges
 from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
@@ -26,12 +27,13 @@ from loka_onnx.calibration.passes.executors import (
     spans_in_order,
     spans_in_random_order,
 )
+from loka_onnx.calibration.passes.magnitude_pass import MagnitudeTotals, MagnitudeWork
 from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.site import Site
-from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.data import Dataset
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.scale_choice import activation_scale
@@ -144,6 +146,24 @@ class Probe:
         graph.save(path)
         spans = spans_in_order(self.rows, size)
         for step in self._run(RangeWork(path, totals.samples), spans, "ranges"):
+            totals.add(step.result, step.where)
+        return totals.read()
+
+    def magnitudes(self, scratch: Path) -> dict[str, TensorRange]:
+        """Magnitudes of every FP32 tensor of the model that is not a constant, by name; over all rows.
+
+        Args:
+            scratch: Directory for the instrumented model, on the file system of the model.
+
+        Raises:
+            CalibrationError: A tensor holds NaN.
+        """
+        graph = GraphModel.load(self.model.path)
+        totals = MagnitudeTotals(tap_magnitudes(graph))
+        path = scratch / "magnitudes.onnx"
+        graph.save(path)
+        spans = spans_in_order(self.rows, self.options.batch_size)
+        for step in self._run(MagnitudeWork(path), spans, "magnitudes"):
             totals.add(step.result, step.where)
         return totals.read()
 

@@ -165,6 +165,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_one_whole_bundle_is_there(sample, tmp_path):
     import pickle
     import time

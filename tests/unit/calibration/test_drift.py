@@ -201,6 +201,7 @@ def test_mean_and_zeros_alarm() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_is_certain_but_small_does_not_alarm_unless_asked_for() -> None:
     """Two percent, seen on 64 times as many rows."""
     x = live_columns(64 * LIVE_ROWS, seed=3) * np.float32(1.02)

@@ -64,6 +64,7 @@ def test_it_stops_with_the_asked_precision_and_takes_more_rows_for_more(rows, tm
     assert measure(tmp_path, rows, options(1e-5)).rows == ROWS
 
 
+@pytest.mark.slow
 def test_a_sorted_file_does_not_mislead(rows, tmp_path):
     """In its first half all values are FP8 numbers: no noise there, and batches of one span are alike."""
     x = rows * (448 / np.abs(rows).max())
@@ -88,6 +89,7 @@ def test_where_nothing_is_lost_nothing_is_left_to_learn(tmp_path):
     assert found.rows == 8 * 4096 and found.by_site["fc1"][0].noise.parts == ()
 
 
+@pytest.mark.slow
 def test_the_stop_does_not_depend_on_threads_and_the_order_on_nothing_but_the_seed(rows, tmp_path):
     one, two = (measure(tmp_path, rows, options(0.02), LocalExecutor(n)) for n in (1, 3))
     assert one == two

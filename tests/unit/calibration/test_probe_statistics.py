@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from zoo_runs import BATCH, MODEL_NAMES, ROWS, ZooRun, capture, capture_from, zoo_run
+from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, MODEL_NAMES, ROWS, ZooRun, capture, capture_from, zoo_run
 
 from loka_onnx.calibration.calibrate import ProbeOptions
 from loka_onnx.calibration.instruments.batch_totals import BatchTotals
@@ -97,7 +97,7 @@ def activations_of(run: ZooRun) -> list[str]:
     return [o.tensor for s in run.artifact.sites for o in s.operands if not o.constant]
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_ranges_and_errors_of_both_passes(name, tmp_path):
     """Batches of 512, 512 and 476 rows, against what the same session computes inside."""
     run = zoo_run(name)
@@ -143,7 +143,17 @@ def check_error(error: ErrorStats, exact: Any, low: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "format"),
-    [*((name, Float8.E4M3FN) for name in MODEL_NAMES), ("wukong", Float8.E4M3FNUZ), ("wukong", Float8.E5M2)],
+    [
+        (FAST_MODEL, Float8.E4M3FN),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((name, Float8.E4M3FN) for name in MODEL_NAMES if name != FAST_MODEL),
+                ("wukong", Float8.E4M3FNUZ),
+                ("wukong", Float8.E5M2),
+            )
+        ),
+    ],
 )
 def test_errors_from_equal_activations(name, format, tmp_path):
     """The instrumented graph itself hands out the activations, so that nothing but its sums is in question.
@@ -182,7 +192,7 @@ def test_errors_from_equal_activations(name, format, tmp_path):
     assert saturated > 0
 
 
-@pytest.mark.parametrize("name", ["dcnv2", "wukong", "interformer"])
+@pytest.mark.parametrize("name", [case for case in EACH_MODEL if "dlrm" not in case.values])
 def test_norms_in_bfloat16(name, tmp_path):
     run = zoo_run(name)
     norms = tuple(site for site in run.artifact.sites if site.kind is SiteKind.NORM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from zoo_runs import BATCH, MODEL_NAMES, ROWS, capture, zoo_run
+from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, ROWS, capture, zoo_run
 
 from loka_onnx.calibration.instruments.sampling import SAMPLED_ROWS, sampling_stride
 from loka_onnx.calibration.passes.executors import LocalExecutor
@@ -24,7 +24,7 @@ def test_the_stride_is_a_prime_that_bounds_the_sample():
         assert all(stride % divisor for divisor in range(2, stride))
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", EACH_MODEL)
 @pytest.mark.parametrize("batch", [BATCH, 50])
 def test_the_sample_is_every_nth_row_of_each_batch(name, batch, tmp_path):
     """At a batch of 50 every row is in it."""
@@ -62,7 +62,7 @@ def test_the_sample_is_every_nth_row_of_each_batch(name, batch, tmp_path):
 
 
 def test_zeros_are_counted_over_all_rows(tmp_path):
-    run = zoo_run("dcnv2")
+    run = zoo_run(FAST_MODEL)
     options = PassOptions(batch_size=BATCH)
     probe = Probe(run.artifact, run.artifact.sites, run.data, options, LocalExecutor(1))
     ranges = probe.ranges(tmp_path)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo_runs import BATCH, MODEL_NAMES, ROWS, ZooRun, capture_from, zoo_run
+from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, ROWS, ZooRun, capture_from, zoo_run
 
 from loka_onnx.calibration.instruments.sampling import sampling_stride
 from loka_onnx.calibration.instruments.taps import tap_errors, tap_ranges
@@ -63,7 +63,7 @@ class Batches:
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory) -> Batches:
     """Of DCNv2: with a norm, and activations that several sites read."""
-    return Batches(zoo_run("dcnv2"), tmp_path_factory.mktemp("batches"))
+    return Batches(zoo_run(FAST_MODEL), tmp_path_factory.mktemp("batches"))
 
 
 def test_any_cut_into_shards_gives_the_same_to_the_last_bit(batches):
@@ -92,7 +92,7 @@ def octaves_of(x: np.ndarray) -> dict[str, float]:
     return {f"log2.{e}": c / x.size for e, c in zip(exponents.tolist(), counts.tolist(), strict=True)}
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_statistics_of_full_batches(name, tmp_path):
     """Two full batches of 512 rows; the third has 476 and does not count."""
     run = zoo_run(name)
@@ -135,7 +135,7 @@ def _statistics(wide: np.ndarray, sampled: np.ndarray) -> dict[str, float]:
 
 
 def test_without_a_full_batch_nothing_is_said_of_their_spread(tmp_path):
-    run = zoo_run("dlrm")
+    run = zoo_run(FAST_MODEL)
     options = PassOptions(batch_size=ROWS + 1)
     found = Probe(run.artifact, run.artifact.sites, run.data, options, LocalExecutor(1)).ranges(tmp_path)
     assert {(s.spread.batches, s.spread.rows, len(s.spread.statistics)) for s in found.values()} == {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from zoo_runs import MODEL_NAMES, ZooRun, capture, zoo_run
+from zoo_runs import EACH_MODEL, ZooRun, capture, zoo_run
 
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.calibration.passes.probe import scales_of
@@ -90,7 +90,7 @@ def planned(run: ZooRun, decisions: list[Decision], folder: Path) -> np.ndarray:
     return session.run(inputs_of(run))["logit"]
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_all_off_is_the_plain_model(name, tmp_path):
     world = make(name, tmp_path)
     inputs = inputs_of(world.run)
@@ -100,7 +100,7 @@ def test_all_off_is_the_plain_model(name, tmp_path):
     np.testing.assert_allclose(world.model.run(inputs)["logit"], plain["logit"], rtol=0, atol=5e-7)
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_switches_do_what_a_plan_does(name, tmp_path):
     """Each product alone, then all of them, against Q/DQ with the same scales."""
     world = make(name, tmp_path)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.data.dataset import Dataset
@@ -23,9 +24,17 @@ from loka_onnx.zoo import MODEL_NAMES, FeatureSpec, create
 ROWS = 1500
 BATCH = 512
 OUTPUTS = (OutputSpec("logit", OutputKind.LOGIT, "label"),)
+FAST_MODEL = "dcnv2"
+"""The one of the fast tier: it has norms, and activations that several sites read."""
+EACH_MODEL = tuple(
+    pytest.param(name, marks=() if name == FAST_MODEL else pytest.mark.slow) for name in MODEL_NAMES
+)
+"""Values of a parameter."""
 
 __all__ = [
     "BATCH",
+    "EACH_MODEL",
+    "FAST_MODEL",
     "MODEL_NAMES",
     "OUTPUTS",
     "ROWS",

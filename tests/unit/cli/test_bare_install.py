@@ -81,6 +81,7 @@ def test_doctor_says_what_is_missing() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_doctor_in_json_and_a_model(tmp_path: Path) -> None:
     from onnx import TensorProto, helper, save
 
@@ -100,12 +101,14 @@ def test_doctor_in_json_and_a_model(tmp_path: Path) -> None:
     assert told["model"]["problems"][0].startswith("ONNX Runtime is not installed")
 
 
+@pytest.mark.slow
 def test_other_verbs_that_need_nothing() -> None:
     assert json.loads(bare("schema").stdout)["title"] == "loka-onnx run file"
     assert bare("--version").stdout == f"loka-onnx {loka_onnx.__version__}\n"
     assert "evaluate" in bare("--help").stdout
 
 
+@pytest.mark.slow
 def test_the_demo_says_what_it_needs(tmp_path: Path) -> None:
     done = bare("demo", "--output", str(tmp_path / "runs" / "demo"))
     assert done.returncode == 2

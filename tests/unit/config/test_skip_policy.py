@@ -46,7 +46,7 @@ def run_suite(
     )
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "1")])
+@pytest.mark.parametrize("options", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)])
 def test_an_unexpected_skip_fails_the_run(tmp_path: Path, options: tuple[str, ...]) -> None:
     result = run_suite(tmp_path, SUITE + LATER, *options, LOKA_ONNX_EXPECT_NO_SKIP="1")
     assert result.returncode == 1, result.stdout + result.stderr
@@ -60,10 +60,12 @@ def test_expected_skips_pass_and_are_printed(tmp_path: Path) -> None:
     assert "needs a GPU with FP8" in result.stdout
 
 
+@pytest.mark.slow
 def test_without_the_policy_skips_pass(tmp_path: Path) -> None:
     assert run_suite(tmp_path, SUITE + LATER).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_skipped_module_counts(tmp_path: Path) -> None:
     suite = 'import pytest\npytest.importorskip("no_such_package")\n'
     result = run_suite(tmp_path, suite, LOKA_ONNX_EXPECT_NO_SKIP="1")
@@ -71,6 +73,7 @@ def test_a_skipped_module_counts(tmp_path: Path) -> None:
     assert "test_suite.py: could not import 'no_such_package'" in result.stdout
 
 
+@pytest.mark.slow
 def test_data_that_is_not_where_it_should_be_fails(tmp_path: Path) -> None:
     suite = "def test_reads(data_root): ...\n"
     absent = run_suite(tmp_path, suite, LOKA_ONNX_EXPECT_NO_SKIP="1")

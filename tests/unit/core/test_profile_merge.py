@@ -18,7 +18,7 @@ from loka_onnx.core.histogram import NOTHING_COUNTED, MagnitudeHistogram
 from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
 from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
-from loka_onnx.core.statistics import NO_BATCHES, BatchSpread, BatchSums, ErrorStats, RangeStats
+from loka_onnx.core.statistics import NO_BATCHES, BatchSpread, BatchSums, ErrorStats, RangeStats, TensorRange
 
 numbers = st.floats(-1e30, 1e30, allow_subnormal=False)
 natural = st.integers(0, 2**40)
@@ -87,6 +87,7 @@ entries = st.builds(
     st.tuples(errors),
     st.tuples(sensitivities),
 )
+tensors = st.builds(TensorRange, st.floats(0, 3e38), st.one_of(st.none(), st.floats(1e-38, 3e38)))
 profiles = st.builds(
     Profile,
     model_digest=st.just("m"),
@@ -101,6 +102,7 @@ profiles = st.builds(
     seconds=st.dictionaries(st.sampled_from(["ranges", "errors"]), exact),
     groups=st.tuples(groups),
     weights=st.just(("w",)),
+    tensors=st.dictionaries(st.sampled_from("xyz"), tensors),
 )
 # A whole profile takes long to draw.
 few = settings(max_examples=15)
@@ -119,6 +121,7 @@ KINDS = {
     "group": groups,
     "mean": means,
     "sampling": samplings,
+    "magnitudes": tensors,
 }
 
 
@@ -163,6 +166,9 @@ def test_profiles_merge_associatively_and_only_the_digest_keeps_the_order(a, b, 
     # Weights are the same in every part: they are not added up.
     assert whole.site("fc1").operands["w"] == WEIGHT
     assert whole.rows == a.rows + b.rows + c.rows
+    # What one part knows nothing of is not known of the whole.
+    assert whole.tensors.keys() == a.tensors.keys() & b.tensors.keys() & c.tensors.keys()
+    assert all(known.amax >= b.tensors[name].amax for name, known in whole.tensors.items())
 
 
 @few

@@ -199,6 +199,7 @@ def test_movielens_100k_has_the_documented_splits(hundred):
     assert [name for name, _ in hundred.categorical] == [name for name, _ in CATEGORICAL]
 
 
+@pytest.mark.slow
 def test_movielens_100k_is_the_same_every_time_and_leaves_no_rest(hundred, tmp_path):
     again = ml.prepare_movielens_100k(tmp_path)
     for split in SPLITS:

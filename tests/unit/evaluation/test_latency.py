@@ -12,6 +12,14 @@ from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.evaluation.latency import LatencyOptions, measure_interleaved, measure_latency
 
 
+@pytest.fixture(autouse=True)
+def what_lives_already_is_not_collected():
+    """Each measurement collects garbage first, and whatever the tests before have left is not its own."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class Machine:
     """A clock, and engines that take the time they are told."""
 

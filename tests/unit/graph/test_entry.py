@@ -84,6 +84,55 @@ def test_operators_whose_form_changed_between_the_opsets(write_model, tmp_path):
     np.testing.assert_array_equal(run(target, feeds)[0], run(path, feeds)[0])
 
 
+OLD_FORMS = {
+    "softmax over all later axes": "s = Softmax<axis=1>(h)",
+    "softmax over one axis": "s = Softmax<axis=2>(h)",
+    "log-softmax": "s = LogSoftmax<axis=1>(h)",
+    "axes as attributes": "q = ReduceSum<axes=[2], keepdims=0>(h) u = Unsqueeze<axes=[2]>(q) s = Mul(h, u)",
+    "squeeze": "u = Unsqueeze<axes=[1]>(h) v = Squeeze<axes=[1]>(u) s = Tanh(v)",
+    "split": "l, r = Split<axis=2, split=[1, 3]>(h) s = Concat<axis=2>(r, l)",
+    "clip": "s = Clip(h, low, high)",
+    "pad": "s = Pad(h, pads, low)",
+    "dropout": "s = Dropout<ratio=0.5>(h)",
+    "layer norm in parts": "m = ReduceMean<axes=[-1]>(h) d = Sub(h, m) v = Mul(d, d)"
+    " e = ReduceMean<axes=[-1]>(v) f = Add(e, high) r = Sqrt(f) s = Div(d, r)",
+    "batch norm": "s = BatchNormalization(h, ones, zeros, zeros, twos)",
+}
+
+
+UNTIL_12 = {"axes as attributes", "squeeze", "split", "dropout"}
+
+
+@pytest.mark.parametrize(
+    ("form", "opset"), [(form, 11) for form in OLD_FORMS] + [(f, 13) for f in OLD_FORMS if f not in UNTIL_12]
+)
+def test_forms_of_older_operator_sets(form, opset, write_model, tmp_path):
+    """Softmax flattened what came before and after its axis until 12, reductions had attributes until 12."""
+    body = OLD_FORMS[form]
+    constants = {
+        "w": randn(4, 4),
+        "low": np.float32(0.0),
+        "high": np.float32(0.25),
+        "pads": np.array([0, 0, 0, 0, 0, 1]),
+        "ones": np.ones(3, np.float32),
+        "zeros": np.zeros(3, np.float32),
+        "twos": np.full(3, 2, np.float32),
+    }
+    text = f"g (float[b,3,4] x) => (float[] y) {{ h = MatMul(x, w) {body} y = Abs(s) }}"
+    path = write_model(
+        text, {name: values for name, values in constants.items() if name in body + "w"}, opset
+    )
+    canonical = canonicalize(path)
+    assert canonical.model.opset == OPSET
+    assert f"converted from opset {opset} to 21" in canonical.notes
+    target = tmp_path / "converted.onnx"
+    canonical.model.save(target)
+    feeds = {"x": randn(5, 3, 4)}
+    before, after = run(path, feeds)[0], run(target, feeds)[0]
+    assert np.ptp(before) > 0.1
+    np.testing.assert_allclose(after, before, rtol=1e-6, atol=1e-7)
+
+
 def test_constants_are_folded_so_that_a_transposed_weight_makes_a_linear(write_model, tmp_path):
     path = write_model(
         "g (float[b,8] x) => (float[b,6] y) { t = Transpose(w)  s = Mul(t, half)  y = MatMul(x, s) }",
@@ -130,9 +179,9 @@ def refused(path: Path, *parts: str) -> None:
 
 def test_an_old_opset_is_refused(write_model):
     refused(
-        write_model(PRODUCT, {"w": (4, 3)}, 13),
-        "uses opset 13",
-        "evidence: opsets 17 and up are converted to 21",
+        write_model(PRODUCT, {"w": (4, 3)}, 10),
+        "uses opset 10",
+        "evidence: opsets 11 and up are converted to 21",
         "remedy: export the model again with opset_version=21",
     )
 

@@ -72,6 +72,33 @@ def test_a_split_has_the_shapes_of_its_parts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(outputs(model, tmp_path)["y"], np.roll(relu, -1, axis=1))
 
 
+@pytest.mark.parametrize("renewed_by", ["saving", "sorting", "exporting"])
+def test_what_is_added_after_the_list_of_nodes_was_renewed_is_in_the_graph(
+    renewed_by: str, tmp_path: Path
+) -> None:
+    """Cleaning and sorting replace the list: a node that went into the old one was lost."""
+    model = graph(tmp_path)
+    {
+        "saving": lambda: model.save(tmp_path / "between.onnx"),
+        "sorting": model.sorted_nodes,
+        "exporting": model.to_proto,
+    }[renewed_by]()
+    model.replace_uses(model.node("third").outputs[0], model.add("Exp", [model.inputs[0]], "instead"))
+    model.insert_behind(model.outputs[0], "Sub", [model.constant("one", np.float32(1))], "less")
+    assert {"instead", "less"} <= {node.name for node in model.nodes}
+    np.testing.assert_allclose(outputs(model, tmp_path)["y"], np.expm1(ROWS["x"]), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_collected_after_sorting_stays_apart(tmp_path: Path) -> None:
+    model = graph(tmp_path)
+    with model.collecting() as inner:
+        model.sorted_nodes()
+        model.add("Exp", [model.inputs[0]], "inside")
+    model.add("Exp", [model.inputs[0]], "outside")
+    assert [node.name for node in inner] == ["inside"]
+    assert {node.name for node in model.nodes} == {"first", "second", "third", "outside"}
+
+
 def test_a_node_is_found_by_the_name_that_it_has_now(tmp_path: Path) -> None:
     model = graph(tmp_path)
     second = model.node("second")
@@ -137,3 +164,22 @@ def test_a_large_chain_is_indexed_once(tmp_path: Path) -> None:
 )
 def test_the_name_of_a_merged_site(names: tuple[str, ...], merged: str) -> None:
     assert merged_name(names) == merged
+
+
+def test_what_is_added_after_sorting_is_part_of_the_graph(tmp_path: Path) -> None:
+    model = graph(tmp_path)
+    model.sorted_nodes()
+    added = model.add("Abs", [model.node("first").outputs[0]], "late")
+    assert producer(added) in model.nodes
+    model.replace_uses(model.node("second").outputs[0], added)
+    np.testing.assert_array_equal(outputs(model, tmp_path)["y"], 2 * np.maximum(ROWS["x"], 0))
+
+
+def test_removed_nodes_read_nothing_any_more(tmp_path: Path) -> None:
+    model = graph(tmp_path)
+    a, second = model.node("first").outputs[0], model.node("second")
+    model.replace_uses(second.outputs[0], a)
+    model.remove([second])
+    assert [node.name for node in model.nodes] == ["first", "third"]
+    assert [node.name for node in consumers(a)] == ["third"]
+    np.testing.assert_array_equal(outputs(model, tmp_path)["y"], 2 * np.maximum(ROWS["x"], 0))

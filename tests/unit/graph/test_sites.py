@@ -60,6 +60,11 @@ def test_size_of_an_interaction(inputs, k, n, rows, write_model):
         ("float[b,7,24] x", "y = LayerNormalization<axis=-1>(x, w)", 24, 7),
         ("float[b,2,24] x", "y = LayerNormalization<axis=1>(x, v)", 48, 1),
         ("float[b,24] x", "y = RMSNormalization(x, w)", 24, 1),
+        ("float[b,24] x", "y = GroupNormalization<num_groups=4>(x, w, w)", 6, 4),
+        ("float[b,24,5,7] x", "y = GroupNormalization<num_groups=4>(x, w, w)", 6 * 5 * 7, 4),
+        ("float[b,24,5,7] x", "y = InstanceNormalization(x, w, w)", 5 * 7, 24),
+        ("float[b,7,24] x", "y = LpNormalization(x)", 24, 7),
+        ("float[b,7,24] x", "y = LpNormalization<axis=1>(x)", 7, 24),
     ],
 )
 def test_size_of_a_norm(source, body, k, rows, write_model):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loka_onnx.numerics.smoothing import smoothing_factors, to_powers_of_two
+from loka_onnx.numerics.smoothing import is_gain, keeping_range, smoothing_factors, to_powers_of_two
 
 MAGNITUDES = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20)
 
@@ -76,3 +76,38 @@ def test_powers_of_two_change_fp8_only_where_it_underflows_or_saturates() -> Non
         np.testing.assert_array_equal(rounded(values * factor)[both], rounded(values)[both] * factor)
     small = rounded(values * np.float32(2.0**-12))
     assert (small == 0).mean() > 0.5
+
+
+@given(MAGNITUDES, st.floats(0, 1))
+def test_the_range_is_kept_by_a_power_of_two(activation: list[float], strength: float) -> None:
+    x = np.array(activation)
+    raw = smoothing_factors(x, x[::-1].copy() * 1e-3, strength)
+    kept = keeping_range(raw, x)
+    ratio = kept / raw
+    np.testing.assert_allclose(ratio, ratio[0])
+    assert np.log2(ratio[0]) == pytest.approx(round(np.log2(ratio[0])), abs=1e-9)
+    assert 2**-0.51 <= (x / kept).max() / x.max() <= 2**0.51
+
+
+@given(MAGNITUDES, st.floats(0, 1))
+def test_what_was_smoothed_by_powers_of_two_is_left_alone(activation: list[float], strength: float) -> None:
+    """Each factor is within √2 of the exact one, so that what is left of it rounds to a common power."""
+    x = np.array(activation)
+    w = x[::-1].copy()
+    factors = keeping_range(to_powers_of_two(smoothing_factors(x, w, strength)), x)
+    x, w = x / factors, w * factors
+    left = np.log2(smoothing_factors(x, w, strength))
+    # A tie may round either way.
+    assert np.ptp(left) <= 1 + 1e-9
+
+
+def test_zeros_have_no_range_to_keep() -> None:
+    assert keeping_range(np.array([2.0, 4.0]), np.zeros(2)).tolist() == [2.0, 4.0]
+
+
+def test_a_gain_is_one_of_the_sum_that_costs_nobody() -> None:
+    before = {"a": 1.0, "b": 0.01}
+    assert is_gain(before, {"a": 0.5, "b": 0.01}, 0.1)
+    assert is_gain(before, {"a": 0.5, "b": 0.0109}, 0.1)
+    assert not is_gain(before, {"a": 0.92, "b": 0.01}, 0.1)
+    assert not is_gain(before, {"a": 0.5, "b": 0.012}, 0.1)

@@ -21,7 +21,14 @@ from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.pipeline.redo import Measurement, carried, read_earlier, with_partners, with_sites
+from loka_onnx.pipeline.redo import (
+    Measurement,
+    carried,
+    changed_sites,
+    read_earlier,
+    with_partners,
+    with_sites,
+)
 
 CTR = OutputSpec("ctr", OutputKind.LOGIT, "clicked")
 ONE = ExactSum.of([1.0])
@@ -83,6 +90,20 @@ def group(*names: str, value: float = 1.0) -> SiteGroup:
 
 
 # Sites ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_mod_left_alone_is_not_measured_again() -> None:
+    assert changed_sites(profile_of(("a", "b")), model_of("b", "a", digest="n")) == frozenset()
+
+
+def test_sites_that_a_mod_changed_are_measured_again() -> None:
+    """New ones, ones that replace themselves or others, and ones whose weight was written anew."""
+    model = model_of("a", "b", "c", "d")
+    replaced = replace(model.sites[1], merged_from=("b",))
+    weight = replace(model.sites[2].operands[1], tensor="c.weight.padded")
+    padded = replace(model.sites[2], operands=(model.sites[2].operands[0], weight))
+    model = replace(model, sites=(model.sites[0], replaced, padded, model.sites[3]))
+    assert changed_sites(profile_of(("a", "b", "c")), model) == {"b", "c", "d"}
 
 
 def test_the_later_sites_take_the_place_of_the_earlier_ones_in_the_models_order() -> None:

@@ -17,6 +17,7 @@ from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
 from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.core.statistics import TensorRange
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 
@@ -97,7 +98,17 @@ def profile_of(
     )
     tensors = {o.tensor: scale for site in model.sites for o in site.operands if not o.constant}
     scales = {PER_CHANNEL_WEIGHT.activation_id: tensors}
-    return Profile(model.digest, "data", 1000, 1000, FIXED, False, entries, {}, scales, {})
+    return Profile(
+        model.digest, "data", 1000, 1000, FIXED, False, entries, {}, scales, {}, (), (), magnitudes_of(model)
+    )
+
+
+def magnitudes_of(model: ModelArtifact, **others: TensorRange) -> dict[str, TensorRange]:
+    """Every tensor reaches 10, but for the others; what is divided by is at least 0.5."""
+    graph = GraphModel.load(model.path)
+    computed = [tensor for node in graph.nodes for tensor in node.outputs]
+    names = [t.name for t in (*graph.inputs, *computed) if t.dtype == np.float32]
+    return dict.fromkeys(names, TensorRange(10.0, 0.5)) | others
 
 
 def linear(name: str, k: int = 16, n: int = 16, rows: int = 1) -> Site:

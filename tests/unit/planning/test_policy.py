@@ -264,7 +264,7 @@ def test_a_pattern_that_matches_nothing_names_the_nearest_site(model: ModelArtif
     with pytest.raises(ConfigError) as caught:
         plan_of(model, {}, keep=("dott",))
     assert str(caught.value) == (
-        "plan.keep: pattern 'dott' matches no site\n"
+        "plan.keep: pattern 'dott' matches no site and no node\n"
         "  evidence: the nearest of 6 sites is 'dot'\n"
         "  remedy: `loka-onnx export` lists the sites of a model"
     )

@@ -9,6 +9,7 @@ import pytest
 from sample_run import moments
 from test_report import Page, rendered
 
+from loka_onnx.core.plan import Wide
 from loka_onnx.core.profile import Profile, Sampling
 from loka_onnx.core.sensitivity import ENTROPY, Draws, Sensitivity, SiteGroup
 from loka_onnx.report import HTML_NAME, MARKDOWN_NAME, ReportData, numbers
@@ -145,3 +146,21 @@ def test_both_texts_have_it(sample, tmp_path) -> None:
     for text in (page, flat):
         assert "Undecided when the rows ended, after 2,000: over_arch.fc1." in text
         assert "sensitivities: 2,000 rows" in text
+
+
+def test_what_stays_in_fp32_beside_sites_is_listed_by_reason(sample) -> None:
+    caption = "What stays in FP32 beside sites"
+    assert caption not in [table.caption for table in sites_section(sample.report).tables]
+    first, second = sample.report.plans.plans[:2]
+    end = "is computed behind the last product of output 'ctr'"
+    several = (*(Wide(f"n{i}", "kept by 'n*'") for i in range(8)), Wide("sigmoid", end))
+    plans = (
+        dataclasses.replace(first, wide=(Wide("sigmoid", end),)),
+        dataclasses.replace(second, wide=several, base_reason="it fits"),
+    )
+    changed = dataclasses.replace(sample.report.plans, plans=plans)
+    section = sites_section(dataclasses.replace(sample.report, plans=changed))
+    assert column(section, caption, "Reason") == [end, "kept by 'n*'"]
+    assert column(section, caption, "Plans") == [f"{first.id}, {second.id}", second.id]
+    assert column(section, caption, "Nodes") == ["sigmoid", "n0, n1, n2, n3, n4, n5 and 2 more"]
+    assert f"Plan {second.id} is based on {second.base}: it fits." in section.paragraphs

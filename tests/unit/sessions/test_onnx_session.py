@@ -111,3 +111,24 @@ def test_a_model_that_is_refused_says_why(tmp_path):
     onnx.save(parsed("g (float[b,4] x) => (float[b,4] y) { y = Frobnicate(x) }"), path)
     with pytest.raises(ModelError, match=re.escape(f"ONNX Runtime refuses '{path}'") + "(?s:.*)Frobnicate"):
         OnnxSession(path)
+
+
+def test_the_bias_of_a_gemm_between_fp8_factors_is_not_rounded(tmp_path: Path) -> None:
+    """As BASIC does by itself, to multiples of the product of the scales: 1 here, where the bias is .3."""
+    model = onnx.parser.parse_model(
+        f"{HEADER} g (float[b,4] x) => (float[b,2] y) {{"
+        " q = QuantizeLinear(x, one, zero)  d = DequantizeLinear(q, one, zero)"
+        " w = DequantizeLinear(w8, one, zero)  h = Gemm(d, w, bias)"
+        " q2 = QuantizeLinear(h, one, zero)  y = DequantizeLinear(q2, one, zero) }"
+    )
+    arrays = {
+        "one": np.ones((), np.float32),
+        "zero": np.zeros((), ml_dtypes.float8_e4m3fn),
+        "w8": np.ones((4, 2), ml_dtypes.float8_e4m3fn),
+        "bias": np.array([0.3, -0.4], np.float32),
+    }
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, k) for k, v in arrays.items())
+    onnx.save(model, tmp_path / "m.onnx")
+    (y,) = OnnxSession(tmp_path / "m.onnx").run({"x": np.ones((1, 4), np.float32)}).values()
+    # 4.3 and 3.6 in E4M3; of a bias rounded to 0 they would be 4 and 4.
+    np.testing.assert_array_equal(y, [[4.5, 3.5]])

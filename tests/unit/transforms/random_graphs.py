@@ -36,6 +36,7 @@ class RandomGraph:
         steps = (
             *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
             *(self.no_ops, self.split_and_join, self.einsum, self.constant_weight, self.columns),
+            *(self.group_norm, self.length),
         )
         for number in range(blocks):
             self.block = f"block{number}"
@@ -136,20 +137,54 @@ class RandomGraph:
 
     def norm(self, x: str) -> str:
         """LayerNorm or RMSNorm in primitives, with a scale and a shift or without."""
+        width = self.widths[x]
+        y = self.affine(self.primitives(x, centred=self.pick(True, False)), width)
+        return self.linear(y) if self.pick(True, False) else y
+
+    def primitives(self, x: str, *, centred: bool) -> str:
+        """A norm over the last axis as exporters decompose it."""
         width, axes = self.widths[x], self.constant(np.array([-1]))
-        centred = x
+        d = self.op("Sub", [x, self.op("ReduceMean", [x, axes], 1)], width) if centred else x
+        square = self.op("Mul", [d, d], width)
         if self.pick(True, False):
-            centred = self.op("Sub", [x, self.op("ReduceMean", [x, axes], 1)], width)
-        square = self.op("Mul", [centred, centred], width)
-        if self.pick(True, False):
-            square = self.op("Pow", [centred, self.constant(np.array(2.0))], width)
+            square = self.op("Pow", [d, self.constant(np.array(2.0))], width)
         mean = self.op("ReduceMean", [square, axes], 1)
         root = self.op("Sqrt", [self.op("Add", [mean, self.constant(np.array(EPSILON))], 1)], 1)
-        y = self.op("Div", [centred, root], width)
+        return self.op("Div", [d, root], width)
+
+    def affine(self, y: str, *shape: int) -> str:
+        """A scale and a shift, a scale, or neither."""
+        width = self.widths[y]
         if self.pick(True, False):
-            y = self.op("Mul", [y, self.dyadic(width)], width)
-            y = self.op("Add", [y, self.dyadic(width)], width) if self.pick(True, False) else y
-        return self.linear(y) if self.pick(True, False) else y
+            y = self.op("Mul", [y, self.dyadic(*shape)], width)
+            y = self.op("Add", [y, self.dyadic(*shape)], width) if self.pick(True, False) else y
+        return y
+
+    def group_norm(self, x: str) -> str:
+        """The tokens as channels in two groups: primitives or an InstanceNormalization between reshapes.
+
+        The activations keep those two from being joined with the reshapes around them.
+        """
+        tokens, count = self.tokens(x)
+        tokens = self.activation(tokens)
+        grouped = self.op("Reshape", [tokens, self.constant(np.array([-1, 2, 4 * count]))], 4 * count)
+        if self.pick(True, False):
+            y = self.primitives(grouped, centred=True)
+        else:
+            inputs = [grouped, self.constant(np.ones(2)), self.constant(np.zeros(2))]
+            y = self.op("InstanceNormalization", inputs, 4 * count, epsilon=EPSILON)
+        y = self.op("Reshape", [y, self.constant(np.array([-1, count, 8]))], 8)
+        return self.flattened(self.activation(self.affine(y, count, 1)), count, 8)
+
+    def length(self, x: str) -> str:
+        """A vector of length one; what it divides is far from zero."""
+        width = int(self.pick(8, 20))
+        y, axes = self.normalized(self.product(x, width)), self.constant(np.array([-1]))
+        if self.pick(True, False):
+            root = self.op("ReduceL2", [y, axes], 1)
+        else:
+            root = self.op("Sqrt", [self.op("ReduceSumSquare", [y, axes], 1)], 1)
+        return self.op("Div", [y, root], width)
 
     def batch_norm(self, x: str) -> str:
         """Behind a linear layer; its variance and epsilon add up to a power of four."""

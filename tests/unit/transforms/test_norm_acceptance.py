@@ -15,7 +15,7 @@ from test_fold_batch_norm import BEFORE, BEHIND
 from test_fold_norm_affine import FOLDED
 from test_norm_tensorflow import FUSED as TENSORFLOW
 from test_norm_tensorflow import parsed, transcribed
-from test_smooth import SMOOTHED
+from test_smooth import INPUTS, SMOOTHED
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
@@ -66,7 +66,7 @@ def of_folds(folder: Path) -> dict[str, onnx.ModelProto]:
 
 def of_smoothing(folder: Path) -> dict[str, onnx.ModelProto]:
     made = {}
-    for name, case in SMOOTHED.items():
+    for name, case in {**SMOOTHED, **INPUTS}.items():
         onnx.save(case.model(), folder / "m.onnx")
         graph = GraphModel.load(folder / "m.onnx")
         mod = Smooth(case.factors)

@@ -10,8 +10,9 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from norm_models import widened
 from random_graphs import RandomGraph
-from rewrite_models import artifact, as_double, evaluate
+from rewrite_models import artifact, evaluate
 from shape_models import feeds, run
 
 from loka_onnx.core.rewrite import RewriteLog
@@ -29,7 +30,7 @@ def assert_same(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
     wide = {name: v.astype(np.float64) if v.dtype == np.float32 else v for name, v in rows.items()}
     # The evaluator computes both branches of a sigmoid, of which one may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
-        values, found = (evaluate(as_double(model), wide) for model in (before, after))
+        values, found = (evaluate(widened(model), wide) for model in (before, after))
     for name, expected in values.items():
         scale = max(1.0, float(np.abs(expected).max()))
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-9 * scale)

@@ -13,11 +13,12 @@ from rewrite_models import artifact, op_types
 from shape_cases import AXES, COLUMNS, LOOK_UP, TABLES
 from shape_models import Case, feeds
 
-from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.rewrite import Declined
+from loka_onnx.errors import InternalError
 from loka_onnx.graph import storage
 from loka_onnx.graph.model import GraphModel, values_of
-from loka_onnx.transforms.split_sparse import SparseSplit, split_sparse, verify_split
+from loka_onnx.transforms.split_sparse import SparseSplit, describe_halves, split_sparse, verify_split
 
 IDS = "int64[batch,4] ids"
 NUMERIC = "float[batch,4] x"
@@ -223,3 +224,73 @@ def test_tables_outside_the_model_go_with_the_lookup_and_are_linked(
     assert verify_split(split, tmp_path / "whole.onnx", [feeds(case.model())], halves) is None
     assert (halves / "tables.bin").samefile(tmp_path / "tables.bin")
     assert storage.external_files(onnx.load(halves / "dense.onnx", load_external_data=False)) == ()
+
+
+def test_rows_that_do_not_lie_along_axis_0_are_not_cut(tmp_path: Path) -> None:
+    """An engine takes one row of each input for a row of the batch."""
+    turned = "t = Transpose<perm=[1,0]>(ids) e = Gather<axis=0>(t0, t) "
+    body = f"{turned} c = ReduceMean<keepdims=0>(e, zero) {TOP}"
+    case = Case(body, {"t0": (9, 4), "w": (4, 8)}, {"zero": np.array([0])}, inputs=IDS)
+    columns_first = GraphModel.load(artifact(case.model(), tmp_path / "whole.onnx").path)
+    # The pool gives one row an example again, so that the cut runs behind it.
+    pooled = split_sparse(columns_first)
+    assert isinstance(pooled, SparseSplit) and [t.shape for t in pooled.cut] == [(None, 4)]
+    body = f"{turned} c = Transpose<perm=[1,0,2]>(e) [fc] y = MatMul(c, w)"
+    case = Case(body, {"t0": (9, 4), "w": (4, 8)}, {}, inputs=IDS, outputs="float[batch,4,8] y")
+    model = GraphModel.load(artifact(case.model(), tmp_path / "kept.onnx").path)
+    assert split_sparse(model) == Declined(
+        "block/e",
+        "its result 'e' has shape [4, 'batch', 4]: an engine takes the batch on axis 0 and fixed sizes on "
+        "the others",
+    )
+
+
+def test_a_cut_tensor_with_other_rows_than_the_batch_is_refused(tmp_path: Path) -> None:
+    """Found on data: no shape says that a bag has as many ids as the batch has rows."""
+    body = (
+        "f = Reshape(ids, all) e = Gather<axis=0>(t0, f) r = Reshape(e, bags)"
+        " c = ReduceMean<keepdims=0>(r, one) " + TOP
+    )
+    constants = {"all": np.array([-1]), "bags": np.array([-1, 4, 4]), **AXES}
+    constants = {name: value for name, value in constants.items() if f"{name})" in body}
+    case = Case(body, {"t0": (9, 4), "w": (4, 8)}, constants, inputs=IDS)
+    split, _ = cut(case, tmp_path)
+    refused = verify_split(split, tmp_path / "whole.onnx", [feeds(case.model(), 3)], tmp_path / "halves")
+    assert refused == Declined("block", "it has 12 rows for a batch of 3")
+
+
+def described(case: Case, folder: Path) -> ModelArtifact:
+    inputs = (TensorSpec("ids", "int64", (None, 4)), TensorSpec("x", "float32", (None, 4)))
+    outputs = (TensorSpec("y", "float32", (None, 8)),)
+    return replace(artifact(case.model(), folder / "whole.onnx"), inputs=inputs, outputs=outputs)
+
+
+@pytest.mark.parametrize("case", ["columns", "a_bag_of_ids"])
+def test_the_halves_are_described_with_the_sites_of_the_whole(case: str, tmp_path: Path) -> None:
+    whole = described(CUT[case][0], tmp_path)
+    merged = (replace(whole.sites[0], merged_from=("a", "b")), *whole.sites[1:])
+    whole = replace(whole, sites=merged)
+    split = split_sparse(GraphModel.load(whole.path))
+    assert isinstance(split, SparseSplit)
+    assert verify_split(split, whole.path, [feeds(CUT[case][0].model())], tmp_path / "halves") is None
+    halves = describe_halves(split, whole, tmp_path / "halves")
+    assert halves.passed == ("x",)
+    assert halves.cut == halves.lookup.outputs == halves.dense.inputs[1:]
+    assert halves.dense.outputs == whole.outputs
+    assert [(s.name, s.k, s.n, s.rows, s.merged_from) for s in halves.dense.sites] == [
+        (s.name, s.k, s.n, s.rows, s.merged_from) for s in whole.sites
+    ]
+    assert halves.lookup.sites == ()
+    for half in (halves.lookup, halves.dense):
+        assert half.digest == storage.model_digest(half.path)
+
+
+def test_a_site_that_the_dense_half_lacks_is_a_bug(tmp_path: Path) -> None:
+    whole = described(CUT["columns"][0], tmp_path)
+    split = split_sparse(GraphModel.load(whole.path))
+    assert isinstance(split, SparseSplit)
+    split.lookup.save(tmp_path / "lookup.onnx")
+    split.dense.save(tmp_path / "dense.onnx")
+    other = replace(whole, sites=(*whole.sites, replace(whole.sites[0], name="lost")))
+    with pytest.raises(InternalError, match=r"other sites than the whole\n  evidence: lost"):
+        describe_halves(split, other, tmp_path)

@@ -159,7 +159,10 @@ def test_rows_do_not_influence_one_another(name, features):
     torch.testing.assert_close(whole, single, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "features"), EVERY)
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [pytest.param(*case, marks=() if case[0] == "dlrm" else pytest.mark.slow) for case in EVERY],
+)
 def test_a_model_exports_with_a_dynamic_batch(name, features):
     runtime = pytest.importorskip("onnxruntime")
     model = create(name, features, "tiny")

@@ -38,7 +38,9 @@ def labels(dataset: Dataset, column: str = LABEL) -> np.ndarray:
     return np.concatenate([batch.columns[column] for batch in dataset.batches(4096)]).astype(np.float64)
 
 
-@pytest.mark.parametrize("name", ["dlrm", "dcnv2", "wukong", "interformer"])
+@pytest.mark.parametrize(
+    "name", ["dlrm", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dcnv2", "wukong", "interformer"))]
+)
 def test_a_model_comes_close_to_the_teacher(data, name):
     model = create(name, FeatureSpec.of(data), "tiny")
     seen = []

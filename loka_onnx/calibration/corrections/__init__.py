@@ -1,0 +1,1 @@
+"""Constants that are fitted to a quantized model."""

@@ -1,0 +1,274 @@
+"""The mean error that quantization adds at a site, by output channel.
+
+A planned site computes ŷ = x̂·Ŵ + b where the model computes y = x·W + b. The product is linear in the
+activation, so that its mean needs no more than the means of x and x̂ along K::
+
+    E[ŷ − y] = E[x̂]·Ŵ − E[x]·W
+
+Rows, and what else the product does not sum over, are averaged over; what the weight has for itself, as
+experts have, is kept. The correction is −E[ŷ − y], one constant for each output channel. Rounding to nearest
+has no preference, but a channel of W has few values, and an activation may have few as well: what they leave
+is the same for every row.
+
+The error is **local**: x is what the exact model computes there, x̂ that value rounded. What the errors of
+earlier sites do to the mean of later ones is of second order once the earlier ones are corrected; the
+constant on the output takes what is left. Source: Nagel et al., "Data-Free Quantization Through Weight
+Equalization and Bias Correction" (arXiv 1906.04721), section 4.2, with measured means in place of those that
+it derives from BatchNorm, and with the rounding of activations beside that of weights.
+
+A product of two activations has no bias: the mean of its error is no product of means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.calibration.corrections.means import MeanRows, Means, MeanTaps, Values
+from loka_onnx.calibration.instruments.arithmetic import ActivationQuantizer
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.formats import Float8
+from loka_onnx.core.plan import Decision, PrecisionPlan
+from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.errors import InternalError
+from loka_onnx.graph.biases import biased
+from loka_onnx.graph.model import GraphModel, Node, values_of
+from loka_onnx.graph.sites import channel_axis
+from loka_onnx.numerics.float8 import fake_quantize
+
+
+@dataclass(frozen=True)
+class FittedBiases:
+    """What is to be added behind the sites of one plan.
+
+    Attributes:
+        values: By site, broadcasting to its output: (1, N) and the like.
+        left_alone: Why a site in FP8 has none, by its name.
+    """
+
+    values: dict[str, Values]
+    left_alone: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SiteMeans:
+    """Means over rows of a model, with corrections or without.
+
+    Attributes:
+        sites: Mean output of each site, its bias included, in the shape of its correction.
+        scores: Mean logit (or regression), by output.
+        rows: Rows behind them.
+    """
+
+    sites: dict[str, Values]
+    scores: dict[str, float]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Biases of every plan, and the means that they restore.
+
+    Attributes:
+        plans: By id of the plan.
+        exact: Means of the FP32 model.
+    """
+
+    plans: dict[str, FittedBiases]
+    exact: SiteMeans
+
+
+def fit_biases(
+    model: ModelArtifact,
+    plans: Sequence[PrecisionPlan],
+    specs: Sequence[OutputSpec],
+    rows: MeanRows,
+    path: Path,
+) -> Fit:
+    """The mean error of every planned site, from one pass over rows.
+
+    Args:
+        model: The FP32 model that the plans are for.
+        plans: Plans with sites in FP8.
+        specs: Judged outputs.
+        rows: Calibration rows.
+        path: Where the instrumented model is written.
+
+    Raises:
+        CalibrationError: A mean is not finite.
+    """
+    graph = GraphModel.load(model.path)
+    planned = {name for plan in plans for name in plan.fp8_sites}
+    products: dict[str, _Product] = {}
+    left_alone: dict[str, str] = {}
+    for site in model.sites:
+        if site.name not in planned:
+            continue
+        try:
+            products[site.name] = _Product.of(graph, site)
+        except _NoBias as reason:
+            left_alone[site.name] = str(reason)
+    taps = MeanTaps(graph, specs)
+    outputs = {name: taps.mean(biased(graph, p.node), p.output_axes(graph)) for name, p in products.items()}
+    exact = {name: taps.mean(p.source, p.axes) for name, p in products.items()}
+    rounded = _tap_rounded(taps, plans, products)
+    means = taps.measure(rows, path, "mean of sites")
+
+    def correction(plan: PrecisionPlan, name: str) -> Values:
+        product, decision = products[name], plan.decision(name)
+        low = product.times(means.tensors[rounded[plan.id, name]], product.rounded_weight(decision))
+        high = product.times(means.tensors[exact[name]], product.weight)
+        return np.asarray(high - low)
+
+    fitted = {
+        plan.id: FittedBiases(
+            {name: correction(plan, name) for name in products if name in plan.fp8_sites},
+            {name: reason for name, reason in left_alone.items() if name in plan.fp8_sites},
+        )
+        for plan in plans
+    }
+    return Fit(fitted, _site_means(means, outputs))
+
+
+def observe(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OutputSpec], rows: MeanRows
+) -> SiteMeans:
+    """Means of a planned model, with corrections or without, on the rows that they are fitted to.
+
+    Args:
+        path: The planned model in FP32; the instrumented one is written beside it.
+        shapes: Shape of the correction of each site.
+        specs: Judged outputs.
+        rows: The rows.
+
+    Raises:
+        CalibrationError: A mean is not finite.
+    """
+    graph = GraphModel.load(path)
+    nodes = {name: graph.node(name) for name in shapes}
+    taps = MeanTaps(graph, specs)
+    outputs = {
+        name: taps.mean(biased(graph, node), _axes_of(graph, node, shapes[name]))
+        for name, node in nodes.items()
+    }
+    means = taps.measure(rows, path.with_suffix(".means.onnx"), "mean of the planned model")
+    return _site_means(means, outputs)
+
+
+def _site_means(means: Means, outputs: Mapping[str, str]) -> SiteMeans:
+    return SiteMeans({name: means.tensors[tap] for name, tap in outputs.items()}, means.scores, means.rows)
+
+
+class _NoBias(Exception):
+    """The site has no mean error that a bias could take; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A linear site in a form whose mean is known.
+
+    Attributes:
+        node: Its node.
+        operand: Its weight.
+        source: Its activation.
+        weight: Values of the weight.
+        axes: Axes of the activation that are averaged over.
+    """
+
+    node: Node
+    operand: Operand
+    source: Any
+    weight: npt.NDArray[np.float32]
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, graph: GraphModel, site: Site) -> _Product:
+        """Read a site.
+
+        Raises:
+            _NoBias: It is another product than one of an activation with a weight, or of unknown rank.
+        """
+        if site.kind is not SiteKind.LINEAR or site.weight is None:
+            raise _NoBias("a product of two activations has no bias")
+        node = graph.node(site.name)
+        source, contracting = node.inputs[site.activation.index], site.activation.contracting_axis
+        if source.shape is None or len(source.shape) < 2 or contracting is None:
+            raise _NoBias("the rank of its activation is unknown or below 2")
+        if biased(graph, node).shape is None:
+            raise _NoBias("the rank of its output is unknown")
+        weight = values_of(node.inputs[site.weight.index]).astype(np.float32)
+        rank = len(source.shape)
+        own = {
+            rank - back
+            for back in range(3, min(rank, weight.ndim) + 1)
+            if weight.shape[weight.ndim - back] > 1
+        }
+        axes = tuple(axis for axis in range(rank) if axis != contracting and axis not in own)
+        return cls(node, site.weight, source, weight, axes)
+
+    def rounded_weight(self, decision: Decision) -> npt.NDArray[np.float32]:
+        """The weight as the plan stores it."""
+        recipe = _recipe_of(decision)
+        axis = channel_axis(self.operand) if recipe.weight is Granularity.PER_CHANNEL else None
+        scales = np.array(decision.weight_scale if axis is not None else decision.weight_scale[0], np.float32)
+        return fake_quantize(self.weight, scales, recipe.format, axis)
+
+    def times(self, mean: Values, weight: npt.NDArray[np.float32]) -> Values:
+        """The mean activation times a weight, in float64."""
+        factors = [mean, weight.astype(np.float64)]
+        if self.operand.index == 0:
+            factors.reverse()
+        left, right = factors
+        if self.node.op != "Gemm":
+            return np.asarray(np.matmul(left, right))
+        left = left.T if self.node.attrs.get("transA", 0) else left
+        right = right.T if self.node.attrs.get("transB", 0) else right
+        return np.asarray(float(self.node.attrs.get("alpha", 1.0)) * (left @ right))
+
+    def output_axes(self, graph: GraphModel) -> tuple[int, ...]:
+        """Axes of the output that are averaged over."""
+        lengths = [1 if axis in self.axes else d for axis, d in enumerate(self.source.shape)]
+        k = self.operand.contracting_axis
+        whole = [self.weight.shape[k or 0] if not isinstance(d, int) else d for d in lengths]
+        return _axes_of(graph, self.node, self.times(np.zeros(whole), self.weight).shape)
+
+
+def _axes_of(graph: GraphModel, node: Node, shape: Sequence[int]) -> tuple[int, ...]:
+    """Axes of a site's output, its bias included, along which a correction of that shape is constant."""
+    rank = len(biased(graph, node).shape)
+    padded = [1] * (rank - len(shape)) + list(shape)
+    return tuple(axis for axis, length in enumerate(padded) if length == 1)
+
+
+def _tap_rounded(
+    taps: MeanTaps, plans: Iterable[PrecisionPlan], products: Mapping[str, _Product]
+) -> dict[tuple[str, str], str]:
+    """Name of the tap of each planned activation after rounding, by plan and site."""
+    quantizers: dict[tuple[Float8, float], ActivationQuantizer] = {}
+    found: dict[tuple[str, str], str] = {}
+    for plan in plans:
+        for name, product in products.items():
+            if name not in plan.fp8_sites:
+                continue
+            decision = plan.decision(name)
+            scale, source = decision.activation_scale, product.source
+            if scale is None:
+                raise InternalError(f"the plan gives site '{name}' no scale", evidence=f"plan '{plan.id}'")
+            key = (_recipe_of(decision).format, scale)
+            if key not in quantizers:
+                tensors = {p.source.name: scale for p in products.values()}
+                quantizers[key] = ActivationQuantizer(taps.model, key[0], tensors)
+            found[plan.id, name] = taps.mean(quantizers[key].values(source, f"{name}.rounded"), product.axes)
+    return found
+
+
+def _recipe_of(decision: Decision) -> Recipe:
+    if decision.recipe is None:
+        raise InternalError(f"the plan gives site '{decision.site}' no recipe")
+    return decision.recipe

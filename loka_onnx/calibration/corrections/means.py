@@ -1,0 +1,201 @@
+"""Means over rows, computed by the graph itself: of activations and sites by channel, and of scores.
+
+Sums run in DOUBLE: what is looked for is the difference of two means, a ten-thousandth of either. Rows are
+taken in a drawn order, because a file may be sorted, and every example has equally many elements, so that the
+mean of all rows is that of the batches' means, each weighted by its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from loka_onnx.calibration.passes.executors import (
+    BatchWork,
+    Executor,
+    LocalExecutor,
+    Span,
+    spans_in_random_order,
+)
+from loka_onnx.core.artifact import OutputSpec
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.data import Batch, Dataset
+from loka_onnx.errors import CalibrationError
+from loka_onnx.graph.biases import expose_scores
+from loka_onnx.graph.model import GraphModel, Tensor
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MeanRows:
+    """The rows that means are taken of.
+
+    Attributes:
+        data: The data set, with the weights of outputs among its columns.
+        most: How many rows at most, in spans that are drawn.
+        batch_size: Rows of one pass through the graph.
+        seed: Of the drawing.
+        executor: Where batches run.
+        progress: Called as rows are done.
+    """
+
+    data: Dataset
+    most: int = 32_768
+    batch_size: int = 512
+    seed: int = 0
+    executor: Executor = field(default_factory=LocalExecutor)
+    progress: Progress = silent
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans that are drawn."""
+        drawn: list[Span] = []
+        left = self.most
+        for span in spans_in_random_order(self.data.rows, self.batch_size, self.seed):
+            if left > 0:
+                drawn.append(Span(span.start, min(span.stop, span.start + left)))
+                left -= drawn[-1].stop - span.start
+        # In file order from here on: what is read in one go is read faster.
+        return tuple(sorted(drawn, key=lambda span: span.start))
+
+    @property
+    def count(self) -> int:
+        """How many rows they are."""
+        return sum(span.stop - span.start for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means over rows.
+
+    Attributes:
+        tensors: By name of the tap, with axes that were averaged over of length 1.
+        scores: Weighted mean of the logit (or regression), by output; where there is one.
+        rows: Rows behind them.
+    """
+
+    tensors: dict[str, Values]
+    scores: dict[str, float]
+    rows: int
+
+
+class MeanTaps:
+    """Collects what a graph is to average, and makes it its outputs in place of the model's own.
+
+    Args:
+        model: The graph; edited.
+        specs: Outputs whose score is averaged.
+    """
+
+    def __init__(self, model: GraphModel, specs: Sequence[OutputSpec] = ()) -> None:
+        self.model, self.specs = model, tuple(specs)
+        scores = expose_scores(model, {spec.name: spec.kind for spec in specs})
+        self._scores = [
+            _ScoreTap(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores
+        ]
+        kept = {tap.tensor for tap in self._scores}
+        model.graph.outputs = [tensor for tensor in model.graph.outputs if tensor.name in kept]
+        self._taps: dict[tuple[str, tuple[int, ...]], str] = {}
+
+    def mean(self, tensor: Tensor, axes: tuple[int, ...]) -> str:
+        """The mean of a tensor over some axes, which keep length 1; returns the name of the tap."""
+        key = (tensor.name, axes)
+        if key not in self._taps:
+            name = f"{tensor.name}.mean"
+            to = {"to": onnx.TensorProto.DOUBLE}
+            wide = self.model.add("Cast", [tensor], f"{name}.wide", np.float64, to)
+            over = self.model.constant(f"{name}.axes", np.array(axes, np.int64))
+            mean = self.model.add("ReduceMean", [wide, over], name, np.float64, {"keepdims": 1})
+            self.model.add_output(mean, np.float64, None)
+            self._taps[key] = mean.name
+        return self._taps[key]
+
+    def measure(self, rows: MeanRows, path: Path, task: str) -> Means:
+        """Write the graph and run it over rows.
+
+        Args:
+            rows: The rows.
+            path: Where the graph is written, on the file system of its tables.
+            task: What progress is reported as.
+
+        Raises:
+            CalibrationError: A mean is not finite.
+        """
+        self.model.save(path)
+        work = _MeanWork(path, tuple(self._taps.values()), tuple(self._scores))
+        tensors: dict[str, Values] = {}
+        totals = {tap.output: np.zeros(2) for tap in self._scores}
+        done = 0
+        with closing(rows.executor.run(work, rows.data, rows.spans, rows.batch_size)) as results:
+            for result in results:
+                for name, mean in result.value.tensors.items():
+                    _check_finite(name, mean, rows.data, done)
+                    tensors[name] = tensors.get(name, 0.0) + result.rows * mean
+                for name, sums in result.value.scores.items():
+                    _check_finite(name, sums, rows.data, done)
+                    totals[name] += sums
+                done += result.rows
+                rows.progress(task, done, rows.count)
+        scores = {name: float(total / weight) for name, (total, weight) in totals.items() if weight > 0.0}
+        return Means({name: total / done for name, total in tensors.items()}, scores, done)
+
+
+@dataclass(frozen=True)
+class _ScoreTap:
+    """Where the score of an output is found, and the column of its row weights."""
+
+    output: str
+    tensor: str
+    weight: str | None
+
+
+@dataclass(frozen=True)
+class _BatchMeans:
+    """Means of one batch, and by output the weighted sum of its score and the sum of the weights."""
+
+    tensors: Mapping[str, Values]
+    scores: Mapping[str, Values]
+
+
+@dataclass(frozen=True)
+class _MeanWork(BatchWork[_BatchMeans]):
+    path: Path
+    taps: tuple[str, ...]
+    scores: tuple[_ScoreTap, ...]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    def open(self) -> Callable[[Batch], _BatchMeans]:
+        session = OnnxSession(self.path, SessionOptions(threads=1))
+
+        def run(batch: Batch) -> _BatchMeans:
+            outputs = session.run(batch.inputs)
+            sums = {}
+            for tap in self.scores:
+                score = outputs[tap.tensor].reshape(-1).astype(np.float64)
+                weight = np.ones(score.size) if tap.weight is None else batch.columns[tap.weight]
+                sums[tap.output] = np.array([(weight * score).sum(), weight.sum()], np.float64)
+            return _BatchMeans({name: outputs[name] for name in self.taps}, sums)
+
+        return run
+
+
+def _check_finite(name: str, values: Values, data: Dataset, done: int) -> None:
+    if np.isfinite(values).all():
+        return
+    raise CalibrationError(
+        f"the mean of '{name}' is not finite",
+        where=f"the batch after {done} rows of '{data.name}'",
+        evidence=f"{int((~np.isfinite(values)).sum())} of {values.size} values",
+        remedy="drop the rows that overflow, or correct the model",
+    )

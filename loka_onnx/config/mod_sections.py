@@ -1,0 +1,34 @@
+"""The section of the run file about mods: which rewrites a run does without."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from loka_onnx.config.fields import Strict, Text, fault
+
+
+class ModsConfig(Strict):
+    """Which mods rewrite the model; the transform stage knows their names."""
+
+    skip: tuple[Text, ...] = Field(
+        (), description="names of mods that are not run, as `loka-onnx transform` prints them"
+    )
+    smoothing: bool = Field(
+        True,
+        description="whether range is moved from activations to weights (and from numeric features to the "
+        "first layer) where that lowers the FP8 error that is measured on calibration rows",
+    )
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        for index, name in enumerate(self.skip):
+            if name in self.skip[:index]:
+                raise fault(
+                    f"the mod '{name}' is skipped twice",
+                    at=("skip", index),
+                    evidence=f"`skip[{self.skip.index(name)}]` has it already",
+                    remedy="list each mod once",
+                )
+        return self

@@ -1,0 +1,206 @@
+"""Corrections: constants that are fitted to a quantized model.
+
+They are not part of the model: a plan with its corrections is another candidate than the plan alone, and what
+is accepted was held against it on rows that the constants were not fitted to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from loka_onnx.core.artifact import OutputKind
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.serde import STRICT
+
+
+class Variant(StrEnum):
+    """Which corrections an output is judged with."""
+
+    NONE = "none"
+    CONSTANT = "output constant"
+    BIAS = "biases"
+    BOTH = "biases and output constant"
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the biases of sites are corrected."""
+        return self in {Variant.BIAS, Variant.BOTH}
+
+    @property
+    def has_constant(self) -> bool:
+        """Whether the output has a constant."""
+        return self in {Variant.CONSTANT, Variant.BOTH}
+
+
+@dataclass(frozen=True)
+class BiasCorrection:
+    """What is added behind one site.
+
+    Attributes:
+        site: Name of the site.
+        shape: Shape of `values`; broadcasts to the output of the site, with one number for each channel.
+        values: What is added, in row-major order.
+        error_before: Root mean square, over channels, of the mean error of the site's output (with its bias)
+            in the planned model without corrections, on the rows that the correction was fitted to.
+        error_after: The same with the biases of all sites corrected.
+    """
+
+    site: str
+    shape: tuple[int, ...]
+    values: tuple[float, ...]
+    error_before: float
+    error_after: float
+
+    @property
+    def largest(self) -> float:
+        """Largest magnitude of what is added."""
+        return max(map(abs, self.values), default=0.0)
+
+
+@dataclass(frozen=True)
+class OutputConstant:
+    """What is added to the logit (or regression output) of one output.
+
+    Attributes:
+        output: Name of the output.
+        kind: How it is read; the constant of a probability stands in front of its Sigmoid.
+        value: The constant.
+    """
+
+    output: str
+    kind: OutputKind
+    value: float
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """What is written into a planned model.
+
+    Attributes:
+        bias: By site.
+        constants: By output.
+    """
+
+    bias: tuple[BiasCorrection, ...] = ()
+    constants: tuple[OutputConstant, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is added."""
+        return not self.bias and not self.constants
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One output under one variant on the selection split, against the FP32 reference.
+
+    Attributes:
+        variant: What is corrected.
+        constant: What is added to the logit (or regression output); 0 for a variant without a constant.
+        mean_error: Mean change of the logit (or regression output).
+        delta_ne: Relative change of the loss; None without labels.
+        kl: Its label-free part.
+        labelled: Its labelled part; None without labels.
+    """
+
+    variant: Variant
+    constant: float
+    mean_error: float
+    delta_ne: Interval | None
+    kl: Interval
+    labelled: Interval | None
+
+    @property
+    def judged(self) -> Interval:
+        """What decides: ΔNE, or KL where there are no labels."""
+        return self.kl if self.delta_ne is None else self.delta_ne
+
+
+@dataclass(frozen=True)
+class OutputCorrection:
+    """What was tried on one output.
+
+    Attributes:
+        output: Name of the output.
+        kind: How it is read.
+        trials: Every variant that is possible; `Variant.NONE` is the first.
+        accepted: The one that is kept.
+        reason: Why, in one sentence.
+    """
+
+    output: str
+    kind: OutputKind
+    trials: tuple[Trial, ...]
+    accepted: Variant
+    reason: str
+
+    def trial(self, variant: Variant) -> Trial:
+        """The trial of a variant.
+
+        Raises:
+            KeyError: It was not tried.
+        """
+        for trial in self.trials:
+            if trial.variant is variant:
+                return trial
+        raise KeyError(variant)
+
+    @property
+    def before(self) -> Trial:
+        """Without any correction."""
+        return self.trial(Variant.NONE)
+
+    @property
+    def after(self) -> Trial:
+        """With what is kept."""
+        return self.trial(self.accepted)
+
+
+@dataclass(frozen=True)
+class PlanCorrections:
+    """The corrections of one plan: fitted on calibration rows, judged on the selection split.
+
+    Attributes:
+        plan: Id of the plan.
+        rows: Calibration rows that they were fitted to.
+        bias: Biases that were fitted, kept or not.
+        left_alone: Why a site in FP8 has none, by its name.
+        outputs: One entry for each judged output.
+    """
+
+    plan: str
+    rows: int
+    bias: tuple[BiasCorrection, ...]
+    left_alone: dict[str, str]
+    outputs: tuple[OutputCorrection, ...]
+
+    @property
+    def keeps_bias(self) -> bool:
+        """Whether the biases are kept; they are for all outputs or for none."""
+        return any(output.accepted.has_bias for output in self.outputs)
+
+    @property
+    def accepted(self) -> Corrections:
+        """What is written into the planned model."""
+        constants = tuple(
+            OutputConstant(output.output, output.kind, output.after.constant)
+            for output in self.outputs
+            if output.accepted.has_constant
+        )
+        return Corrections(self.bias if self.keeps_bias else (), constants)
+
+
+@dataclass(frozen=True)
+class CorrectionSet:
+    """Every correction of a run, by plan."""
+
+    SCHEMA: ClassVar[str] = "corrections/1"
+    __pydantic_config__ = STRICT
+
+    plans: tuple[PlanCorrections, ...] = ()
+
+    def accepted(self, plan: str) -> Corrections:
+        """What is written into the model of a plan; nothing for a plan without corrections."""
+        return next((each.accepted for each in self.plans if each.plan == plan), Corrections())

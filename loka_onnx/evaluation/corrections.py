@@ -1,0 +1,191 @@
+"""Which corrections of a plan are kept, judged on rows that they were not fitted to.
+
+The plan runs in simulation with the biases of its sites corrected and without; the constant on an output is
+then arithmetic. Each variant is paired with the FP32 reference, row by row, like an engine. The rule:
+
+* A variant is admitted where the upper end of its interval of ΔNE (of KL where there are no labels) is lower
+  than without any correction, and its KL is no larger.
+* Without corrected biases, and with them, each output takes of its admitted variants the one with the lowest
+  upper end. Biases belong to all outputs: they are kept where every output has an admitted variant with them
+  whose upper end is no higher than its best without them, and one has a lower one.
+
+The lower of several upper ends flatters a little; what a correction does is therefore read from the engine,
+on the certification split, like everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.core.correction import OutputCorrection, Trial, Variant
+from loka_onnx.core.evaluation import DELTA_NE_NAME, KL_NAME
+from loka_onnx.evaluation.columns import Scores, Truth, read_scores, read_truth
+from loka_onnx.evaluation.engines import Reference
+from loka_onnx.evaluation.paired import paired_rows
+from loka_onnx.evaluation.predictions import Predictions
+from loka_onnx.numerics.task_metrics import (
+    logits_from_probabilities,
+    probabilities_from_logits,
+    weighted_mean,
+)
+
+Rows = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A plan in simulation on a split, with the biases of its sites corrected or without.
+
+    Attributes:
+        predictions: Its outputs, and the logit (or regression) that each is read from, as outputs as well.
+        scores: Name of that among the outputs, by output; only where there is one.
+        constants: What restores the FP32 model's mean score, by output; only where there is a score.
+    """
+
+    predictions: Predictions
+    scores: Mapping[str, str]
+    constants: Mapping[str, float]
+
+
+def try_corrections(
+    specs: Sequence[OutputSpec], reference: Reference, plain: Simulated, biased: Simulated | None
+) -> tuple[OutputCorrection, ...]:
+    """Judge every variant and decide.
+
+    Args:
+        specs: Judged outputs.
+        reference: Outputs of the FP32 reference on the selection split, with its columns.
+        plain: The plan without corrected biases on the same rows.
+        biased: The plan with them; None where no site has a bias to correct.
+
+    Raises:
+        DataError: A label or a weight cannot be used.
+        EvaluationError: An output is missing or not finite.
+    """
+    columns, groups = reference.predictions.columns, reference.units.groups
+    tried: dict[str, tuple[Trial, ...]] = {}
+    for spec in specs:
+        truth = read_truth(columns, spec, groups)
+        before = read_scores(reference.predictions.outputs, spec, truth.rows, is_reference=True)
+        judge = _Judge(spec, before, truth)
+        trials = [*judge.trials(plain, Variant.NONE, Variant.CONSTANT)]
+        if biased is not None:
+            trials += judge.trials(biased, Variant.BIAS, Variant.BOTH)
+        tried[spec.name] = tuple(trials)
+    return decide(tried, {spec.name: spec.kind for spec in specs})
+
+
+def decide(
+    tried: Mapping[str, tuple[Trial, ...]], kinds: Mapping[str, OutputKind]
+) -> tuple[OutputCorrection, ...]:
+    """Which variant each output keeps.
+
+    Args:
+        tried: Trials of each output; `Variant.NONE` is the first of each.
+        kinds: How each output is read.
+    """
+    plain = {name: _best(trials, has_bias=False) for name, trials in tried.items()}
+    biased = {name: _best(trials, has_bias=True) for name, trials in tried.items()}
+    pairs = [(biased[name], plain[name] or trials[0]) for name, trials in tried.items()]
+    keeps_bias = all(b is not None and b.judged.upper <= p.judged.upper for b, p in pairs) and any(
+        b is not None and b.judged.upper < p.judged.upper for b, p in pairs
+    )
+    kept = biased if keeps_bias else plain
+    return tuple(
+        OutputCorrection(
+            name,
+            kinds[name],
+            trials,
+            (kept[name] or trials[0]).variant,
+            _reason(trials, kept[name], refused=biased[name] if not keeps_bias else None),
+        )
+        for name, trials in tried.items()
+    )
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Holds the variants of one output against the FP32 reference."""
+
+    spec: OutputSpec
+    before: Scores
+    truth: Truth
+
+    def trials(self, simulated: Simulated, plain: Variant, with_constant: Variant) -> Iterable[Trial]:
+        """The output as it is, and with its constant where it can have one."""
+        spec, outputs = self.spec, simulated.predictions.outputs
+        after = read_scores(outputs, spec, self.before.raw.size, is_reference=False)
+        yield self._trial(plain, 0.0, after)
+        if spec.name not in simulated.constants:
+            return
+        constant = simulated.constants[spec.name]
+        score = outputs[simulated.scores[spec.name]].reshape(-1).astype(np.float64)
+        yield self._trial(with_constant, constant, self._scores(score + constant))
+
+    def _scores(self, score: Rows) -> Scores:
+        if self.spec.kind is OutputKind.REGRESSION:
+            return Scores(score, score, score)
+        p = probabilities_from_logits(score)
+        if self.spec.kind is OutputKind.LOGIT:
+            return Scores(score, score, p)
+        return Scores(p, logits_from_probabilities(p, self.spec.clip), p)
+
+    def _trial(self, variant: Variant, constant: float, after: Scores) -> Trial:
+        change = paired_rows(self.spec, self.before, after, self.truth).relative()
+        moved = weighted_mean(after.scores - self.before.scores, self.truth.weights)
+        return Trial(variant, constant, moved, change.delta_ne, change.kl, change.labelled)
+
+
+def _is_admitted(trial: Trial, none: Trial) -> bool:
+    return trial.judged.upper < none.judged.upper and trial.kl.value <= none.kl.value
+
+
+def _best(trials: Sequence[Trial], *, has_bias: bool) -> Trial | None:
+    """The admitted variant with the lowest upper end."""
+    admitted = [t for t in trials[1:] if t.variant.has_bias is has_bias and _is_admitted(t, trials[0])]
+    return min(admitted, key=lambda trial: trial.judged.upper, default=None)
+
+
+def _reason(trials: Sequence[Trial], kept: Trial | None, refused: Trial | None) -> str:
+    none = trials[0]
+    if kept is not None:
+        refusal = "" if refused is None else f"; {_why_refused(refused, kept)}"
+        return (
+            f"{kept.variant}: {_name(none)} at most {_percent(kept.judged.upper)} instead of "
+            f"{_percent(none.judged.upper)}, KL {_percent(kept.kl.value)} instead of "
+            f"{_percent(none.kl.value)}{refusal}"
+        )
+    if len(trials) == 1:
+        return "nothing to correct: no bias, and no logit that a constant could be added to"
+    if refused is not None:
+        return f"{refused.variant} would help here, and not do as well as without on another output"
+    why = "; ".join(f"{t.variant}: {_fault(t, none)}" for t in trials[1:])
+    return f"nothing helps on the selection rows ({why})"
+
+
+def _why_refused(refused: Trial, kept: Trial) -> str:
+    if refused.judged.upper >= kept.judged.upper:
+        return f"{refused.variant} would not do better (at most {_percent(refused.judged.upper)})"
+    return f"{refused.variant} would do better here, and harm another output or help it less"
+
+
+def _fault(trial: Trial, none: Trial) -> str:
+    if trial.judged.upper >= none.judged.upper:
+        return (
+            f"{_name(none)} at most {_percent(trial.judged.upper)}, which is no less than "
+            f"{_percent(none.judged.upper)}"
+        )
+    return f"KL {_percent(trial.kl.value)}, which is more than {_percent(none.kl.value)}"
+
+
+def _name(trial: Trial) -> str:
+    return KL_NAME if trial.delta_ne is None else DELTA_NE_NAME
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.4g} %"

@@ -1,0 +1,153 @@
+"""Where a graph adds a constant to a product, and where the logit of an output is.
+
+What is fitted to a quantized model is added there: to the constant that is added anyway, so that no kernel
+comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from loka_onnx.core.artifact import OutputKind
+from loka_onnx.graph.layout import LAYOUT_OPS
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, values_of
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A constant that is added.
+
+    Attributes:
+        node: The Gemm or Add.
+        index: Position of the constant among its inputs. A Gemm without a third input has one to come.
+    """
+
+    node: Node
+    index: int
+
+
+def bias_of(model: GraphModel, product: Node) -> Bias | None:
+    """The constant that is added to a product alone: Gemm's own, or that of the Add behind it.
+
+    None where there is none: a Gemm with a computed third input or with ``beta`` 0, a product that something
+    else reads as well, a product that leaves the graph.
+    """
+    if product.op == "Gemm":
+        has_third = len(product.inputs) > 2 and bool(product.inputs[2].name)
+        if product.attrs.get("beta", 1.0) == 0.0 or (has_third and not _is_float(product.inputs[2])):
+            return None
+        return Bias(product, 2)
+    reader = _only_reader(model, product.outputs[0])
+    return None if reader is None or reader.op != "Add" else _of_add(reader, product.outputs[0])
+
+
+def biased(model: GraphModel, product: Node) -> Tensor:
+    """The product with its constant: what a correction of that constant moves, and nothing else does."""
+    bias = bias_of(model, product)
+    tensor: Tensor = (product if bias is None else bias.node).outputs[0]
+    return tensor
+
+
+@dataclass(frozen=True)
+class Score:
+    """The logit (or regression) that an output is read from.
+
+    Attributes:
+        tensor: One element for each example.
+        sigmoid: What makes a probability of it; None where it is the output itself.
+    """
+
+    tensor: Tensor
+    sigmoid: Node | None
+
+
+def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
+    """The logit (or regression) behind an output.
+
+    Args:
+        model: The graph.
+        output: Name of the graph output.
+        kind: How it is read. A probability is the Sigmoid of its logit, perhaps in another layout.
+
+    Returns:
+        The score; None for a probability that no Sigmoid computes, or that is read in the graph as well.
+    """
+    tensor = next(each for each in model.outputs if each.name == output)
+    if kind is not OutputKind.PROBABILITY:
+        return Score(tensor, None)
+    if consumers(tensor):
+        return None
+    node = producer(tensor)
+    while node is not None and node.op in LAYOUT_OPS:
+        if _only_reader(model, node.inputs[0]) is None:
+            return None
+        node = producer(node.inputs[0])
+    return Score(node.inputs[0], node) if node is not None and node.op == "Sigmoid" else None
+
+
+def score_bias(model: GraphModel, score: Tensor) -> Bias | None:
+    """The constant that is added to every element of a score and to nothing else; None where there is none.
+
+    Layout operations move the one element of an example and may stand between.
+
+    Args:
+        model: The graph.
+        score: A tensor with one element for each example.
+    """
+    node = producer(score)
+    while node is not None and node.op in LAYOUT_OPS:
+        if _only_reader(model, node.inputs[0]) is None:
+            return None
+        node = producer(node.inputs[0])
+    if node is None:
+        return None
+    if node.op == "Gemm":
+        return bias_of(model, node)
+    if node.op != "Add":
+        return None
+    return next(
+        (Bias(node, index) for index in (0, 1) if _is_float(node.inputs[index])),
+        None,
+    )
+
+
+def _of_add(add: Node, product: Tensor) -> Bias | None:
+    for index in (0, 1):
+        if _is_float(add.inputs[index]) and add.inputs[1 - index] is product:
+            return Bias(add, index)
+    return None
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return is_constant(tensor) and values_of(tensor).dtype == np.float32
+
+
+def _only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
+    if model.is_output(tensor) or len(tensor.outputs) != 1:
+        return None
+    reader: Node = tensor.outputs[0]
+    return reader
+
+
+def expose_scores(model: GraphModel, kinds: Mapping[str, OutputKind]) -> dict[str, str]:
+    """Let the scores of outputs leave the graph too, beside the outputs that it has.
+
+    Args:
+        model: The graph; edited.
+        kinds: How each output is read, by its name.
+
+    Returns:
+        Name of the graph output that holds the score, by name of the output; only where there is a score.
+    """
+    found: dict[str, str] = {}
+    for output, kind in kinds.items():
+        score = score_of(model, output, kind)
+        if score is None:
+            continue
+        if not model.is_output(score.tensor):
+            model.add_output(score.tensor, np.float32, score.tensor.shape)
+        found[output] = score.tensor.name
+    return found

@@ -1,0 +1,267 @@
+"""Places whose precision is not a question of speed: the logit end of a model, and its residual stream.
+
+**Logit end.** Behind the last product of an output the tensors hold one number for each logit, and every
+error goes into the loss undamped: temperature, Platt scaling, biases, the sum of several logits, clipping,
+the sigmoid. In BF16 a logit between 2 and 4 has a spacing of 2⁻⁶, and each further operation rounds again.
+They cost next to nothing, so they stay in FP32. Found are the nodes that compute element by element, or sum
+over at most `FEW` elements, from which an output is reached without another product; and calibration layers
+that are a product themselves, a linear of as many outputs as inputs (`Linear(1, 1)`; vector and matrix
+scaling, Guo et al., arXiv 1706.04599, section 4). The product that yields the logit is not among them: its
+verdict decides on it, and nothing quantizes what it writes.
+
+Something that is read by a further product as well is part of the logit end only where it is itself no
+wider than `FEW` (the CTR logit that the CVR tower reads); a hidden state that leaves the model is not.
+
+**Residual stream.** A block adds to its own input: ``x' = x + f(x)``, with at least one product in f.
+DCNv2's cross layer ``x0 ⊙ (W·x + b) + x`` (arXiv 2008.13535, equation 1) is one, a sum of two branches over
+one tensor is none, nor is a learned shortcut ``V·x + f(x)``, which begins a stream. Rounding the stream
+loses a part of x in every block, and no later block can bring it back. FP8 never does: Q/DQ stand at the
+operands of products, and the Add goes on reading the exact tensor. BF16 does: 2⁻⁹ of x a block, .00004 %
+and .0015 % of the loss of a DCNv2 and of a Wukong as a whole, against two bytes more for every element that
+is written and read in FP32, in kernels that memory limits. Hence FP32 for the stream is offered, for deep
+models, and is not the default.
+
+Both are found in one pass over the nodes; which Add reads what has been through a product since is kept in
+bit sets, whose length is the number of Adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from onnx import TensorProto
+
+from loka_onnx.graph.layout import LAYOUT_OPS, layout_root
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, element_type, is_constant, producer
+from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS, is_site
+
+FEW = 64
+"""Most elements of one example that count as logits, or as terms of a sum of logits."""
+LARGEST_CALIBRATION = 16
+"""Below this many inputs and outputs a square linear counts as a calibration layer; FP8 starts here."""
+
+MOVEMENTS = LAYOUT_OPS | {"Concat", "Expand", "Gather", "Slice", "Split"}
+"""Operators that move or repeat values and change none."""
+# fmt: off
+UNARY = frozenset({
+    "Abs", "Ceil", "Cast", "Celu", "Clip", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid",
+    "HardSwish", "LeakyRelu", "Log", "Mish", "Neg", "Not", "PRelu", "Reciprocal", "Relu", "Round",
+    "Selu", "Sigmoid", "Sign", "Softplus", "Softsign", "Sqrt", "Tanh", "ThresholdedRelu",
+})
+"""Operators that compute each element from one."""
+_ELEMENTWISE = UNARY | {
+    "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "LogSoftmax",
+    "Max", "Mean", "Min", "Mul", "Or", "Pow", "Softmax", "Sub", "Sum", "Where",
+}
+# fmt: on
+_SUMS = frozenset({"ReduceSum", "ReduceMean", "ReduceLogSumExp", "ReduceMax", "ReduceMin", "ReduceProd"})
+_JOINS = frozenset({"Add", "Sum"})
+_BLOCKS = PRODUCT_OPS | {"Attention", "Conv", "ConvTranspose", "Einsum", "GRU", "LSTM", "RNN"}
+"""Operators that make what lies between two points of a stream a block."""
+
+
+@dataclass(frozen=True)
+class Protected:
+    """A node that should not lose precision.
+
+    Attributes:
+        node: Its name.
+        reason: Why, as a part of a sentence.
+    """
+
+    node: str
+    reason: str
+
+
+# The logit end ------------------------------------------------------------------------------------------
+
+
+def logit_ends(model: GraphModel) -> tuple[Protected, ...]:
+    """Nodes between the last products and the outputs, in topological order.
+
+    Those that only move values in front of the first one that computes are left out: they move less in the
+    narrower type.
+    """
+    order = model.sorted_nodes()
+    serves = _what_serves_outputs(model, order)
+    found: list[Protected] = []
+    computes: set[int] = set()
+    for node in order:
+        output = serves.get(id(node))
+        if output is None:
+            continue
+        sources = (producer(tensor) for tensor in node.inputs)
+        if node.op in MOVEMENTS | {"Cast"} and not any(id(source) in computes for source in sources):
+            continue
+        computes.add(id(node))
+        what = "calibrates" if is_site(node) else "is computed behind the last product of"
+        found.append(Protected(node.name, f"{what} output '{output}'"))
+    return tuple(found)
+
+
+def _what_serves_outputs(model: GraphModel, order: list[Node]) -> dict[int, str]:
+    """By identity of each node of the logit end, with what only moves values: the output that it leads to."""
+    outputs = {id(tensor): tensor.name for tensor in model.outputs}
+    serves: dict[int, str] = {}
+    for node in reversed(order):
+        if not _may_be_behind_products(model, node):
+            continue
+        led_to: list[str] = []
+        for tensor in node.outputs:
+            readers = consumers(tensor)
+            inside = [serves[id(reader)] for reader in readers if id(reader) in serves]
+            if len(inside) < len(readers) and not _is_narrow(tensor):
+                led_to = []
+                break
+            led_to += ([outputs[id(tensor)]] if id(tensor) in outputs else []) + inside
+        if led_to:
+            serves[id(node)] = led_to[0]
+    return serves
+
+
+def _may_be_behind_products(model: GraphModel, node: Node) -> bool:
+    if node.domain not in (None, "", "ai.onnx"):
+        return False
+    if not any(_is_fp32(tensor) for tensor in (*node.inputs, *node.outputs)):
+        return False  # It computes a shape or an index.
+    if node.op in _SUMS:
+        return _is_narrow(node.inputs[0])
+    if node.op == "Gather":
+        return not is_constant(node.inputs[0]) and not model.is_table(node.inputs[0])
+    return node.op in _ELEMENTWISE or node.op in MOVEMENTS or _is_calibration_layer(node)
+
+
+def _is_calibration_layer(node: Node) -> bool:
+    if node.op not in PRODUCT_OPS or not is_constant(node.inputs[1]) or is_constant(node.inputs[0]):
+        return False
+    shape = node.inputs[1].shape
+    return len(shape) == 2 and shape[0] == shape[1] < LARGEST_CALIBRATION
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    """Whether an example has at most `FEW` elements of the tensor, as far as its shape tells."""
+    if tensor.shape is None:
+        return False
+    fixed = [size for size in tensor.shape if isinstance(size, int)]
+    return len(fixed) >= len(tensor.shape) - 1 and prod(fixed) <= FEW
+
+
+def _is_fp32(tensor: Tensor) -> bool:
+    return bool(tensor.name) and tensor.dtype is not None and element_type(tensor.dtype) == TensorProto.FLOAT
+
+
+# The residual stream ------------------------------------------------------------------------------------
+
+
+def residual_streams(model: GraphModel) -> tuple[Protected, ...]:
+    """Adds that join a block to its own input, and what carries the sum to the next of them.
+
+    In topological order. What carries it are norms, activations, constant factors and movements; what comes
+    before the first Add of a stream is not part of it.
+    """
+    order = model.sorted_nodes()
+    skipped = _skipped_inputs(model, order)
+    carriers: set[int] = set()
+    for tensors in skipped.values():
+        for tensor in tensors:
+            carriers |= _carriers(tensor, skipped, carriers)
+    found = []
+    for node in order:
+        if id(node) in skipped:
+            found.append(Protected(node.name, "adds a block to its own input: residual stream"))
+        elif id(node) in carriers:
+            found.append(Protected(node.name, "carries the residual stream to the next block"))
+    return tuple(found)
+
+
+def _skipped_inputs(model: GraphModel, order: list[Node]) -> dict[int, list[Tensor]]:
+    """By identity of each Add that ends a block: the operands that went past it."""
+    joins = [node for node in order if node.op in _JOINS and len(node.inputs) > 1]
+    starts = {id(t): _before_factors(t).name for node in joins for t in node.inputs if not is_constant(t)}
+    bits = {name: 1 << position for position, name in enumerate(dict.fromkeys(starts.values()))}
+    # Of each tensor: which starts it was computed from, and from which through a product.
+    known = {tensor.name: _Origins(bits.get(tensor.name, 0), 0) for tensor in model.inputs}
+    readers = {id(tensor): len(tensor.outputs) for node in order for tensor in node.outputs}
+    skipped: dict[int, list[Tensor]] = {}
+    nothing = _Origins(0, 0)
+    for node in order:
+        inputs = [known.get(tensor.name, nothing) for tensor in node.inputs]
+        if node.op in _JOINS:
+            past = [
+                tensor
+                for i, tensor in enumerate(node.inputs)
+                if id(tensor) in starts
+                and any(o.through & bits[starts[id(tensor)]] for j, o in enumerate(inputs) if j != i)
+            ]
+            if past:
+                skipped[id(node)] = past
+        merged = _merged(inputs, is_block=_is_block(node))
+        for tensor in node.outputs:
+            known[tensor.name] = _Origins(merged.all | bits.get(tensor.name, 0), merged.through)
+        for tensor in node.inputs:
+            if id(tensor) in readers:
+                readers[id(tensor)] -= 1
+                if not readers[id(tensor)]:
+                    known.pop(tensor.name, None)
+    return skipped
+
+
+@dataclass(frozen=True)
+class _Origins:
+    """Bit sets of what a tensor was computed from.
+
+    Attributes:
+        all: At all.
+        through: Through at least one product.
+    """
+
+    all: int
+    through: int
+
+
+def _merged(inputs: Iterable[_Origins], *, is_block: bool) -> _Origins:
+    every = through = 0
+    for each in inputs:
+        every |= each.all
+        through |= each.through
+    return _Origins(every, every if is_block else through)
+
+
+def _is_block(node: Node) -> bool:
+    return node.op in _BLOCKS and not all(is_constant(tensor) for tensor in node.inputs[:2])
+
+
+def _before_factors(tensor: Tensor) -> Tensor:
+    """What a tensor is a movement, or a multiple by a constant, of."""
+    while True:
+        tensor = layout_root(tensor).tensor
+        node = producer(tensor)
+        if node is None or node.op not in ("Mul", "Div", "Cast"):
+            return tensor
+        computed = [each for each in node.inputs if each.name and not is_constant(each)]
+        if len(computed) != 1 or computed[0] is not node.inputs[0]:
+            return tensor
+        tensor = computed[0]
+
+
+def _carriers(tensor: Tensor, joins: dict[int, list[Tensor]], seen: set[int]) -> set[int]:
+    """Nodes between a skipped input and the Add that it comes from; none where it comes from no Add."""
+    path: set[int] = set()
+    for node in _back(tensor):
+        if id(node) in joins or id(node) in seen:
+            return path
+        path.add(id(node))
+    return set()
+
+
+def _back(tensor: Tensor) -> Iterator[Node]:
+    """The nodes that made a tensor, for as long as its first input is the only computed one."""
+    node = producer(tensor)
+    while node is not None:
+        yield node
+        passes = node.op in NORM_OPS or node.op in UNARY or node.op in MOVEMENTS or node.op in ("Mul", "Div")
+        if not passes or not all(is_constant(each) or not each.name for each in node.inputs[1:]):
+            return
+        node = producer(node.inputs[0])

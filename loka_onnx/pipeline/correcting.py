@@ -1,0 +1,217 @@
+"""The constants of each FP8 plan: fitted on calibration rows, kept or not by what they do on selection rows.
+
+Both are simulated: the planned model in FP32, with Q/DQ as it is, in ONNX Runtime. What a backend then makes
+of the plan and its corrections is measured on its engine like everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.calibration.corrections.biases import Fit, FittedBiases, SiteMeans, fit_biases, observe
+from loka_onnx.calibration.corrections.means import MeanRows
+from loka_onnx.calibration.passes.executors import LocalExecutor
+from loka_onnx.config import RunConfig
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.correction import BiasCorrection, Corrections, CorrectionSet, PlanCorrections
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.progress import Progress
+from loka_onnx.data import Splits
+from loka_onnx.evaluation.corrections import Simulated, try_corrections
+from loka_onnx.evaluation.engines import Reference, Split, predict_reference
+from loka_onnx.evaluation.predictions import predict
+from loka_onnx.graph.biases import expose_scores
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.transforms.precision import PlanForm, apply_plan
+
+FITTED_ROWS = 32_768
+"""Calibration rows that constants are fitted to, at most: a mean is then known to .006 of its spread."""
+DOCUMENT = "corrections.json"
+SCRATCH = "calibration/instrumented"
+
+
+@dataclass(frozen=True)
+class CorrectionInputs:
+    """What corrections are fitted to.
+
+    Attributes:
+        exported: The FP32 model that plans are judged against.
+        modified: The model that they are written into.
+        plans: The plans.
+    """
+
+    exported: ModelArtifact
+    modified: ModelArtifact
+    plans: PlanSet
+
+    @property
+    def quantized(self) -> tuple[PrecisionPlan, ...]:
+        """The plans with sites in FP8."""
+        return tuple(plan for plan in self.plans.plans if plan.fp8_sites)
+
+
+class Correcting:
+    """The stage that fits and judges corrections.
+
+    Args:
+        config: The run file.
+        directory: The run directory.
+        calibration: Rows that the means come from.
+        selection: Rows that decide.
+        progress: Called as rows are done.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        calibration: MeanRows,
+        selection: Split,
+        progress: Progress,
+    ) -> None:
+        self.directory, self.progress = directory, progress
+        self.calibration, self.selection = calibration, selection
+        self.specs = config.output_specs
+        self.threads = config.threads or 0
+        self.is_asked_for = config.plan.corrections
+        self._outputs = [output.model_dump(mode="json") for output in config.outputs]
+
+    @classmethod
+    def of(cls, config: RunConfig, directory: RunDirectory, splits: Splits, progress: Progress) -> Correcting:
+        """Over the splits of a run."""
+        settings = config.calibration
+        rows = MeanRows(
+            splits.calibration,
+            min(FITTED_ROWS, settings.rows or FITTED_ROWS),
+            settings.batch_size,
+            settings.seed,
+            LocalExecutor(config.threads or 0),
+            progress,
+        )
+        selection = Split("selection", splits.selection, config.columns, config.data.group)
+        return cls(config, directory, rows, selection, progress)
+
+    def correct(self, inputs: CorrectionInputs) -> CorrectionSet:
+        """Fit, try and decide, for every plan with FP8 → `corrections.json`."""
+        document = self.directory.path / DOCUMENT
+
+        def produce() -> Sequence[Path]:
+            found = self._fit(inputs) if self.is_asked_for and inputs.quantized else CorrectionSet()
+            serde.write(found, document)
+            return [document]
+
+        rows = self.calibration
+        key = {
+            "asked_for": self.is_asked_for,
+            "exported": inputs.exported.digest,
+            "model": inputs.modified.digest,
+            "plans": [serde.to_plain(plan) for plan in inputs.quantized],
+            "data": [rows.data.digest, self.selection.data.digest],
+            "rows": [rows.most, rows.batch_size, rows.seed],
+            "outputs": self._outputs,
+            "group": self.selection.group,
+        }
+        return self.directory.stage("correct", key, produce, lambda: serde.read(CorrectionSet, document))
+
+    def _fit(self, inputs: CorrectionInputs) -> CorrectionSet:
+        scratch = self.directory.path / SCRATCH
+        fit = fit_biases(
+            inputs.modified, inputs.quantized, self.specs, self.calibration, scratch / "means.onnx"
+        )
+        session = OnnxSession(inputs.exported.path, SessionOptions(threads=self.threads))
+        reference = predict_reference(self.selection, session.run, self.specs, self.progress)
+        trials = _Trials(self, inputs.modified, fit, reference, scratch)
+        return CorrectionSet(tuple(trials.of(plan) for plan in inputs.quantized))
+
+    def simulate(self, path: Path, exact: SiteMeans, means: SiteMeans, task: str) -> Simulated:
+        """Run a planned model on the selection split.
+
+        Args:
+            path: The planned model in FP32.
+            exact: Means of the FP32 model on the calibration rows.
+            means: Means of the planned model on them.
+            task: What progress is reported as.
+        """
+        graph = GraphModel.load(path)
+        kinds = {spec.name: spec.kind for spec in self.specs}
+        scores = expose_scores(graph, kinds)
+        exposed = path.with_suffix(".scores.onnx")
+        graph.save(exposed)
+        names = tuple(dict.fromkeys((*kinds, *scores.values())))
+        total = self.selection.data.rows
+        predictions = predict(
+            OnnxSession(exposed, SessionOptions(threads=self.threads)).run,
+            self.selection.data.batches(self.selection.batch_size),
+            names,
+            progress=lambda done: self.progress(task, done, total),
+        )
+        constants = {
+            name: exact.scores[name] - means.scores[name]
+            for name in scores
+            if name in exact.scores and name in means.scores
+        }
+        return Simulated(predictions, scores, constants)
+
+
+@dataclass(frozen=True)
+class _Trials:
+    """Tries what was fitted, plan by plan."""
+
+    stage: Correcting
+    model: ModelArtifact
+    fit: Fit
+    reference: Reference
+    scratch: Path
+
+    def of(self, plan: PrecisionPlan) -> PlanCorrections:
+        """The corrections of one plan."""
+        stage, fitted = self.stage, self.fit.plans[plan.id]
+        shapes = {site: values.shape for site, values in fitted.values.items()}
+        plain_path = self._planned(plan, Corrections())
+        plain = observe(plain_path, shapes, stage.specs, stage.calibration)
+        simulated = stage.simulate(plain_path, self.fit.exact, plain, f"{plan.id} uncorrected")
+        if not shapes:
+            outputs = try_corrections(stage.specs, self.reference, simulated, None)
+            return PlanCorrections(plan.id, plain.rows, (), fitted.left_alone, outputs)
+        biased_path = self._planned(plan, Corrections(self._described(fitted, plain, plain)))
+        biased = observe(biased_path, shapes, stage.specs, stage.calibration)
+        corrected = stage.simulate(biased_path, self.fit.exact, biased, f"{plan.id} corrected")
+        return PlanCorrections(
+            plan.id,
+            plain.rows,
+            self._described(fitted, plain, biased),
+            fitted.left_alone,
+            try_corrections(stage.specs, self.reference, simulated, corrected),
+        )
+
+    def _planned(self, plan: PrecisionPlan, corrections: Corrections) -> Path:
+        name = f"{plan.id}-{'plain' if corrections.is_empty else 'corrected'}.onnx"
+        form = PlanForm(Precision.FP32, corrections=corrections)
+        return apply_plan(self.model, plan, form, self.scratch / name).path
+
+    def _described(
+        self, fitted: FittedBiases, before: SiteMeans, after: SiteMeans
+    ) -> tuple[BiasCorrection, ...]:
+        return tuple(
+            BiasCorrection(
+                site,
+                values.shape,
+                tuple(values.reshape(-1).tolist()),
+                _rms(before.sites[site] - self.fit.exact.sites[site]),
+                _rms(after.sites[site] - self.fit.exact.sites[site]),
+            )
+            for site, values in fitted.values.items()
+        )
+
+
+def _rms(values: npt.NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))

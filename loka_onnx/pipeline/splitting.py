@@ -1,0 +1,186 @@
+"""The cut at the embeddings in a run: the halves, what engines are built from, and how they are run.
+
+Plans and profile stay those of the whole: the dense half has the same sites. What changes is the model that a
+plan is written into, the inputs that an engine takes, and that a lookup runs before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.evaluation import Latency
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.rewrite import Declined
+from loka_onnx.core.split import Halves, ModelSplit, Part, SplitCheck
+from loka_onnx.data import Dataset
+from loka_onnx.errors import InternalError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.storage import model_files
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.runner import Arrays, Runner
+from loka_onnx.sessions.split_runner import SplitRunner
+from loka_onnx.transforms.split_sparse import (
+    DENSE_FILE,
+    LOOKUP_FILE,
+    describe_halves,
+    split_sparse,
+    verify_split,
+)
+
+CHECK_ROWS = 2048
+"""Rows of the calibration split that the halves are held against the whole on, and then one row alone."""
+LOOKUP = "lookup"
+"""Id under which the lookup is timed among engines, whose ids name a target and a backend."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What engines are built from.
+
+    Attributes:
+        model: The modified model, or its dense half.
+        plans: The plans, for that model.
+        part: Which of the two it is.
+    """
+
+    model: ModelArtifact
+    plans: PlanSet
+    part: Part
+
+
+def cut_model(
+    model: ModelArtifact, calibration: Dataset, directory: RunDirectory, asked_for: bool
+) -> ModelSplit | None:
+    """Cut the modified model → `model/lookup.onnx`, `model/dense.onnx`, `model/split.json`.
+
+    Args:
+        model: The model after mods.
+        calibration: Rows that the halves are held against the whole on.
+        directory: Where the files go.
+        asked_for: What the run file says.
+
+    Returns:
+        The cut or the reason why there is none; None where it was not asked for.
+    """
+    if not asked_for:
+        directory.forget("split")
+        return None
+    document = directory.path / "model/split.json"
+
+    def produce() -> Sequence[Path]:
+        began = time.perf_counter()
+        rows = next(calibration.batches(CHECK_ROWS)).inputs
+        split = _cut(model, rows, directory.path / "model")
+        split = replace(split, seconds=time.perf_counter() - began)
+        halves = split.halves
+        if halves is None:
+            serde.write(split, document)
+            return [document]
+        files = {file for half in (halves.lookup, halves.dense) for file in model_files(half.path)}
+        # The tables are those of the modified model: its stage has written them.
+        files -= set(model_files(model.path))
+        serde.write(replace(split, halves=_at(halves, directory.relative(document.parent))), document)
+        return [document, *sorted(files)]
+
+    def load() -> ModelSplit:
+        split = serde.read(ModelSplit, document)
+        if split.halves is None:
+            return split
+        return replace(split, halves=_at(split.halves, document.parent))
+
+    key = {"model": model.digest, "data": calibration.digest}
+    return directory.stage("split", key, produce, load)
+
+
+def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) -> Source:
+    """What engines are built from: the dense half where there is one, else the whole.
+
+    Raises:
+        InternalError: A plan was made for another model than the one that was cut.
+    """
+    if split is None or split.halves is None:
+        return Source(model, plans, Part.WHOLE)
+    dense = split.halves.dense
+    for plan in plans.plans:
+        if plan.model_digest != split.parent:
+            raise InternalError(
+                f"plan '{plan.id}' was made for another model than the one that was cut",
+                evidence=f"it names {plan.model_digest[:12]}, the cut {split.parent[:12]}",
+            )
+    handed = tuple(replace(plan, model_digest=dense.digest) for plan in plans.plans)
+    return Source(dense, PlanSet(handed), Part.DENSE)
+
+
+def open_lookup(split: ModelSplit | None, threads: int) -> OnnxSession:
+    """The lookup half in ONNX Runtime.
+
+    Raises:
+        InternalError: There is no cut.
+    """
+    if split is None or split.halves is None:
+        raise InternalError("an engine takes looked-up rows, and the model was not cut")
+    return OnnxSession(split.halves.lookup.path, SessionOptions(threads=threads))
+
+
+def with_lookup(runner: Runner, split: ModelSplit | None, threads: int) -> Runner:
+    """An engine of the dense half that takes the model's own inputs; closes `runner` where that fails."""
+    try:
+        return SplitRunner(open_lookup(split, threads), runner)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def taken_by_engines(
+    inputs: Mapping[str, npt.NDArray[Any]], split: ModelSplit | None, threads: int
+) -> Arrays:
+    """What engines take for these inputs of the model: looked-up rows in place of ids where it was cut."""
+    if split is None or split.halves is None:
+        return dict(inputs)
+    looked_up = open_lookup(split, threads).run(inputs)
+    return {**{name: inputs[name] for name in split.halves.passed}, **looked_up}
+
+
+def beside_lookup(latencies: Mapping[str, tuple[Latency, ...]]) -> dict[str, tuple[Latency, ...]]:
+    """Latencies of engines, with that of the lookup, which was timed among them, beside each."""
+    medians = {latency.batch: latency.p50_us for latency in latencies.get(LOOKUP, ())}
+    return {
+        engine: tuple(replace(item, lookup_p50_us=medians.get(item.batch)) for item in timed)
+        for engine, timed in latencies.items()
+        if engine != LOOKUP
+    }
+
+
+def _cut(model: ModelArtifact, rows: Mapping[str, npt.NDArray[Any]], directory: Path) -> ModelSplit:
+    found = split_sparse(GraphModel.load(model.path))
+    if isinstance(found, Declined):
+        _remove_halves(directory)
+        return ModelSplit(model.digest, None, None, found)
+    batches = [dict(rows), {name: values[:1] for name, values in rows.items()}]
+    sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
+    refused = verify_split(found, model.path, batches, directory)
+    check = SplitCheck(sizes, refused is None)
+    if refused is not None:
+        _remove_halves(directory)
+        return ModelSplit(model.digest, None, check, refused)
+    return ModelSplit(model.digest, describe_halves(found, model, directory), check, None)
+
+
+def _remove_halves(directory: Path) -> None:
+    for name in (LOOKUP_FILE, DENSE_FILE):
+        (directory / name).unlink(missing_ok=True)
+
+
+def _at(halves: Halves, directory: Path) -> Halves:
+    """The halves with their files in a directory."""
+    lookup, dense = (replace(half, path=directory / half.path.name) for half in (halves.lookup, halves.dense))
+    return replace(halves, lookup=lookup, dense=dense)

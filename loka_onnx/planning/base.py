@@ -1,0 +1,113 @@
+"""The base precision of a plan: of everything that is not FP8, and what stays in FP32 beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Decision, Protection
+from loka_onnx.core.statistics import TensorRange
+from loka_onnx.errors import PlanningError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.protected import logit_ends, residual_streams
+from loka_onnx.planning.fp16 import FEW, MARGIN, Unproven, count_places, scale_fits, unproven_places
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base precision.
+
+    Attributes:
+        precision: BF16, FP16 or FP32.
+        wide: Nodes that stay in FP32, sites among them, each with the reason.
+        reason: Why this precision; empty where the user asked for it.
+    """
+
+    precision: Precision
+    wide: Mapping[str, str]
+    reason: str = ""
+
+
+class Bases:
+    """What each base precision comes to for one model.
+
+    Args:
+        model: The model after mods.
+        tensors: Magnitudes of its tensors; empty where they were not measured.
+        protect: What is protected.
+        named: Nodes that the user named, each with the pattern.
+        forced: Sites that are not protected, because the user wants them in FP8.
+    """
+
+    def __init__(
+        self,
+        model: GraphModel,
+        tensors: Mapping[str, TensorRange],
+        protect: Collection[Protection],
+        named: Mapping[str, str],
+        forced: Collection[str] = (),
+    ) -> None:
+        self._model, self._tensors = model, tensors
+        # Of several reasons the first is told: the user's own.
+        self._protected = {node: f"kept by '{pattern}'" for node, pattern in named.items()}
+        for wanted, find in ((Protection.LOGITS, logit_ends), (Protection.RESIDUAL, residual_streams)):
+            for place in find(model) if wanted in protect else ():
+                if place.node not in forced:
+                    self._protected.setdefault(place.node, place.reason)
+        self._places: tuple[Unproven, ...] | None = None
+
+    @property
+    def protected(self) -> Mapping[str, str]:
+        """What stays in FP32 in BF16 and FP16 plans alike, each with the reason."""
+        return self._protected
+
+    def fixed(self, precision: Precision) -> Base:
+        """The base that the user asked for.
+
+        Raises:
+            PlanningError: It is FP16, and the profile has no magnitudes.
+        """
+        if precision is Precision.FP32:
+            return Base(precision, {})
+        if precision is Precision.BF16:
+            return Base(precision, self._protected)
+        wide = dict(self._protected)
+        for place in self._unproven():
+            for node in place.nodes:
+                wide.setdefault(node, place.reason)
+        return Base(precision, wide)
+
+    def chosen(self, quantized: Iterable[Decision]) -> Base:
+        """FP16 where the profile shows that it fits, else BF16.
+
+        Args:
+            quantized: Decisions of the sites that run in FP8, with their scales.
+
+        Raises:
+            PlanningError: The profile has no magnitudes.
+        """
+        places = self._unproven()
+        count = count_places(places)
+        if count > FEW:
+            reason = f"{count} places are not shown to fit fp16, first of them: {places[0].reason}"
+            return Base(Precision.BF16, self._protected, reason)
+        for decision in quantized:
+            for scale in (decision.activation_scale, *decision.weight_scale):
+                if scale is not None and not scale_fits(scale):
+                    reason = f"site '{decision.site}' has a scale of {scale:.4g}, which fp16 does not hold"
+                    return Base(Precision.BF16, self._protected, reason)
+        but = f"; what does not ({count} of at most {FEW} places) stays in fp32" if count else ""
+        reason = f"{MARGIN:g} times what was measured fits fp16{but}"
+        return Base(Precision.FP16, self.fixed(Precision.FP16).wide, reason)
+
+    def _unproven(self) -> tuple[Unproven, ...]:
+        if not self._tensors:
+            raise PlanningError(
+                "the profile does not say what fits fp16",
+                evidence="it holds magnitudes of no tensor",
+                remedy="calibrate this model again, with fp16 among `plan.plans` or as `plan.base`",
+            )
+        if self._places is None:
+            self._places = unproven_places(self._model, self._tensors, self._protected)
+        return self._places

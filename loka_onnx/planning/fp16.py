@@ -1,0 +1,228 @@
+"""What of a model fits FP16, which ends at 65504 and has no normal number below 2⁻¹⁴; BF16 has FP32's range.
+
+Shown on the calibration rows, node by node:
+
+- every tensor that a node reads or writes stays below 65504 / `MARGIN`: other rows reach further than those
+  that were seen;
+- no sum over an axis can pass 65504 on the way, whatever the order and the signs of its terms: their largest
+  magnitude (its square, for sums of squares) times their number;
+- its constants fit, and none that is not 0 becomes 0;
+- nothing is divided by, and no logarithm taken of, what is below the normal numbers, or guarded by a
+  constant that becomes 0 (an ε of 1e-12): FP32 would divide by ε where FP16 makes an infinity of it. What
+  makes such a divisor stays in FP32 with it, because the square of a small number is the first to go.
+
+What is inside of an operator is taken to be in FP32: the sums of products (tensor cores accumulate in FP32),
+the statistics of norms (`stash_type`), exponentials of Softmax. A norm, Softmax or sigmoid that was exported
+in parts is held to the same rules as any other nodes, part by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+from onnx import TensorProto
+
+from loka_onnx.core.statistics import TensorRange
+from loka_onnx.graph.divisors import Divisor, divisors
+from loka_onnx.graph.layout import layout_root
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    consumers,
+    element_type,
+    is_constant,
+    producer,
+    values_of,
+)
+
+MARGIN = 8.0
+"""How much further than on the calibration rows a tensor may reach: three of FP16's 40 binades. A model that
+is normalized has far more room than that; in one that is not, what lacks it is found."""
+FEW = 4
+"""Places that may stay in FP32 in an FP16 model; with more of them BF16, which needs no casts there,
+is the better base."""
+LARGEST = 65504.0
+SMALLEST_NORMAL = 2.0**-14
+BECOMES_ZERO = 2.0**-25
+"""Half of the smallest subnormal number: this much and less is rounded to 0 (to even)."""
+
+_READS_ANY_TYPE = frozenset({"Cast", "Shape", "Size"})
+_FIRST_POWER = frozenset({"ReduceSum", "ReduceMean", "ReduceL1", "GlobalAveragePool", "CumSum"})
+_SQUARES = frozenset({"ReduceL2", "ReduceSumSquare"})
+
+
+@dataclass(frozen=True)
+class Unproven:
+    """One place that is not shown to fit FP16.
+
+    Attributes:
+        at: Tensor or node.
+        nodes: Names of the nodes that stay in FP32 for it.
+        reason: Why, as a sentence that names the place.
+    """
+
+    at: str
+    nodes: tuple[str, ...]
+    reason: str
+
+
+def unproven_places(
+    model: GraphModel, ranges: Mapping[str, TensorRange], wide: Collection[str] = ()
+) -> tuple[Unproven, ...]:
+    """Every place that is not shown to fit FP16.
+
+    Args:
+        model: The FP32 model.
+        ranges: Magnitudes of its tensors on the calibration rows.
+        wide: Names of nodes that stay in FP32 in any case; a place that concerns no other is left out.
+    """
+    judge = _Judge(model, ranges)
+    found = (*judge.tensors(), *judge.sums(), *judge.constants(), *judge.divisors())
+    return tuple(place for place in found if not set(wide).issuperset(place.nodes))
+
+
+def count_places(places: Sequence[Unproven]) -> int:
+    """Places without those that concern no other nodes than places before: a constant, and what it makes."""
+    seen: set[str] = set()
+    count = 0
+    for place in places:
+        count += not seen.issuperset(place.nodes)
+        seen.update(place.nodes)
+    return count
+
+
+def scale_fits(scale: float) -> bool:
+    """Whether a Q/DQ scale, which is a BF16 number, is exact and normal in FP16."""
+    return SMALLEST_NORMAL <= scale <= LARGEST and float(np.float16(scale)) == scale
+
+
+class _Judge:
+    def __init__(self, model: GraphModel, ranges: Mapping[str, TensorRange]) -> None:
+        self.model, self.ranges = model, ranges
+        self.nodes = model.sorted_nodes()
+
+    def tensors(self) -> Iterator[Unproven]:
+        """Tensors that may not fit."""
+        computed = (tensor for node in self.nodes for tensor in node.outputs)
+        found: dict[str, Unproven] = {}
+        for tensor in (*self.model.inputs, *computed):
+            why = self._why_not(tensor) if _is_fp32(tensor) else ""
+            if not why:
+                continue
+            # A reshaped or transposed view is the same place.
+            root = layout_root(tensor).tensor.name
+            place = found.get(root, Unproven(tensor.name, (), f"tensor '{tensor.name}' {why}"))
+            nodes = tuple(dict.fromkeys((*place.nodes, *_touching(tensor))))
+            found[root] = replace(place, nodes=nodes)
+        yield from (place for place in found.values() if place.nodes)
+
+    def sums(self) -> Iterator[Unproven]:
+        """Nodes whose sums may not fit on the way, though the result does."""
+        for node in self.nodes:
+            if node.op not in _FIRST_POWER | _SQUARES or not _is_fp32(node.outputs[0]):
+                continue
+            known, terms = self.ranges.get(node.inputs[0].name), _terms(node)
+            if known is None:
+                continue  # `tensors` has it.
+            if terms is None:
+                yield Unproven(node.name, (node.name,), f"'{node.name}' sums over an axis of unknown length")
+                continue
+            term = known.amax**2 if node.op in _SQUARES else known.amax
+            if terms * term > LARGEST:
+                yield Unproven(
+                    node.name,
+                    (node.name,),
+                    f"'{node.name}' sums {terms} terms of up to {term:.4g}; FP16 ends at {LARGEST:.0f}",
+                )
+
+    def constants(self) -> Iterator[Unproven]:
+        """Nodes with a constant that FP16 cannot hold."""
+        limits: dict[int, str] = {}
+        for node in self.nodes:
+            for tensor in node.inputs:
+                if not is_constant(tensor) or not _is_fp32(tensor):
+                    continue
+                if id(tensor) not in limits:
+                    limits[id(tensor)] = _why_not_constant(tensor)
+                if limits[id(tensor)]:
+                    why = f"constant '{tensor.name}' of '{node.name}' {limits[id(tensor)]}"
+                    yield Unproven(node.name, (node.name,), why)
+
+    def divisors(self) -> Iterator[Unproven]:
+        """Nodes that may divide by 0 where FP32 does not."""
+        for divisor in divisors(self.model):
+            if not _is_fp32(divisor.tensor):
+                continue
+            why = self._why_zero(divisor)
+            if why:
+                nodes = tuple(node.name for node in (divisor.reader, *divisor.makers))
+                yield Unproven(divisor.reader.name, nodes, f"'{divisor.reader.name}' divides by {why}")
+
+    def _why_not(self, tensor: Tensor) -> str:
+        known = self.ranges.get(tensor.name)
+        if known is None:
+            return "was not measured"
+        if known.amax * MARGIN <= LARGEST:
+            return ""
+        return f"reaches {known.amax:.4g}: {MARGIN:g} times that is beyond FP16's {LARGEST:.0f}"
+
+    def _why_zero(self, divisor: Divisor) -> str:
+        name = divisor.tensor.name
+        known = self.ranges.get(name)
+        if known is None:
+            return ""  # `tensors` has it.
+        if known.smallest is not None and known.smallest < SMALLEST_NORMAL:
+            return (
+                f"'{name}', which is as small as {known.smallest:.4g}; FP16 begins at {SMALLEST_NORMAL:.4g}"
+            )
+        for node in divisor.makers:
+            for tensor in node.inputs:
+                if is_constant(tensor) and _is_fp32(tensor) and _largest(tensor) <= BECOMES_ZERO:
+                    value = _largest(tensor)
+                    if value > 0.0:
+                        return f"'{name}', which only {value:.4g} keeps from 0; in FP16 that is 0"
+        return ""
+
+
+def _is_fp32(tensor: Tensor) -> bool:
+    return bool(tensor.name) and tensor.dtype is not None and element_type(tensor.dtype) == TensorProto.FLOAT
+
+
+def _touching(tensor: Tensor) -> tuple[str, ...]:
+    """Nodes that must be in FP32 when a tensor is: who writes it, and who reads it as it is."""
+    maker = producer(tensor)
+    readers = [node for node in consumers(tensor) if node.op not in _READS_ANY_TYPE]
+    return tuple(dict.fromkeys(node.name for node in ([] if maker is None else [maker]) + readers))
+
+
+def _largest(tensor: Tensor) -> float:
+    values = np.abs(values_of(tensor))
+    return float(values[np.isfinite(values)].max(initial=0.0))
+
+
+def _why_not_constant(tensor: Tensor) -> str:
+    largest = _largest(tensor)
+    if largest > LARGEST:
+        return f"holds {largest:.4g}, FP16 ends at {LARGEST:.0f}"
+    return f"is {largest:.4g}, which is 0 in FP16" if 0.0 < largest <= BECOMES_ZERO else ""
+
+
+def _terms(node: Node) -> int | None:
+    """Elements that a sum adds up; None where the graph does not say."""
+    shape = node.inputs[0].shape
+    if shape is None:
+        return None
+    axes: Sequence[int] = range(2, len(shape)) if node.op == "GlobalAveragePool" else range(len(shape))
+    if len(node.inputs) > 1 and node.inputs[1].name:
+        if not is_constant(node.inputs[1]):
+            return None
+        given = values_of(node.inputs[1]).ravel()
+        axes = [int(axis) for axis in given] if given.size else axes
+    elif node.attrs.get("noop_with_empty_axes"):
+        return 1
+    sizes = [shape[axis] for axis in axes]
+    return prod(sizes) if all(isinstance(size, int) for size in sizes) else None

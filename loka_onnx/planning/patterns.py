@@ -1,0 +1,87 @@
+"""What the patterns of a user name: sites, the sites that they were merged from, nodes, and modules.
+
+A pattern is that of a shell. It names a site or node when it matches its name, the name of a site that it
+replaces (a user writes the names that `loka-onnx export` lists; mods merge them), or a module that one of
+these is in: `tower.calibrator` names `tower.calibrator.fc` and `tower.calibrator/mul`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from loka_onnx.core.site import Site
+from loka_onnx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Named:
+    """What patterns name, each with the pattern.
+
+    Attributes:
+        sites: By name.
+        nodes: Those that are no sites, by name; only of patterns that name no site.
+    """
+
+    sites: Mapping[str, str]
+    nodes: Mapping[str, str]
+
+
+def matching_sites(patterns: Sequence[str], sites: Sequence[Site], key: str) -> dict[str, str]:
+    """Sites that a pattern names, each with the pattern.
+
+    Raises:
+        ConfigError: A pattern names no site.
+    """
+    return dict(_named(patterns, sites, None, key).sites)
+
+
+def named_places(patterns: Sequence[str], sites: Sequence[Site], nodes: Iterable[str], key: str) -> Named:
+    """Sites that a pattern names, and for a pattern that names none, the other nodes.
+
+    Raises:
+        ConfigError: A pattern names neither.
+    """
+    return _named(patterns, sites, list(nodes), key)
+
+
+def _named(patterns: Sequence[str], sites: Sequence[Site], nodes: Sequence[str] | None, key: str) -> Named:
+    found: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for pattern in patterns:
+        hits = [s.name for s in sites if any(_names(pattern, n) for n in (s.name, *s.merged_from))]
+        found.update(dict.fromkeys(hits, pattern))
+        if hits:
+            continue
+        more = [node for node in nodes or () if _names(pattern, node)]
+        others.update(dict.fromkeys(more, pattern))
+        if not more:
+            raise _nothing(pattern, sites, key, "no site" if nodes is None else "no site and no node")
+    return Named(found, others)
+
+
+def _names(pattern: str, name: str) -> bool:
+    return any(fnmatchcase(each, pattern) for each in _with_modules(name))
+
+
+def _with_modules(name: str) -> Iterator[str]:
+    yield name
+    module, slash, _ = name.rpartition("/")
+    if not slash:
+        module = name.rpartition(".")[0]
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def _nothing(pattern: str, sites: Sequence[Site], key: str, what: str) -> ConfigError:
+    names = [name for site in sites for name in (site.name, *site.merged_from)]
+    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+    return ConfigError(
+        f"pattern '{pattern}' matches {what}",
+        where=key,
+        evidence=f"the nearest of {len(sites)} sites is '{near[0]}'" if near else "there are no sites",
+        remedy="`loka-onnx export` lists the sites of a model",
+    )

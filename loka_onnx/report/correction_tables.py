@@ -1,0 +1,101 @@
+"""What was fitted to each quantized plan, and what it did on the selection split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from loka_onnx.core.correction import OutputCorrection, PlanCorrections, Trial, Variant
+from loka_onnx.core.evaluation import DELTA_NE_NAME
+from loka_onnx.report import numbers
+from loka_onnx.report.data import ReportData
+from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+
+
+def corrections_sections(data: ReportData) -> tuple[Section, ...]:
+    """The section, where anything was fitted; else nothing."""
+    plans = data.corrections.plans
+    if not plans:
+        return ()
+    tables = [_variant_table(plans)]
+    if any(plan.bias for plan in plans):
+        tables.append(_bias_table(plans))
+    paragraphs = (
+        "Constants that are fitted to a plan: the mean error of each site, taken out of the bias behind it, "
+        "and what restores the FP32 model's mean on an output. They are kept where they help on the "
+        "selection split, in simulation; the tables of engines say what they did to the engine.",
+    )
+    return (
+        Section("corrections", "Corrections", paragraphs, tuple(_left_alone(plans)), tables=tuple(tables)),
+    )
+
+
+def _left_alone(plans: tuple[PlanCorrections, ...]) -> Iterator[str]:
+    for plan in plans:
+        for site, reason in plan.left_alone.items():
+            yield f"{plan.plan}: {site} has no corrected bias: {reason}"
+
+
+def _variant_table(plans: tuple[PlanCorrections, ...]) -> Table:
+    columns = (
+        Column("Plan"),
+        Column("Output"),
+        Column("Corrected"),
+        Column("Kept"),
+        Column("Constant", numeric=True),
+        Column("Mean change of the output", numeric=True),
+        Column(f"{DELTA_NE_NAME} on selection [95 % interval]", numeric=True),
+        Column("KL, label-free part", numeric=True),
+        Column("Why", prose=True),
+    )
+    rows = [(plan, output, trial) for plan in plans for output in plan.outputs for trial in output.trials]
+    return Table(
+        "What was tried on each output",
+        columns,
+        tuple(_variant_row(*row) for row in rows),
+        frozenset(i for i, (_, output, trial) in enumerate(rows) if trial.variant is output.accepted),
+        keys=2,
+    )
+
+
+def _variant_row(plan: PlanCorrections, output: OutputCorrection, trial: Trial) -> tuple[Cell, ...]:
+    is_kept = trial.variant is output.accepted
+    constant = f"{trial.constant:+.4g}" if trial.variant.has_constant else numbers.NONE
+    return (
+        cell(plan.plan),
+        cell(output.output),
+        cell(trial.variant),
+        cell("yes", Tone.GOOD) if is_kept else cell("no", Tone.MUTED),
+        cell(constant),
+        cell(f"{trial.mean_error:+.3g}"),
+        cell(numbers.NONE if trial.delta_ne is None else numbers.percent_interval(trial.delta_ne)),
+        cell(numbers.percent_interval(trial.kl)),
+        # One sentence for each output: it weighs all variants.
+        cell(output.reason if trial.variant is Variant.NONE else ""),
+    )
+
+
+def _bias_table(plans: tuple[PlanCorrections, ...]) -> Table:
+    columns = (
+        Column("Plan"),
+        Column("Site"),
+        Column("Channels", numeric=True),
+        Column("Largest constant", numeric=True),
+        Column("Mean error before", numeric=True),
+        Column("Mean error after", numeric=True),
+        Column("Kept"),
+    )
+    rows = tuple(
+        (
+            cell(plan.plan),
+            cell(bias.site),
+            cell(numbers.count(len(bias.values))),
+            cell(numbers.scientific(bias.largest)),
+            cell(numbers.scientific(bias.error_before)),
+            cell(numbers.scientific(bias.error_after)),
+            cell("yes", Tone.GOOD) if plan.keeps_bias else cell("no", Tone.MUTED),
+        )
+        for plan in plans
+        for bias in plan.bias
+    )
+    caption = "Corrected biases: mean error of each site, root mean square over its channels"
+    return Table(caption, columns, rows, keys=2)

@@ -1,0 +1,41 @@
+"""A lookup model and a dense engine, one after the other, as one engine that takes the model's own inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import numpy.typing as npt
+
+from loka_onnx.sessions.runner import Arrays, Runner
+
+
+class SplitRunner(Runner):
+    """Looks ids up, then runs the dense engine on the rows; owns both.
+
+    Args:
+        lookup: Takes ids, returns the cut tensors.
+        dense: Takes the other inputs, and the cut tensors by the names that `lookup` gives them.
+    """
+
+    def __init__(self, lookup: Runner, dense: Runner) -> None:
+        self.lookup, self.dense = lookup, dense
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Run one batch of the model's own inputs.
+
+        Raises:
+            EngineError: One of the two fails on this batch.
+        """
+        return self.dense.run(self.look_up(inputs))
+
+    def look_up(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """The inputs with the cut tensors beside them: what the dense engine takes, and the ids."""
+        return {**inputs, **self.lookup.run(inputs)}
+
+    def close(self) -> None:
+        """Free both, also where freeing one of them fails."""
+        with ExitStack() as stack:
+            stack.callback(self.lookup.close)
+            stack.callback(self.dense.close)

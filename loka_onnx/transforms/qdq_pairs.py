@@ -1,0 +1,148 @@
+"""Q/DQ pairs of activations, as `insert_qdq` writes them: one FP8 scale for the whole tensor.
+
+A Q of an initializer is none of them: it is part of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loka_onnx.core.rewrite import Declined
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
+
+MOVEMENTS = frozenset(
+    {
+        *("Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze"),
+        *("Tile", "Transpose", "Unsqueeze"),
+    }
+)
+"""Operators that move or repeat values without changing them: all inputs of Concat, the first of others."""
+SELECTIONS = frozenset({"Gather", "Slice"})
+"""Movements that may leave values out."""
+VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Movements that move nothing: the values stay where they are in memory."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """How a tensor is rounded; two Q/DQ pairs of one key round equal values to equal values.
+
+    Attributes:
+        scale: The scale.
+        format: Name of the FP8 type.
+    """
+
+    scale: float
+    format: str
+
+    def __str__(self) -> str:
+        return f"scale {self.scale:.6g}, {self.format}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A Q and the DQ that read it.
+
+    Attributes:
+        q: The QuantizeLinear.
+        dqs: The DequantizeLinear, one or more.
+        key: How they round.
+    """
+
+    q: Node
+    dqs: tuple[Node, ...]
+    key: Key
+
+    @property
+    def name(self) -> str:
+        """The site and the operand that the pair was written for: ``<site>/in<index>``."""
+        return str(self.q.name).removesuffix("/q")
+
+    @property
+    def source(self) -> Tensor:
+        """The tensor that is quantized."""
+        return self.q.inputs[0]
+
+    @property
+    def rounded(self) -> Tensor:
+        """Its values after rounding."""
+        return self.dqs[0].outputs[0]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Every pair of a graph in the order of its nodes, and the Q that make none."""
+
+    found: tuple[Pair, ...]
+    declined: tuple[Declined, ...]
+
+
+def find_pairs(model: GraphModel, nodes: Sequence[Node]) -> Pairs:
+    """Find the pairs among the nodes of the main graph."""
+    found: list[Pair] = []
+    declined: list[Declined] = []
+    for node in nodes:
+        if node.op != "QuantizeLinear" or is_constant(node.inputs[0]):
+            continue
+        key, dqs = _key(node), consumers(node.outputs[0])
+        if key is None:
+            declined.append(Declined(node.name, "it is not one FP8 scale, known beforehand, for the tensor"))
+        elif not dqs or any(_key(dq) != key or dq.op != "DequantizeLinear" for dq in dqs):
+            declined.append(Declined(node.name, "something besides a DQ of its scale reads its FP8 values"))
+        elif any(model.is_output(tensor) for tensor in (node.outputs[0], *(dq.outputs[0] for dq in dqs))):
+            declined.append(Declined(node.name, "its values leave the graph"))
+        else:
+            found.append(Pair(node, tuple(dqs), key))
+    return Pairs(tuple(found), tuple(declined))
+
+
+def _key(node: Node) -> Key | None:
+    """The key of a Q or a DQ; None where it is of another form."""
+    if len(node.inputs) < 3 or not all(is_constant(tensor) for tensor in node.inputs[1:3]):
+        return None
+    scale, zero = (values_of(tensor) for tensor in node.inputs[1:3])
+    if scale.ndim or zero.ndim or not str(zero.dtype).startswith("float8") or float(zero):
+        return None
+    is_plain = node.attrs.get("saturate", 1) == 1 and not node.attrs.get("block_size", 0)
+    return Key(float(scale), str(zero.dtype)) if is_plain else None
+
+
+def moved(node: Node, movements: frozenset[str] = MOVEMENTS) -> tuple[Tensor, ...]:
+    """The tensors, each once, whose values a node moves; none where it does something else."""
+    if node.op not in movements or node.domain not in {None, "", "ai.onnx"}:
+        return ()
+    if node.op == "Concat":
+        return tuple({id(tensor): tensor for tensor in node.inputs}.values())
+    if is_constant(node.inputs[0]) or (node.op == "Gather" and not is_constant(node.inputs[1])):
+        return ()
+    return (node.inputs[0],)
+
+
+def add_pair(model: GraphModel, source: Tensor, like: Pair) -> Pair:
+    """Append a pair over another tensor that rounds as this one does."""
+    constants = like.q.inputs[1:3]
+    narrow = model.add("QuantizeLinear", [source, *constants], f"{like.name}/q", like.q.outputs[0].dtype)
+    wide = model.add("DequantizeLinear", [narrow, *constants], f"{like.name}/dq", source.dtype or np.float32)
+    narrow.shape = wide.shape = source.shape
+    return Pair(narrow.inputs[0], (wide.inputs[0],), like.key)
+
+
+def move_pair(pair: Pair, source: Tensor) -> None:
+    """Let a pair quantize another tensor."""
+    pair.q.inputs[0] = source
+    for tensor in (pair.q.outputs[0], *(dq.outputs[0] for dq in pair.dqs)):
+        tensor.shape = source.shape
+
+
+def bypass_pair(model: GraphModel, pair: Pair, instead: Tensor) -> tuple[Node, ...]:
+    """Let whatever reads the rounded values read another tensor that holds them.
+
+    Returns:
+        The nodes of the pair, which nothing reads any more.
+    """
+    for dq in pair.dqs:
+        model.replace_uses(dq.outputs[0], instead, consumers(dq.outputs[0]))
+    return (pair.q, *pair.dqs)

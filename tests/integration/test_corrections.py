@@ -1,0 +1,74 @@
+"""Corrections in whole small runs: what is left of them, and that engines carry what was accepted."""
+
+from __future__ import annotations
+
+import pytest
+from synthetic_runs import Workplace
+
+from loka_onnx.core import serde
+from loka_onnx.core.correction import CorrectionSet, Variant
+from loka_onnx.core.rewrite import RewriteLogs
+from loka_onnx.pipeline.run import RunOptions, RunResult, run
+
+FP8 = ("fp8-all", "fp8-safe")
+
+
+def test_every_plan_with_fp8_is_tried_on_every_output(finished: RunResult) -> None:
+    found = serde.read(CorrectionSet, finished.directory / "corrections.json")
+    assert [plan.plan for plan in found.plans] == [*FP8]
+    for plan in found.plans:
+        assert [output.output for output in plan.outputs] == ["ctr", "cvr", "spend"]
+        for output in plan.outputs:
+            assert [trial.variant for trial in output.trials] == list(Variant)
+            assert output.after.judged.upper <= output.before.judged.upper
+            assert output.after.kl.value <= output.before.kl.value
+        # The mean error of the sites went down on the rows that it was fitted to.
+        assert all(bias.error_after < bias.error_before for bias in plan.bias)
+    assert {bias.site for bias in found.plans[0].bias} >= {"fc1", "fc2"}
+    assert finished.report is not None
+    assert finished.report.corrections == found
+
+
+def test_engines_carry_what_was_accepted(finished: RunResult) -> None:
+    found = serde.read(CorrectionSet, finished.directory / "corrections.json")
+    logs = serde.read(RewriteLogs, finished.directory / "rewrites.json").logs
+    for plan in found.plans:
+        accepted, records = plan.accepted, logs[f"{plan.plan}-fp32"].records
+        written = [
+            applied.at for record in records if record.transform == "correct" for applied in record.applied
+        ]
+        assert written == [*(b.site for b in accepted.bias), *(c.output for c in accepted.constants)]
+    assert any(not plan.accepted.is_empty for plan in found.plans)
+    assert not any(record.transform == "correct" for record in logs["fp32-fp32"].records)
+
+
+def test_the_engine_does_on_selection_what_the_simulation_did(finished: RunResult) -> None:
+    """The CPU engine runs the plan in FP32 as the simulation does, with the constants inside."""
+    found = serde.read(CorrectionSet, finished.directory / "corrections.json")
+    assert finished.report is not None
+    for plan in found.plans:
+        evaluation = finished.report.evaluation(f"cpu-onnxruntime-cpu-{plan.plan}", "selection")
+        assert evaluation is not None
+        for output, measured in zip(plan.outputs, evaluation.outputs, strict=True):
+            assert measured.difference is not None and measured.difference.delta_ne is not None
+            assert output.after.delta_ne is not None and output.before.delta_ne is not None
+            # A value on the edge of two FP8 numbers may fall to the other side.
+            width = output.before.delta_ne.upper - output.before.delta_ne.lower
+            assert abs(measured.difference.delta_ne.value - output.after.delta_ne.value) < 0.02 * width
+
+
+@pytest.mark.slow
+def test_the_run_file_can_leave_them_out(place: Workplace) -> None:
+    place.write_run_file(plan={"corrections": False, "plans": ["fp32", "fp8-all"]})
+    result = run(place.run_file)
+    assert serde.read(CorrectionSet, result.directory / "corrections.json") == CorrectionSet()
+    assert "## Corrections" not in (result.directory / "report.md").read_text()
+    redone = []
+    place.write_run_file(plan={"plans": ["fp32", "fp8-all"]})
+    again = run(
+        place.run_file,
+        RunOptions(resume=True, on_stage=lambda s, o: redone.append(s) if o and not o.reused else None),
+    )
+    assert {"correct", "build", "evaluate"} <= set(redone)
+    assert not {"export", "calibrate", "mods"} & set(redone)
+    assert "## Corrections" in (again.directory / "report.md").read_text()

@@ -1,0 +1,425 @@
+"""Runs that cut the model at its embeddings: engines take looked-up rows and answer like the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper as nh
+from synthetic_runs import (
+    ITEMS,
+    WIDTH,
+    Workplace,
+    call,
+    make_columns,
+    make_workplace,
+    weights,
+    write_ranker,
+    write_rows,
+)
+
+import loka_onnx
+from loka_onnx.core import serde
+from loka_onnx.core.engine import BuildStatus, EngineSet
+from loka_onnx.core.evaluation import EvaluationSet
+from loka_onnx.core.manifest import Manifest
+from loka_onnx.core.split import ModelSplit, Part
+from loka_onnx.errors import BundleInvalid
+from loka_onnx.graph import storage
+from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
+
+Array = np.ndarray[Any, Any]
+FP32 = {"plans": ["fp32"]}
+CUT = {"split_sparse": True}
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """Do not write into its directory."""
+    place = make_workplace(tmp_path_factory.mktemp("cut"))
+    place.write_run_file(model=CUT, plan=FP32)
+    return run(place.run_file)
+
+
+def requests(rows: int, seed: int = 5) -> dict[str, Array]:
+    random = np.random.default_rng(seed)
+    dense = random.standard_normal((rows, WIDTH)).astype(np.float32)
+    return {"dense": dense, "item": random.integers(0, ITEMS, rows)}
+
+
+def manifest_of(result: RunResult) -> Manifest:
+    assert result.bundle is not None
+    return loka_onnx.verify_bundle(result.bundle)
+
+
+def test_the_cut_is_recorded_and_its_check_counted(cut: RunResult) -> None:
+    split = serde.read(ModelSplit, cut.directory / "model/split.json")
+    assert split.check is not None and split.check.equal and split.declined is None
+    # The calibration split of this file, then one row alone.
+    assert split.check.batches[1:] == (1,) and 1000 < split.check.batches[0] <= 2048
+    assert split.halves is not None
+    assert [(t.dtype, t.shape) for t in split.halves.cut] == [("float32", (None, WIDTH))]
+    (looked_up,) = (t.name for t in split.halves.cut)
+    assert [t.name for t in split.halves.lookup.inputs] == ["item"]
+    assert [t.name for t in split.halves.dense.inputs] == ["dense", looked_up]
+    modified = json.loads((cut.directory / "model/modified.json").read_text())["value"]
+    assert split.parent == modified["digest"]
+    names = [site["name"] for site in modified["sites"]]
+    assert [site.name for site in split.halves.dense.sites] == names == ["fc1", "fc2", "heads"]
+
+
+def test_engines_are_of_the_dense_half_and_hold_no_table(cut: RunResult) -> None:
+    (engine,) = serde.read(EngineSet, cut.directory / "engines.json").engines
+    assert (engine.part, engine.status) == (Part.DENSE, BuildStatus.READY)
+    assert engine.path is not None
+    graph = onnx.load(cut.directory / engine.path).graph
+    assert "Gather" not in {node.op_type for node in graph.node}
+    assert not [t.name for t in graph.initializer if tuple(t.dims) == (ITEMS, WIDTH)]
+
+
+def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut: RunResult, finished: RunResult) -> None:
+    assert cut.bundle is not None and finished.bundle is not None
+    halves, whole = loka_onnx.load(cut.bundle), loka_onnx.load(finished.bundle)
+    assert halves.entry.part is Part.DENSE and whole.entry.part is Part.WHOLE
+    assert halves.entry.plan == whole.entry.plan == "fp32"
+    assert halves.inputs == whole.inputs
+    for rows in (1, 7, 256):
+        expected, found = whole.infer(requests(rows)), halves.infer(requests(rows))
+        assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}
+
+
+def test_the_dense_part_alone_takes_rows_of_a_parameter_server(cut: RunResult) -> None:
+    assert cut.bundle is not None
+    halves, dense = loka_onnx.load(cut.bundle), loka_onnx.load(cut.bundle, part="dense")
+    asked = requests(9)
+    served = weights()["table"][asked["item"]]
+    (spec,) = (t for t in dense.inputs if t.name != "dense")
+    answer = dense.infer({"dense": asked["dense"], spec.name: served})
+    for name, values in halves.infer(asked).items():
+        assert answer[name].tobytes() == values.tobytes()
+
+
+def test_accuracy_is_of_both_and_latency_of_the_engine_alone(cut: RunResult, finished: RunResult) -> None:
+    found = serde.read(EvaluationSet, cut.directory / "evaluation.json")
+    known = serde.read(EvaluationSet, finished.directory / "evaluation.json")
+    engine = "cpu-onnxruntime-cpu-fp32"
+    for split in ("selection", "certification"):
+        here, there = found.of(engine, split), known.of(engine, split)
+        assert here.outputs == there.outputs
+        assert [latency.batch for latency in here.latencies] == [8, 64]
+        assert all(latency.lookup_p50_us and latency.lookup_p50_us > 0 for latency in here.latencies)
+        assert all(latency.lookup_p50_us is None for latency in there.latencies)
+    assert "lookup" not in {evaluation.engine for evaluation in found.evaluations}
+    text = " ".join((cut.directory / "report.md").read_text().split())
+    assert "Latency is that of the engine alone, on rows that were looked up before" in text
+    assert "Lookup p50, not in these" in text
+    assert "Lookup p50" not in (finished.directory / "report.md").read_text()
+    assert "split\\_sparse" in text or "split_sparse" in text
+
+
+def test_the_manifest_says_where_the_cut_is(cut: RunResult) -> None:
+    manifest = manifest_of(cut)
+    assert manifest.cut is not None
+    assert manifest.cut.lookup == "lookup/lookup.onnx"
+    assert (manifest.cut.lookup_inputs, manifest.cut.passed) == (("item",), ("dense",))
+    assert [entry.part for entry in manifest.candidates] == [Part.DENSE, Part.WHOLE]
+    assert cut.bundle is not None
+    with np.load(cut.bundle / "sample.npz") as sample:
+        rows, looked_up = sample["input/item"], sample[f"looked_up/{manifest.cut.tensors[0].name}"]
+    np.testing.assert_array_equal(looked_up, weights()["table"][rows])
+
+
+@pytest.mark.parametrize("harm", ["missing", "altered"])
+def test_a_harmed_lookup_model_is_refused(cut: RunResult, harm: str, tmp_path: Path) -> None:
+    assert cut.bundle is not None
+    bundle = Path(shutil.copytree(cut.bundle, tmp_path / "bundle"))
+    lookup = bundle / "lookup/lookup.onnx"
+    if harm == "missing":
+        shutil.rmtree(lookup.parent)
+    else:
+        content = bytearray(lookup.read_bytes())
+        content[len(content) // 2] ^= 1
+        lookup.write_bytes(content)
+    with pytest.raises(BundleInvalid, match=r"'lookup/lookup.onnx' (is missing|was altered)"):
+        loka_onnx.load(bundle)
+
+
+# Models that stay whole, and runs that change their mind ------------------------------------------------
+
+
+def test_a_model_that_cannot_be_cut_goes_on_whole_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = make_workplace(tmp_path / "work")
+    write_ranker_that_reads_ids(place.path / "ranker.onnx")
+    place.write_run_file(model=CUT, plan=FP32)
+    done = call(capsys, "transform", place.run_file, "--explain")
+    assert done.code == 0, done.err
+    reason = "it reads the ids 'item', and is no lookup"
+    assert "split_sparse: 0 applied, 1 declined\n" in done.out
+    # Site by site: what is named under its site, the rest at the end.
+    explanation = done.out.partition("\n\n")[2]
+    assert "\nheads\n  - pad-sites: N = 3 is under 16\n" in explanation
+    assert f"\nelsewhere\n  - split_sparse at as_number/cast: {reason}\n" in explanation
+    assert [line for line in explanation.splitlines() if line in {"fc1", "fc2", "heads", "elsewhere"}] == [
+        "fc1",
+        "fc2",
+        "heads",
+        "elsewhere",
+    ]
+    result = run(place.run_file, RunOptions(resume=True))
+    assert not list((result.directory / "model").glob("lookup.onnx"))
+    manifest = manifest_of(result)
+    assert manifest.cut is None
+    assert {entry.part for entry in manifest.candidates} == {Part.WHOLE}
+    text = " ".join((result.directory / "report.md").read_text().replace("\\", "").split())
+    assert "The run was asked to cut the model at its embeddings and went on whole" in text
+    assert f"went on whole: 'as_number/cast': {reason}." in text
+
+
+def write_ranker_that_reads_ids(path: Path) -> None:
+    """The ranker with the id itself, as a number, added to its first feature."""
+    write_ranker(path)
+    model = onnx.load(path)
+    nodes = [
+        h.make_node("Cast", ["item"], ["item.f"], "as_number", to=T.FLOAT),
+        h.make_node("Mul", ["item.f", "tiny"], ["item.s"], "scaled"),
+        h.make_node("Unsqueeze", ["item.s", "one"], ["item.c"], "column"),
+        h.make_node("Add", ["dense", "item.c"], ["shifted"], "shift"),
+    ]
+    graph = model.graph
+    graph.initializer.append(nh.from_array(np.float32(1e-3), "tiny"))
+    joined = next(node for node in graph.node if node.name == "concat")
+    joined.input[0] = "shifted"
+    kept = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*nodes, *kept])
+    onnx.save(model, path)
+
+
+@pytest.mark.slow
+def test_a_run_may_change_its_mind(tmp_path: Path) -> None:
+    """The record keeps the order of the stages, and nothing of a cut is left where it is not asked for."""
+    place = make_workplace(tmp_path / "work")
+    orders = []
+    for model in ({}, CUT, {"split_sparse": False}):
+        place.write_run_file(model=model, plan=FP32)
+        result = run(place.run_file, RunOptions(resume=True))
+        record = json.loads((result.directory / "run.json").read_text())["value"]
+        orders.append([stage["stage"] for stage in record["stages"]])
+        is_cut = manifest_of(result).cut is not None
+        assert is_cut is (model is CUT)
+        assert (result.directory / "model/split.json").exists() is is_cut
+        assert (result.directory / "model/dense.onnx").exists() is is_cut
+        assert result.bundle is not None
+        loka_onnx.load(result.bundle).infer(requests(3))
+    assert orders[1] == [*orders[0][:4], "split", *orders[0][4:]]
+    assert orders[0][3] == "recalibrate"
+    assert orders[2] == orders[0]
+
+
+# Pooled bags, tables outside the model --------------------------------------------------------------------
+
+BAG = 3
+
+
+def write_bag_ranker(path: Path) -> None:
+    """dense (B, 16) and items (B, 3), of which 0 is padding: the mean of the rows that are not → ctr (B,)."""
+    w = weights()
+    nodes = [
+        h.make_node("Gather", ["table", "items"], ["rows"], "table/gather"),
+        h.make_node("Greater", ["items", "zero"], ["is_id"], "is_id"),
+        h.make_node("Cast", ["is_id"], ["mask"], "mask", to=T.FLOAT),
+        h.make_node("Unsqueeze", ["mask", "last"], ["mask3"], "mask3"),
+        h.make_node("Mul", ["rows", "mask3"], ["kept"], "kept"),
+        h.make_node("ReduceSum", ["kept", "one"], ["sum"], "bag/sum", keepdims=0),
+        h.make_node("ReduceSum", ["mask", "one"], ["count"], "bag/count", keepdims=1),
+        h.make_node("Max", ["count", "unit"], ["at_least"], "bag/at_least"),
+        h.make_node("Div", ["sum", "at_least"], ["mean"], "bag/mean"),
+        h.make_node("ReduceMax", ["mean3", "one"], ["pooled"], "bag/pool", keepdims=0),
+        h.make_node("Unsqueeze", ["mean", "one"], ["mean3"], "bag/as_one"),
+        h.make_node("Concat", ["dense", "pooled"], ["joined"], "concat", axis=1),
+        h.make_node("Gemm", ["joined", "fc1.w", "fc1.b"], ["h1"], "fc1"),
+        h.make_node("Relu", ["h1"], ["a1"], "relu1"),
+        h.make_node("MatMul", ["a1", "fc2.w"], ["h2"], "fc2"),
+        h.make_node("ReduceSum", ["h2", "one"], ["ctr"], "total", keepdims=0),
+    ]
+    nodes[9], nodes[10] = nodes[10], nodes[9]
+    extra = {"zero": np.array(0), "unit": np.float32(1), "one": np.array([1]), "last": np.array([2])}
+    values = {name: w[name] for name in ("table", "fc1.w", "fc1.b", "fc2.w")} | extra
+    graph = h.make_graph(
+        nodes,
+        "bags",
+        [
+            h.make_tensor_value_info("dense", T.FLOAT, ["batch", WIDTH]),
+            h.make_tensor_value_info("items", T.INT64, ["batch", BAG]),
+        ],
+        [h.make_tensor_value_info("ctr", T.FLOAT, ["batch"])],
+        [nh.from_array(np.asarray(value), name) for name, value in values.items()],
+    )
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
+    onnx.checker.check_model(model)
+    onnx.save(model, os.fspath(path))
+
+
+def one_output(place: Workplace, inputs: dict[str, Any], **changes: Any) -> None:
+    place.write_run_file(
+        outputs=[{"name": "ctr", "kind": "logit", "label": "clicked", "budget": 0.01}],
+        data={"inputs": {"dense": [f"d{i}" for i in range(WIDTH)], **inputs}},
+        **changes,
+    )
+
+
+@pytest.mark.slow
+def test_bags_are_pooled_by_the_lookup(tmp_path: Path) -> None:
+    place = make_workplace(tmp_path / "work")
+    write_bag_ranker(place.path / "ranker.onnx")
+    columns = make_columns()
+    random = np.random.default_rng(3)
+    columns |= {f"i{n}": random.integers(0, ITEMS, len(columns["d0"])) for n in range(BAG)}
+    write_rows(place.path / "rows.parquet", columns)
+    one_output(place, {"items": [f"i{n}" for n in range(BAG)]}, model=CUT, plan=FP32)
+    result = run(place.run_file)
+    manifest = manifest_of(result)
+    assert manifest.cut is not None
+    assert [t.shape for t in manifest.cut.tensors] == [(None, WIDTH)], "one pooled row, not the bag"
+    ops = {n.op_type for n in onnx.load(result.directory / "model/dense.onnx").graph.node}
+    assert not ops & {"Gather", "ReduceMax", "Greater", "Div"}
+    # Against the definition in float64: ids of padding count neither as rows nor in the mean.
+    items = np.array([[1, 2, 3], [0, 5, 0], [0, 0, 0]])
+    dense = random.standard_normal((3, WIDTH)).astype(np.float32)
+    w = {name: value.astype(np.float64) for name, value in weights().items()}
+    mean = [w["table"][[i for i in bag if i]].mean(axis=0) if any(bag) else np.zeros(WIDTH) for bag in items]
+    hidden = np.maximum(np.concatenate([dense, mean], axis=1) @ w["fc1.w"] + w["fc1.b"], 0)
+    assert result.bundle is not None
+    got = loka_onnx.load(result.bundle).infer({"dense": dense, "items": items})["ctr"]
+    # 32 products in FP32, summed twice.
+    np.testing.assert_allclose(got, (hidden @ w["fc2.w"]).sum(axis=1), rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_tables_outside_the_model_are_in_the_bundle_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
+    place = make_workplace(tmp_path / "work")
+    onnx.save(
+        onnx.load(place.path / "ranker.onnx"),
+        place.path / "ranker.onnx",
+        save_as_external_data=True,
+        location="tables.bin",
+        size_threshold=1024,
+    )
+    place.write_run_file(model=CUT, plan=FP32)
+    result = run(place.run_file)
+    assert result.bundle is not None
+    found = list(result.bundle.rglob("*.bin"))
+    assert sorted(str(p.relative_to(result.bundle)) for p in found) == [
+        "fallback/tables.bin",
+        "lookup/tables.bin",
+    ]
+    assert found[0].samefile(found[1])
+    tables = [path for path in (result.directory / "model").iterdir() if path.name == "tables.bin"]
+    assert len(tables) == 1 and not tables[0].samefile(found[0]), "a bundle shares nothing with its run"
+    for half in ("dense.onnx", "lookup.onnx"):
+        proto = onnx.load(result.directory / "model" / half, load_external_data=False)
+        assert storage.external_files(proto) == (("tables.bin",) if half == "lookup.onnx" else ())
+    engine = loka_onnx.load(result.bundle)
+    assert engine.entry.part is Part.DENSE
+    # Carried to a system without links, the bundle is as good.
+    copied = Path(shutil.copytree(result.bundle, tmp_path / "copied"))
+    assert not (copied / "fallback/tables.bin").samefile(copied / "lookup/tables.bin")
+    again = loka_onnx.load(copied).infer(requests(5))
+    assert again["ctr"].tobytes() == engine.infer(requests(5))["ctr"].tobytes()
+
+
+# The zoo, on both backends ---------------------------------------------------------------------------------
+
+CATEGORIES, NUMBERS, ZOO_ROWS = 4, 5, 3000
+
+
+def zoo_workplace(path: Path, architecture: str, is_cut: bool) -> Path:
+    path.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    columns: dict[str, Array] = {f"c{i}": random.integers(0, 20, ZOO_ROWS) for i in range(CATEGORIES)}
+    columns |= {f"n{i}": random.standard_normal(ZOO_ROWS).astype(np.float32) for i in range(NUMBERS)}
+    write_rows(path / "rows.parquet", {**columns, "y": (random.random(ZOO_ROWS) < 0.3).astype(np.float32)})
+    values = {
+        "model": {
+            "torch": "loka_onnx.zoo.builders:build",
+            "arguments": {
+                "architecture": architecture,
+                "size": "tiny",
+                "categorical": {f"c{i}": 20 for i in range(CATEGORIES)},
+                "numeric": [f"n{i}" for i in range(NUMBERS)],
+            },
+            "split_sparse": is_cut,
+        },
+        "outputs": [{"name": "logit", "kind": "logit", "label": "y", "budget": 0.01}],
+        "data": {
+            "path": "rows.parquet",
+            "split": {"by": "order"},
+            "synthetic": True,
+            "inputs": {
+                "dense": [f"n{i}" for i in range(NUMBERS)],
+                "ids": [f"c{i}" for i in range(CATEGORIES)],
+            },
+        },
+        "batch": {"min": 1, "serve": [8], "max": 64},
+        "plan": {"plans": ["fp32", "fp8-all"]},
+        "targets": [
+            {"device": "cpu", "backends": ["onnxruntime"]},
+            {"device": "nvidia-rtx-ada", "backends": ["tensorrt_rtx"]},
+        ],
+        "threads": 1,
+    }
+    file = path / "RUN.json"
+    file.write_text(json.dumps(values))
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["dlrm", "wukong"])
+def test_the_zoo_is_cut_for_both_backends(
+    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
+    cut_run = run(zoo_workplace(tmp_path / "cut", architecture, True))
+    whole = run(zoo_workplace(tmp_path / "whole", architecture, False), RunOptions(until=Stage.REPORT))
+    split = serde.read(ModelSplit, cut_run.directory / "model/split.json")
+    assert split.check is not None and split.check.equal and split.halves is not None
+    assert "Gather" in {n.op_type for n in onnx.load(cut_run.directory / "model/lookup.onnx").graph.node}
+    found = {e.id: e for e in serde.read(EngineSet, cut_run.directory / "engines.json").engines}
+    known = {e.id: e for e in serde.read(EngineSet, whole.directory / "engines.json").engines}
+    assert found.keys() == known.keys() and len(found) == 4
+    for name, engine in found.items():
+        assert engine.part is Part.DENSE and known[name].part is Part.WHOLE
+        assert engine.is_built, engine.detail
+        # The same sites in the same precision as in the engine of the whole.
+        assert {s.site: s.engaged for s in engine.sites} == {s.site: s.engaged for s in known[name].sites}
+    same = ("cpu-onnxruntime-cpu-fp32", "certification")
+    ours = serde.read(EvaluationSet, cut_run.directory / "evaluation.json").of(*same)
+    theirs = serde.read(EvaluationSet, whole.directory / "evaluation.json").of(*same)
+    assert ours.outputs == theirs.outputs
+    manifest = manifest_of(cut_run)
+    assert {entry.backend for entry in manifest.engines} == {"onnxruntime", "tensorrt_rtx"}
+    assert {entry.part for entry in manifest.engines} == {Part.DENSE}
+    assert cut_run.bundle is not None
+    engine = loka_onnx.load(cut_run.bundle)
+    assert engine.entry.backend == "onnxruntime" and engine.health().ready
+    if architecture == "wukong":
+        file = tmp_path / "cut" / "RUN.json"
+        told = call(capsys, "transform", file, "--explain", "--output", cut_run.directory).out
+        merged = "layers.0.fmb.project+lcb.mix+residual.mix"
+        line = "+ merge-parallel-linears{}: 3 linears of K = 5 → one of N = 4 + 4 + 8\n"
+        assert f"\nlayers.0.lcb.mix → {merged}\n  {line.format(f' at {merged}')}" in told
+        assert f"\n{merged}\n  {line.format('')}" in told
+        assert "\n  + split_sparse at embeddings." in told.partition("\nelsewhere\n")[2]

@@ -1,0 +1,161 @@
+"""Bundles of a model that was cut at its embeddings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cut_models import LOOKED_UP, TABLE, cut_contents, request
+from sample_run import SampleRun
+
+from loka_onnx.bundle import inspect_bundle, verify_bundle, write_bundle
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.digests import digest_bytes
+from loka_onnx.core.manifest import SparseCut
+from loka_onnx.core.split import Part
+from loka_onnx.errors import BundleError, BundleInvalid
+from loka_onnx.graph import storage
+from loka_onnx.sessions.bundle_files import read_sample
+
+
+@pytest.fixture(scope="module")
+def written(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cut")
+    return write_bundle(cut_contents(sample, root / "run"), root / "bundle")
+
+
+@pytest.fixture
+def bundle(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "bundle"))
+
+
+def edit(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = bundle / "manifest.json"
+    document = json.loads(path.read_text())
+    change(document["value"])
+    path.write_text(json.dumps(document))
+
+
+def test_the_manifest_records_the_cut(written: Path) -> None:
+    manifest = verify_bundle(written)
+    rows = TensorSpec(LOOKED_UP, "float32", (None, 4))
+    assert manifest.cut == SparseCut("lookup/lookup.onnx", ("item",), ("x",), (rows,))
+    assert [entry.part for entry in manifest.candidates] == [Part.DENSE, Part.WHOLE]
+    assert manifest.inputs_of(Part.WHOLE) == manifest.inputs
+    assert manifest.inputs_of(Part.DENSE) == (manifest.inputs[0], rows)
+    assert json.loads((written / "manifest.json").read_text())["schema"] == "loka-onnx/bundle/3"
+    sample = read_sample(written, manifest, manifest.engines[0])
+    np.testing.assert_array_equal(sample.looked_up[LOOKED_UP], TABLE[sample.inputs["item"]])
+
+
+def test_the_description_names_the_cut(written: Path) -> None:
+    text = inspect_bundle(written)
+    assert "lookup    lookup/lookup.onnx reads item\n" in text
+    assert f"looked up {LOOKED_UP}: float32[?, 4]\n" in text
+    assert text.count("            takes looked-up rows\n") == 1
+
+
+def test_a_manifest_without_a_cut_reads_as_before(sample: SampleRun, tmp_path: Path) -> None:
+    place = write_bundle(sample.contents, tmp_path / "bundle")
+    manifest = verify_bundle(place)
+    assert manifest.cut is None
+    assert "looked up" not in inspect_bundle(place)
+    with pytest.raises(KeyError):
+        manifest.inputs_of(Part.DENSE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(cut=None), r"takes looked-up rows, and the manifest has no cut"),
+        (lambda m: m["fallback"].update(part="dense"), r"the fallback is not the whole model"),
+        (lambda m: m["cut"].update(lookup="lookup/other.onnx"), r"names lookup model 'lookup/other.onnx'"),
+        (lambda m: m["cut"].update(lookup="../lookup.onnx"), r"names lookup model '../lookup.onnx'"),
+        (lambda m: m["cut"].update(lookup="plans.json.onnx"), r"but does not list it"),
+        (lambda m: m["cut"].update(passed=["nobody"]), r"the cut reads 'nobody', which is no input"),
+        (lambda m: m["cut"].update(lookup_inputs=["nobody"]), r"the cut reads 'nobody', which is no input"),
+        (lambda m: m["cut"].update(tensors=[]), r"the cut needs tensors whose names differ"),
+        (lambda m: m["cut"]["tensors"].append(m["cut"]["tensors"][0]), r"names differ from one another"),
+        (lambda m: m["cut"]["tensors"][0].update(name="item"), r"from those of the inputs"),
+        (lambda m: m["engines"][0].update(part="half"), r"the manifest is not a loka-onnx/bundle/3 document"),
+    ],
+)
+def test_a_cut_that_contradicts_itself_is_refused(
+    bundle: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    edit(bundle, change)
+    with pytest.raises(BundleInvalid, match=message) as caught:
+        verify_bundle(bundle)
+    assert str(bundle) in str(caught.value)
+
+
+def test_a_lookup_model_that_is_no_model_is_refused(bundle: Path) -> None:
+    content = b"\xff\xff\xff\xff"
+    file = {"path": "lookup/text.onnx", "bytes": len(content), "sha256": digest_bytes(content)}
+    (bundle / "lookup/text.onnx").write_bytes(content)
+    edit(bundle, lambda m: (m["files"].append(file), m["cut"].update(lookup="lookup/text.onnx")))
+    with pytest.raises(BundleInvalid, match=r"the lookup model: 'lookup/text.onnx' is not an ONNX model"):
+        verify_bundle(bundle)
+
+
+def test_tables_are_in_a_bundle_once(
+    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
+    contents = cut_contents(sample, tmp_path / "run", is_external=True)
+    place = write_bundle(contents, tmp_path / "bundle")
+    lookup, fallback = place / "lookup/tables.bin", place / "fallback/tables.bin"
+    assert lookup.samefile(fallback)
+    assert not lookup.samefile(tmp_path / "run/model/tables.bin"), "the run may go on writing"
+    assert TABLE.tobytes() in lookup.read_bytes()
+    manifest = verify_bundle(place)
+    assert manifest.file("lookup/tables.bin").sha256 == manifest.file("fallback/tables.bin").sha256
+    fallback.unlink()
+    with pytest.raises(BundleInvalid, match=r"file 'fallback/tables.bin' is missing"):
+        verify_bundle(place)
+
+
+def test_without_links_tables_are_copied(
+    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
+    contents = cut_contents(sample, tmp_path / "run", is_external=True)
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    place = write_bundle(contents, tmp_path / "bundle")
+    assert not (place / "lookup/tables.bin").samefile(place / "fallback/tables.bin")
+    verify_bundle(place)
+
+
+def test_a_table_that_the_lookup_needs_must_be_listed(
+    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
+    place = write_bundle(cut_contents(sample, tmp_path / "run", is_external=True), tmp_path / "bundle")
+    (place / "lookup/tables.bin").unlink()
+    edit(place, lambda m: m.update(files=[f for f in m["files"] if f["path"] != "lookup/tables.bin"]))
+    with pytest.raises(BundleInvalid, match="the lookup model reads weights from a file that is not listed"):
+        verify_bundle(place)
+
+
+def test_contents_that_contradict_themselves_are_refused(sample: SampleRun, tmp_path: Path) -> None:
+    contents = cut_contents(sample, tmp_path / "run")
+    assert contents.lookup is not None
+    few = dataclasses.replace(contents.lookup, looked_up={LOOKED_UP: TABLE[:3]})
+    wrong = dataclasses.replace(contents.lookup, looked_up={LOOKED_UP: TABLE[request(8)["item"]][:, 0]})
+    for lookup, message in (
+        (None, r"an engine takes looked-up rows, and there is no lookup model to ship"),
+        (few, r"the sample is not one batch that the engines accept\n  evidence: \[3, 8\] rows"),
+        (wrong, r"array 'embeddings.item' of the looked-up rows of the sample does not fit the model"),
+    ):
+        with pytest.raises(BundleError, match=message):
+            write_bundle(dataclasses.replace(contents, lookup=lookup), tmp_path / "bundle")

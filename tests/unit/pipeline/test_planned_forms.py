@@ -1,0 +1,79 @@
+"""A planned model is written once for each form that backends ask for, under a name of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from loka_onnx.core.correction import CorrectionSet
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.fusions import FUSIONS, Fusions
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.engines.registry import get_backend
+from loka_onnx.pipeline import candidates
+from loka_onnx.pipeline.candidates import Candidate, EngineBuilder
+from loka_onnx.transforms.precision import PlanForm, PlannedModel
+
+RTX, CPU = "tensorrt_rtx", "onnxruntime"
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, PlanForm]]]:
+    """Names and forms of the models that were written; none is."""
+    forms: list[tuple[str, PlanForm]] = []
+
+    def apply(model: Any, plan: Any, form: PlanForm, target: Path) -> PlannedModel:
+        forms.append((target.parent.name, form))
+        return PlannedModel(target, "", RewriteLog(()))
+
+    monkeypatch.setattr(candidates, "apply_plan", apply)
+    yield forms
+
+
+def builder(folder: Path) -> EngineBuilder:
+    # Of the run, only its directory matters here.
+    run = cast(Any, SimpleNamespace(path=folder))
+    return EngineBuilder(cast(Any, None), run, folder / "sample.npz", cast(Any, None), CorrectionSet())
+
+
+def candidate(backend: str, *, fp8: bool, base: Precision = Precision.FP32) -> Candidate:
+    decision = Decision("fc", Precision.FP8 if fp8 else base, None, Verdict.SAFE, "test")
+    plan = PrecisionPlan("fp8-all" if fp8 else "fp32", "", base, (decision,), {}, 0.0)
+    return Candidate(get_backend(backend), "device", "sm89", plan)
+
+
+def plan_models(build: EngineBuilder, *wanted: Candidate) -> list[Path]:
+    return [build._planned_model(cast(Any, None), each) for each in wanted]
+
+
+def test_backends_that_fuse_otherwise_have_models_of_their_own(
+    written: list[tuple[str, PlanForm]], tmp_path: Path
+) -> None:
+    first, second = candidate(CPU, fp8=True), candidate(RTX, fp8=True)
+    assert first.base is second.base is Precision.FP32
+    paths = plan_models(builder(tmp_path), first, second, first, second)
+    assert paths == [paths[0], paths[1]] * 2
+    assert [name for name, _ in written] == ["fp8-all-fp32", f"fp8-all-fp32-{RTX}"]
+    assert [form.fusions for _, form in written] == [FUSIONS[CPU], FUSIONS[RTX]]
+
+
+def test_a_plan_without_fp8_is_written_once_for_all(
+    written: list[tuple[str, PlanForm]], tmp_path: Path
+) -> None:
+    paths = plan_models(builder(tmp_path), candidate(CPU, fp8=False), candidate(RTX, fp8=False))
+    assert paths[0] == paths[1]
+    assert [(name, form.fusions) for name, form in written] == [("fp32-fp32", Fusions())]
+
+
+def test_models_of_another_base_keep_the_short_name(
+    written: list[tuple[str, PlanForm]], tmp_path: Path
+) -> None:
+    build = builder(tmp_path)
+    plan_models(build, *(candidate(RTX, fp8=True, base=base) for base in (Precision.BF16, Precision.FP16)))
+    assert [name for name, _ in written] == ["fp8-all-bf16", "fp8-all-fp16"]
+    assert set(build._logs) == {"fp8-all-bf16", "fp8-all-fp16"}

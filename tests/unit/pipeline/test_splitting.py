@@ -1,0 +1,216 @@
+"""The cut as a stage: what it leaves, what engines are built from, and how a run keeps its record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper as nh
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact, TensorSpec
+from loka_onnx.core.evaluation import Latency
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.rewrite import Declined
+from loka_onnx.core.split import ModelSplit, Part, SplitCheck
+from loka_onnx.data import Batch
+from loka_onnx.errors import InternalError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.graph.storage import model_digest
+from loka_onnx.pipeline import splitting
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.splitting import (
+    LOOKUP,
+    beside_lookup,
+    cut_model,
+    open_lookup,
+    source_of,
+    taken_by_engines,
+    with_lookup,
+)
+from loka_onnx.sessions.runner import Arrays, Runner
+
+RANKER = """
+<ir_version: 10, opset_import: ["" : 21]>
+ranker (float[batch,3] x, int64[batch] item) => (float[batch,1] ctr) {
+   [look_up] e = Gather<axis=0>(table, item)
+   c = Concat<axis=1>(x, e)
+   [fc] ctr = MatMul(c, w)
+}
+"""
+TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
+
+
+class Rows:
+    """Stands for a split of the data."""
+
+    digest = "d" * 64
+
+    def __init__(self, rows: int = 50) -> None:
+        random = np.random.default_rng(0)
+        self.inputs = {
+            "x": random.standard_normal((rows, 3)).astype(np.float32),
+            "item": random.integers(0, 10, rows),
+        }
+
+    def batches(self, size: int) -> Any:
+        count = len(self.inputs["x"])
+        yield Batch({name: value[:size] for name, value in self.inputs.items()}, {}, min(count, size))
+
+
+def write_whole(directory: Path) -> ModelArtifact:
+    model = onnx.parser.parse_model(RANKER)
+    random = np.random.default_rng(1)
+    for name, value in (("table", TABLE), ("w", random.standard_normal((7, 1)).astype(np.float32))):
+        model.graph.initializer.append(nh.from_array(value, name))
+    # The parser's names have no slash.
+    model.graph.node[0].name = "items/gather"
+    path = directory / "model/modified.onnx"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, path)
+    inputs = (TensorSpec("x", "float32", (None, 3)), TensorSpec("item", "int64", (None,)))
+    outputs = (TensorSpec("ctr", "float32", (None, 1)),)
+    return ModelArtifact(
+        path, model_digest(path), 21, inputs, outputs, find_sites(GraphModel.load(path)), "test"
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Any:
+    with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=True) as opened:
+        yield opened
+
+
+def cut(directory: RunDirectory, asked_for: bool = True) -> ModelSplit | None:
+    return cut_model(write_whole(directory.path), Rows(), directory, asked_for)  # type: ignore[arg-type]
+
+
+def plan(digest: str) -> PlanSet:
+    return PlanSet((PrecisionPlan("fp32", digest, Precision.FP32, (), {}, 0.0),))
+
+
+def test_the_stage_leaves_the_halves_with_paths_of_the_run_and_is_reused(directory: RunDirectory) -> None:
+    split = cut(directory)
+    assert split is not None and split.halves is not None
+    assert split.check == SplitCheck((50, 1), True)
+    assert split.check.rows == 51
+    assert split.halves.dense.path == directory.path / "model/dense.onnx"
+    stored = serde.read(ModelSplit, directory.path / "model/split.json")
+    assert stored.halves is not None and stored.halves.lookup.path == Path("model/lookup.onnx")
+    written = (directory.path / "model/dense.onnx").stat().st_mtime_ns
+    assert cut(directory) == split
+    assert (directory.path / "model/dense.onnx").stat().st_mtime_ns == written
+    (record,) = directory.record.stages
+    assert sorted(record.files) == ["model/dense.onnx", "model/lookup.onnx", "model/split.json"]
+    assert "gave the bits of the whole on 51 rows" in split.note
+    assert [(a.at, a.what) for r in split.log.records for a in r.applied] == [
+        ("items", "cut here: float32 [rows, 4] goes from the lookup model to the engine")
+    ]
+
+
+@pytest.mark.parametrize("how", ["pattern", "data"])
+def test_a_refused_cut_leaves_the_reason_and_no_halves(
+    how: str, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = Declined("ctr", "the halves move it by up to 0.5 in batch 0 of 2")
+    if how == "data":
+        kept = splitting.verify_split
+        monkeypatch.setattr(splitting, "verify_split", lambda *given: kept(*given) or refused)
+    else:
+        monkeypatch.setattr(splitting, "split_sparse", lambda model: refused)
+    split = cut(directory)
+    assert split is not None and split.halves is None and split.declined == refused
+    assert split.check == (SplitCheck((50, 1), False) if how == "data" else None)
+    assert sorted(p.name for p in (directory.path / "model").iterdir()) == ["modified.onnx", "split.json"]
+    assert split.note == (
+        "The run was asked to cut the model at its embeddings and went on whole: 'ctr': the halves move it "
+        "by up to 0.5 in batch 0 of 2."
+    )
+    model = write_whole(directory.path)
+    assert source_of(model, plan(model.digest), split).part is Part.WHOLE
+    inputs = Rows().inputs
+    assert taken_by_engines(inputs, split, 1) == inputs
+    with pytest.raises(InternalError, match="an engine takes looked-up rows, and the model was not cut"):
+        open_lookup(split, 1)
+
+
+def test_a_cut_that_is_not_asked_for_any_more_is_forgotten(directory: RunDirectory) -> None:
+    for name in ("recalibrate", "plan"):
+        directory.stage(name, {}, lambda: [], lambda: None)
+    cut(directory)
+    assert [r.stage for r in directory.record.stages] == ["recalibrate", "plan", "split"]
+    assert cut(directory, asked_for=False) is None
+    assert [r.stage for r in directory.record.stages] == ["recalibrate", "plan"]
+    assert sorted(p.name for p in (directory.path / "model").iterdir()) == ["modified.onnx"]
+
+
+def test_a_stage_that_an_earlier_run_left_out_stands_behind_the_one_it_follows(
+    directory: RunDirectory,
+) -> None:
+    for name in ("recalibrate", "plan", "bundle"):
+        directory.stage(name, {}, lambda: [], lambda: None)
+    directory.stage("recalibrate", {}, lambda: [], lambda: None)
+    cut(directory)
+    assert [r.stage for r in directory.record.stages] == ["recalibrate", "split", "plan", "bundle"]
+    assert list(directory.record.stages[1].parents) == ["recalibrate"]
+    assert [r.stage for r in directory.before("plan")] == ["recalibrate", "split"]
+
+
+def test_plans_are_handed_over_to_the_dense_half(directory: RunDirectory) -> None:
+    split = cut(directory)
+    assert split is not None and split.halves is not None
+    model = write_whole(directory.path)
+    source = source_of(model, plan(model.digest), split)
+    assert (source.model, source.part) == (split.halves.dense, Part.DENSE)
+    assert source.plans == plan(split.halves.dense.digest)
+    assert source_of(model, plan(model.digest), None).model == model
+    with pytest.raises(InternalError, match=r"plan 'fp32' was made for another model than the one that was"):
+        source_of(model, plan("0" * 64), split)
+
+
+def test_engines_take_rows_in_place_of_ids(directory: RunDirectory) -> None:
+    split, inputs = cut(directory), Rows(6).inputs
+    taken = taken_by_engines(inputs, split, 1)
+    assert taken.keys() == {"x", "items"}
+    np.testing.assert_array_equal(taken["items"], TABLE[inputs["item"]])
+
+
+class Watched(Runner):
+    def __init__(self) -> None:
+        self.closed = False
+
+    def run(self, inputs: Any) -> Arrays:
+        return {"ctr": inputs["items"][:, :1]}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_engine_with_its_lookup_takes_the_inputs_of_the_whole(directory: RunDirectory) -> None:
+    runner, inputs = Watched(), Rows(6).inputs
+    joined = with_lookup(runner, cut(directory), 1)
+    np.testing.assert_array_equal(joined.run(inputs)["ctr"], TABLE[inputs["item"]][:, :1])
+    joined.close()
+    assert runner.closed
+
+
+def test_an_engine_whose_lookup_does_not_open_is_closed() -> None:
+    runner = Watched()
+    with pytest.raises(InternalError):
+        with_lookup(runner, None, 1)
+    assert runner.closed
+
+
+def test_the_median_of_the_lookup_stands_beside_each_engine_and_not_among_them() -> None:
+    one = Latency(8, 10.0, 11.0, 12.0, 20, "cpu", True)
+    timed = {"engine": (one, replace(one, batch=64)), LOOKUP: (replace(one, p50_us=3.0),)}
+    assert beside_lookup(timed) == {
+        "engine": (replace(one, lookup_p50_us=3.0), replace(one, batch=64, lookup_p50_us=None))
+    }
+    assert beside_lookup({"engine": (one,)}) == {"engine": (one,)}

@@ -1,0 +1,206 @@
+"""What is shown to fit FP16, and what is not: for each rule a case, its near miss, and the words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from loka_onnx.core.statistics import TensorRange
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.planning.fp16 import LARGEST, MARGIN, count_places, scale_fits, unproven_places
+
+CONSTANTS = {
+    "w": np.eye(8),
+    "huge": np.array(-1e9),
+    "edge": np.array(65504.0),
+    "infinite": np.array(-np.inf),
+    "epsilon": np.array(1e-12),
+    "small": np.array(1e-7),
+    "nought": np.array(0.0),
+    "minus": np.array(-1.0),
+    "last": np.array([1]),
+    "first": np.array([0]),
+    "both": np.array([1, 2]),
+}
+
+
+def load(folder: Path, body: str, source: str = "float[b,8] x") -> GraphModel:
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g ({source}) => (float[] y) {{ {body} }}'
+    )
+    for node in model.graph.node:
+        node.name = f"n_{node.output[0]}"
+    for name, values in CONSTANTS.items():
+        if name in body:
+            stored = values.astype(np.float32) if values.dtype == np.float64 else values
+            model.graph.initializer.append(numpy_helper.from_array(stored, name))
+    onnx.save(model, folder / "m.onnx")
+    return GraphModel.load(folder / "m.onnx")
+
+
+def ranges_of(model: GraphModel, **amax: float | TensorRange) -> dict[str, TensorRange]:
+    """What is not given reaches 1, and is at least 0.5 where it is divided by."""
+    computed = [t for node in model.nodes for t in node.outputs]
+    known = {t.name: TensorRange(1.0, 0.5) for t in (*model.inputs, *computed)}
+    return known | {k: v if isinstance(v, TensorRange) else TensorRange(v, v) for k, v in amax.items()}
+
+
+def reasons(model: GraphModel, **amax: float | TensorRange) -> dict[str, str]:
+    """By node; a node of several places has the first reason."""
+    found: dict[str, str] = {}
+    for place in unproven_places(model, ranges_of(model, **amax)):
+        for node in place.nodes:
+            found.setdefault(node, place.reason)
+    return found
+
+
+MLP = "h = MatMul(x, w) t = Transpose(h) r = Relu(t) s = Tanh(x) y = Add(r, s)"
+
+
+def test_an_activation_of_70000_is_refused_and_named(tmp_path: Path) -> None:
+    model = load(tmp_path, MLP)
+    why = "tensor 'h' reaches 7e+04: 8 times that is beyond FP16's 65504"
+    assert reasons(model, h=7e4, t=7e4) == dict.fromkeys(("n_h", "n_t", "n_r"), why)
+    # What is written, what is read, and the view are one place.
+    assert count_places(unproven_places(model, ranges_of(model, h=7e4, t=7e4))) == 1
+    assert reasons(model) == {}
+
+
+def test_the_margin_is_for_rows_that_were_not_seen(tmp_path: Path) -> None:
+    model = load(tmp_path, MLP)
+    inside = LARGEST / MARGIN
+    assert reasons(model, h=inside, t=inside) == {}
+    assert set(reasons(model, r=np.nextafter(inside, np.inf))) == {"n_r", "n_y"}
+
+
+def test_a_rare_outlier_counts_as_it_is_the_largest(tmp_path: Path) -> None:
+    """One value in a million of 2e4 is inside FP16 and outside of the margin; merging keeps it."""
+    model = load(tmp_path, MLP)
+    rare = TensorRange(2.0).merge(TensorRange(2e4)).merge(TensorRange(3.0))
+    assert set(reasons(model, h=rare)) == {"n_h", "n_t"}
+
+
+def test_an_input_counts_for_those_who_read_it(tmp_path: Path) -> None:
+    """A time stamp that arrives as a float: the products that read it, and nothing behind them."""
+    assert set(reasons(load(tmp_path, MLP), x=1.6e9)) == {"n_h", "n_s"}
+
+
+def test_what_was_not_measured_is_not_shown(tmp_path: Path) -> None:
+    model = load(tmp_path, MLP)
+    ranges = ranges_of(model)
+    del ranges["r"]
+    (place,) = unproven_places(model, ranges)
+    assert (place.nodes, place.reason) == (("n_r", "n_y"), "tensor 'r' was not measured")
+
+
+@pytest.mark.parametrize(
+    ("body", "x", "expected"),
+    [
+        ("y = ReduceSum(x, last)", 8000.0, {}),
+        ("y = ReduceSum(x, last)", 8190.0, "'n_y' sums 8 terms of up to 8190; FP16 ends at 65504"),
+        ("y = ReduceMean(x, last)", 8190.0, "'n_y' sums 8 terms of up to 8190; FP16 ends at 65504"),
+        ("y = ReduceSumSquare(x, last)", 90.0, {}),
+        ("y = ReduceL2(x, last)", 91.0, "'n_y' sums 8 terms of up to 8281; FP16 ends at 65504"),
+        ("y = ReduceSum(x, first)", 1.0, "'n_y' sums over an axis of unknown length"),
+        ("y = ReduceMax(x, first)", 8000.0, {}),
+    ],
+)
+def test_sums_are_bounded_whatever_their_order(
+    body: str, x: float, expected: str | dict[str, str], tmp_path: Path
+) -> None:
+    model = load(tmp_path, body)
+    places = unproven_places(model, ranges_of(model, x=x))
+    # The terms themselves may lack the margin; what is asked here is the sum.
+    found = {place.nodes[0]: place.reason for place in places if "sums" in place.reason}
+    assert found == (expected if isinstance(expected, dict) else {"n_y": expected})
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("y = Add(x, huge)", "constant 'huge' of 'n_y' holds 1e+09, FP16 ends at 65504"),
+        ("y = Add(x, edge)", None),
+        ("y = Max(x, infinite)", None),
+        ("y = Add(x, epsilon)", "constant 'epsilon' of 'n_y' is 1e-12, which is 0 in FP16"),
+        ("y = Add(x, small)", None),
+        ("y = Add(x, nought)", None),
+    ],
+)
+def test_constants(body: str, expected: str | None, tmp_path: Path) -> None:
+    assert reasons(load(tmp_path, body)) == ({} if expected is None else {"n_y": expected})
+
+
+def l2_norm(floor: str) -> str:
+    return (
+        "q = Mul(x, x) s = ReduceSum(q, last) r = Sqrt(s)"
+        f" m = Max(r, {floor}) t = Tanh(x) d = Div(t, m) y = Relu(d)"
+    )
+
+
+def test_a_guard_that_becomes_zero_keeps_all_of_the_divisor_in_fp32(tmp_path: Path) -> None:
+    found = reasons(load(tmp_path, l2_norm("epsilon")))
+    assert set(found) == {"n_q", "n_s", "n_r", "n_m", "n_d"}
+    assert found["n_s"] == "'n_d' divides by 'm', which only 1e-12 keeps from 0; in FP16 that is 0"
+    assert reasons(load(tmp_path, l2_norm("small"))) == {}
+
+
+def test_such_a_guard_makes_nan_of_a_row_of_zeros(tmp_path: Path) -> None:
+    """What the rule is for: the graph in FP16 throughout, by the reference evaluator."""
+    model = onnx.load((load(tmp_path, l2_norm("epsilon")), tmp_path / "m.onnx")[1])
+    narrow = onnx.ModelProto()
+    narrow.CopyFrom(model)
+    for info in (*narrow.graph.input, *narrow.graph.output):
+        info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    for tensor in narrow.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.dtype == np.float32:
+            tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), tensor.name))
+    x = np.zeros((2, 8), np.float32)
+    assert np.isfinite(ReferenceEvaluator(model).run(None, {"x": x})[0]).all()
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(ReferenceEvaluator(narrow).run(None, {"x": x.astype(np.float16)})[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("body", "reader"),
+    [
+        ("h = Exp(x) y = Div(x, h)", "n_y"),
+        ("h = Exp(x) y = Reciprocal(h)", "n_y"),
+        ("h = Exp(x) y = Log(h)", "n_y"),
+        ("h = Exp(x) y = Pow(h, minus)", "n_y"),
+    ],
+)
+def test_what_is_divided_by_must_be_normal(body: str, reader: str, tmp_path: Path) -> None:
+    model = load(tmp_path, body)
+    assert reasons(model, h=TensorRange(1.0, 2.0**-14)) == {}
+    found = reasons(model, h=TensorRange(1.0, 6e-5))
+    assert found == dict.fromkeys(
+        (reader, "n_h"), f"'{reader}' divides by 'h', which is as small as 6e-05; FP16 begins at 6.104e-05"
+    )
+
+
+def test_what_stays_in_fp32_anyway_is_no_place(tmp_path: Path) -> None:
+    model = load(tmp_path, MLP)
+    ranges = ranges_of(model, r=7e4)
+    assert unproven_places(model, ranges, ("n_r", "n_y")) == ()
+    assert len(unproven_places(model, ranges, ("n_r",))) == 1
+
+
+def test_a_constant_and_what_it_makes_are_one_place(tmp_path: Path) -> None:
+    """An attention mask."""
+    model = load(tmp_path, "s = Add(x, huge) y = Softmax(s)")
+    places = unproven_places(model, ranges_of(model, s=1e9))
+    assert {node for place in places for node in place.nodes} == {"n_s", "n_y"}
+    assert (len(places), count_places(places)) == (2, 1)
+
+
+def test_scales_that_fp16_holds() -> None:
+    held = [2.0**-14, 0.0078125, 1.0, 65280.0]
+    lost = [2.0**-15, 2.24e-5, 1.0 + 2.0**-12, 2.0**16]
+    assert [scale_fits(scale) for scale in held + lost] == [True] * 4 + [False] * 4

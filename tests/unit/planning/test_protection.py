@@ -1,0 +1,320 @@
+"""What stays in FP32 in each plan, the base that the profile chooses, and models that engines take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx import TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from planned_models import CTR, magnitudes_of, profile_of
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PlanSet, PrecisionPlan, Protection, Verdict, Wide
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
+from loka_onnx.core.statistics import TensorRange
+from loka_onnx.errors import PlanningError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.planning.policy import PlanOptions, make_plans
+from loka_onnx.sessions.onnx_session import OnnxSession
+from loka_onnx.transforms.precision import PlanForm, apply_plan
+
+BODY = """
+    [fc0] h0 = MatMul(x, w0)
+    [act] r0 = Relu(h0)
+    [join0] s0 = Add(x, r0)
+    [norm] n = LayerNormalization(s0, gain)
+    [fc1] h1 = MatMul(n, w1)
+    [join1] s1 = Add(n, h1)
+    [head] l = MatMul(s1, w_head)
+    [heat/div] t = Div(l, temperature)
+    [platt] p = Gemm(t, slope, shift)
+    [sigmoid] ctr = Sigmoid(p)
+"""
+SITES = ("fc0", "norm", "fc1", "head", "platt")
+ENDS = {"heat/div", "sigmoid"}
+BEHIND = "is computed behind the last product of output 'ctr'"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
+    folder = tmp_path_factory.mktemp("model")
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x) => (float[batch,1] ctr)'
+        f" {{ {re.sub(r'heat/div', 'heat_div', BODY)} }}"
+    )
+    random = np.random.default_rng(0)
+    constants = {"w0": random.normal(size=(32, 32)) / 4, "w1": random.normal(size=(32, 32)) / 4}
+    constants |= {"w_head": random.normal(size=(32, 1)) / 4, "gain": np.ones(32)}
+    constants |= {"temperature": np.array(1.7), "slope": np.array([[0.9]]), "shift": np.array([0.1])}
+    for name, values in constants.items():
+        proto.graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), name))
+    for node in proto.graph.node:
+        node.name = node.name.replace("heat_div", "heat/div")
+    onnx.save(proto, folder / "m.onnx")
+    graph = GraphModel.load(folder / "m.onnx")
+    found = ModelArtifact(
+        folder / "m.onnx", graph.save(folder / "m.onnx"), 21, (), (), find_sites(graph), "test"
+    )
+    assert tuple(site.name for site in found.sites) == SITES
+    return found
+
+
+def plan_of(
+    model: ModelArtifact, plan_id: str, tensors: dict[str, TensorRange] | None = None, **options: object
+) -> PrecisionPlan:
+    profile = profile_of(model, {})
+    if tensors is not None:
+        profile = replace(profile, tensors=tensors)
+    chosen = PlanOptions(plans=(plan_id,), **options)  # type: ignore[arg-type]
+    plans = make_plans(model, profile, (CTR,), [PER_CHANNEL_WEIGHT], chosen)
+    assert serde.loads(PlanSet, serde.dumps(plans)) == plans
+    return plans.plan(plan_id)
+
+
+def wide(plan: PrecisionPlan) -> set[str]:
+    return {each.node for each in plan.wide}
+
+
+# Logits and residual streams --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan_id", ["bf16", "fp16", "fp8-all", "fp8-safe"])
+def test_the_logit_end_stays_in_fp32(plan_id: str, model: ModelArtifact) -> None:
+    plan = plan_of(model, plan_id)
+    assert set(plan.wide) == {Wide("heat/div", BEHIND), Wide("sigmoid", BEHIND)}
+    platt = plan.decision("platt")
+    assert (platt.precision, platt.reason) == (Precision.FP32, "calibrates output 'ctr'")
+    # The product that yields the logit is judged like any other.
+    assert plan.decision("head").precision is (Precision.FP8 if plan_id == "fp8-all" else plan.base)
+
+
+def test_nothing_is_wide_where_all_is_fp32(model: ModelArtifact) -> None:
+    assert plan_of(model, "fp32").wide == ()
+    plan = plan_of(model, "fp8-all", base=Precision.FP32)
+    assert plan.wide == ()
+    # The calibration layer does not run in FP8 all the same.
+    assert plan.fp8_sites == ("fc0", "fc1", "head")
+    assert plan.decision("platt").reason.startswith("calibrates output 'ctr'; KL 0 %")
+
+
+def test_protection_is_the_users_choice(model: ModelArtifact) -> None:
+    nothing = plan_of(model, "fp8-all", protect=())
+    assert nothing.wide == () and nothing.decision("platt").precision is Precision.FP8
+    stream = plan_of(model, "fp8-all", protect=(Protection.RESIDUAL,))
+    assert wide(stream) == {"join0", "join1"}
+    assert stream.decision("norm").precision is Precision.FP32
+    assert stream.decision("norm").reason == "carries the residual stream to the next block"
+    both = plan_of(model, "fp8-all", protect=tuple(Protection))
+    assert wide(both) == {"join0", "join1"} | ENDS
+
+
+def test_a_forced_site_is_not_protected(model: ModelArtifact) -> None:
+    plan = plan_of(model, "fp8-safe", force=("platt",))
+    assert plan.decision("platt").precision is Precision.FP8 and wide(plan) == ENDS
+
+
+# What the user names ----------------------------------------------------------------------------------
+
+
+def test_a_node_that_is_kept_stays_in_fp32(model: ModelArtifact) -> None:
+    plan = plan_of(model, "fp8-all", keep=("act", "fc1", "heat"))
+    assert set(plan.wide) == {
+        Wide("act", "kept by 'act'"),
+        Wide("heat/div", "kept by 'heat'"),
+        Wide("sigmoid", BEHIND),
+    }
+    assert plan.decision("fc1").precision is Precision.BF16
+
+
+def test_a_site_is_kept_by_the_name_that_it_had_before_mods(model: ModelArtifact) -> None:
+    sites = tuple(replace(s, merged_from=("q", "k") if s.name == "fc1" else ()) for s in model.sites)
+    merged = replace(model, sites=sites)
+    plan = plan_of(merged, "fp8-all", keep=("q",))
+    assert plan.decision("fc1").precision is Precision.BF16
+    assert plan.decision("fc1").reason.startswith("kept in bf16 by 'q'; ")
+
+
+# FP16 -------------------------------------------------------------------------------------------------
+
+
+def test_an_overflow_stays_in_fp32_in_fp16_and_nowhere_else(model: ModelArtifact) -> None:
+    tensors = magnitudes_of(model, h0=TensorRange(7e4), r0=TensorRange(7e4))
+    plan = plan_of(model, "fp16", tensors)
+    why = "tensor 'h0' reaches 7e+04: 8 times that is beyond FP16's 65504"
+    assert wide(plan) == {"act", "join0"} | ENDS
+    assert next(each.reason for each in plan.wide if each.node == "act") == why
+    assert (plan.decision("fc0").precision, plan.decision("fc0").reason) == (Precision.FP32, why)
+    assert plan.decision("fc0").verdict is Verdict.NOT_JUDGED
+    assert wide(plan_of(model, "bf16", tensors)) == ENDS
+
+
+def test_an_fp8_site_that_reads_what_overflows_stays_in_fp32_even_if_forced(model: ModelArtifact) -> None:
+    tensors = magnitudes_of(model, n=TensorRange(7e4))
+    for options in ({}, {"force": ("fc1",)}):
+        plan = plan_of(model, "fp8-all", tensors, base=Precision.FP16, **options)
+        assert plan.fp8_sites == ("fc0", "head")
+        assert plan.decision("fc1").reason.startswith("tensor 'n' reaches 7e+04")
+        assert plan.decision("norm").precision is Precision.FP32
+    assert "fc1" in plan_of(model, "fp8-all", tensors).fp8_sites
+
+
+def test_fp16_needs_what_calibration_was_not_asked_for(model: ModelArtifact) -> None:
+    for plan_id, base in (("fp16", Precision.BF16), ("fp8-all", Precision.FP16), ("fp8-all", None)):
+        with pytest.raises(PlanningError) as caught:
+            plan_of(model, plan_id, {}, base=base)
+        assert str(caught.value) == (
+            "the profile does not say what fits fp16\n"
+            "  evidence: it holds magnitudes of no tensor\n"
+            "  remedy: calibrate this model again, with fp16 among `plan.plans` or as `plan.base`"
+        )
+    assert plan_of(model, "fp8-all", {}).base is Precision.BF16
+
+
+# The base that the profile chooses --------------------------------------------------------------------
+
+
+def test_fp16_is_chosen_where_it_fits(model: ModelArtifact) -> None:
+    plan = plan_of(model, "fp8-safe", base=None)
+    assert (plan.base, plan.base_reason) == (Precision.FP16, "8 times what was measured fits fp16")
+    assert plan.decision("norm").precision is Precision.FP16
+    assert plan_of(model, "bf16", base=None).base is Precision.BF16
+
+
+def test_a_few_places_stay_in_fp32(model: ModelArtifact) -> None:
+    plan = plan_of(model, "fp8-safe", magnitudes_of(model, r0=TensorRange(9e3)), base=None)
+    assert plan.base_reason == (
+        "8 times what was measured fits fp16; what does not (1 of at most 4 places) stays in fp32"
+    )
+    assert wide(plan) == {"act", "join0"} | ENDS and plan.fp8_sites == ("fc0", "fc1")
+
+
+def test_bf16_is_chosen_where_many_places_do_not_fit(model: ModelArtifact) -> None:
+    tensors = {name: TensorRange(7e4) for name in magnitudes_of(model)}
+    plan = plan_of(model, "fp8-safe", tensors, base=None)
+    assert plan.base is Precision.BF16 and wide(plan) == ENDS
+    assert plan.base_reason == (
+        "6 places are not shown to fit fp16, first of them: "
+        "tensor 'x' reaches 7e+04: 8 times that is beyond FP16's 65504"
+    )
+    # Where a site is kept in the base precision, its reason names the base that was chosen.
+    kept = plan_of(model, "fp8-safe", tensors, base=None, keep=("fc1",))
+    assert kept.decision("fc1").reason.startswith("kept in bf16 by 'fc1'")
+
+
+def test_bf16_is_chosen_where_fp16_does_not_hold_a_scale(model: ModelArtifact) -> None:
+    profile = profile_of(model, {}, scale=2.0**-15)
+    options = PlanOptions(base=None, plans=("fp8-safe",))
+    plan = make_plans(model, profile, (CTR,), [PER_CHANNEL_WEIGHT], options).plan("fp8-safe")
+    assert (plan.base, plan.base_reason) == (
+        Precision.BF16,
+        "site 'fc0' has a scale of 3.052e-05, which fp16 does not hold",
+    )
+
+
+# Planned models ---------------------------------------------------------------------------------------
+
+
+def planned(model: ModelArtifact, plan: PrecisionPlan, folder: Path) -> onnx.ModelProto:
+    result = apply_plan(model, plan, PlanForm(plan.base), folder / f"{plan.id}.onnx")
+    proto = onnx.load(result.path)
+    onnx.checker.check_model(proto, full_check=True)
+    casts = result.log.records[-1].applied
+    assert {a.at for a in casts if a.what.startswith("kept in FP32 between casts: ")} == wide(plan)
+    return proto
+
+
+def types_of(proto: onnx.ModelProto) -> dict[str, int]:
+    inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True).graph
+    infos = (*inferred.input, *inferred.output, *inferred.value_info)
+    return {info.name: info.type.tensor_type.elem_type for info in infos}
+
+
+@pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
+def test_the_adds_of_the_stream_read_the_exact_tensor(
+    base: Precision, model: ModelArtifact, tmp_path: Path
+) -> None:
+    """In FP8 throughout: a Q stands between the stream and a product, never between it and the Add."""
+    proto = planned(model, plan_of(model, "fp8-all", base=base), tmp_path)
+    assert sum(node.op_type == "QuantizeLinear" for node in proto.graph.node) == 3
+    quantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
+    for name in ("join0", "join1"):
+        (add,) = (node for node in proto.graph.node if node.name == name)
+        assert quantized.isdisjoint(add.input)
+
+
+@pytest.mark.parametrize("plan_id", ["bf16", "fp8-all"])
+def test_the_logit_end_is_typed_fp32_and_the_head_is_not(
+    plan_id: str, model: ModelArtifact, tmp_path: Path
+) -> None:
+    proto = planned(model, plan_of(model, plan_id), tmp_path)
+    types = types_of(proto)
+    assert types["l"] == TensorProto.BFLOAT16
+    assert {types[name] for name in ("t", "p", "ctr")} == {TensorProto.FLOAT}
+    names = {tensor.name for tensor in proto.graph.initializer}
+    assert {"temperature", "slope", "shift"} <= names
+
+
+def test_the_stream_is_typed_fp32_where_it_is_protected(model: ModelArtifact, tmp_path: Path) -> None:
+    proto = planned(model, plan_of(model, "fp8-all", protect=(Protection.RESIDUAL,)), tmp_path)
+    types = types_of(proto)
+    assert {types[name] for name in ("s0", "n", "s1")} == {TensorProto.FLOAT}
+    assert {types[name] for name in ("h0", "h1", "l", "t")} == {TensorProto.BFLOAT16}
+
+
+def test_an_fp16_model_that_would_overflow_does_not(model: ModelArtifact, tmp_path: Path) -> None:
+    """Rows whose first product is 7e4 and more; ONNX Runtime would compute FP16 in FP32 on a CPU."""
+    x = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32) * 4e4
+    exact = OnnxSession(model.path).run({"x": x})["ctr"]
+    full = magnitudes_of(model)
+    ranges = {name: TensorRange(3e5) for name in ("x", "h0", "r0", "s0")}
+    for tensors, holds in ((full | ranges, True), (full, False)):
+        plan = plan_of(model, "fp16", tensors)
+        folder = tmp_path / str(holds)
+        proto = planned(model, plan, folder)
+        with np.errstate(invalid="ignore", over="ignore"):
+            (got,) = ReferenceEvaluator(proto).run(None, {"x": x})
+        assert np.isfinite(got).all() == holds
+        if holds:
+            np.testing.assert_allclose(got, exact, rtol=0, atol=5e-3)
+            np.testing.assert_allclose(
+                OnnxSession(folder / "fp16.onnx").run({"x": x})["ctr"], exact, atol=5e-3
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("protect", [(), (Protection.LOGITS,), tuple(Protection)])
+@pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
+@pytest.mark.parametrize("plan_id", ["fp8-all", "fp8-safe"])
+def test_nvidias_builder_accepts_what_is_protected(
+    plan_id: str,
+    base: Precision,
+    protect: tuple[Protection, ...],
+    model: ModelArtifact,
+    tmp_path: Path,
+) -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
+    tensors = magnitudes_of(model, h0=TensorRange(7e4))
+    plan = plan_of(model, plan_id, tensors, base=base, protect=protect, keep=("act",))
+    planned(model, plan, tmp_path)
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse_from_file(str(tmp_path / f"{plan_id}.onnx")), parser.get_error(0).desc()
+    config = builder.create_builder_config()
+    profile = builder.create_optimization_profile()
+    profile.set_shape("x", (1, 32), (64, 32), (64, 32))
+    config.add_optimization_profile(profile)
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+    assert builder.build_serialized_network(network, config) is not None

@@ -1,0 +1,125 @@
+"""Loading a bundle of a model that was cut at its embeddings: the whole, or the dense part alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sample_run import SampleRun
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bundle"))
+
+from cut_models import LOOKED_UP, TABLE, answer, cut_contents, request
+
+from loka_onnx.bundle import write_bundle
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.split import Part
+from loka_onnx.errors import ConfigError, DataError, EngineError
+from loka_onnx.runtime import load, loading
+from loka_onnx.sessions.onnx_session import OnnxSession
+
+
+@pytest.fixture(scope="module")
+def bundle(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cut")
+    return write_bundle(cut_contents(sample, root / "run"), root / "bundle")
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the models that sessions were opened for."""
+    seen: list[str] = []
+
+    def open_session(path: Path, *arguments: Any) -> OnnxSession:
+        seen.append(path.name)
+        return OnnxSession(path, *arguments)
+
+    monkeypatch.setattr(loading, "OnnxSession", open_session)
+    return seen
+
+
+def test_the_whole_takes_ids_and_answers_by_its_definition(bundle: Path, opened: list[str]) -> None:
+    engine = load(bundle)
+    assert engine.part is Part.WHOLE and engine.entry.part is Part.DENSE
+    assert [spec.name for spec in engine.inputs] == ["x", "item"]
+    asked = request(5, seed=3)
+    np.testing.assert_allclose(engine.infer(asked)["ctr"], answer(asked), rtol=1e-6)
+    assert sorted(opened) == ["dense.onnx", "lookup.onnx"]
+    assert engine.health().ready and engine.skipped == ()
+
+
+def test_the_dense_part_takes_looked_up_rows_and_opens_no_table(bundle: Path, opened: list[str]) -> None:
+    engine = load(bundle, part="dense")
+    assert opened == ["dense.onnx"]
+    assert engine.part is Part.DENSE
+    assert engine.inputs == (
+        TensorSpec("x", "float32", (None, 3)),
+        TensorSpec(LOOKED_UP, "float32", (None, 4)),
+    )
+    asked = request(6, seed=4)
+    # A parameter server may hold other rows than the model was exported with.
+    for table in (TABLE, TABLE + 1):
+        got = engine.infer({"x": asked["x"], LOOKED_UP: table[asked["item"]]})["ctr"]
+        moved = (table - TABLE)[asked["item"]].astype(np.float64) @ [[0.25], [3.0], [-1.0], [0.125]]
+        np.testing.assert_allclose(got, answer(asked) + moved, rtol=1e-5)
+    assert engine.health().ready
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({LOOKED_UP: None}, r"does not hold the dense part's inputs\n.*missing \['embeddings.item'\]"),
+        ({"item": np.zeros(2, np.int64)}, r"unknown \['item'\]"),
+        ({LOOKED_UP: np.zeros((2, 5), np.float32)}, r"float32\(2, 5\), the model takes float32\(None, 4\)"),
+        ({LOOKED_UP: np.zeros((2, 4))}, r"float64\(2, 4\), the model takes float32\(None, 4\)"),
+        ({LOOKED_UP: np.zeros((3, 4), np.float32)}, r"rows \{'x': 2, 'embeddings.item': 3\}"),
+    ],
+)
+def test_looked_up_rows_are_checked_like_any_input(
+    bundle: Path, change: dict[str, Any], message: str
+) -> None:
+    request_ = {"x": np.zeros((2, 3), np.float32), LOOKED_UP: np.zeros((2, 4), np.float32), **change}
+    with pytest.raises(DataError, match=message):
+        load(bundle, part=Part.DENSE).infer({n: v for n, v in request_.items() if v is not None})
+
+
+def test_a_bundle_without_a_cut_has_no_dense_part(sample: SampleRun, tmp_path: Path) -> None:
+    place = write_bundle(sample.contents, tmp_path / "bundle")
+    with pytest.raises(EngineError, match=r"no engine of the bundle runs here") as caught:
+        load(place, part="dense")
+    assert str(caught.value).count("this engine takes ids, not looked-up rows") == len(
+        (*sample.contents.engines, "fallback")
+    )
+    assert "build with `model.split_sparse: true`" in str(caught.value)
+
+
+def test_an_unknown_part_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no part 'sparse' to load\n.*'whole' and 'dense'"):
+        load(tmp_path / "nothing", part="sparse")
+
+
+def test_a_lookup_that_does_not_open_frees_the_engine_and_the_whole_model_serves(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    class Watched(OnnxSession):
+        def __init__(self, path: Path, options: Any = None) -> None:
+            if path.name == "lookup.onnx":
+                raise EngineError("no memory for the tables")
+            super().__init__(path, options)
+            self.name = path.name
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    monkeypatch.setattr(loading, "OnnxSession", Watched)
+    engine = load(bundle)
+    assert engine.health().is_fallback
+    assert closed == ["dense.onnx"]
+    assert "no memory for the tables" in engine.skipped[0].reason
+    asked = request(3)
+    np.testing.assert_allclose(engine.infer(asked)["ctr"], answer(asked), rtol=1e-6)
