@@ -14,6 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, numpy_helper
+from onnx.external_data_helper import uses_external_data
+
+from loka_onnx.graph.storage import read_external
 
 FLOAT8_NAMES: dict[int, str] = {
     TensorProto.FLOAT8E4M3FN: "float8e4m3fn",
@@ -100,7 +103,12 @@ class OperandReader:
         Raises:
             KeyError: There is none of that name.
         """
-        return numpy_helper.to_array(self._initializers[name], self._folder)
+        tensor = self._initializers[name]
+        if uses_external_data(tensor):
+            # onnx's own reader refuses files with several hard links, which an engine's are.
+            tensor = TensorProto.FromString(tensor.SerializeToString())
+            read_external(tensor, Path(self._folder))
+        return numpy_helper.to_array(tensor)
 
     def dequantized_weight(self, site: str) -> npt.NDArray[np.float32] | None:
         """The FP8 weight of a product times its scale; None when it has no FP8 initializer."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 from onnx.external_data_helper import uses_external_data
+from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.garbage import collector_paused
@@ -88,7 +89,8 @@ class GraphModel:
             if uses_external_data(tensor):
                 read_external(tensor, directory)
         add_inferred_shapes(proto)
-        with collector_paused():
+        # It writes to standard output that NumPy has no FP8 types; the tensors keep their ONNX type.
+        with collector_paused(), G_LOGGER.suppress(G_LOGGER.ERROR):
             return cls(gs.import_onnx(proto), tables)
 
     def save(self, path: Path, *, link_tables: bool = True) -> str:

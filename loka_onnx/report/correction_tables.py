@@ -36,6 +36,8 @@ def _left_alone(plans: tuple[PlanCorrections, ...]) -> Iterator[str]:
 
 
 def _variant_table(plans: tuple[PlanCorrections, ...]) -> Table:
+    rows = [(plan, output, trial) for plan in plans for output in plan.outputs for trial in output.trials]
+    is_labelled = any(trial.delta_ne is not None for _, _, trial in rows)
     columns = (
         Column("Plan"),
         Column("Output"),
@@ -43,22 +45,24 @@ def _variant_table(plans: tuple[PlanCorrections, ...]) -> Table:
         Column("Kept"),
         Column("Constant", numeric=True),
         Column("Mean change of the output", numeric=True),
-        Column(f"{DELTA_NE_NAME} on selection [95 % interval]", numeric=True),
+        *((Column(f"{DELTA_NE_NAME} on selection [95 % interval]", numeric=True),) if is_labelled else ()),
         Column("KL, label-free part", numeric=True),
         Column("Why", prose=True),
     )
-    rows = [(plan, output, trial) for plan in plans for output in plan.outputs for trial in output.trials]
     return Table(
         "What was tried on each output",
         columns,
-        tuple(_variant_row(*row) for row in rows),
+        tuple(_variant_row(*row, is_labelled=is_labelled) for row in rows),
         frozenset(i for i, (_, output, trial) in enumerate(rows) if trial.variant is output.accepted),
         keys=2,
     )
 
 
-def _variant_row(plan: PlanCorrections, output: OutputCorrection, trial: Trial) -> tuple[Cell, ...]:
+def _variant_row(
+    plan: PlanCorrections, output: OutputCorrection, trial: Trial, *, is_labelled: bool
+) -> tuple[Cell, ...]:
     is_kept = trial.variant is output.accepted
+    delta_ne = numbers.NONE if trial.delta_ne is None else numbers.percent_interval(trial.delta_ne)
     constant = f"{trial.constant:+.4g}" if trial.variant.has_constant else numbers.NONE
     return (
         cell(plan.plan),
@@ -67,7 +71,7 @@ def _variant_row(plan: PlanCorrections, output: OutputCorrection, trial: Trial) 
         cell("yes", Tone.GOOD) if is_kept else cell("no", Tone.MUTED),
         cell(constant),
         cell(f"{trial.mean_error:+.3g}"),
-        cell(numbers.NONE if trial.delta_ne is None else numbers.percent_interval(trial.delta_ne)),
+        *((cell(delta_ne),) if is_labelled else ()),
         cell(numbers.percent_interval(trial.kl)),
         # One sentence for each output: it weighs all variants.
         cell(output.reason if trial.variant is Variant.NONE else ""),

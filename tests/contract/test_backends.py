@@ -34,12 +34,17 @@ class Subject:
     base: Precision
     """Base of the plans it accepts."""
     float8: str
-    """How it spells an FP8 operand."""
+    """How it spells an FP8 activation."""
+    float8_weight: str
+    """How it spells an FP8 weight."""
 
 
 SUBJECTS = {
-    "onnxruntime": ("cpu", "cpu", Precision.FP32, "float8e4m3fn dequantized to float"),
-    "tensorrt_rtx": ("nvidia-rtx-ada", "sm89", Precision.BF16, "fp8_e4m3"),
+    "onnxruntime": (
+        *("cpu", "cpu", Precision.FP32),
+        *("float8e4m3fn dequantized to float", "float8 weight, folded, dequantized to float"),
+    ),
+    "tensorrt_rtx": ("nvidia-rtx-ada", "sm89", Precision.BF16, "fp8_e4m3", "fp8_e4m3"),
 }
 
 
@@ -176,7 +181,7 @@ def test_fp8_is_engaged_where_it_was_planned(
     for site in artifact.sites:
         assert site.planned == "fp8"
         assert site.engaged, site.evidence
-        assert site.operands == (subject.float8, subject.float8)
+        assert site.operands == (subject.float8, subject.float8_weight)
     assert artifact.simulated == (subject.backend.name == "onnxruntime")
 
 

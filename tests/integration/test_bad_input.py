@@ -75,8 +75,8 @@ def test_unknown_key_and_the_nearest(place: Workplace, capsys: Capture) -> None:
     place.write_run_file(bacth={"max": 8})
     assert refusal(capsys, place) == (
         "error: DIR/RUN.yaml:59: unknown key 'bacth'\n"
-        "  evidence: the keys here are name, model, outputs, data, batch, calibration, plan, targets, build, "
-        "threads, output\n"
+        "  evidence: the keys here are name, model, outputs, data, batch, calibration, mods, plan, targets, "
+        "build, threads, output\n"
         "  remedy: did you mean 'batch'?\n"
     )
 
@@ -316,7 +316,7 @@ def test_a_finished_run_is_neither_extended_nor_replaced_unasked(
     assert (done.code, done.out) == (2, "")
     assert done.err == (
         f"error: the output directory '{finished.directory}' is not empty\n"
-        "  evidence: it holds bundle, calibration, choice.json, engines …\n"
+        "  evidence: it holds bundle, calibration, choice.json, corrections.json …\n"
         "  remedy: pass --resume to go on from its last finished stage, or --force to start over\n"
     )
 

@@ -10,8 +10,10 @@ experts have, is kept. The correction is −E[ŷ − y], one constant for each o
 has no preference, but a channel of W has few values, and an activation may have few as well: what they leave
 is the same for every row.
 
-The error is **local**: x is what the exact model computes there, x̂ that value rounded. What the errors of
-earlier sites do to the mean of later ones is of second order once the earlier ones are corrected; the
+The error is **local**: x is what the exact model computes there, x̂ that value rounded. What earlier rounding
+does to later means through functions that are not linear stays, about half of the mean error of deep sites.
+Restoring the means in the quantized model instead, site after site with a pass for each, takes all of it and
+did no better (Wukong on MovieLens 1M, every site in FP8, selection rows: ΔNE .361 % against .370 %). The
 constant on the output takes what is left. Source: Nagel et al., "Data-Free Quantization Through Weight
 Equalization and Bias Correction" (arXiv 1906.04721), section 4.2, with measured means in place of those that
 it derives from BatchNorm, and with the rounding of activations beside that of weights.

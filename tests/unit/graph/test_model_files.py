@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
+from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.errors import InternalError
 from loka_onnx.graph import storage
@@ -287,3 +289,21 @@ def test_a_table_beyond_two_gigabytes_is_never_read_into_memory(tmp_path):
     assert growth_mib < 300
     # 0.1 s was seen. One reading of the table takes more than a second on the fastest of disks.
     assert later < max(5.0, first)
+
+
+def test_loading_an_fp8_model_writes_nothing_to_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is there belongs to the user: onnx-graphsurgeon tells there, once in a process, of FP8 types."""
+    G_LOGGER.once_logged.clear()
+    body = "[q] a = QuantizeLinear(x, scale, zero) [dq] y = DequantizeLinear(a, scale, zero)"
+    text = f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,8] x) => (float[b,8] y) {{ {body} }}'
+    proto = onnx.parser.parse_model(text)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0.5).reshape(()), "scale"))
+    zero = onnx.helper.make_tensor("zero", onnx.TensorProto.FLOAT8E4M3FN, [], b"\0", raw=True)
+    proto.graph.initializer.append(zero)
+    onnx.save(proto, tmp_path / "fp8.onnx")
+    model = GraphModel.load(tmp_path / "fp8.onnx")
+    assert model.node("q").outputs[0].dtype == onnx.TensorProto.FLOAT8E4M3FN
+    model.save(tmp_path / "again.onnx")
+    assert capsys.readouterr().out == ""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 from shape_models import IDS, Case, dyadic
+from tower_cases import TOWERS
 
 from loka_onnx.transforms.einsum_to_matmul import EinsumToMatMul
 from loka_onnx.transforms.fold_constants import FoldConstants
@@ -471,6 +472,7 @@ CASES: dict[str, Case] = {
         "looked_up": LOOKED_UP,
         "joined": JOINED,
         "apart": TAKEN_APART,
+        "towers": TOWERS,
     }.items()
     for name, case in cases.items()
 }

@@ -165,6 +165,17 @@ def test_a_mod_that_finds_nothing_is_recorded_unchecked(tmp_path: Path) -> None:
     assert (record.transform, record.applied, record.max_abs) == ("fuse-layer-norm", (), None)
 
 
+def test_the_graph_is_copied_only_where_it_may_have_to_be_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large graph takes as long to copy as to search, and most mods find nothing."""
+    copied = []
+    copy = GraphModel.copy
+    monkeypatch.setattr(GraphModel, "copy", lambda graph: copied.append(graph) or copy(graph))
+    run(tmp_path, FuseLayerNorm(), Rounds(), FuseLayerNorm())
+    assert len(copied) == 1
+
+
 @pytest.mark.parametrize("rows", [[], [{"x": np.zeros((0, 8), np.float32)}]])
 def test_no_rows_no_mods(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(TransformError, match="mods are checked on data, and there are no rows"):
