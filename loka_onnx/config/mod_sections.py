@@ -21,6 +21,12 @@ class ModsConfig(Strict):
         "first layer) where that lowers the FP8 error that is measured on calibration rows",
     )
 
+    split_channels: bool = Field(
+        False,
+        description="whether the few input channels that make most of the error of an unsafe site are split "
+        "off as a product of their own, so that the rest is safe; every plan then pays for one more product",
+    )
+
     @model_validator(mode="after")
     def _each_once(self) -> Self:
         for index, name in enumerate(self.skip):

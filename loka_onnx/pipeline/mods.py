@@ -16,6 +16,7 @@ from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.choose_smoothing import ChooseSmoothing
 from loka_onnx.transforms.sequence import DEFAULT_MODS
+from loka_onnx.transforms.split_loud_channels import SplitLoudChannels
 
 
 class ChosenMods:
@@ -33,6 +34,7 @@ class ChosenMods:
         for index, name in enumerate(config.mods.skip):
             if name not in known:
                 raise _unknown(name, index, list(known))
+        self._config = config
         skipped = set(config.mods.skip)
         self._kinds = tuple(kind for name, kind in known.items() if name not in skipped)
         self._rounding = _rounding(config) if config.mods.smoothing else None
@@ -43,19 +45,25 @@ class ChosenMods:
         rounding = self._rounding
         return {
             "mods": [kind.name for kind in self._kinds],
+            "split_channels": self._config.mods.split_channels,
             "smoothing": None if rounding is None else [rounding.format, *rounding.weights],
         }
 
-    def make(self, rows: Mapping[str, npt.NDArray[Any]], scratch: Path) -> list[Mod[Any]]:
+    def make(
+        self, rows: Mapping[str, npt.NDArray[Any]], scratch: Path, left: Mapping[str, float]
+    ) -> list[Mod[Any]]:
         """The mods.
 
         Args:
-            rows: What smoothing is measured on.
+            rows: What smoothing and loud channels are measured on.
             scratch: Directory on the file system of the model.
+            left: Part of its error that each unsafe site may keep.
         """
         mods: list[Mod[Any]] = [kind() for kind in self._kinds]
         if self._rounding is not None:
             mods.append(ChooseSmoothing([rows], scratch, self._rounding))
+        if self._config.mods.split_channels:
+            mods.append(SplitLoudChannels(left, [rows], scratch, self._config.plan.format))
         return mods
 
 
@@ -70,6 +78,8 @@ def _unknown(name: str, index: int, known: list[str]) -> ConfigError:
     close = difflib.get_close_matches(name, known, n=1)
     if name == ChooseSmoothing.name:
         remedy = "write `mods.smoothing: false`"
+    elif name == SplitLoudChannels.name:
+        remedy = "write `mods.split_channels: false`, which is the default"
     else:
         remedy = f"did you mean '{close[0]}'?" if close else "remove it"
     return ConfigError(

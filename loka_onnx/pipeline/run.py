@@ -131,7 +131,7 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     if options.until is Stage.CALIBRATE:
         return ended
 
-    modified = steps.modify(exported)
+    modified = steps.modify(exported, probed)
     profile = steps.probing.recalibrate(modified.model, probed)
     split = steps.cut(modified.model)
     if options.until is Stage.TRANSFORM:

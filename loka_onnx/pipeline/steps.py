@@ -56,6 +56,7 @@ from loka_onnx.pipeline.splitting import (
     with_lookup,
 )
 from loka_onnx.pipeline.torch_source import build_torch_model
+from loka_onnx.planning.loud import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Runner
@@ -176,24 +177,29 @@ class Steps:
         """The calibration stages."""
         return Probing(self.config, self.directory, self.splits.calibration, self.progress)
 
-    def modify(self, model: ModelArtifact) -> ModdedModel:
+    def modify(self, model: ModelArtifact, profile: Profile) -> ModdedModel:
         """Mods, each checked on calibration rows → `model/modified.onnx`."""
+        left = self._errors_to_leave(model, profile) if self.config.mods.split_channels else {}
         target, document = self._path("model/modified.onnx"), self._path("model/modified.json")
         log = self._path("model/mods.json")
 
         def produce() -> Sequence[Path]:
             rows = next(self.splits.calibration.batches(CHECK_ROWS))
-            mods = self._mods.make(rows.inputs, target.parent)
+            mods = self._mods.make(rows.inputs, target.parent, left)
             rewritten = apply_mods(model, [rows.inputs], target, mods, self.progress)
             serde.write(rewritten.log, log)
             return [*self._write_model(rewritten.model, document), log]
 
         return self.directory.stage(
             "mods",
-            {"model": model.digest, "data": self.splits.calibration.digest, **self._mods.key},
+            {"model": model.digest, "data": self.splits.calibration.digest, **self._mods.key, "left": left},
             produce,
             lambda: ModdedModel(self._read_model(document), serde.read(RewriteLog, log)),
         )
+
+    def _errors_to_leave(self, model: ModelArtifact, profile: Profile) -> dict[str, float]:
+        options = PlanOptions(self.config.plan.keep, confidence=self.config.calibration.confidence)
+        return errors_to_leave(model, profile, self.specs, options)
 
     def cut(self, model: ModelArtifact) -> ModelSplit | None:
         """The modified model cut at its embeddings, where the run file asks for it; engines follow it."""

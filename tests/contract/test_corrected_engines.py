@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_transforms import batch, fp8_plan, ranker, rewritten
+from test_transforms import batch, fp8_plan, ranker
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind
 from loka_onnx.core.correction import BiasCorrection, Corrections, OutputConstant
@@ -18,6 +18,7 @@ from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.precision import PlanForm, apply_plan
+from loka_onnx.transforms.sequence import apply_mods
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -59,7 +60,7 @@ def engine_of(
 def test_corrected_sites_run_in_fp8(backend: str, tmp_path: Path) -> None:
     if backend == "tensorrt_rtx":
         pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
-    model = rewritten(tmp_path)
+    model = apply_mods(ranker(tmp_path), [batch()], tmp_path / "after.onnx").model
     base = Precision.BF16 if backend == "tensorrt_rtx" else Precision.FP32
     plan = fp8_plan(model, PER_CHANNEL_WEIGHT, base)
     path = planned(model, base, CORRECTIONS, tmp_path / "planned.onnx")
@@ -73,7 +74,7 @@ def test_corrections_cost_no_kernel(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     from loka_onnx.engines.tensorrt_rtx.compiled_graph import read_compiled_graphs
 
-    model = rewritten(tmp_path)
+    model = apply_mods(ranker(tmp_path), [batch()], tmp_path / "after.onnx").model
     plan, counts = fp8_plan(model, PER_CHANNEL_WEIGHT, Precision.BF16), []
     for name, corrections in (("plain", None), ("corrected", CORRECTIONS)):
         folder = tmp_path / name

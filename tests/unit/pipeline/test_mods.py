@@ -39,7 +39,7 @@ def config_of(tmp_path: Path) -> Any:
 
 
 def names(config: RunConfig, folder: Path) -> list[str]:
-    return [mod.name for mod in ChosenMods(config).make({"x": np.zeros((1, 1))}, folder)]
+    return [mod.name for mod in ChosenMods(config).make({"x": np.zeros((1, 1))}, folder, {})]
 
 
 def test_by_default_every_mod_and_then_smoothing(config_of: Any, tmp_path: Path) -> None:
