@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from loka_onnx.planning.policy import make_plans
     from loka_onnx.report import render
     from loka_onnx.runtime import load
-    from loka_onnx.transforms.precision import PlanForm, apply_plan
+    from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
     from loka_onnx.transforms.sequence import apply_mods
 
 __all__ = [
@@ -85,7 +85,7 @@ _HOMES = {
     "planning.policy": ("make_plans",),
     "report": ("render",),
     "runtime": ("load",),
-    "transforms.precision": ("PlanForm", "apply_plan"),
+    "transforms.precision.apply_plan": ("PlanForm", "apply_plan"),
     "transforms.sequence": ("apply_mods",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}

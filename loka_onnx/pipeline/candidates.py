@@ -22,7 +22,7 @@ from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import TransformError
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.splitting import Source
-from loka_onnx.transforms.precision import PlanForm, apply_plan
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 
 @dataclass(frozen=True)

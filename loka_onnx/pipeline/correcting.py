@@ -31,7 +31,7 @@ from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.transforms.precision import PlanForm, apply_plan
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 FITTED_ROWS = 32_768
 """Calibration rows that constants are fitted to, at most: a mean is then known to .006 of its spread."""

@@ -14,9 +14,9 @@ from loka_onnx.core.recipe import Granularity
 from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.transforms.base import Mod
-from loka_onnx.transforms.choose_smoothing import ChooseSmoothing
+from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels
 from loka_onnx.transforms.sequence import DEFAULT_MODS
-from loka_onnx.transforms.split_loud_channels import SplitLoudChannels
+from loka_onnx.transforms.smoothing.choose_smoothing import ChooseSmoothing
 
 
 class ChosenMods:

@@ -28,7 +28,7 @@ from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Arrays, Runner
 from loka_onnx.sessions.split_runner import SplitRunner
-from loka_onnx.transforms.split_sparse import (
+from loka_onnx.transforms.lookups.split_sparse import (
     DENSE_FILE,
     LOOKUP_FILE,
     describe_halves,

@@ -17,7 +17,7 @@ from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.transforms.precision import PlanForm, apply_plan
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import apply_mods
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

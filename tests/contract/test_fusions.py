@@ -23,7 +23,7 @@ from loka_onnx.engines.tensorrt_rtx.compiled_graph import CompiledGraph, read_co
 from loka_onnx.engines.tensorrt_rtx.site_precision import site_precisions
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.transforms.precision import PlanForm, apply_plan
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 WIDTH = 64
 RTX = FUSIONS["tensorrt_rtx"]

@@ -24,7 +24,7 @@ from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.graph.sites import channel_axis, find_sites
 from loka_onnx.numerics.scales import amax_scale, weight_scales
 from loka_onnx.transforms.base import Mod
-from loka_onnx.transforms.precision import PlanForm, apply_plan
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
 
 RANKER = """

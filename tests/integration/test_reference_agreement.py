@@ -29,7 +29,7 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.transforms.precision import PlanForm, apply_plan
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 pytest.importorskip("torch")
 ort = pytest.importorskip("onnxruntime")

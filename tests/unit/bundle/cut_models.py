@@ -17,7 +17,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.transforms.split_sparse import SparseSplit, describe_halves, split_sparse, verify_split
+from loka_onnx.transforms.lookups.split_sparse import SparseSplit, describe_halves, split_sparse, verify_split
 
 RANKER = """
 <ir_version: 10, opset_import: ["" : 21]>

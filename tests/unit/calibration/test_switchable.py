@@ -22,7 +22,7 @@ from loka_onnx.graph.model import values_of
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.transforms.insert_qdq import insert_qdq
+from loka_onnx.transforms.precision.insert_qdq import insert_qdq
 
 pytest.importorskip("torch")
 

@@ -17,7 +17,7 @@ from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.pipeline import candidates
 from loka_onnx.pipeline.candidates import Candidate, EngineBuilder
-from loka_onnx.transforms.precision import PlanForm, PlannedModel
+from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel
 
 RTX, CPU = "tensorrt_rtx", "onnxruntime"
 

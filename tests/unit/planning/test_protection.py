@@ -25,7 +25,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.transforms.precision import PlanForm, apply_plan
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 BODY = """
     [fc0] h0 = MatMul(x, w0)

@@ -8,16 +8,16 @@ import numpy as np
 from shape_models import IDS, Case, dyadic
 from tower_cases import TOWERS
 
-from loka_onnx.transforms.einsum_to_matmul import EinsumToMatMul
-from loka_onnx.transforms.fold_constants import FoldConstants
-from loka_onnx.transforms.join_parts import JoinParts
-from loka_onnx.transforms.merge_gathers import MergeGathers
-from loka_onnx.transforms.merge_parallel_linears import MergeParallelLinears
-from loka_onnx.transforms.pad_sites import CopyRule, PadSites
-from loka_onnx.transforms.reassociate_interaction import ReassociateInteraction
-from loka_onnx.transforms.remove_no_ops import RemoveNoOps
-from loka_onnx.transforms.share_duplicates import ShareDuplicates
-from loka_onnx.transforms.split_concat import SplitConcat
+from loka_onnx.transforms.interactions.einsum_to_matmul import EinsumToMatMul
+from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
+from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
+from loka_onnx.transforms.linears.pad_sites import CopyRule, PadSites
+from loka_onnx.transforms.linears.split_concat import SplitConcat
+from loka_onnx.transforms.lookups.merge_gathers import MergeGathers
+from loka_onnx.transforms.tidying.fold_constants import FoldConstants
+from loka_onnx.transforms.tidying.join_parts import JoinParts
+from loka_onnx.transforms.tidying.remove_no_ops import RemoveNoOps
+from loka_onnx.transforms.tidying.share_duplicates import ShareDuplicates
 
 AXES = {"last": np.array([-1]), "one": np.array([1])}
 

@@ -16,8 +16,8 @@ from rewrite_models import artifact, evaluate
 from shape_models import feeds, run
 
 from loka_onnx.core.rewrite import RewriteLog
-from loka_onnx.transforms.pad_sites import CopyRule, PadSites
-from loka_onnx.transforms.reassociate_interaction import ReassociateInteraction
+from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
+from loka_onnx.transforms.linears.pad_sites import CopyRule, PadSites
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -17,7 +17,7 @@ from loka_onnx.core.site import SiteKind
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel, Node, values_of
 from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.fuse_layer_norm import FuseLayerNorm
+from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
 
 ROWS = [{"x": random_rows(5, 8)}, {"x": random_rows(3, 8, seed=1)}]

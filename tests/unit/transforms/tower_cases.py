@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from shape_models import Case, weight
 
-from loka_onnx.transforms.batch_towers import BatchTowers
+from loka_onnx.transforms.linears.batch_towers import BatchTowers
 
 
 @dataclass(frozen=True)

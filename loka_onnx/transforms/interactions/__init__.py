@@ -1,0 +1,1 @@
+"""Products of two activations: Einsum as MatMul, and chains in their cheapest order."""

@@ -1,0 +1,179 @@
+"""Multiply three matrices in the cheaper order.
+
+Matrix products are associative::
+
+    (A·B)·C   =   A·(B·C)          A (m, p), B (p, q), C (q, r)
+
+and cost 2·(m·p·q + m·q·r) against 2·(p·q·r + m·p·r) operations. For the interaction of n tokens of width d
+with a projection Y (n, k), ``(X·Xᵀ)·Y`` costs 2·n²·(d + k) and ``X·(Xᵀ·Y)`` 4·n·d·k: linear in n (Wukong,
+arXiv 2403.02545, section 3, "optimized FM"). Axes in front of the last two are batches, and broadcast.
+
+The order is changed where it saves `margin` of the operations, there are at least `least` of them, and the
+intermediate result is not the larger one. Small products of a batch are bound by memory and by how they are
+launched, not by operations (one H100, `benchmarks/micro/site_shapes.py`, a batch of 2048): 64 tokens of 64
+with k = 16 take 23 µs as (X·Xᵀ)·Y and 32 µs as X·(Xᵀ·Y), which has two fifths of the operations; 128 such
+tokens take 69 and 45 µs, 256 with k = 32 take 238 and 70.
+
+Left alone are products of two weights: one weight, rounded once, is another model, and a low-rank layer would
+lose what it is factored for.
+
+The two nodes keep their names. Where the product with a weight trades places with the product of activations
+(Y is learned), they trade names too, so that each site stays of its kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
+from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.interactions.einsum_to_matmul import NOMINAL_LENGTH
+from loka_onnx.transforms.linears.pattern import made_by, only_reader
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a product of three matrices takes.
+
+    Attributes:
+        flops: Operations of both products, for a nominal batch.
+        between: Elements of the intermediate result.
+    """
+
+    flops: int
+    between: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Two MatMuls, the second of which alone reads the first.
+
+    Attributes:
+        inner: The first product.
+        outer: The second.
+        factors: A, B and C in order.
+        is_left: Whether the inner product is A·B.
+        now: What it costs.
+        then: What the other order costs.
+    """
+
+    inner: Node
+    outer: Node
+    factors: tuple[Tensor, Tensor, Tensor]
+    is_left: bool
+    now: Cost
+    then: Cost
+
+
+class ReassociateInteraction(Mod[Chain]):
+    """(A·B)·C ↔ A·(B·C), the cheaper one.
+
+    Args:
+        margin: Least share of the operations that is saved.
+        least: Operations at the nominal batch from which the order matters.
+    """
+
+    name = "reassociate-interaction"
+    tolerance = 3e-5
+    """Sums of other products: their rounding is relative to the largest of them, not to the result."""
+
+    def __init__(self, margin: float = 0.25, least: int = 1 << 29) -> None:
+        self._margin, self._least = margin, least
+
+    def match(self, model: GraphModel) -> Found[Chain]:
+        """Find products of three matrices; a node takes part in one of them."""
+        matches: list[Chain] = []
+        declined: list[Declined] = []
+        taken: set[int] = set()
+        for outer in model.sorted_nodes():
+            for position in (0, 1):
+                inner = made_by(outer.inputs[position], "MatMul") if outer.op == "MatMul" else None
+                if inner is None or only_reader(model, inner.outputs[0]) is None:
+                    continue
+                chain = _read(inner, outer, position == 0)
+                reason = self._why_not(chain)
+                if not reason and chain is not None and not taken & {id(inner), id(outer)}:
+                    matches.append(chain)
+                    taken |= {id(inner), id(outer)}
+                elif reason:
+                    declined.append(Declined(outer.name, reason))
+        return Found(tuple(matches), tuple(declined))
+
+    def rewrite(self, model: GraphModel, match: Chain) -> Applied:
+        """Let the inner node multiply the other two factors."""
+        inner, outer = match.inner, match.outer
+        were = (_is_linear(inner), _is_linear(outer))
+        a, b, c = match.factors
+        inner.inputs = [b, c] if match.is_left else [a, b]
+        between = model.renew_output(inner)
+        outer.inputs = [a, between] if match.is_left else [between, c]
+        if were != (_is_linear(inner), _is_linear(outer)):
+            inner.name, outer.name = outer.name, inner.name
+        order = "(A·B)·C → A·(B·C)" if match.is_left else "A·(B·C) → (A·B)·C"
+        what = f"{order} with '{inner.name}': {match.now.flops} → {match.then.flops} operations at a batch of"
+        return Applied(outer.name, f"{what} {NOMINAL_LENGTH}")
+
+    def _why_not(self, chain: Chain | None) -> str:
+        if chain is None:
+            return "a rank is below 2, or a length besides the batch is not known"
+        if sum(is_constant(factor) for factor in chain.factors) > 1:
+            return "two of the three factors are weights: their product would be rounded to one"
+        now, then = chain.now, chain.then
+        if now.flops < self._least:
+            return (
+                f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order "
+                f"{then.flops}: under {self._least} they do not decide the time"
+            )
+        if then.flops > (1 - self._margin) * now.flops:
+            return (
+                f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order "
+                f"{then.flops}: less than {self._margin:.0%} saved"
+            )
+        if then.between > now.between:
+            return (
+                f"the other order takes {then.flops} operations instead of {now.flops}, but its intermediate "
+                f"result has {then.between} elements instead of {now.between}"
+            )
+        return ""
+
+
+def _read(inner: Node, outer: Node, is_left: bool) -> Chain | None:
+    """The chain of two products; None where a length that decides its cost is not known."""
+    if is_left:
+        factors = (inner.inputs[0], inner.inputs[1], outer.inputs[1])
+    else:
+        factors = (outer.inputs[0], inner.inputs[0], inner.inputs[1])
+    shapes = [_shape(factor) for factor in factors]
+    if any(shape is None for shape in shapes):
+        return None
+    a, b, c = (shape or () for shape in shapes)
+    left, right = _cost(a, b), _cost(b, c)
+    of_left = Cost(left.flops + _cost(_product(a, b), c).flops, left.between)
+    of_right = Cost(right.flops + _cost(a, _product(b, c)).flops, right.between)
+    return Chain(inner, outer, factors, is_left, *((of_left, of_right) if is_left else (of_right, of_left)))
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...] | None:
+    """Lengths, the nominal one for a dynamic batch; None where a length of the matrix is not known."""
+    shape = tensor.shape
+    if shape is None or len(shape) < 2 or not all(isinstance(d, int) and d > 0 for d in shape[-2:]):
+        return None
+    return tuple(d if isinstance(d, int) and d > 0 else NOMINAL_LENGTH for d in shape)
+
+
+def _product(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a product, its batch axes broadcast."""
+    rank = max(len(one), len(other)) - 2
+    first, second = ((1,) * (rank - len(s) + 2) + s[:-2] for s in (one, other))
+    return (*(max(x, y) for x, y in zip(first, second, strict=True)), one[-2], other[-1])
+
+
+def _cost(one: tuple[int, ...], other: tuple[int, ...]) -> Cost:
+    elements = prod(_product(one, other))
+    return Cost(2 * elements * one[-1], elements)
+
+
+def _is_linear(node: Node) -> bool:
+    return any(is_constant(tensor) for tensor in node.inputs)

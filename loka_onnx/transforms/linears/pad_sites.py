@@ -1,0 +1,288 @@
+"""Pad K and N of linear sites to multiples of 16 with zeros.
+
+For a layer of K × N whose input x gains columns x′ and whose weight gains rows of zeros::
+
+    [x  x′] · [W; 0]   =   x·W + x′·0   =   x·W          (x′ finite)
+    x · [W  0] + [b  0]   =   [x·W + b   0]
+
+so K costs nothing but where the columns come from, and N nothing but what becomes of them. A tensor is
+widened as cheaply as its makers and readers allow (`widening`):
+
+- a layer's N, when all that reads its result are layers behind elementwise operators: their K takes the
+  columns up, and nothing is copied. A norm reads the width, so it ends the search;
+- a layer's N in front of a Split: one more part, which nobody reads;
+- the columns of a Gather with constant positions, alone or as a part of a Concat (the pairs of a DLRM): one
+  position is gathered a few times more, and meets rows of zeros;
+- otherwise a Pad in front of the layer, or a Slice behind it, where the copy costs less than it saves.
+
+When a copy pays (one H100, `benchmarks/micro/site_shapes.py`): BF16 products whose K or N is not a multiple
+of 8 take 1.1 to 5.8 times as long as padded ones. The Pad costs more than that below K·N = 2¹⁷, the Slice
+below 2¹⁴. Multiples of 8 run at full speed in BF16; FP8 alone needs 16, and gains more than the copy costs
+from 2²² (2048 × 2048) on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, values_of
+from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear
+from loka_onnx.transforms.linears.widening import (
+    Widened,
+    readers_behind,
+    repeatable_columns,
+    split_behind,
+    widened_shape,
+)
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class CopyRule:
+    """The K·N from which a copy is accepted.
+
+    Attributes:
+        pad: For a Pad in front of layers whose K is not a multiple of 8.
+        slice: For a Slice behind a layer whose N is not a multiple of 8.
+        float8: For either at a multiple of 8, where only FP8 wants more.
+    """
+
+    pad: int = 1 << 17
+    slice: int = 1 << 14
+    float8: int = 1 << 22
+
+    def why_not(self, letter: str, width: int, products: int) -> str:
+        """Why a copy does not pay; empty when it does.
+
+        Args:
+            letter: K or N.
+            width: What would be padded.
+            products: K·N of the layers that gain.
+        """
+        limit = self.float8 if width % 8 == 0 else self.pad if letter == "K" else self.slice
+        if products >= limit:
+            return ""
+        gains = "FP8 alone gains" if width % 8 == 0 else "it gains"
+        return (
+            f"{letter} = {width} would need a copy, which costs more than {gains} below K·N = {limit}; "
+            f"here it is {products}"
+        )
+
+
+class PadSites(Mod[Widened]):
+    """K and N of linear sites → multiples of 16.
+
+    Args:
+        rule: Where a copy is accepted.
+        smallest: Least K or N that is padded at all.
+    """
+
+    name = "pad-sites"
+
+    def __init__(self, rule: CopyRule | None = None, smallest: int = ALIGNMENT) -> None:
+        self._rule, self._smallest = rule or CopyRule(), smallest
+
+    def match(self, model: GraphModel) -> Found[Widened]:
+        """Find tensors in front of and behind layers whose last axis is not a multiple of 16."""
+        declined: list[Declined] = []
+        layers = _read_layers(model, declined)
+        matches = [
+            match
+            for layer in layers.values()
+            if layer.n % ALIGNMENT and (match := self._widen_result(model, layer, layers, declined))
+        ]
+        fed = {id(taker.node) for match in matches for taker in match.takers}
+        for layer in layers.values():
+            if layer.k % ALIGNMENT == 0 or id(layer.node) in fed:
+                continue
+            match = self._widen_source(model, layer, layers, declined)
+            if match is not None:
+                matches.append(match)
+                fed |= {id(taker.node) for taker in match.takers}
+        return Found(tuple(matches), tuple(declined))
+
+    def rewrite(self, model: GraphModel, match: Widened) -> Applied:
+        """Widen one tensor, the weights of its maker and those of its takers."""
+        width = match.width + match.added
+        if match.maker is not None:
+            _pad_n(model, match.maker, match.added)
+            for tensor in match.between:
+                tensor.shape = widened_shape(tensor, match.added)
+        if match.gather is not None:
+            _repeat_column(model, match.gather, match)
+        if match.takers:
+            source = match.tensor
+            if match.maker is None and match.gather is None:
+                source = _padded(model, match)
+            for taker in match.takers:
+                if match.maker is None and match.gather is None:
+                    taker.node.inputs[0] = source
+                _pad_k(model, taker, match.position, match.added)
+        elif match.split is not None:
+            _add_part(model, match.split, match.added)
+        elif match.maker is not None:
+            _slice(model, match)
+        return Applied(match.site, f"{match.letter} {match.width} → {width}: {match.how}")
+
+    def _widen_result(
+        self, model: GraphModel, layer: Linear, layers: dict[int, Linear], declined: list[Declined]
+    ) -> Widened | None:
+        """How the N of a layer is padded; None when it is declined."""
+        reason = self._gains_nothing("N", layer.n, layer.k)
+        if not reason:
+            added = -layer.n % ALIGNMENT
+            readers = readers_behind(model, layer.result, layers)
+            if readers is not None:
+                return Widened(
+                    layer.result,
+                    layer.n,
+                    added,
+                    layer,
+                    between=readers.between,
+                    takers=readers.takers,
+                    position=layer.n,
+                )
+            split = split_behind(model, layer.result)
+            if split is not None:
+                return Widened(layer.result, layer.n, added, layer, between=(layer.result,), split=split)
+            reason = self._rule.why_not("N", layer.n, layer.k * layer.n)
+            if not reason:
+                return Widened(layer.result, layer.n, added, layer)
+        declined.append(Declined(layer.node.name, reason))
+        return None
+
+    def _widen_source(
+        self, model: GraphModel, layer: Linear, layers: dict[int, Linear], declined: list[Declined]
+    ) -> Widened | None:
+        """How the K of a layer is padded; None when it is declined."""
+        reason = self._gains_nothing("K", layer.k, layer.n)
+        if not reason:
+            added = -layer.k % ALIGNMENT
+            columns = repeatable_columns(model, layer)
+            if columns is not None:
+                return Widened(
+                    layer.source,
+                    layer.k,
+                    added,
+                    gather=columns.gather,
+                    between=columns.between,
+                    takers=(layer,),
+                    position=columns.position,
+                )
+            takers = tuple(
+                layers[id(node)]
+                for node in consumers(layer.source)
+                if id(node) in layers and layers[id(node)].source is layer.source
+            )
+            reason = self._rule.why_not("K", layer.k, sum(taker.k * taker.n for taker in takers))
+            if not reason:
+                return Widened(layer.source, layer.k, added, takers=takers, position=layer.k)
+        declined.append(Declined(layer.node.name, reason))
+        return None
+
+    def _gains_nothing(self, letter: str, width: int, other: int) -> str:
+        """Why even free columns would gain nothing; empty when they would."""
+        if width < self._smallest:
+            return f"{letter} = {width} is under {self._smallest}"
+        if width % 8 == 0 and other < ALIGNMENT:
+            return (
+                f"{letter} = {width}: BF16 runs at full speed on multiples of 8, and FP8 is out for a site "
+                f"of {'N' if letter == 'K' else 'K'} = {other}"
+            )
+        return ""
+
+
+def _read_layers(model: GraphModel, declined: list[Declined]) -> dict[int, Linear]:
+    """The layers whose weight may be padded, by identity of their node."""
+    layers: dict[int, Linear] = {}
+    for node in model.nodes:
+        if not is_candidate(node):
+            continue
+        try:
+            layer = read_linear(model, node)
+            reason = "its weight stands on the left" if layer.on_left else ""
+            if len(layer.weight.outputs) > 1:
+                reason = "its weight has other readers, of which each would need a padded copy"
+        except NotLinear as error:
+            reason = str(error)
+        if not reason:
+            layers[id(node)] = layer
+        elif _is_unaligned(node):
+            declined.append(Declined(node.name, reason))
+    return layers
+
+
+def _is_unaligned(node: Node) -> bool:
+    shapes = [values_of(t).shape for t in node.inputs[:2] if hasattr(t, "values")]
+    return any(d % ALIGNMENT for shape in shapes for d in shape[-2:])
+
+
+def _pad_n(model: GraphModel, layer: Linear, added: int) -> None:
+    _pad_weight(model, layer, added, 1, layer.n)
+    if layer.add is not None:
+        product = layer.node.outputs[0]
+        product.shape = widened_shape(product, added)
+    if layer.bias is None:
+        return
+    wide = model.constant(f"{layer.node.name}.bias.padded", np.pad(layer.bias_n(), (0, added)))
+    if layer.add is None:
+        layer.node.inputs[2] = wide
+    else:
+        layer.add.inputs[next(i for i, t in enumerate(layer.add.inputs) if t is layer.bias)] = wide
+
+
+def _pad_k(model: GraphModel, layer: Linear, position: int, added: int) -> None:
+    _pad_weight(model, layer, added, 0, position)
+
+
+def _pad_weight(model: GraphModel, layer: Linear, added: int, axis: int, position: int) -> None:
+    """Insert zeros into the weight (K, N) that the node has by now; its other axis may have been padded."""
+    values = values_of(layer.node.inputs[1])
+    stored = 1 - axis if layer.is_transposed else axis
+    zeros = np.zeros([added if i == stored else d for i, d in enumerate(values.shape)], values.dtype)
+    head, tail = np.split(values, [position], axis=stored)
+    name = f"{layer.node.name}.weight.padded"
+    layer.node.inputs[1] = model.constant(name, np.concatenate([head, zeros, tail], axis=stored))
+
+
+def _repeat_column(model: GraphModel, gather: Node, match: Widened) -> None:
+    positions = values_of(gather.inputs[1])
+    longer = np.concatenate([positions, np.repeat(positions[-1:], match.added)])
+    gather.inputs[1] = model.constant(f"{gather.name}.positions", longer)
+    for tensor in match.between:
+        tensor.shape = widened_shape(tensor, match.added)
+
+
+def _padded(model: GraphModel, match: Widened) -> Tensor:
+    rank = len(match.tensor.shape)
+    ends = np.zeros(2 * rank, np.int64)
+    ends[-1] = match.added
+    name = f"{match.takers[0].node.name}/pad"
+    wide = model.add("Pad", [match.tensor, model.constant(f"{name}.ends", ends)], name)
+    wide.shape = widened_shape(match.tensor, match.added)
+    return wide
+
+
+def _slice(model: GraphModel, match: Widened) -> None:
+    name = f"{match.site}/slice"
+    operands = [
+        model.constant(f"{name}.{label}", np.array([value], np.int64))
+        for label, value in (("start", 0), ("end", match.width), ("axis", -1))
+    ]
+    inner = model.insert_behind(match.tensor, "Slice", operands, name)
+    inner.shape = widened_shape(match.tensor, match.added)
+
+
+def _add_part(model: GraphModel, split: Node, added: int) -> None:
+    """Put a Split with one more part in the place of another."""
+    parts: Sequence[Tensor] = list(split.outputs)
+    sizes = [int(size) for size in values_of(split.inputs[1])]
+    split.outputs.clear()
+    spare = model.split(split.inputs[0], [*sizes, added], -1, split.name)[-1]
+    spare.inputs[0].outputs = [*parts, spare]

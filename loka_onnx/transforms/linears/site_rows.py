@@ -1,0 +1,130 @@
+"""Rows of the activations that a model's linears read, a bounded number of each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.shape_values import dimensions
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.transforms.linears.pattern import Linear
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Doubles = npt.NDArray[np.float64]
+
+_ELEMENTS = 1 << 25
+"""Of all activations together: kept in the end, and held at once (FP32, 128 MB)."""
+_MOST_VECTORS = 512
+_FEWEST_VECTORS = 64
+_WEIGHTS = 1 << 20
+"""Elements of a weight that are measured."""
+_PRODUCTS = 1 << 26
+"""Multiplications in one measurement of one product, as far as the fewest vectors allow."""
+
+
+@dataclass(frozen=True)
+class SiteRows:
+    """What a linear reads.
+
+    Attributes:
+        amax: Largest magnitude of each input channel over all rows, (K,).
+        halves: Vectors of the first and of the second half of the rows, (M, K) each, evenly spaced.
+    """
+
+    amax: Doubles
+    halves: tuple[Doubles, Doubles]
+
+
+def read_rows(
+    model: GraphModel, linears: Mapping[str, Linear], rows: Sequence[Arrays], scratch: Path
+) -> dict[str, SiteRows]:
+    """Run a model and keep what each of some linears reads.
+
+    Args:
+        model: The model.
+        linears: The linears by site.
+        rows: Batches; the halves are those of all their rows in order.
+        scratch: Directory on the file system of the model, for a copy of it.
+    """
+    feeds = {name: np.concatenate([batch[name] for batch in rows]) for name in rows[0]}
+    count = max(len(values) for values in feeds.values())
+    wanted = {linear.source.name for linear in linears.values()} - {tensor.name for tensor in model.inputs}
+    per_row = sum(_elements(linear) for linear in linears.values())
+    step = int(np.clip(_ELEMENTS // max(per_row, 1), 1, 512))
+    limits = _limits(linears)
+    kept = {site: _Kept(linear) for site, linear in linears.items()}
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        path = _with_outputs(model, wanted, Path(folder) / "activations.onnx")
+        session = OnnxSession(path, SessionOptions(optimize=False))
+        for half, (begin, end) in enumerate(((0, count // 2), (count // 2, count))):
+            for start in range(begin, end, step):
+                stop = min(start + step, end)
+                batch = {name: values[start:stop] for name, values in feeds.items()}
+                found = {**batch, **(session.run(batch, sorted(wanted)) if wanted else {})}
+                for site, part in kept.items():
+                    share = (stop - start) / (end - begin)
+                    part.add(found[part.linear.source.name], half, int(np.ceil(limits[site] * share)))
+    return {
+        site: SiteRows(part.amax, (np.concatenate(part.halves[0]), np.concatenate(part.halves[1])))
+        for site, part in kept.items()
+    }
+
+
+def measured_columns(linear: Linear) -> npt.NDArray[np.int64]:
+    """Output channels of a linear that are measured: all of them, or evenly spaced ones of a large layer."""
+    most = max(_WEIGHTS // linear.k, 16)
+    return np.unique(np.linspace(0, linear.n - 1, min(linear.n, most)).astype(np.int64))
+
+
+class _Kept:
+    """What is kept of the activation of one linear."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear, self.amax = linear, np.zeros(linear.k)
+        self.halves: tuple[list[Doubles], list[Doubles]] = ([], [])
+
+    def add(self, values: npt.NDArray[Any], half: int, wanted: int) -> None:
+        """Keep some vectors of a batch, evenly spaced, and the range of all of them."""
+        vectors = np.moveaxis(values, -2 if self.linear.on_left else -1, -1).reshape(-1, self.linear.k)
+        self.amax = np.maximum(self.amax, np.abs(vectors).max(axis=0, initial=0.0))
+        places = np.linspace(0, len(vectors) - 1, min(wanted, len(vectors))).astype(np.int64)
+        self.halves[half].append(vectors[places].astype(np.float64))
+
+
+def _limits(linears: Mapping[str, Linear]) -> dict[str, int]:
+    """Vectors of each half, by site."""
+    shared = _ELEMENTS // max(2 * sum(linear.k for linear in linears.values()), 1)
+    return {
+        site: int(
+            np.clip(
+                min(shared, _PRODUCTS // (linear.k * len(measured_columns(linear)))),
+                _FEWEST_VECTORS,
+                _MOST_VECTORS,
+            )
+        )
+        for site, linear in linears.items()
+    }
+
+
+def _elements(linear: Linear) -> int:
+    """Elements of an activation for each example, an unknown length counted as one."""
+    sizes = dimensions(linear.source) or ()
+    return int(np.prod([size for size in sizes if isinstance(size, int)], dtype=np.int64))
+
+
+def _with_outputs(model: GraphModel, wanted: set[str], path: Path) -> Path:
+    """A copy of a model whose outputs are some of its tensors as well."""
+    copy = model.copy()
+    known = {tensor.name for tensor in copy.outputs}
+    tensors = copy.tensors()
+    for name in sorted(wanted - known):
+        copy.add_output(tensors[name], tensors[name].dtype, tensors[name].shape)
+    copy.save(path)
+    return path

@@ -1,0 +1,172 @@
+"""Let a linear layer read the parts of a concatenation that are the same for every row apart.
+
+With the weight cut into the rows that each part meets::
+
+    Concat(a, b)·W + c   =   a·W_a + b·W_b + c
+
+where b is a row that Expand or Tile copied to every row of the batch: the user's features beside those of
+many candidates, or a learned vector. b·W_b is then computed once, on the row before it was copied, and
+broadcast by the sum. What is left of the Concat keeps the name of the site.
+
+Other parts stay together. Taking them apart saves the copy that the Concat makes and costs a product more. On
+one H100 (`benchmarks/micro/site_shapes.py`) the sum is the faster way only for parts of 2048 columns at a
+batch of 2048 (.68 to .89 of the time); they take 1.1 to 2.5 times as long at a batch of 256, and narrow parts
+up to 3.2 times. An engine that writes each part where the Concat wants it saves the copy anyway. `apart_from`
+takes them apart all the same, where every part is at least so wide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, producer
+from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear, static_dim
+
+
+@dataclass(frozen=True)
+class Part:
+    """Inputs of the Concat that one product reads.
+
+    Attributes:
+        tensors: They, in order; one when it is the same for every row: the row before it was copied.
+        rows: Rows of the weight that they meet.
+        is_shared: Whether they are the same for every row.
+    """
+
+    tensors: tuple[Tensor, ...]
+    rows: tuple[int, ...]
+    is_shared: bool
+
+
+@dataclass(frozen=True)
+class Concatenated:
+    """A layer that reads a concatenation, and how it is taken apart.
+
+    Attributes:
+        layer: The layer.
+        concat: The Concat.
+        parts: What each product reads; the first keeps the name of the site.
+    """
+
+    layer: Linear
+    concat: Node
+    parts: tuple[Part, ...]
+
+
+class SplitConcat(Mod[Concatenated]):
+    """Linear of a Concat → sum of linears, where a part is the same for every row.
+
+    Args:
+        apart_from: Least width of every part for parts that differ from row to row to be taken apart as
+            well; None for never.
+    """
+
+    name = "split-concat"
+
+    def __init__(self, apart_from: int | None = None) -> None:
+        self._apart = apart_from
+
+    def match(self, model: GraphModel) -> Found[Concatenated]:
+        """Find layers that read a Concat along their K."""
+        matches: list[Concatenated] = []
+        declined: list[Declined] = []
+        for node in model.nodes:
+            if not is_candidate(node):
+                continue
+            try:
+                layer = read_linear(model, node)
+            except NotLinear:
+                continue
+            concat = producer(layer.source)
+            if layer.on_left or concat is None or concat.op != "Concat":
+                continue
+            if int(concat.attrs["axis"]) not in (-1, len(layer.source.shape) - 1):
+                continue
+            parts = self._parts(concat)
+            if isinstance(parts, str):
+                declined.append(Declined(node.name, parts))
+            else:
+                matches.append(Concatenated(layer, concat, parts))
+        return Found(tuple(matches), tuple(declined))
+
+    def rewrite(self, model: GraphModel, match: Concatenated) -> Applied:
+        """Give the site the first part, and add the products of the others behind it."""
+        layer, site = match.layer, str(match.layer.node.name)
+        weight = layer.weight_kn()
+        origins: dict[str, tuple[str, ...]] = {}
+        extra: list[Tensor] = []
+        for number, part in enumerate(match.parts[1:], start=1):
+            kind = "shared" if part.is_shared else f"part{number}"
+            rows = model.constant(f"{site}.weight.{kind}", weight[list(part.rows)])
+            product = model.add("MatMul", [_joined(model, part, match.concat), rows], f"{site}.{kind}")
+            model.rename(product.inputs[0], f"{site}.{kind}")
+            origins[product.inputs[0].name] = (site,)
+            extra.append(product)
+        first = match.parts[0]
+        layer.node.inputs[0] = _joined(model, first, match.concat)
+        layer.node.inputs[1] = model.constant(f"{site}.weight.part", layer.stored(weight[list(first.rows)]))
+        tensor = layer.node.outputs[0]
+        for product in extra:
+            tensor = model.insert_behind(tensor, "Add", [product], f"{site}/sum")
+            tensor.shape = layer.node.outputs[0].shape
+        widths = " + ".join(str(len(part.rows)) for part in match.parts)
+        return Applied(site, f"K {layer.k} → {widths}, the products of '{match.concat.name}' apart", origins)
+
+    def _parts(self, concat: Node) -> tuple[Part, ...] | str:
+        """How the inputs are taken apart; the reason where they are not."""
+        widths = [static_dim(tensor, -1) for tensor in concat.inputs]
+        if any(width is None for width in widths):
+            return "the width of a part of its Concat is not known"
+        ends = np.cumsum([0, *(width or 0 for width in widths)])
+        pieces = [
+            Part((_row(tensor) or tensor,), tuple(range(start, end)), _row(tensor) is not None)
+            for tensor, (start, end) in zip(concat.inputs, pairwise(int(e) for e in ends), strict=True)
+        ]
+        shared = tuple(piece for piece in pieces if piece.is_shared)
+        own = [piece for piece in pieces if not piece.is_shared]
+        if not own:
+            return "every part of its Concat is the same for every row"
+        if self._apart is not None and min(len(piece.rows) for piece in own) >= self._apart:
+            return (*own, *shared) if len(pieces) > 1 else "its Concat has one part"
+        if not shared:
+            return (
+                "no part of its Concat is the same for every row: the copy costs less than "
+                f"{len(pieces)} products"
+            )
+        together = Part(
+            tuple(tensor for piece in own for tensor in piece.tensors),
+            tuple(row for piece in own for row in piece.rows),
+            is_shared=False,
+        )
+        return (together, *shared)
+
+
+def _row(tensor: Tensor) -> Tensor | None:
+    """The row that a tensor repeats for the whole batch; None when it does not."""
+    node = producer(tensor)
+    if node is None or node.op not in {"Expand", "Tile"}:
+        return None
+    row = node.inputs[0]
+    if row.shape is None or tensor.shape is None or len(row.shape) != len(tensor.shape):
+        return None
+    is_row = all(d == 1 for d in row.shape[:-1]) and row.shape[-1] == tensor.shape[-1]
+    return row if is_row and not isinstance(tensor.shape[0], int) else None
+
+
+def _joined(model: GraphModel, part: Part, concat: Node) -> Tensor:
+    """What a product reads: one tensor, or what is left of the Concat, made once for all layers."""
+    if len(part.tensors) == 1:
+        return part.tensors[0]
+    wanted = [id(tensor) for tensor in part.tensors]
+    for node in consumers(part.tensors[0]):
+        is_along_k = node.op == "Concat" and node.attrs["axis"] in (-1, len(concat.outputs[0].shape) - 1)
+        if is_along_k and [id(tensor) for tensor in node.inputs] == wanted:
+            return node.outputs[0]
+    joined = model.add("Concat", part.tensors, f"{concat.name}/rest", attrs={"axis": -1})
+    joined.shape = [*concat.outputs[0].shape[:-1], len(part.rows)]
+    return joined

@@ -1,0 +1,192 @@
+"""Finding where columns can be added to a tensor without a copy: what `pad_sites` matches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
+from loka_onnx.transforms.linears.pattern import Linear, made_by, only_reader, static_dim
+
+FINITE_AT_ZERO = frozenset(
+    {
+        *(
+            "Relu",
+            "LeakyRelu",
+            "ThresholdedRelu",
+            "Elu",
+            "Selu",
+            "Celu",
+            "Gelu",
+            "Mish",
+            "Swish",
+            "HardSwish",
+        ),
+        *("Tanh", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Clip", "Erf", "Identity", "Abs", "Neg"),
+    }
+)
+"""Elementwise operators of one activation; each maps a column of zeros to one of a finite number."""
+OF_TWO = frozenset({"Mul", "Add", "Sub"})
+"""Elementwise operators of two tensors of one shape, finite where both are."""
+
+
+@dataclass(frozen=True)
+class Widened:
+    """A tensor that gets columns, and who makes and takes them.
+
+    Attributes:
+        tensor: The result of `maker`, or the source of the layers.
+        width: Its columns now.
+        added: Columns that it gets.
+        maker: The layer whose N is padded, or None.
+        gather: The Gather of which one position is repeated, or None; with neither there is a Pad.
+        between: Computed tensors that become wider with it.
+        takers: The layers whose K takes the columns.
+        position: Row of their weights where the new ones begin.
+        split: The Split that gets one more part, or None. Without takers and Split there is a Slice.
+    """
+
+    tensor: Tensor
+    width: int
+    added: int
+    maker: Linear | None = None
+    gather: Node | None = None
+    between: tuple[Tensor, ...] = ()
+    takers: tuple[Linear, ...] = ()
+    position: int = 0
+    split: Node | None = None
+
+    @property
+    def letter(self) -> str:
+        """Which dimension of the site is padded."""
+        return "K" if self.maker is None else "N"
+
+    @property
+    def site(self) -> str:
+        """Name of the site that is padded first."""
+        layer = self.takers[0] if self.maker is None else self.maker
+        return str(layer.node.name)
+
+    @property
+    def how(self) -> str:
+        """What becomes of the columns, or where they come from."""
+        names = ", ".join(f"'{taker.node.name}'" for taker in self.takers)
+        if self.gather is not None:
+            return f"a position of '{self.gather.name}' is gathered again"
+        if self.maker is None:
+            return f"a Pad in front of {names}"
+        if self.takers:
+            return f"taken up by the K of {names}"
+        return "one more part of the Split" if self.split is not None else "a Slice behind it"
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Who reads a tensor through elementwise operators.
+
+    Attributes:
+        between: The tensor and those that elementwise operators make of it.
+        takers: The layers that read them; nothing else does.
+    """
+
+    between: tuple[Tensor, ...]
+    takers: tuple[Linear, ...]
+
+
+def readers_behind(model: GraphModel, tensor: Tensor, layers: Mapping[int, Linear]) -> Readers | None:
+    """The layers behind a tensor; None where anything else reads it, or what is made of it."""
+    between: dict[int, Tensor] = {id(tensor): tensor}
+    takers: dict[int, Linear] = {}
+    half_widened: set[int] = set()
+    pending = [tensor]
+    while pending:
+        current = pending.pop()
+        if model.is_output(current):
+            return None
+        for node in consumers(current):
+            layer = layers.get(id(node))
+            if layer is not None and layer.source is current:
+                takers[id(node)] = layer
+                continue
+            is_whole = node.op in OF_TWO and all(id(other) in between for other in node.inputs)
+            if is_whole or _is_elementwise(node, current):
+                half_widened.discard(id(node))
+                if id(node.outputs[0]) not in between:
+                    between[id(node.outputs[0])] = node.outputs[0]
+                    pending.append(node.outputs[0])
+            elif node.op in OF_TWO:
+                half_widened.add(id(node))
+            else:
+                return None
+    return Readers(tuple(between.values()), tuple(takers.values())) if takers and not half_widened else None
+
+
+def _is_elementwise(node: Node, tensor: Tensor) -> bool:
+    return (
+        node.op in FINITE_AT_ZERO
+        and node.inputs[0] is tensor
+        and all(
+            not other.name or (is_constant(other) and values_of(other).size == 1) for other in node.inputs[1:]
+        )
+    )
+
+
+def split_behind(model: GraphModel, tensor: Tensor) -> Node | None:
+    """The Split of the last axis, by constant sizes, that alone reads a tensor."""
+    node = only_reader(model, tensor)
+    if node is None or node.op != "Split" or tensor.shape is None:
+        return None
+    is_last = int(node.attrs.get("axis", 0)) in (-1, len(tensor.shape) - 1)
+    return node if is_last and len(node.inputs) > 1 and is_constant(node.inputs[1]) else None
+
+
+@dataclass(frozen=True)
+class RepeatableColumns:
+    """Columns that a Gather with constant positions makes, and that one layer reads.
+
+    Attributes:
+        gather: The Gather along the last axis.
+        between: Its output, and that of the Concat which it is a part of.
+        position: Column of the layer's source behind them.
+    """
+
+    gather: Node
+    between: tuple[Tensor, ...]
+    position: int
+
+
+def repeatable_columns(model: GraphModel, layer: Linear) -> RepeatableColumns | None:
+    """Columns of a layer's source that can be gathered again without anyone else seeing them."""
+    source = layer.source
+    if only_reader(model, source) is not layer.node:
+        return None
+    if _is_column_gather(source):
+        return RepeatableColumns(source.inputs[0], (source,), layer.k)
+    concat = made_by(source, "Concat")
+    if concat is None or int(concat.attrs["axis"]) not in (-1, len(source.shape) - 1):
+        return None
+    position = 0
+    for part in concat.inputs:
+        width = static_dim(part, -1)
+        if width is None:
+            return None
+        position += width
+        if _is_column_gather(part) and only_reader(model, part) is concat:
+            return RepeatableColumns(part.inputs[0], (part, source), position)
+    return None
+
+
+def _is_column_gather(tensor: Tensor) -> bool:
+    node = made_by(tensor, "Gather")
+    if node is None or tensor.shape is None or is_constant(node.inputs[0]) or not is_constant(node.inputs[1]):
+        return False
+    positions = values_of(node.inputs[1])
+    is_last = int(node.attrs.get("axis", 0)) in (-1, len(tensor.shape) - 1)
+    return positions.ndim == 1 and positions.size > 0 and is_last
+
+
+def widened_shape(tensor: Tensor, added: int) -> list[int | str] | None:
+    """Shape of a tensor with more columns; None where it is not known."""
+    if tensor.shape is None or not isinstance(tensor.shape[-1], int):
+        return None
+    return [*tensor.shape[:-1], tensor.shape[-1] + added]

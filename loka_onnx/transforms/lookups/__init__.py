@@ -1,0 +1,1 @@
+"""Embedding lookups: one for many columns, and the cut of a model behind them."""

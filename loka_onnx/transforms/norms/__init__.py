@@ -1,0 +1,1 @@
+"""Fusing decomposed norms, and folding norms into the linears beside them."""

@@ -1,0 +1,270 @@
+"""Fold BatchNorm into the neighbouring linear.
+
+At inference BatchNorm is a factor and a summand for each channel (ONNX operator set 15, BatchNormalization)::
+
+    s = γ / sqrt(variance + ε)      c = β − mean·s      BatchNorm(y) = s·y + c
+
+Behind a linear, whose output nothing else reads, or else before linears, when nothing else reads what it
+makes::
+
+    s·(x·W + b) + c   =   x·(W diag(s)) + (s·b + c)
+    (s·x + c)·W + b   =   x·(diag(s) W) + (b + c W)
+
+TensorFlow exports s·y + c as Mul and Add. Behind a linear that counts as a BatchNorm when a factor differs
+from channel to channel: one number for all of them may be a temperature, which is to stay as precise as it
+is. Before a linear only the operator is folded, and not when it normalizes an input of the model: what is
+quantized would then be the raw input. Layout operators may stand in between (`channel_paths`): PyTorch puts
+BatchNorm1d over sequences between two Transposes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.graph.layout import LAYOUT_OPS, layout_root
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, values_of
+from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.linears.channel_paths import (
+    NotFollowed,
+    Numbers,
+    Reader,
+    by_channel,
+    linear_readers,
+    moved,
+    numbered,
+)
+from loka_onnx.transforms.linears.pattern import NotLinear, is_candidate, only_reader, read_linear
+from loka_onnx.transforms.linears.scaling import Vector, absorb_before, absorb_behind
+
+_OP = "BatchNormalization"
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Affine:
+    """A node that computes scale·x + shift with constants that broadcast against x."""
+
+    node: Node
+    scale: Values
+    shift: Values
+
+
+@dataclass(frozen=True)
+class FoldedBatchNorm:
+    """Nodes that go, and the linears that take over what they do.
+
+    Attributes:
+        steps: The nodes, in order; each passes its input on instead.
+        behind: The product whose output they scale and shift; None when they are folded into `readers`.
+        readers: The linears that read them.
+        scale: s of each channel.
+        shift: c of each channel.
+    """
+
+    steps: tuple[Node, ...]
+    behind: Node | None
+    readers: tuple[Reader, ...]
+    scale: Vector
+    shift: Vector
+
+
+class FoldBatchNorm(Mod[FoldedBatchNorm]):
+    """BatchNorm beside a linear → a linear with other constants."""
+
+    name = "fold-batch-norm"
+
+    def match(self, model: GraphModel) -> Found[FoldedBatchNorm]:
+        """Find BatchNorms behind a linear, and operators before linears."""
+        matches: list[FoldedBatchNorm] = []
+        for node in model.nodes:
+            found = _read_behind(model, node) if is_candidate(node) else None
+            if found is not None:
+                matches.append(found)
+        taken = {id(step) for match in matches for step in match.steps}
+        declined: list[Declined] = []
+        for node in model.nodes:
+            if id(node) in taken:
+                continue
+            try:
+                if node.op == _OP:
+                    matches.append(_read_before(model, node))
+                elif node.op == "Mul":
+                    _tell_of_factors(model, node)
+            except NotFollowed as reason:
+                declined.append(Declined(node.name, str(reason)))
+        return Found(tuple(matches), tuple(declined))
+
+    def rewrite(self, model: GraphModel, match: FoldedBatchNorm) -> Applied:
+        """Fold one BatchNorm."""
+        first, last = match.steps[0], match.steps[-1]
+        if match.behind is not None:
+            absorb_behind(model, match.behind, match.scale, match.shift)
+            for step in match.steps:
+                _pass_on(model, step)
+            behind = match.behind.name
+            what = f"took over '{last.name}' behind it ({_plural(len(match.steps))})"
+            return Applied(behind, what, {behind: (behind,)})
+        for reader in match.readers:
+            absorb_before(model, reader.node, match.scale[reader.channels], match.shift[reader.channels])
+        model.replace_uses(first.outputs[0], first.inputs[0])
+        sites: list[str] = [reader.node.name for reader in match.readers]
+        names = ", ".join(f"'{site}'" for site in sites)
+        what = f"{names} took over '{first.name}' in front"
+        return Applied(sites[0], what, {site: (site,) for site in sites})
+
+
+def _plural(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
+
+
+def _pass_on(model: GraphModel, step: Node) -> None:
+    """Let what makes the input of a node, which nothing else reads, make its output instead."""
+    result = step.outputs[0]
+    maker = next(p for p in map(producer, step.inputs) if p is not None)
+    model.hand_over(result, model.renew_output(maker))
+
+
+# Behind a linear ---------------------------------------------------------------------------------------
+
+
+def _read_behind(model: GraphModel, product: Node) -> FoldedBatchNorm | None:
+    """What scales and shifts the output channels of a linear; None when nothing scales them."""
+    try:
+        linear = read_linear(model, product)
+    except NotLinear:
+        return None
+    folded = FoldedBatchNorm((), product, (), np.ones(linear.n), np.zeros(linear.n))
+    has_factors = False
+    layout: list[Node] = []
+    tensor = linear.result
+    while (reader := only_reader(model, tensor)) is not None:
+        if reader.op in LAYOUT_OPS and reader.inputs[0] is tensor:
+            layout.append(reader)
+        else:
+            affine = _read_affine(reader, tensor)
+            if affine is None:
+                break
+            try:
+                numbers = numbered(linear.result, (-2 if linear.on_left else -1,))
+                for node in layout:
+                    numbers = moved(node, numbers)
+                folded = _with_step(folded, affine, numbers)
+            except NotFollowed:
+                break
+            has_factors = has_factors or reader.op != "Add"
+        tensor = reader.outputs[0]
+    return folded if has_factors else None
+
+
+def _with_step(folded: FoldedBatchNorm, affine: _Affine, numbers: Numbers) -> FoldedBatchNorm:
+    channels = len(folded.scale)
+    scale = by_channel(numbers, affine.scale, channels)
+    shift = by_channel(numbers, affine.shift, channels)
+    return replace(
+        folded,
+        steps=(*folded.steps, affine.node),
+        scale=scale * folded.scale,
+        shift=scale * folded.shift + shift,
+    )
+
+
+def _read_affine(node: Node, tensor: Tensor) -> _Affine | None:
+    """What a node scales and shifts a tensor by; None when it does something else, or one number does."""
+    if node.op == _OP:
+        return _read_batch_norm(node) if node.inputs[0] is tensor else None
+    if node.op not in {"Mul", "Add"} or len(node.inputs) != 2:
+        return None
+    constant = node.inputs[1] if node.inputs[0] is tensor else node.inputs[0]
+    if not is_constant(constant) or values_of(constant).size < 2:
+        return None
+    values = values_of(constant).astype(np.float64)
+    if node.op == "Mul":
+        return _Affine(node, values, np.zeros(()))
+    return _Affine(node, np.ones(()), values)
+
+
+def _read_batch_norm(node: Node) -> _Affine | None:
+    """The factors and summands of a BatchNormalization at inference; None where they are not constant."""
+    rank = None if node.inputs[0].shape is None else len(node.inputs[0].shape)
+    is_inference = not node.attrs.get("training_mode", 0) and all(map(is_constant, node.inputs[1:5]))
+    if rank is None or rank < 2 or not is_inference:
+        return None
+    gamma, beta, mean, variance = (values_of(tensor).astype(np.float64) for tensor in node.inputs[1:5])
+    scale = gamma / np.sqrt(variance + float(np.float32(node.attrs.get("epsilon", 1e-5))))
+    shape = (-1, *(1,) * (rank - 2))
+    return _Affine(node, scale.reshape(shape), (beta - mean * scale).reshape(shape))
+
+
+# Before linears, and what stays -------------------------------------------------------------------------
+
+
+def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm:
+    """The linears that take over a BatchNormalization in front of them.
+
+    Raises:
+        NotFollowed: It stays; the message says why it is folded on neither side.
+    """
+    affine = _read_batch_norm(node)
+    if affine is None:
+        raise NotFollowed("its statistics are not constant, or the rank of its input is not known")
+    behind = _why_not_behind(model, node)
+    try:
+        source = layout_root(node.inputs[0]).tensor
+        if producer(source) is None:
+            raise NotFollowed(f"it normalizes the input '{source.name}', whose raw values would be quantized")
+        result = node.outputs[0]
+        readers = linear_readers(model, result, numbered(node.inputs[0], (1,)))
+    except NotFollowed as reason:
+        raise NotFollowed(
+            f"not folded into a linear in front of it: {behind}; nor behind it: {reason}"
+        ) from reason
+    return FoldedBatchNorm((node,), None, readers, affine.scale.reshape(-1), affine.shift.reshape(-1))
+
+
+def _tell_of_factors(model: GraphModel, node: Node) -> None:
+    """Tell of factors that stay behind a linear.
+
+    Raises:
+        NotFollowed: They look like those of a BatchNorm.
+    """
+    constants = [tensor for tensor in node.inputs if is_constant(tensor)]
+    others = [tensor for tensor in node.inputs if not is_constant(tensor)]
+    if len(constants) != 1 or not others or _linear_behind(others[0]) is None:
+        return
+    if values_of(constants[0]).size < 2:
+        raise NotFollowed("one factor for every channel, which may be a temperature")
+    raise NotFollowed(f"not folded into the linear in front of it: {_why_not_behind(model, node)}")
+
+
+def _linear_behind(tensor: Tensor) -> Node | None:
+    """The product behind a tensor, layout operators and a bias; None when it is made by something else."""
+    node = producer(layout_root(tensor).tensor)
+    if node is not None and node.op == "Add" and any(map(is_constant, node.inputs)):
+        node = producer(layout_root(next(t for t in node.inputs if not is_constant(t))).tensor)
+    return node if node is not None and is_candidate(node) else None
+
+
+def _why_not_behind(model: GraphModel, node: Node) -> str:
+    data = next(tensor for tensor in node.inputs if not is_constant(tensor))
+    product = _linear_behind(data)
+    if product is None:
+        return "there is none"
+    try:
+        read_linear(model, product)
+    except NotLinear as reason:
+        return str(reason)
+    tensor = data
+    while tensor is not product.outputs[0]:
+        if only_reader(model, tensor) is None:
+            return f"the output of '{product.name}' is read elsewhere as well"
+        inner = producer(tensor)
+        tensor = (
+            next(t for t in inner.inputs if not is_constant(t)) if inner is not None else product.outputs[0]
+        )
+    if only_reader(model, tensor) is None:
+        return f"the output of '{product.name}' is read elsewhere as well"
+    return f"its factors do not follow the output channels of '{product.name}'"

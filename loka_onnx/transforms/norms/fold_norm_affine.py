@@ -1,0 +1,115 @@
+"""Fold the scale and shift of a norm into the linears that follow it.
+
+A norm computes γ·z + β with the normalized value z. Where its output has no other use than linears, all of
+them of the form (γ·z + β)·W + b (weights on the left alike)::
+
+    (γ·z + β) · W + b   =   z · (diag(γ) W) + (b + β W)
+
+The norm keeps a scale of ones and no bias. What is quantized is then z, whose range follows from the
+operator: |z| ≤ √(K−1) for a norm of K elements that subtracts the mean, √K for one that does not, whatever
+the data. What γ did to that range, it does to the weight, whose range is known exactly.
+
+Layout operators may stand between the norm and a linear as long as each row of the weight meets one channel
+of the norm (`channel_paths`): a norm over the last axis, flattened, repeats γ along the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.graph.model import GraphModel, Node, is_constant, values_of
+from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.linears.channel_paths import (
+    NORMS_WITH_SCALE,
+    NotFollowed,
+    Reader,
+    channel_axes,
+    linear_readers,
+    numbered,
+)
+from loka_onnx.transforms.linears.scaling import Vector, absorb_before
+
+
+@dataclass(frozen=True)
+class ScaledNorm:
+    """A norm and the linears that alone read it.
+
+    Attributes:
+        node: The norm.
+        scale: γ of each channel.
+        shift: β of each channel; None for zeros.
+        readers: The linears.
+    """
+
+    node: Node
+    scale: Vector
+    shift: Vector | None
+    readers: tuple[Reader, ...]
+
+
+class FoldNormAffine(Mod[ScaledNorm]):
+    """Norm with scale and shift → norm without, and linears that take them over."""
+
+    name = "fold-norm-affine"
+
+    def match(self, model: GraphModel) -> Found[ScaledNorm]:
+        """Find norms that only linears read."""
+        matches: list[ScaledNorm] = []
+        declined: list[Declined] = []
+        for node in model.nodes:
+            if node.op not in NORMS_WITH_SCALE or _is_plain(node):
+                continue
+            try:
+                matches.append(_read(model, node))
+            except NotFollowed as reason:
+                declined.append(Declined(node.name, f"its scale and shift stay: {reason}"))
+        return Found(tuple(matches), tuple(declined))
+
+    def rewrite(self, model: GraphModel, match: ScaledNorm) -> Applied:
+        """Move the scale and shift of one norm."""
+        for reader in match.readers:
+            shift = None if match.shift is None else match.shift[reader.channels]
+            absorb_before(model, reader.node, match.scale[reader.channels], shift)
+        node = match.node
+        ones = np.ones_like(values_of(node.inputs[1]))
+        node.inputs[1] = model.constant(f"{node.name}.ones", ones)
+        if len(node.inputs) > 2 and node.op == "LayerNormalization":
+            node.inputs = node.inputs[:2]
+        elif len(node.inputs) > 2:
+            node.inputs[2] = model.constant(f"{node.name}.zeros", np.zeros_like(ones))
+        sites = [reader.node.name for reader in match.readers]
+        names = ", ".join(f"'{site}'" for site in sites)
+        what = "scale" if match.shift is None else "scale and shift"
+        return Applied(node.name, f"its {what} moved into {names}", {site: (site,) for site in sites})
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a norm does not shift, and scales by nothing but powers of two.
+
+    A trained scale is not of these; smoothing (`choose_smoothing`) leaves one, and moving it back into the
+    linears would undo it.
+    """
+    scale, *rest = (tensor for tensor in node.inputs[1:3] if tensor.name)
+    if not is_constant(scale) or not all(map(is_constant, rest)):
+        return False
+    mantissas, _ = np.frexp(values_of(scale))
+    return bool(np.all(mantissas == 0.5) and all(np.all(values_of(bias) == 0) for bias in rest))
+
+
+def _read(model: GraphModel, node: Node) -> ScaledNorm:
+    constants = [tensor for tensor in node.inputs[1:3] if tensor.name]
+    if not all(map(is_constant, constants)):
+        raise NotFollowed("they are not constant")
+    if any(output.outputs or model.is_output(output) for output in node.outputs[1:]):
+        raise NotFollowed("its statistics are read as well")
+    axes = channel_axes(node)
+    numbers = numbered(node.inputs[0], axes)
+    lengths = [numbers.shape[axis] for axis in axes]
+    scale, *shift = (
+        np.broadcast_to(values_of(tensor), lengths).astype(np.float64).reshape(-1) for tensor in constants
+    )
+    shifts = shift[0] if shift and shift[0].any() else None
+    return ScaledNorm(node, scale, shifts, linear_readers(model, node.outputs[0], numbers))

@@ -1,0 +1,194 @@
+"""A normalization that was exported as primitives: what was read of it, and whether it may be fused.
+
+Shared by the rules for LayerNorm, RMSNorm, GroupNorm and L2-norm; `reading` reads it.
+
+Conversions between float types may stand around a norm, never inside: what lies between its squares and its
+quotient must be FP32, which is how PyTorch and Keras write the norms of FP16 and BF16 models. They stay where
+they are, so that an engine which takes types from the graph takes the statistics in FP32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import isqrt, prod
+
+import onnx
+
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer
+from loka_onnx.transforms.norms.walk import NotANorm, lossless_chain, static_length, type_of
+
+_LARGEST_PATTERN = 100
+"""Nodes; the longest that is exported has about forty."""
+_INTEGERS = frozenset({onnx.TensorProto.INT64, onnx.TensorProto.INT32})
+
+
+class NotFused(NotANorm):
+    """A norm that the operator of a rule does not compute; the message says what differs.
+
+    Attributes:
+        norm: The norm.
+    """
+
+    def __init__(self, reason: str, norm: DecomposedNorm) -> None:
+        super().__init__(reason)
+        self.norm = norm
+
+
+@dataclass(frozen=True)
+class DecomposedNorm:
+    """A normalization read from primitives.
+
+    Attributes:
+        source: What is normalized.
+        axes: Normalized axes, negative, ascending.
+        epsilon: What is added to the mean of squares.
+        is_centred: Whether the mean is subtracted first.
+        is_mean: Whether squares are averaged; added otherwise.
+        scale: Constant factor, or None.
+        bias: Constant summand, or None.
+        result: The tensor that the norm replaces.
+        module: Module path of the nodes, for the name of the fused node.
+        inner: Every node of the pattern; only `result` may be read from outside.
+        factor: What the scale is multiplied with; a power of two.
+    """
+
+    source: Tensor
+    axes: tuple[int, ...]
+    epsilon: float
+    is_centred: bool
+    is_mean: bool
+    scale: Tensor | None
+    bias: Tensor | None
+    result: Tensor
+    module: str
+    inner: tuple[Node, ...] = ()
+    factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Lengths of the normalized axes; None where one is not known."""
+        if static_length(self.source, self.axes) is None:
+            return None
+        return tuple(int(self.source.shape[axis]) for axis in self.axes)
+
+
+def with_scale(norm: DecomposedNorm) -> DecomposedNorm:
+    """Take a constant scale that is the only reader of the result."""
+    if norm.scale is not None or norm.bias is not None:
+        return norm
+    node = _constant_step(norm, "Mul")
+    return norm if node is None else replace(_extended(norm, node), scale=_constant_of(node))
+
+
+def with_bias(norm: DecomposedNorm) -> DecomposedNorm:
+    """Take a constant bias that is the only reader of the result."""
+    if norm.bias is not None:
+        return norm
+    node = _constant_step(norm, "Add")
+    return norm if node is None else replace(_extended(norm, node), bias=_constant_of(node))
+
+
+def why_not_fused(model: GraphModel, norm: DecomposedNorm) -> str | None:
+    """Why a norm that was read stays as it is; None when it can be fused."""
+    if type_of(norm.source) != onnx.TensorProto.FLOAT:
+        return "only FP32 norms are fused: the fused node takes its statistics in FP32"
+    if norm.shape is None:
+        return "the length of a normalized axis is not known"
+    if not _is_private(model, norm):
+        return "an intermediate result of the norm is read elsewhere"
+    return None
+
+
+def over_last_axes(norm: DecomposedNorm) -> DecomposedNorm:
+    """The norm in the form of an operator over the last axes: squares are averaged, a scale is along them.
+
+    Where squares are added over K elements, sum(d·d) + ε = K·(mean(d·d) + ε/K).
+
+    Raises:
+        NotFused: It has no such form.
+    """
+    if norm.axes != tuple(range(-len(norm.axes), 0)):
+        raise NotFused(f"it normalizes axes {list(norm.axes)}, which are not the last ones", norm)
+    if not varies_within(norm, norm.scale) or not varies_within(norm, norm.bias):
+        raise NotFused("its scale or bias varies along other axes than the normalized ones", norm)
+    if norm.is_mean or norm.shape is None:
+        return norm
+    length = prod(norm.shape)
+    root = isqrt(length)
+    if root * root != length or root & (root - 1):
+        reason = f"it adds {length} squares, and 1/√{length}, the scale of the operator that averages them,"
+        raise NotFused(f"{reason} is no FP32 number", norm)
+    return replace(norm, is_mean=True, epsilon=norm.epsilon / length, factor=1 / root)
+
+
+def varies_within(norm: DecomposedNorm, constant: Tensor | None) -> bool:
+    """Whether a constant varies over the normalized axes only, and adds no axis to the norm's source."""
+    if constant is None:
+        return True
+    shape = norm.shape
+    if shape is None:
+        # `why_not_fused` tells of it.
+        return True
+    rank = len(norm.source.shape)
+    padded = (1,) * (rank - len(constant.shape)) + tuple(constant.shape)
+    target = (1,) * (rank - len(shape)) + shape
+    return len(padded) == rank and all(a in (1, b) for a, b in zip(padded, target, strict=True))
+
+
+def module_of(node: Node) -> str:
+    """Module path in the name of a node (``<module>/<op>``); empty at the top of the model."""
+    return str(node.name).rpartition("/")[0]
+
+
+def nodes_between(source: Tensor, result: Tensor) -> tuple[Node, ...]:
+    """The nodes that compute a tensor from another one and from constants.
+
+    Raises:
+        NotANorm: They read something else as well.
+    """
+    stops = {id(tensor) for tensor in lossless_chain(source)}
+    found: dict[int, Node] = {}
+    pending = [result]
+    while pending:
+        tensor = pending.pop()
+        node = producer(tensor)
+        if id(tensor) in stops or is_constant(tensor) or not tensor.name:
+            continue
+        if node is None or len(found) > _LARGEST_PATTERN:
+            raise NotANorm("it depends on another tensor")
+        if id(node) not in found:
+            found[id(node)] = node
+            # Where a shape comes from does not matter: it was read as what it is.
+            pending += [] if node.op == "Shape" else list(node.inputs)
+    return tuple(found.values())
+
+
+def _is_private(model: GraphModel, norm: DecomposedNorm) -> bool:
+    """Whether only nodes of the pattern read its intermediate results, and none is a graph output."""
+    inner = {id(node) for node in norm.inner}
+    for node in norm.inner:
+        for tensor in node.outputs:
+            # Shapes are computed once for many readers.
+            if tensor is norm.result or type_of(tensor) in _INTEGERS:
+                continue
+            if model.is_output(tensor) or any(id(reader) not in inner for reader in tensor.outputs):
+                return False
+    return True
+
+
+def _constant_step(norm: DecomposedNorm, op: str) -> Node | None:
+    """The node of that operator that alone reads the result, when its other operand is a fitting constant."""
+    readers = consumers(norm.result)
+    if norm.shape is None or len(readers) != 1 or readers[0].op != op:
+        return None
+    node = readers[0]
+    constant = _constant_of(node)
+    return node if constant is not None and varies_within(norm, constant) else None
+
+
+def _constant_of(node: Node) -> Tensor | None:
+    return next((tensor for tensor in node.inputs if is_constant(tensor)), None)
+
+
+def _extended(norm: DecomposedNorm, node: Node) -> DecomposedNorm:
+    return replace(norm, result=node.outputs[0], inner=(*norm.inner, node))

@@ -1,0 +1,1 @@
+"""Writing a plan into the graph: Q/DQ, casts and corrections."""

@@ -1,0 +1,92 @@
+"""Write a plan into a model file: Q/DQ first, then the constants fitted to it, then the base precision."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.correction import Corrections
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.fusions import Fusions
+from loka_onnx.core.plan import PrecisionPlan, Wide
+from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
+from loka_onnx.errors import InternalError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.transforms.precision.correct import correct
+from loka_onnx.transforms.precision.explicit_casts import cast_to_base
+from loka_onnx.transforms.precision.insert_qdq import insert_qdq
+from loka_onnx.transforms.precision.place_qdq import place_qdq
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model that carries a plan.
+
+    Attributes:
+        path: The model file.
+        digest: Its digest.
+        log: What was written where.
+    """
+
+    path: Path
+    digest: str
+    log: RewriteLog
+
+
+@dataclass(frozen=True)
+class PlanForm:
+    """How a plan is written for a backend.
+
+    Attributes:
+        base: Precision of everything that is not FP8, as the backend asks for it.
+        fusions: What the backend computes in one kernel, which Q/DQ must not split.
+        corrections: Constants that were fitted to the plan and are added; None for none.
+    """
+
+    base: Precision
+    fusions: Fusions = field(default_factory=Fusions)
+    corrections: Corrections | None = None
+
+
+def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target: Path) -> PlannedModel:
+    """Write a plan into a copy of the model.
+
+    Args:
+        model: The FP32 model that the plan is for.
+        plan: The plan.
+        form: How the backend wants it.
+        target: Where the planned model is written.
+
+    Raises:
+        InternalError: The plan was made for another model.
+        TransformError: The model cannot be typed in the base precision.
+    """
+    if plan.model_digest != model.digest:
+        raise InternalError(
+            f"plan '{plan.id}' was made for another model",
+            evidence=f"it names {plan.model_digest[:12]}, the model is {model.digest[:12]}",
+        )
+    graph = GraphModel.load(model.path)
+    records: list[RewriteRecord] = []
+    began = time.perf_counter()
+    if plan.fp8_sites:
+        records.append(_timed(insert_qdq(graph, model.sites, plan), began))
+        began = time.perf_counter()
+        records.append(_timed(place_qdq(graph, plan.fp8_sites, form.fusions), began))
+    if form.corrections is not None and not form.corrections.is_empty:
+        began = time.perf_counter()
+        corrected = correct(graph, form.corrections)
+        records.append(_timed(corrected.record, began))
+        wide = (Wide(name, "adds a constant to an output") for name in corrected.on_outputs)
+        plan = replace(plan, wide=(*plan.wide, *wide))
+    if form.base is not Precision.FP32:
+        began = time.perf_counter()
+        records.append(_timed(cast_to_base(graph, form.base, plan), began))
+    digest = graph.save(target)
+    return PlannedModel(target, digest, RewriteLog(tuple(records)))
+
+
+def _timed(record: RewriteRecord, began: float) -> RewriteRecord:
+    return replace(record, seconds=time.perf_counter() - began)

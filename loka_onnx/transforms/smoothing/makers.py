@@ -1,0 +1,196 @@
+"""What makes a tensor that linears read, and takes a divisor for each of its channels.
+
+- A norm: (γ·z + β) / s = (γ/s)·z + β/s.
+- The product of a linear: (u·V + b) / s = u·(V diag(s)⁻¹) + b/s.
+- A product with constants, as models have it that normalize their features themselves: (x·c) / s = x·(c/s).
+- An input of the model, which holds its features as they come: a Mul by 1/s is put behind it. Readers that
+  cannot take part go on reading the input.
+
+Nothing is computed for the first three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from loka_onnx.core.rewrite import Declined
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
+from loka_onnx.graph.shape_values import dimensions
+from loka_onnx.transforms.linears.channel_paths import (
+    HOMOGENEOUS,
+    NORMS_WITH_SCALE,
+    PARTS,
+    NotFollowed,
+    Numbers,
+    Reader,
+    by_channel,
+    channel_axes,
+    linear_readers,
+    numbered,
+)
+from loka_onnx.transforms.linears.pattern import NotLinear, is_candidate, read_linear
+from loka_onnx.transforms.linears.scaling import Vector, absorb_behind
+
+_BETWEEN = HOMOGENEOUS | PARTS
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What makes a tensor, and the linears that take its factors.
+
+    Attributes:
+        name: Of the norm, of the product, or of the input.
+        node: The norm or the product; None for an input.
+        tensor: What it makes, bias included.
+        channels: How many channels that has.
+        readers: The linears; one stands here several times when it reads a channel in several places.
+        taking: For an input, its readers that lead to these linears.
+    """
+
+    name: str
+    node: Node | None
+    tensor: Tensor
+    channels: int
+    readers: tuple[Reader, ...]
+    taking: tuple[Node, ...] = ()
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a linear, whose weight is divided."""
+        return self.node is not None and is_candidate(self.node)
+
+
+@dataclass(frozen=True)
+class Makers:
+    """Every maker of a graph in topological order, and what comes close."""
+
+    found: tuple[Maker, ...]
+    declined: tuple[Declined, ...]
+
+
+def find_makers(model: GraphModel) -> Makers:
+    """Find what makes the activations of linears and can be divided channel by channel."""
+    found: list[Maker] = []
+    declined: list[Declined] = []
+    names = {node.name for node in model.nodes}
+    for tensor in model.inputs:
+        if not any(is_candidate(node) for node in _soon_behind(tensor)):
+            continue
+        maker = _of_input(model, tensor, declined)
+        if maker is not None and maker.name in names:
+            declined.append(Declined(maker.name, "the input is not scaled: a node has the same name"))
+        elif maker is not None:
+            found.append(maker)
+    for node in model.sorted_nodes():
+        if node.op not in NORMS_WITH_SCALE | {"Mul", "Div"} and not is_candidate(node):
+            continue
+        tensor = node.outputs[0]
+        try:
+            tensor, numbers = _made_by(model, node)
+            readers = linear_readers(model, tensor, numbers, _BETWEEN)
+            found.append(Maker(node.name, node, tensor, int(numbers.max()) + 1, readers))
+        except NotFollowed as reason:
+            # Of what no linear reads there is nothing to tell.
+            if any(is_candidate(reader) for reader in _soon_behind(tensor)):
+                declined.append(Declined(node.name, f"its output is not smoothed: {reason}"))
+    return Makers(tuple(found), tuple(declined))
+
+
+def divide(model: GraphModel, maker: Maker, divisors: Vector) -> None:
+    """Let a maker divide each of its channels; what reads it is left as it is."""
+    if maker.node is None:
+        _divide_input(model, maker, divisors)
+    elif maker.is_linear:
+        absorb_behind(model, maker.node, 1.0 / divisors)
+    elif maker.node.op in NORMS_WITH_SCALE:
+        _divide_norm(model, maker.node, divisors)
+    else:
+        _divide_product(model, maker.node, divisors)
+
+
+def _made_by(model: GraphModel, node: Node) -> tuple[Tensor, Numbers]:
+    """What a node makes, bias included, and the numbers of its channels in the place of its elements."""
+    if node.op in NORMS_WITH_SCALE:
+        if not all(is_constant(tensor) for tensor in node.inputs[1:3] if tensor.name):
+            raise NotFollowed(f"the scale of '{node.name}' is not constant")
+        return node.outputs[0], numbered(node.inputs[0], channel_axes(node))
+    if is_candidate(node):
+        try:
+            linear = read_linear(model, node)
+        except NotLinear as reason:
+            raise NotFollowed(str(reason)) from reason
+        return linear.result, numbered(linear.result, (-2 if linear.on_left else -1,))
+    position = _constant_of(node)
+    if position is None:
+        raise NotFollowed("it multiplies with no constant")
+    numbers = numbered(node.outputs[0], (-1,))
+    if numbers.ndim < 2 or (dimensions(node.outputs[0]) or ())[-1:] != (numbers.shape[-1],):
+        raise NotFollowed("it has no channels")
+    by_channel(numbers, values_of(node.inputs[position]), numbers.shape[-1])
+    return node.outputs[0], numbers
+
+
+def _constant_of(node: Node) -> int | None:
+    """Position of the constant that a product multiplies with, or divides by; None when there is none."""
+    positions = (1,) if node.op == "Div" else (0, 1)
+    found = [i for i in positions if is_constant(node.inputs[i]) and not is_constant(node.inputs[1 - i])]
+    return found[0] if found else None
+
+
+def _of_input(model: GraphModel, tensor: Tensor, declined: list[Declined]) -> Maker | None:
+    try:
+        if np.dtype(tensor.dtype).kind != "f":
+            raise NotFollowed(f"it holds {np.dtype(tensor.dtype).name}, not features")
+        numbers = numbered(tensor, (-1,))
+        if numbers.ndim < 2 or (dimensions(tensor) or ())[-1:] != (numbers.shape[-1],):
+            raise NotFollowed("it has no channels")
+    except NotFollowed as reason:
+        declined.append(Declined(tensor.name, f"the input is not scaled: {reason}"))
+        return None
+    readers: list[Reader] = []
+    taking: list[Node] = []
+    for node in consumers(tensor):
+        try:
+            readers += linear_readers(model, tensor, numbers, _BETWEEN, [node])
+            taking.append(node)
+        except NotFollowed as reason:
+            declined.append(Declined(tensor.name, f"'{node.name}' reads the input without scales: {reason}"))
+    if not readers:
+        return None
+    return Maker(tensor.name, None, tensor, numbers.shape[-1], tuple(readers), tuple(taking))
+
+
+def _soon_behind(tensor: Tensor) -> Iterator[Node]:
+    """The readers of a tensor, and the readers of what an operator of one input makes of it."""
+    for node in consumers(tensor):
+        yield node
+        for output in node.outputs:
+            yield from consumers(output)
+
+
+def _divide_input(model: GraphModel, maker: Maker, divisors: Vector) -> None:
+    factors = model.constant(f"{maker.name}.factors", (1.0 / divisors).astype(maker.tensor.dtype))
+    scaled = model.add("Mul", [maker.tensor, factors], f"{maker.name}.scaled")
+    scaled.shape = maker.tensor.shape
+    model.replace_uses(maker.tensor, scaled, maker.taking)
+
+
+def _divide_norm(model: GraphModel, node: Node, divisors: Vector) -> None:
+    lengths = [int(node.inputs[0].shape[axis]) for axis in channel_axes(node)]
+    for position, label in ((1, "scale"), (2, "bias")):
+        if position < len(node.inputs) and node.inputs[position].name:
+            values = values_of(node.inputs[position])
+            divided = values.astype(np.float64) / divisors.reshape(lengths)
+            node.inputs[position] = model.constant(f"{node.name}.{label}", divided.astype(values.dtype))
+
+
+def _divide_product(model: GraphModel, node: Node, divisors: Vector) -> None:
+    position = _constant_of(node)
+    if position is not None:
+        values = values_of(node.inputs[position])
+        exact = values.astype(np.float64)
+        changed = exact * divisors if node.op == "Div" else exact / divisors
+        node.inputs[position] = model.constant(f"{node.name}.factors", changed.astype(values.dtype))

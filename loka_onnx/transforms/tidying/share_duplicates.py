@@ -1,0 +1,113 @@
+"""Compute once what several nodes compute alike.
+
+Two nodes with the same operator, the same attributes and the same inputs have the same outputs, so the
+readers of the second can read the first. Constants count as the same when they are equal and small. Exporters
+that work module by module leave such twins: a Transpose in front of every linear layer that reads one tensor,
+which hides that they are parallel (`merge_parallel_linears`).
+
+Sites are left alone (each is a decision, and has its name), and so are random operators, control flow, and
+nodes whose result leaves the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
+from loka_onnx.graph.sites import is_site
+from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.tidying.fold_constants import NEVER_FOLDED
+
+SMALL_ELEMENTS = 64
+"""Constants beyond this are compared by identity: exporters share large ones themselves."""
+_ALONE = NEVER_FOLDED | {"Dropout"}
+
+
+@dataclass(frozen=True)
+class Twins:
+    """Two nodes that compute the same.
+
+    Attributes:
+        first: The one that stays.
+        second: The one whose readers read the first.
+    """
+
+    first: Node
+    second: Node
+
+
+class ShareDuplicates(Mod[Twins]):
+    """Nodes that compute the same → one of them."""
+
+    name = "share-duplicates"
+
+    def match(self, model: GraphModel) -> Found[Twins]:
+        """Compare nodes in topological order, each as if those before it were shared already."""
+        outputs = {id(tensor) for tensor in model.outputs}
+        first_of: dict[Hashable, Node] = {}
+        shared: dict[int, Tensor] = {}
+        matches: list[Twins] = []
+        declined: list[Declined] = []
+        for node in model.sorted_nodes():
+            key = _key(node, shared)
+            if key is None:
+                continue
+            if key not in first_of:
+                first_of[key] = node
+                continue
+            first = first_of[key]
+            if is_site(node):
+                declined.append(Declined(node.name, f"computes what '{first.name}' does, but is a site"))
+            elif any(id(tensor) in outputs for tensor in node.outputs):
+                declined.append(
+                    Declined(node.name, f"computes what '{first.name}' does, but leaves the graph")
+                )
+            else:
+                matches.append(Twins(first, node))
+                shared |= {id(b): a for a, b in zip(first.outputs, node.outputs, strict=True)}
+        return Found(tuple(matches), tuple(declined))
+
+    def rewrite(self, model: GraphModel, match: Twins) -> Applied:
+        """Let the readers of the second node read the first."""
+        for kept, gone in zip(match.first.outputs, match.second.outputs, strict=True):
+            model.replace_uses(gone, kept)
+        return Applied(match.second.name, f"computes what '{match.first.name}' does: read that")
+
+
+def _key(node: Node, shared: dict[int, Tensor]) -> Hashable | None:
+    """What decides the result of a node; None where it stands alone."""
+    if node.op in _ALONE:
+        return None
+    attributes = []
+    for name, value in sorted(node.attrs.items()):
+        plain = _plain(value)
+        if plain is None:
+            return None
+        attributes.append((name, plain))
+    inputs = tuple(_input_key(shared.get(id(tensor), tensor)) for tensor in node.inputs)
+    return (node.domain or "", node.op, inputs, tuple(attributes), len(node.outputs))
+
+
+def _plain(value: Any) -> Hashable | None:
+    """An attribute that compares by value; None for tensors and graphs."""
+    if isinstance(value, int | float | str | bytes):
+        return value
+    if isinstance(value, list | tuple | np.ndarray) and all(
+        isinstance(v, int | float | str | np.number) for v in value
+    ):
+        return tuple(value)
+    return None
+
+
+def _input_key(tensor: Tensor) -> Hashable:
+    if not tensor.name:
+        return "absent"
+    if is_constant(tensor) and int(np.prod(tensor.shape)) <= SMALL_ELEMENTS:
+        values = values_of(tensor)
+        return (str(values.dtype), values.shape, values.tobytes())
+    return id(tensor)

@@ -1,0 +1,210 @@
+"""Einsums become products, and products of three matrices take the cheaper order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rewrite_models import op_types
+from shape_cases import EINSUMS, MANY_TOKENS, REASSOCIATED
+from shape_models import Case, match, reasons_of, rewrite
+
+from loka_onnx.core.site import SiteKind
+from loka_onnx.transforms.interactions.einsum_to_matmul import EinsumToMatMul
+from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
+
+TRANSPOSES = {
+    "interaction": 1,
+    "linear": 0,
+    "linear_of_the_middle_axis": 2,
+    "weight_first": 0,
+    "a_weight_for_each_token": 2,
+    "heads": 2,
+    "three_operands": 1,
+    "three_operands_wide": 2,
+}
+
+
+@pytest.mark.parametrize("case", EINSUMS)
+def test_every_einsum_becomes_products_with_few_transposes(case: str, tmp_path: Path) -> None:
+    done = rewrite(EINSUMS[case].model(), EinsumToMatMul(), tmp_path)
+    operators = op_types(done.after)
+    assert "Einsum" not in operators
+    assert operators.count("Transpose") == TRANSPOSES[case]
+
+
+def test_the_product_is_a_site_with_a_weight(tmp_path: Path) -> None:
+    done = rewrite(EINSUMS["weight_first"].model(), EinsumToMatMul(), tmp_path)
+    assert [(s.name, s.kind, s.k, s.n) for s in done.artifact.sites] == [("block.y", SiteKind.LINEAR, 8, 3)]
+
+
+def test_three_operands_take_the_cheaper_order(tmp_path: Path) -> None:
+    """Four tokens of 8 or of 64: X·Xᵀ first costs 2·16·(8 + 3) against 4·4·3·8, and 16 times more at 64."""
+    narrow = rewrite(EINSUMS["three_operands"].model(), EinsumToMatMul(), tmp_path / "narrow")
+    wide = rewrite(EINSUMS["three_operands_wide"].model(), EinsumToMatMul(), tmp_path / "wide")
+    assert {s.name: (s.kind, s.k) for s in narrow.artifact.sites} == {
+        "block.y.inner": (SiteKind.INTERACTION, 8),
+        "block.y": (SiteKind.LINEAR, 4),
+    }
+    assert {s.name: (s.kind, s.k) for s in wide.artifact.sites} == {
+        "block.y.inner": (SiteKind.INTERACTION, 64),
+        "block.y": (SiteKind.LINEAR, 4),
+    }
+    many = Case(
+        'y = Einsum<equation="bnd,bmd,mk->bnk">(x, x, w)',
+        {"w": (32, 3)},
+        inputs=MANY_TOKENS,
+        outputs="float[batch,32,3] y",
+    )
+    many_tokens = rewrite(many.model(), EinsumToMatMul(), tmp_path / "many")
+    assert {s.name: (s.kind, s.k) for s in many_tokens.artifact.sites} == {
+        "block.y.inner": (SiteKind.LINEAR, 32),
+        "block.y": (SiteKind.INTERACTION, 8),
+    }
+
+
+TOKENS = "float[batch,4,8] x"
+NOT_PRODUCTS: dict[str, tuple[str, str, str, str]] = {
+    "no_output": ("bnd,bmd", TOKENS, "float[batch,4,4] y", "leaves its output or its batch axes implicit"),
+    "ellipsis": (
+        "...nd,...md->...nm",
+        TOKENS,
+        "float[batch,4,4] y",
+        "leaves its output or its batch axes implicit",
+    ),
+    "two_sums": ("bnd,bnd->b", TOKENS, "float[batch] y", "sums over 2 axes, a matrix product over one"),
+    "no_sum": (
+        "bnd,bmd->bnmd",
+        TOKENS,
+        "float[batch,4,4,8] y",
+        "sums over 0 axes, a matrix product over one",
+    ),
+    "one_sum_alone": ("bnd,bme->bnm", TOKENS, "float[batch,4,4] y", "sums over an axis of one operand"),
+    "a_diagonal": ("bnn,bmd->bnm", "float[batch,4,4] x", "float[batch,4,4] y", "reads a diagonal"),
+    "a_dot_product": ("bnd,bnd->bn", TOKENS, "float[batch,4] y", "is not a product of two matrices"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PRODUCTS)
+def test_other_einsums_are_left_alone_with_the_reason(case: str, tmp_path: Path) -> None:
+    equation, inputs, outputs, reason = NOT_PRODUCTS[case]
+    model = Case(f'y = Einsum<equation="{equation}">(x, x)', inputs=inputs, outputs=outputs).model()
+    found = match(model, EinsumToMatMul(), tmp_path)
+    assert found.matches == ()
+    assert reason in found.declined[0].reason
+
+
+def test_a_batch_letter_that_a_weight_lacks_is_left_alone(tmp_path: Path) -> None:
+    case = Case(
+        'y = Einsum<equation="bnhd,hde->bnhe">(x, w)',
+        {"w": (2, 8, 3)},
+        inputs="float[batch,4,2,8] x",
+        outputs="float[batch,4,2,3] y",
+    )
+    assert "a stack of them" in match(case.model(), EinsumToMatMul(), tmp_path).declined[0].reason
+
+
+@pytest.mark.parametrize("case", REASSOCIATED)
+def test_every_chain_takes_the_cheaper_order(case: str, tmp_path: Path) -> None:
+    done = rewrite(REASSOCIATED[case].model(), ReassociateInteraction(least=0), tmp_path)
+    assert sorted(op_types(done.after)) == sorted(op_types(done.before))
+    assert len(done.record.applied) == 1
+
+
+def test_the_sites_keep_their_names_and_kinds(tmp_path: Path) -> None:
+    model = REASSOCIATED["learned_projection"].model()
+    done = rewrite(model, ReassociateInteraction(least=0), tmp_path)
+    sites = {site.name: (site.kind, site.k, site.n) for site in done.artifact.sites}
+    assert sites == {
+        "fmb.project": (SiteKind.LINEAR, 32, 4),
+        "fmb.matmul": (SiteKind.INTERACTION, 8, 4),
+    }
+    assert done.record.applied[0].what == (
+        "(A·B)·C → A·(B·C) with 'fmb.project': 6291456 → 1048576 operations at a batch of 256"
+    )
+
+
+CHAIN = "t = Transpose<perm=[0,2,1]>(x) [a] s = MatMul(x, t) [b] y = MatMul(s, z)"
+NOT_CHEAPER: dict[str, tuple[Case, str]] = {
+    "few_tokens": (
+        Case(CHAIN, inputs="float[batch,4,32] x, float[batch,4,8] z", outputs="float[batch,4,8] y"),
+        "it takes 327680 operations at a batch of 256, the other order 1048576: less than 25% saved",
+    ),
+    "too_little_saved": (
+        Case(CHAIN, inputs="float[batch,64,128] x, float[batch,64,40] z", outputs="float[batch,64,40] y"),
+        "less than 25% saved",
+    ),
+    "a_larger_intermediate_result": (
+        Case(CHAIN, inputs="float[batch,40,1000] x, float[batch,40,15] z", outputs="float[batch,40,15] y"),
+        "but its intermediate result has 3840000 elements instead of 409600",
+    ),
+    "two_weights": (
+        Case(
+            "[down] s = MatMul(x, u) [up] y = MatMul(s, v)",
+            {"u": (8, 200), "v": (200, 8)},
+            inputs="float[batch,4,8] x",
+            outputs="float[batch,4,8] y",
+        ),
+        "two of the three factors are weights: their product would be rounded to one",
+    ),
+    "an_unknown_length": (
+        Case(
+            CHAIN,
+            inputs="float[batch,tokens,8] x, float[batch,tokens,8] z",
+            outputs="float[batch,tokens,8] y",
+        ),
+        "a rank is below 2, or a length besides the batch is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_CHEAPER)
+def test_other_chains_are_left_alone_with_the_cost_of_both(case: str, tmp_path: Path) -> None:
+    near_miss, reason = NOT_CHEAPER[case]
+    found = match(near_miss.model(), ReassociateInteraction(least=0), tmp_path)
+    assert found.matches == ()
+    assert reason in found.declined[0].reason
+
+
+@pytest.mark.parametrize(("tokens", "is_changed"), [(64, False), (128, True)])
+def test_the_order_of_few_operations_stays(tokens: int, is_changed: bool, tmp_path: Path) -> None:
+    case = Case(
+        CHAIN,
+        inputs=f"float[batch,{tokens},64] x, float[batch,{tokens},16] z",
+        outputs=f"float[batch,{tokens},16] y",
+    )
+    found = match(case.model(), ReassociateInteraction(), tmp_path)
+    assert len(found.matches) == is_changed
+    if not is_changed:
+        assert found.declined[0].reason == (
+            "it takes 167772160 operations at a batch of 256, the other order 67108864: under 536870912 they "
+            "do not decide the time"
+        )
+
+
+NOT_A_CHAIN = {
+    "softmax_between": "t = Transpose<perm=[0,2,1]>(x) s = MatMul(x, t) p = Softmax(s) y = MatMul(p, z)",
+    "a_second_reader": f"{CHAIN} r = ReduceSum(s, axes)",
+    "transposed_between": "t = Transpose<perm=[0,2,1]>(x) s = MatMul(x, t) q ="
+    " Transpose<perm=[0,2,1]>(s) y = MatMul(q, z)",
+}
+
+
+@pytest.mark.parametrize("case", NOT_A_CHAIN)
+def test_what_is_between_ends_the_chain(case: str, tmp_path: Path) -> None:
+    model = Case(
+        NOT_A_CHAIN[case],
+        {},
+        {"axes": np.array([-1])},
+        inputs=f"{MANY_TOKENS}, float[batch,32,2] z",
+        outputs="float[batch,32,2] y" + (", float[batch,32,1] r" if " r = " in NOT_A_CHAIN[case] else ""),
+    ).model()
+    assert match(model, ReassociateInteraction(least=0), tmp_path).matches == ()
+
+
+def test_the_margin_can_be_set(tmp_path: Path) -> None:
+    case = NOT_CHEAPER["too_little_saved"][0]
+    assert reasons_of(match(case.model(), ReassociateInteraction(0.0, 0), tmp_path))["b"].startswith(
+        "the other order"
+    )

@@ -1,0 +1,173 @@
+"""Loud channels are split off where they make most of the error, and the model stays what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from rewrite_models import Arrays, artifact, as_double, evaluate, initializer, named, parse
+
+from loka_onnx.core.formats import Float8
+from loka_onnx.core.rewrite import RewriteRecord
+from loka_onnx.errors import TransformError
+from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels, channel_errors
+from loka_onnx.transforms.sequence import apply_mods
+
+ROWS, K, N = 256, 64, 24
+LOUD = [3, 17, 40]
+UNITS = np.where(np.isin(np.arange(K), LOUD), 30.0, 1.0).astype(np.float32)
+BODIES = {
+    "Gemm": "[fc] y = Gemm(x, w, b)",
+    "transposed Gemm": "[fc] y = Gemm<transB=1>(x, wt, b)",
+    "Gemm without bias": "[fc] y = Gemm(x, w)",
+    "MatMul and Add": "[fc] h = MatMul(x, w) y = Add(h, b)",
+    "MatMul": "[fc] y = MatMul(x, w)",
+    "rank 3": "z = Unsqueeze(x, one) [fc] h = MatMul(z, w) g = Add(h, b) y = Squeeze(g, one)",
+    "a reader behind": "[fc] h = Gemm(x, w, b) r = Relu(h) y = Add(h, r)",
+}
+
+
+def model(body: str) -> onnx.ModelProto:
+    random = np.random.default_rng(0)
+    w = (random.normal(size=(K, N)) / np.sqrt(K)).astype(np.float32)
+    constants = {
+        "w": w,
+        "wt": w.T.copy(),
+        "b": random.normal(size=N).astype(np.float32),
+        "one": np.array([1]),
+    }
+    used = {name: value for name, value in constants.items() if f" {name}" in body or f"{name})" in body}
+    return parse(body, used, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")
+
+
+def rows(seed: int = 0) -> Arrays:
+    return {"x": np.random.default_rng(seed).normal(size=(ROWS, K)).astype(np.float32) * UNITS}
+
+
+def values(proto: onnx.ModelProto, name: str) -> np.ndarray[Any, Any]:
+    return numpy_helper.to_array(initializer(proto, name))
+
+
+def split(
+    proto: onnx.ModelProto, folder: Path, left: float = 0.1, site: str = "fc"
+) -> tuple[onnx.ModelProto, RewriteRecord]:
+    source = artifact(proto, folder / "before.onnx")
+    mods = [SplitLoudChannels({site: left}, [rows()], folder)]
+    result = apply_mods(source, [rows(1)], folder / "after.onnx", mods)
+    (record,) = result.log.records
+    return onnx.load(result.model.path), record
+
+
+@pytest.mark.parametrize("form", BODIES)
+def test_the_outputs_stay_and_the_loud_rows_are_zeros(form: str, tmp_path: Path) -> None:
+    before = model(BODIES[form])
+    after, record = split(before, tmp_path)
+    assert not record.rolled_back and not record.declined
+    (applied,) = record.applied
+    assert applied.origins == {"fc": ("fc",), "fc.loud": ("fc",)}
+    assert applied.what.startswith("16 of 64 channels, with 9")
+
+    feeds = {"x": rows(2)["x"].astype(np.float64)}
+    expected, found = (evaluate(as_double(proto), feeds) for proto in (before, after))
+    np.testing.assert_allclose(found["y"], expected["y"], rtol=0, atol=1e-9 * np.abs(expected["y"]).max())
+
+    main = values(after, named(after, "fc").input[1])
+    main = main.T if "transB" in BODIES[form] else main
+    channels = values(after, named(after, "fc.loud.gather").input[1])
+    assert set(LOUD) <= set(channels) and len(channels) == 16
+    assert not main[channels].any() and main.any(axis=1).sum() == K - 16
+
+
+def test_what_is_left_of_the_error_is_small(tmp_path: Path) -> None:
+    """Measured with ml_dtypes on other rows, against the whole product in FP8."""
+    before = model(BODIES["MatMul"])
+    after, _ = split(before, tmp_path)
+    x = rows(3)["x"].astype(np.float64)
+
+    def rounded(values: Any) -> Any:
+        scale = np.abs(values).max() / 448
+        return (values / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+
+    def error(weight: Any) -> float:
+        return float(np.square(rounded(x) @ rounded(weight) - x @ weight).sum())
+
+    whole = error(values(before, "w").astype(np.float64))
+    assert error(values(after, named(after, "fc").input[1]).astype(np.float64)) < 0.1 * whole
+
+
+def test_the_error_of_a_channel_is_that_of_the_product_in_it() -> None:
+    random = np.random.default_rng(4)
+    x, w = random.normal(size=(4000, 8)) * np.arange(1, 9), random.normal(size=(8, 300))
+    amax = np.abs(x).max(axis=0)
+    found = channel_errors(w, amax, x, Float8.E4M3FN)
+
+    def rounded(values: Any, largest: float) -> Any:
+        # The scales of the package are BF16 numbers.
+        scale = float(np.float32(largest / 448).astype(ml_dtypes.bfloat16))
+        scaled = np.clip(values / scale, -448, 448).astype(np.float32)
+        return scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+
+    xq, wq = rounded(x, amax.max()), rounded(w, np.abs(w).max())
+    for k in range(8):
+        measured = np.square(np.outer(xq[:, k], wq[k]) - np.outer(x[:, k], w[k])).sum(axis=1).mean()
+        assert found[k] == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("body", "left", "site", "reason"),
+    [
+        ("Gemm", 1e-6, "fc", "without its 32 loudest of 64 channels it still makes "),
+        ("Gemm", 0.1, "gone", "there is no node of that name"),
+        ("a reader behind", 0.1, "r", "there is no node of that name"),
+    ],
+)
+def test_what_cannot_be_split_is_told_of(
+    body: str, left: float, site: str, reason: str, tmp_path: Path
+) -> None:
+    after, record = split(model(BODIES[body]), tmp_path, left, site)
+    assert not record.applied
+    (declined,) = record.declined
+    assert declined.at == site and declined.reason.startswith(reason)
+    assert not [node for node in after.graph.node if node.op_type == "Gather"]
+
+
+def test_a_weight_on_the_left_is_left_alone(tmp_path: Path) -> None:
+    w = np.ones((N, K), np.float32)
+    proto = parse(
+        "t = Transpose<perm=[1, 0]>(x) [fc] h = MatMul(w, t) y = Transpose<perm=[1, 0]>(h)",
+        {"w": w},
+        inputs=f"float[batch,{K}] x",
+        outputs=f"float[batch,{N}] y",
+    )
+    _, record = split(proto, tmp_path)
+    assert [d.reason for d in record.declined] == ["its weight stands on the left"]
+
+
+@pytest.mark.parametrize("part", [0.0, 1.0, -0.1])
+def test_a_part_must_be_one(part: float, tmp_path: Path) -> None:
+    with pytest.raises(TransformError, match="the part of an error that may be left is not between 0 and 1"):
+        SplitLoudChannels({"fc": part}, [rows()], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", BODIES)
+def test_tensorrt_rtx_takes_it(form: str, tmp_path: Path) -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
+    after, _ = split(model(BODIES[form]), tmp_path)
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse(after.SerializeToString()), parser.get_error(0)
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+    profile = builder.create_optimization_profile()
+    profile.set_shape("x", (1, K), (64, K), (256, K))
+    config.add_optimization_profile(profile)
+    assert builder.build_serialized_network(network, config) is not None

@@ -1,0 +1,328 @@
+"""BatchNorm is folded into the linear in front of it, or behind it, and stays where neither is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from norm_models import DYNAMO, Exporter, assert_folded_equally, fused, taken_in
+from rewrite_models import artifact, named, op_types, parse, random_rows
+
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
+
+
+def weight(*shape: int) -> np.ndarray[Any, Any]:
+    return (np.random.default_rng(shape).normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+
+STATISTICS = {
+    "gamma": np.linspace(-0.5, 1.75, 8, dtype=np.float32),
+    "beta": np.linspace(1.5, -1, 8, dtype=np.float32),
+    "mean": np.linspace(-2, 2, 8, dtype=np.float32),
+    "variance": np.linspace(0.25, 4, 8, dtype=np.float32),
+}
+NORM = "[norm_{0}] {0} = BatchNormalization<epsilon=0.001>({1}, gamma, beta, mean, variance)"
+LAST = NORM.format("y", "h")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model as text; the statistics of 8 channels are constants."""
+
+    body: str
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    inputs: str = "float[batch,6] x"
+    outputs: str = "float[batch,8] y"
+
+    def model(self) -> onnx.ModelProto:
+        values = STATISTICS | dict(self.constants)
+        used = {name: value for name, value in values.items() if name in self.body}
+        return parse(self.body, used, inputs=self.inputs, outputs=self.outputs)
+
+
+W, B, NEXT = weight(6, 8), weight(8), weight(8, 3)
+SCALED = {"s": STATISTICS["gamma"], "c": STATISTICS["beta"]}
+BEHIND = {
+    "gemm": Case(f"[fc] h = Gemm(x, w, b) {LAST}", {"w": W, "b": B}),
+    "gemm_transposed": Case(f"[fc] h = Gemm<transB=1>(x, w, b) {LAST}", {"w": W.T, "b": B}),
+    "gemm_without_bias": Case(f"[fc] h = Gemm(x, w) {LAST}", {"w": W}),
+    "matmul": Case(f"[fc] h = MatMul(x, w) {LAST}", {"w": W}),
+    "matmul_with_bias": Case(f"[fc] g = MatMul(x, w) h = Add(g, b) {LAST}", {"w": W, "b": B}),
+    "before_relu": Case(f"[fc] h = Gemm(x, w, b) {NORM.format('g', 'h')} y = Relu(g)", {"w": W, "b": B}),
+    "channels_between_transposes": Case(
+        f"[fc] g = MatMul(x, w) h = Transpose<perm=[0,2,1]>(g) {NORM.format('n', 'h')}"
+        " y = Transpose<perm=[0,2,1]>(n)",
+        {"w": W},
+        "float[batch,5,6] x",
+        "float[batch,5,8] y",
+    ),
+    "weight_on_the_left": Case(
+        f"[fc] h = MatMul(w, x) {LAST}", {"w": W.T}, "float[batch,6,5] x", "float[batch,8,5] y"
+    ),
+    "left_with_bias": Case(
+        f"[fc] g = MatMul(w, x) h = Add(g, b) {LAST}",
+        {"w": W.T, "b": B.reshape(8, 1)},
+        "float[batch,6,5] x",
+        "float[batch,8,5] y",
+    ),
+    "mul_and_add": Case("[fc] h = MatMul(x, w) g = Mul(h, s) y = Add(g, c)", {"w": W, **SCALED}),
+    "mul_and_add_behind_a_bias": Case(
+        "[fc] h = MatMul(x, w) k = Add(h, b) g = Mul(s, k) y = Add(c, g)", {"w": W, "b": B, **SCALED}
+    ),
+    "mul_alone": Case("[fc] h = Gemm(x, w, b) y = Mul(h, s)", {"w": W, "b": B, **SCALED}),
+    "twice": Case(f"[fc] h = MatMul(x, w) {NORM.format('g', 'h')} {NORM.format('y', 'g')}", {"w": W}),
+    "flattened_rows": Case(
+        f"[fc] g = MatMul(x, w) h = Reshape(g, rows) {LAST}",
+        {"w": W, "rows": np.array([-1, 8])},
+        "float[batch,5,6] x",
+        "float[rows,8] y",
+    ),
+}
+BEFORE = {
+    "gemm": Case(
+        f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = Gemm(n, w, b)",
+        {"w": NEXT, "b": weight(3)},
+        "float[batch,8] x",
+        "float[batch,3] y",
+    ),
+    "matmul": Case(
+        f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = MatMul(n, w)",
+        {"w": NEXT},
+        "float[batch,8] x",
+        "float[batch,3] y",
+    ),
+    "two_linears_and_a_residual_in_front": Case(
+        f"a = Relu(x) {NORM.format('n', 'a')} [fc] h = MatMul(n, w) [gate] g = MatMul(n, w2) m = Mul(h, g)"
+        " y = Add(m, a)",
+        {"w": weight(8, 8), "w2": weight(8, 8) + 1},
+        "float[batch,8] x",
+    ),
+    "left": Case(
+        f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = MatMul(w, n)",
+        {"w": NEXT.T},
+        "float[batch,8,5] x",
+        "float[batch,3,5] y",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_behind_a_linear_it_goes(name: str, tmp_path: Path) -> None:
+    before = BEHIND[name].model()
+    result = fused(artifact(before, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
+    assert len(result.applied) == 1, result.reasons
+    assert not {"BatchNormalization", "Mul"} & set(result.ops)
+    assert named(result.after, "fc").op_type == named(before, "fc").op_type
+    assert_folded_equally(before, FoldBatchNorm(), tmp_path)
+    onnx.checker.check_model(result.after, full_check=True)
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_before_linears_it_goes(name: str, tmp_path: Path) -> None:
+    before = BEFORE[name].model()
+    result = fused(artifact(before, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
+    assert len(result.applied) == 1, result.reasons
+    assert "BatchNormalization" not in result.ops
+    assert_folded_equally(before, FoldBatchNorm(), tmp_path)
+
+
+@pytest.mark.parametrize("case", [*BEHIND.values(), *BEFORE.values()])
+def test_a_second_run_changes_nothing(case: Case, tmp_path: Path) -> None:
+    first = fused(artifact(case.model(), tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
+    second = fused(artifact(first.after, tmp_path / "b.onnx"), tmp_path / "again", (FoldBatchNorm,))
+    assert (second.applied, second.declined) == ((), ())
+
+
+def test_one_linear_behind_one_batch_norm_and_before_another(tmp_path: Path) -> None:
+    model = Case(
+        f"[fc1] h = MatMul(x, w) {NORM.format('n', 'h')} [fc2] k = MatMul(n, w2) {NORM.format('y', 'k')}",
+        {"w": W, "w2": weight(8, 8)},
+    ).model()
+    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
+    assert result.ops == ["MatMul", "Add", "MatMul", "Add"]
+    assert_folded_equally(model, FoldBatchNorm(), tmp_path)
+
+
+def test_a_linear_takes_over_both_sides(tmp_path: Path) -> None:
+    model = Case(
+        f"a = Relu(x) {NORM.format('n', 'a')} [fc] k = MatMul(n, w) {NORM.format('y', 'k')}",
+        {"w": weight(8, 8)},
+        "float[batch,8] x",
+    ).model()
+    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
+    assert result.ops == ["Relu", "MatMul", "Add"]
+    assert_folded_equally(model, FoldBatchNorm(), tmp_path)
+
+
+def test_one_number_behind_the_norm_is_not_folded(tmp_path: Path) -> None:
+    """Linear, BatchNorm, temperature: the last stays, and so does a scalar summand behind it."""
+    model = Case(
+        f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} t = Mul(n, temperature) y = Add(t, offset)",
+        {"w": W, "temperature": np.float32(0.7), "offset": np.float32(0.1)},
+    ).model()
+    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
+    assert result.ops == ["MatMul", "Add", "Mul", "Add"]
+    assert_folded_equally(model, FoldBatchNorm(), tmp_path)
+
+
+BOTH = "not folded into a linear in front of it: {}; nor behind it: {}"
+ELSEWHERE = "the output of 'fc' is read elsewhere as well"
+DECLINED = {
+    "linear_read_elsewhere": (
+        Case(f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} y = Add(n, h)", {"w": W}),
+        BOTH.format(ELSEWHERE, "'block/y' reads it, a Add"),
+    ),
+    "linear_is_an_output": (
+        Case(f"[fc] h = MatMul(x, w) {LAST}", {"w": W}, outputs="float[batch,8] y, float[batch,8] h"),
+        BOTH.format(ELSEWHERE, "'y' is an output of the model"),
+    ),
+    "bias_read_elsewhere": (
+        Case(
+            f"[fc] g = MatMul(x, w) h = Add(g, b) {LAST} z = Relu(g)",
+            {"w": W, "b": B},
+            outputs="float[batch,8] y, float[batch,8] z",
+        ),
+        BOTH.format(ELSEWHERE, "'y' is an output of the model"),
+    ),
+    "of_an_input": (
+        Case(
+            f"{NORM.format('n', 'x')} [fc] y = MatMul(n, w)",
+            {"w": NEXT},
+            "float[batch,8] x",
+            "float[batch,3] y",
+        ),
+        BOTH.format("there is none", "it normalizes the input 'x', whose raw values would be quantized"),
+    ),
+    "along_another_axis": (
+        Case(
+            f"[fc] h = MatMul(x, w) {LAST}", {"w": weight(6, 4)}, "float[batch,8,6] x", "float[batch,8,4] y"
+        ),
+        BOTH.format("its factors do not follow the output channels of 'fc'", "'y' is an output of the model"),
+    ),
+    "batched_weight": (
+        Case(
+            f"[fc] h = MatMul(x, w) {LAST}",
+            {"w": weight(8, 6, 4)},
+            "float[batch,8,5,6] x",
+            "float[batch,8,5,4] y",
+        ),
+        BOTH.format("its weight has rank 3, not 2", "'y' is an output of the model"),
+    ),
+    "training": (
+        Case(
+            "[fc] h = MatMul(x, w) [norm_y] y, m, v ="
+            " BatchNormalization<training_mode=1>(h, gamma, beta, mean, variance)",
+            {"w": W},
+        ),
+        "its statistics are not constant, or the rank of its input is not known",
+    ),
+    "between_activations": (
+        Case(f"a = Relu(x) {NORM.format('n', 'a')} y = Relu(n)", {}, "float[batch,8] x"),
+        BOTH.format("there is none", "'block/y' reads it, a Relu"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_a_batch_norm_that_stays_is_told_of(name: str, tmp_path: Path) -> None:
+    case, reason = DECLINED[name]
+    onnx.save(case.model(), tmp_path / "m.onnx")
+    found = FoldBatchNorm().match(GraphModel.load(tmp_path / "m.onnx"))
+    assert found.matches == ()
+    assert [d.reason for d in found.declined] == [reason]
+    assert found.declined[0].at in {"norm_n", "norm_y"}
+
+
+FACTORS = {
+    "temperature": (
+        Case("[fc] h = MatMul(x, w) y = Mul(h, t)", {"w": W, "t": np.float32(0.5)}),
+        "one factor for every channel, which may be a temperature",
+    ),
+    "read_elsewhere": (
+        Case("[fc] h = MatMul(x, w) g = Mul(h, s) y = Add(g, h)", {"w": W, **SCALED}),
+        f"not folded into the linear in front of it: {ELSEWHERE}",
+    ),
+    "per_token": (
+        Case(
+            "[fc] h = MatMul(x, w) y = Mul(h, t)",
+            {"w": W, "t": weight(5, 1)},
+            "float[batch,5,6] x",
+            "float[batch,5,8] y",
+        ),
+        "not folded into the linear in front of it: its factors do not follow the output channels of 'fc'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_that_stay_behind_a_linear_are_told_of(name: str, tmp_path: Path) -> None:
+    case, reason = FACTORS[name]
+    onnx.save(case.model(), tmp_path / "m.onnx")
+    found = FoldBatchNorm().match(GraphModel.load(tmp_path / "m.onnx"))
+    assert found.matches == ()
+    assert [d.reason for d in found.declined] == [reason]
+
+
+def test_factors_elsewhere_are_nobodys_concern(tmp_path: Path) -> None:
+    model = Case("a = Relu(x) y = Mul(a, s)", SCALED, "float[batch,8] x").model()
+    onnx.save(model, tmp_path / "m.onnx")
+    found = FoldBatchNorm().match(GraphModel.load(tmp_path / "m.onnx"))
+    assert (found.matches, found.declined) == ((), ())
+
+
+# As PyTorch exports it --------------------------------------------------------------------------------
+
+
+def tower() -> Any:
+    import torch
+
+    class Sequence(torch.nn.Module):
+        """BatchNorm1d over the channels of a sequence, which PyTorch wants second."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.bn = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8)
+
+        def forward(self, x: Any) -> Any:
+            return self.bn(self.fc(x).transpose(1, 2)).transpose(1, 2).relu()
+
+    flat = torch.nn.Sequential(
+        torch.nn.Linear(6, 8),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.ReLU(),
+        torch.nn.Linear(8, 8),
+        torch.nn.ReLU(),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.Linear(8, 3),
+    )
+    for module in (sequence := Sequence(), flat):
+        for norm in module.modules():
+            if isinstance(norm, torch.nn.BatchNorm1d):
+                norm.running_mean = torch.linspace(-1, 1, 8)
+                norm.running_var = torch.linspace(0.5, 3, 8)
+                torch.nn.init.uniform_(norm.weight, -1, 1)
+                torch.nn.init.uniform_(norm.bias, -1, 1)
+    return {"flat": (flat, (6,)), "sequence": (sequence, (5, 6))}
+
+
+@pytest.mark.parametrize(
+    "exporter",
+    [pytest.param(DYNAMO, marks=pytest.mark.slow), Exporter("torchscript", 11), Exporter("torchscript", 20)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["flat", "sequence"])
+def test_what_pytorch_exports_is_folded(name: str, exporter: Exporter, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch")
+    module, shape = tower()[name]
+    model = taken_in(exporter.export(module, random_rows(4, *shape)), tmp_path)
+    result = fused(model, tmp_path, (FoldBatchNorm,))
+    # torch.export folds what stands behind a linear by itself.
+    assert "BatchNormalization" in op_types(result.before) or exporter is DYNAMO
+    assert "BatchNormalization" not in result.ops, result.reasons
+    assert_folded_equally(result.before, FoldBatchNorm(), tmp_path)

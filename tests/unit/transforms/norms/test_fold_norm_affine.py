@@ -1,0 +1,295 @@
+"""A norm's scale and shift move into the linears that alone read it, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from norm_models import assert_folded_equally, fused
+from onnx import numpy_helper
+from rewrite_models import artifact, evaluate, initializer, named, op_types, parse, random_rows
+
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
+from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
+from loka_onnx.transforms.sequence import apply_mods
+
+GAIN = np.linspace(-0.5, 1.75, 8, dtype=np.float32)
+SHIFT = np.linspace(1.5, -1, 8, dtype=np.float32)
+LAYER = "[norm] n = LayerNormalization<axis=-1, epsilon=0.001>(x, gain, shift)"
+
+
+def weight(*shape: int) -> np.ndarray[Any, Any]:
+    return (np.random.default_rng(shape).normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model as text; γ and β are constants `gain` and `shift`."""
+
+    body: str
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    inputs: str = "float[batch,8] x"
+    outputs: str = "float[batch,4] y"
+    opset: int = 21
+
+    def model(self) -> onnx.ModelProto:
+        values = {"gain": GAIN, "shift": SHIFT} | dict(self.constants)
+        used = {name: value for name, value in values.items() if name in self.body}
+        model = parse(self.body, used, inputs=self.inputs, outputs=self.outputs, opset=self.opset)
+        if "GroupNormalization" in self.body:
+            # ONNX infers no shape behind it: exporters, and `fuse_group_norm`, note it.
+            info = model.graph.value_info.add(name="n", type=model.graph.input[0].type)
+            assert info.type.tensor_type.shape.dim
+        return model
+
+
+W, B = weight(8, 4), weight(4)
+FOLDED = {
+    "gemm": Case(f"{LAYER} [fc] y = Gemm(n, w, b)", {"w": W, "b": B}),
+    "gemm_transposed": Case(f"{LAYER} [fc] y = Gemm<transB=1>(n, w, b)", {"w": W.T, "b": B}),
+    "gemm_without_bias": Case(f"{LAYER} [fc] y = Gemm(n, w)", {"w": W}),
+    "matmul": Case(f"{LAYER} [fc] y = MatMul(n, w)", {"w": W}),
+    "matmul_with_bias": Case(f"{LAYER} [fc] h = MatMul(n, w) y = Add(b, h)", {"w": W, "b": B}),
+    "rank_3": Case(f"{LAYER} [fc] y = MatMul(n, w)", {"w": W}, "float[batch,3,8] x", "float[batch,3,4] y"),
+    "without_shift": Case("[norm] n = LayerNormalization(x, gain) [fc] y = MatMul(n, w)", {"w": W}),
+    "rms": Case(
+        "[norm] n = RMSNormalization<axis=-1>(x, gain) [fc] y = Gemm(n, w, b)", {"w": W, "b": B}, opset=23
+    ),
+    "three_linears": Case(
+        f"{LAYER} [q] u = MatMul(n, w) [k] v = Gemm(n, w, b) [v] p = MatMul(n, w2) s = Add(u, v)"
+        " y = Mul(s, p)",
+        {"w": W, "b": B, "w2": weight(8, 4) + 1},
+    ),
+    "left_of_a_transposed_norm": Case(
+        f"{LAYER} t = Transpose<perm=[0,2,1]>(n) [fc] y = MatMul(w, t)",
+        {"w": W.T},
+        "float[batch,3,8] x",
+        "float[batch,4,3] y",
+    ),
+    "flattened": Case(
+        f"{LAYER} f = Flatten<axis=1>(n) [fc] y = MatMul(f, w)", {"w": weight(24, 4)}, "float[batch,3,8] x"
+    ),
+    "reshaped_to_rows": Case(
+        f"{LAYER} f = Reshape(n, rows) [fc] y = MatMul(f, w)",
+        {"w": W, "rows": np.array([-1, 8])},
+        "float[batch,3,8] x",
+        "float[rows,4] y",
+    ),
+    "reshaped_by_a_computed_shape": Case(
+        f"{LAYER} s = Shape<start=0, end=1>(x) t = Concat<axis=0>(s, rest) f = Reshape(n, t)"
+        " [fc] y = MatMul(f, w)",
+        {"w": weight(24, 4), "rest": np.array([-1])},
+        "float[batch,3,8] x",
+    ),
+    "two_ways": Case(
+        f"{LAYER} f = Flatten<axis=1>(n) [a] u = MatMul(f, w24) t = Transpose<perm=[0,2,1]>(n)"
+        " [b] v = MatMul(left, t) g = Flatten<axis=1>(v) [c] p = MatMul(g, w2) y = Add(u, p)",
+        {"w24": weight(24, 4), "left": W.T, "w2": weight(12, 4)},
+        "float[batch,3,8] x",
+    ),
+    "two_axes": Case(
+        "[norm] n = LayerNormalization<axis=-2>(x, gain, shift) f = Flatten<axis=1>(n) [fc] y = MatMul(f, w)",
+        {"w": weight(24, 4), "gain": weight(3, 8), "shift": weight(8, 3).T},
+        "float[batch,3,8] x",
+    ),
+    "group": Case(
+        "[norm] n = GroupNormalization<num_groups=2>(x, gain, shift) f = Flatten<axis=1>(n)"
+        " [fc] y = MatMul(f, w)",
+        {"w": weight(40, 4)},
+        "float[batch,8,5] x",
+    ),
+    "instance": Case(
+        "[norm] n = InstanceNormalization(x, gain, shift) t = Transpose<perm=[0,2,1]>(n)"
+        " [fc] y = MatMul(t, w)",
+        {"w": W},
+        "float[batch,8,5] x",
+        "float[batch,5,4] y",
+    ),
+}
+
+
+def norm_of(model: onnx.ModelProto) -> onnx.NodeProto:
+    return next(node for node in model.graph.node if node.op_type.endswith("Normalization"))
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_scale_and_shift_move_into_every_linear(name: str, tmp_path: Path) -> None:
+    before = FOLDED[name].model()
+    result = fused(artifact(before, tmp_path / "before.onnx"), tmp_path, (FoldNormAffine,))
+    assert len(result.applied) == 1, result.reasons
+    norm = norm_of(result.after)
+    constants = [numpy_helper.to_array(initializer(result.after, tensor)) for tensor in norm.input[1:]]
+    assert np.all(constants[0] == 1)
+    assert constants[0].shape == numpy_helper.to_array(initializer(before, norm_of(before).input[1])).shape
+    assert not any(constant.any() for constant in constants[1:])
+    assert len(norm.input) == (3 if norm.op_type in {"GroupNormalization", "InstanceNormalization"} else 2)
+    assert_folded_equally(before, FoldNormAffine(), tmp_path)
+    onnx.checker.check_model(result.after, full_check=True)
+    # Sites keep their names.
+    assert {node.name for node in before.graph.node} <= {node.name for node in result.after.graph.node}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_second_run_changes_nothing(name: str, tmp_path: Path) -> None:
+    model = FOLDED[name].model()
+    first = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldNormAffine,))
+    second = fused(artifact(first.after, tmp_path / "b.onnx"), tmp_path / "again", (FoldNormAffine,))
+    assert (second.applied, second.declined) == ((), ())
+
+
+def test_the_output_of_a_matmul_keeps_its_name_and_gains_a_bias(tmp_path: Path) -> None:
+    result = fused(artifact(FOLDED["matmul"].model(), tmp_path / "before.onnx"), tmp_path, (FoldNormAffine,))
+    assert op_types(result.after) == ["LayerNormalization", "MatMul", "Add"]
+    bias = numpy_helper.to_array(initializer(result.after, result.after.graph.node[-1].input[1]))
+    np.testing.assert_allclose(bias, SHIFT @ W, rtol=1e-6)
+    assert result.after.graph.node[-1].output[0] == "y"
+
+
+def test_the_normalized_value_has_a_known_range(tmp_path: Path) -> None:
+    """What the docstring promises: |z| ≤ √(K−1), reached by a row with one element that differs."""
+    model = FOLDED["gemm"].model()
+    model.graph.output.append(onnx.helper.make_tensor_value_info("n", 1, ["batch", 8]))
+    source = FOLDED["gemm"].model()
+    result = apply_mods(
+        artifact(source, tmp_path / "a.onnx"),
+        [{"x": random_rows(5, 8)}],
+        tmp_path / "b.onnx",
+        [FoldNormAffine()],
+    )
+    after = onnx.load(result.model.path)
+    after.graph.output.append(onnx.helper.make_tensor_value_info("n", 1, ["batch", 8]))
+    x = np.concatenate([random_rows(100, 8) * 30, 1e4 * np.eye(8, dtype=np.float32)])
+    z = evaluate(after, {"x": x})["n"]
+    assert np.abs(z).max() == pytest.approx(np.sqrt(7), rel=1e-4)
+
+
+EXTRA_OUTPUT = ", float[batch,8] n"
+DECLINED = {
+    "read_by_a_sum": (
+        Case(f"{LAYER} [fc] h = MatMul(n, w) y = Add(h, n)", {"w": weight(8, 8)}, outputs="float[batch,8] y"),
+        "'block/y' reads it, a Add",
+    ),
+    "an_output": (
+        Case(f"{LAYER} [fc] y = MatMul(n, w)", {"w": W}, outputs=f"float[batch,4] y{EXTRA_OUTPUT}"),
+        "'n' is an output of the model",
+    ),
+    "activation_in_between": (
+        Case(f"{LAYER} r = Relu(n) [fc] y = MatMul(r, w)", {"w": W}),
+        "'block/r' reads it, a Relu",
+    ),
+    "interaction": (
+        Case(
+            f"{LAYER} t = Transpose<perm=[0,2,1]>(n) [dot] y = MatMul(n, t)",
+            {},
+            "float[batch,3,8] x",
+            "float[batch,3,3] y",
+        ),
+        "'dot' reads it, a MatMul",
+    ),
+    "constant_scale_missing": (
+        Case(
+            "[norm] n = LayerNormalization(x, g, shift) [fc] y = MatMul(n, w)",
+            {"w": W},
+            "float[batch,8] x, float[8] g",
+        ),
+        "they are not constant",
+    ),
+    "contraction_over_another_axis": (
+        Case(
+            f"{LAYER} t = Transpose<perm=[0,2,1]>(n) [fc] y = MatMul(t, w)",
+            {"w": weight(3, 4)},
+            "float[batch,3,8] x",
+            "float[batch,8,4] y",
+        ),
+        "a row of a weight meets several channels",
+    ),
+    "left_of_the_norm": (
+        Case(
+            f"{LAYER} [fc] y = MatMul(w, n)", {"w": weight(4, 3)}, "float[batch,3,8] x", "float[batch,4,8] y"
+        ),
+        "a row of a weight meets several channels",
+    ),
+    "scale_over_two_axes": (
+        Case(
+            "[norm] n = LayerNormalization<axis=-2>(x, gain, shift) [fc] y = MatMul(n, w)",
+            {"w": W, "gain": weight(3, 8), "shift": weight(3, 8)},
+            "float[batch,3,8] x",
+            "float[batch,3,4] y",
+        ),
+        "a row of a weight meets several channels",
+    ),
+    "batched_weight": (
+        Case(
+            f"{LAYER} [fc] y = MatMul(n, w)",
+            {"w": weight(3, 8, 4)},
+            "float[3,batch,8] x",
+            "float[3,batch,4] y",
+        ),
+        "'fc' reads it: its weight has rank 3, not 2",
+    ),
+    "as_a_bias": (
+        Case(f"{LAYER} [fc] y = Gemm(x, w, n)", {"w": weight(8, 8)}, outputs="float[batch,8] y"),
+        "'fc' reads it: a Gemm whose third operand is not a constant bias of N elements",
+    ),
+    "unknown_length": (
+        Case(
+            f"{LAYER} [fc] y = MatMul(n, w)", {"w": W}, "float[batch,tokens,8] x", "float[batch,tokens,4] y"
+        ),
+        "the length of axis 'tokens' is not known",
+    ),
+    "statistics_read": (
+        Case(
+            "[norm] n, mean = LayerNormalization(x, gain, shift) [fc] y = MatMul(n, w)",
+            {"w": W},
+            outputs="float[batch,4] y, float[batch,1] mean",
+        ),
+        "its statistics are read as well",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_a_norm_with_another_use_keeps_its_scale(name: str, tmp_path: Path) -> None:
+    case, reason = DECLINED[name]
+    onnx.save(case.model(), tmp_path / "m.onnx")
+    found = FoldNormAffine().match(GraphModel.load(tmp_path / "m.onnx"))
+    assert found.matches == ()
+    assert [(d.at, d.reason) for d in found.declined] == [("norm", f"its scale and shift stay: {reason}")]
+
+
+def test_a_norm_without_scale_is_nobodys_concern(tmp_path: Path) -> None:
+    model = parse(
+        "[norm] n = LayerNormalization(x, ones, zeros) [fc] y = MatMul(n, w)",
+        {"ones": np.ones(8), "zeros": np.zeros(8), "w": weight(8, 8)},
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    found = FoldNormAffine().match(GraphModel.load(tmp_path / "m.onnx"))
+    assert (found.matches, found.declined) == ((), ())
+
+
+def test_a_fused_norm_is_folded_in_the_same_sequence(tmp_path: Path) -> None:
+    model = parse(
+        "m = ReduceMean(x, axes) d = Sub(x, m) s = Mul(d, d) v = ReduceMean(s, axes) e = Add(v, epsilon)"
+        " r = Sqrt(e) q = Div(d, r) g = Mul(q, gain) n = Add(g, shift) [fc] y = MatMul(n, w)",
+        {"axes": np.array([-1]), "epsilon": 1e-3, "gain": GAIN, "shift": SHIFT, "w": weight(8, 8)},
+    )
+    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FuseLayerNorm, FoldNormAffine))
+    assert result.ops == ["LayerNormalization", "MatMul", "Add"]
+    assert named(result.after, "fc").op_type == "MatMul"
+
+
+def test_a_weight_that_two_linears_share_is_not_changed_for_the_other(tmp_path: Path) -> None:
+    model = parse(
+        f"{LAYER} [fc] h = MatMul(n, w) [other] k = MatMul(x, w) y = Add(h, k)",
+        {"gain": GAIN, "shift": SHIFT, "w": weight(8, 8)},
+    )
+    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldNormAffine,))
+    assert named(result.after, "other").input[1] == "w"
+    assert named(result.after, "fc").input[1] != "w"
+    assert_folded_equally(model, FoldNormAffine(), tmp_path)

@@ -1,0 +1,310 @@
+"""LayerNorm and RMSNorm rules: every decomposed form is fused and equal, every near miss is left alone."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from norm_bodies import EPSILON, ROOTS, SQUARES, Body, assert_equal_to_primitives, fuse
+from rewrite_models import artifact, as_double, attribute, evaluate, named, op_types, parse, random_rows
+
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
+from loka_onnx.transforms.norms.fuse_rms_norm import FuseRMSNorm
+from loka_onnx.transforms.sequence import apply_mods
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("square", SQUARES)
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_form_is_fused(centred: bool, square: str, root: str, tmp_path: Path) -> None:
+    body = Body(centred, SQUARES[square], ROOTS[root])
+    fused = fuse(body.model(), body.mod(), tmp_path)
+    assert op_types(fused.after) == [body.op(), "Relu"]
+    assert_equal_to_primitives(fused, body)
+
+
+AXES = {
+    "last": ((4, 8), (-1,)),
+    "last_positive": ((4, 8), (2,)),
+    "two": ((4, 8), (-2, -1)),
+    "two_positive_unordered": ((4, 8), (2, 1)),
+    "mixed": ((3, 4, 8), (-1, 2)),
+    "three": ((3, 4, 8), (1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("case", AXES)
+def test_trailing_axes_in_any_spelling(centred: bool, case: str, tmp_path: Path) -> None:
+    shape, axes = AXES[case]
+    body = Body(centred, shape=shape, axes=axes)
+    fused = fuse(body.model(), body.mod(), tmp_path)
+    assert op_types(fused.after) == [body.op(), "Relu"]
+    assert attribute(fused.after.graph.node[0], "axis") == -len(axes)
+    assert_equal_to_primitives(fused, body)
+
+
+SCALE = np.linspace(0.5, 1.5, 8, dtype=np.float32)
+BIAS = np.linspace(-1, 1, 8, dtype=np.float32)
+AFFINE = {
+    "vector": (SCALE, BIAS),
+    "row": (SCALE.reshape(1, 8), BIAS.reshape(1, 8)),
+    "scalar": (np.float32(1.5), np.float32(-0.25)),
+    "one_element": (np.array([1.5], np.float32), np.array([[-0.25]], np.float32)),
+}
+
+
+@pytest.mark.parametrize("case", AFFINE)
+@pytest.mark.parametrize("text", ["g = Mul(q, scale) n = Add(g, bias)", "g = Mul(scale, q) n = Add(bias, g)"])
+def test_scale_and_bias_of_any_shape(case: str, text: str, tmp_path: Path) -> None:
+    scale, bias = AFFINE[case]
+    body = Body(affine=text)
+    fused = fuse(body.model({"scale": scale, "bias": bias}), body.mod(), tmp_path)
+    assert op_types(fused.after) == ["LayerNormalization", "Relu"]
+    assert_equal_to_primitives(fused, body, scale, bias)
+
+
+@pytest.mark.parametrize("case", AFFINE)
+def test_rms_norm_takes_the_scale_and_leaves_the_bias(case: str, tmp_path: Path) -> None:
+    scale, bias = AFFINE[case]
+    body = Body(centred=False, affine="g = Mul(q, scale) n = Add(g, bias)")
+    fused = fuse(body.model({"scale": scale, "bias": bias}), body.mod(), tmp_path)
+    assert op_types(fused.after) == ["RMSNormalization", "Add", "Relu"]
+    assert_equal_to_primitives(fused, body, scale, bias)
+
+
+def test_bias_without_scale(tmp_path: Path) -> None:
+    body = Body(affine="n = Add(q, bias)")
+    fused = fuse(body.model({"bias": BIAS}), body.mod(), tmp_path)
+    assert op_types(fused.after) == ["LayerNormalization", "Relu"]
+    assert_equal_to_primitives(fused, body, 1.0, BIAS)
+
+
+NOT_AFFINE = {
+    "per_token": np.linspace(0.5, 1.5, 4, dtype=np.float32).reshape(4, 1),
+    "whole": np.linspace(0.5, 1.5, 32, dtype=np.float32).reshape(4, 8),
+}
+
+
+@pytest.mark.parametrize("case", NOT_AFFINE)
+def test_a_factor_that_varies_outside_the_normalized_axes_stays(case: str, tmp_path: Path) -> None:
+    body = Body(affine="n = Mul(q, scale)", shape=(4, 8))
+    fused = fuse(body.model({"scale": NOT_AFFINE[case]}), body.mod(), tmp_path)
+    assert op_types(fused.after) == ["LayerNormalization", "Mul", "Relu"]
+    assert_equal_to_primitives(fused, body, NOT_AFFINE[case])
+
+
+def test_a_factor_of_higher_rank_adds_an_axis_and_stays(tmp_path: Path) -> None:
+    body = Body(affine="n = Mul(q, scale)", extra_outputs="")
+    model = body.model({"scale": SCALE.reshape(1, 1, 8)})
+    model.graph.output[0].type.tensor_type.shape.CopyFrom(
+        onnx.helper.make_tensor_value_info("y", 1, [1, "batch", 8]).type.tensor_type.shape
+    )
+    fused = fuse(model, body.mod(), tmp_path)
+    assert op_types(fused.after) == ["LayerNormalization", "Mul", "Relu"]
+
+
+def test_a_factor_that_is_an_activation_stays(tmp_path: Path) -> None:
+    body = Body(affine="gate = Sigmoid(x) n = Mul(q, gate)")
+    fused = fuse(body.model(), body.mod(), tmp_path)
+    assert sorted(op_types(fused.after)) == ["LayerNormalization", "Mul", "Relu", "Sigmoid"]
+
+
+ELSEWHERE = "an intermediate result of the norm is read elsewhere"
+TAIL = ", float[batch,8] z"
+DECLINED = {
+    "centred_tensor_read_elsewhere": Body(tail="z = Neg(d)", extra_outputs=TAIL),
+    "quotient_read_beside_the_scale": Body(
+        root="r = Sqrt(e) q = Div(d, r)", tail="z = Neg(r)", extra_outputs=", float[batch,1] z"
+    ),
+    "variance_is_a_graph_output": Body(extra_outputs=", float[batch,1] v"),
+    "mean_is_a_graph_output": Body(extra_outputs=", float[batch,1] m"),
+    "rms_root_is_a_graph_output": Body(centred=False, extra_outputs=", float[batch,1] r"),
+    "rms_squares_read_elsewhere": Body(centred=False, tail="z = Neg(s)", extra_outputs=TAIL),
+}
+
+
+@pytest.mark.parametrize("case", DECLINED)
+def test_a_shared_intermediate_is_declined_with_the_reason(case: str, tmp_path: Path) -> None:
+    body = DECLINED[case]
+    before = body.model()
+    fused = fuse(before, body.mod(), tmp_path)
+    assert sorted(op_types(fused.after)) == sorted(op_types(before))
+    assert [(d.at, d.reason) for d in fused.record.declined] == [("block/q", ELSEWHERE)]
+
+
+def test_a_scaled_quotient_that_is_an_output_is_declined(tmp_path: Path) -> None:
+    body = Body(affine="n = Mul(q, scale)", extra_outputs=", float[batch,8] q")
+    fused = fuse(body.model({"scale": SCALE}), body.mod(), tmp_path)
+    assert [d.reason for d in fused.record.declined] == [ELSEWHERE]
+
+
+def test_a_tensor_centred_twice_is_a_layer_norm_of_the_centred_tensor(tmp_path: Path) -> None:
+    model = parse(
+        "m0 = ReduceMean(x, axes) c = Sub(x, m0) m = ReduceMean(c, axes) d = Sub(c, m) s = Mul(d, d)"
+        "v = ReduceMean(s, axes) e = Add(v, epsilon) r = Sqrt(e) q = Div(d, r) y = Relu(q)",
+        {"axes": np.array([-1]), "epsilon": EPSILON},
+    )
+    fused = fuse(model, FuseLayerNorm(), tmp_path)
+    assert op_types(fused.after) == ["ReduceMean", "Sub", "LayerNormalization", "Relu"]
+    assert_equal_to_primitives(fused, Body())
+
+
+def test_the_rms_rule_leaves_a_layer_norm_to_its_own_rule(tmp_path: Path) -> None:
+    fused = fuse(Body().model(), FuseRMSNorm(), tmp_path)
+    assert (fused.record.applied, fused.record.declined) == ((), ())
+
+
+@pytest.mark.parametrize(("mean", "variance"), [([1], [-1]), ([-1], [-2, -1])])
+def test_mean_and_variance_over_different_axes_are_an_rms_norm(
+    mean: list[int], variance: list[int], tmp_path: Path
+) -> None:
+    model = parse(
+        "m = ReduceMean(x, first) d = Sub(x, m) s = Mul(d, d) v = ReduceMean(s, axes)"
+        "e = Add(v, epsilon) r = Sqrt(e) q = Div(d, r) y = Relu(q)",
+        {"first": np.array(mean), "axes": np.array(variance), "epsilon": EPSILON},
+        inputs="float[batch,4,8] x",
+        outputs="float[batch,4,8] y",
+    )
+    record = fuse(model, FuseLayerNorm(), tmp_path).record
+    assert (record.applied, record.declined) == ((), ())
+    fused = fuse(model, FuseRMSNorm(), tmp_path)
+    assert op_types(fused.after) == ["ReduceMean", "Sub", "RMSNormalization", "Relu"]
+    x = {"x": random_rows(5, 4, 8).astype(np.float64)}
+    before, after = (evaluate(as_double(m), x)["y"] for m in (fused.before, fused.after))
+    np.testing.assert_allclose(after, before, rtol=0, atol=1e-9)
+
+
+def test_a_mean_over_no_axes_is_left_alone(tmp_path: Path) -> None:
+    body = Body(centred=False, variance="v = ReduceMean(s, none)")
+    fused = fuse(body.model({"none": np.zeros(0, np.int64)}), body.mod(), tmp_path)
+    assert op_types(fused.after) == op_types(body.model({"none": np.zeros(0, np.int64)}))
+
+
+def test_axes_of_unknown_length_are_declined(tmp_path: Path) -> None:
+    model = Body().model()
+    for info in (model.graph.input[0], model.graph.output[0]):
+        info.type.tensor_type.shape.dim[1].dim_param = "width"
+    fused = fuse(model, FuseLayerNorm(), tmp_path)
+    assert [d.reason for d in fused.record.declined] == ["the length of a normalized axis is not known"]
+
+
+def test_a_float64_norm_is_declined(tmp_path: Path) -> None:
+    model = as_double(Body().model())
+    source = artifact(model, tmp_path / "before.onnx")
+    found = FuseLayerNorm().match(GraphModel.load(source.path))
+    assert not found.matches
+    assert "only FP32 norms" in found.declined[0].reason
+
+
+# Names ------------------------------------------------------------------------------------------------
+
+
+def test_the_fused_node_takes_the_module_path_and_readers_see_the_same_tensor(tmp_path: Path) -> None:
+    body = Body(affine="g = Mul(q, scale) n = Add(g, bias)")
+    model = body.model({"scale": SCALE, "bias": BIAS})
+    # A tensor that bears the module's name does not push the node off it.
+    for node in model.graph.node:
+        node.output[:] = ["block" if name == "e" else name for name in node.output]
+        node.input[:] = ["block" if name == "e" else name for name in node.input]
+    fused = fuse(model, body.mod(), tmp_path)
+    assert list(named(fused.after, "block").output) == ["n"]
+    assert list(named(fused.after, "block/y").input) == ["n"]
+    assert [a.at for a in fused.record.applied] == ["block"]
+
+
+def test_a_norm_at_the_top_of_the_model_is_named_after_its_operator(tmp_path: Path) -> None:
+    model = Body().model()
+    for node in model.graph.node:
+        node.name = node.name.removeprefix("block")
+    assert named(fuse(model, FuseLayerNorm(), tmp_path).after, "layernormalization").output[0] == "q"
+
+
+def test_two_norms_of_one_module_and_one_that_reads_the_other(tmp_path: Path) -> None:
+    one = "m{0} = ReduceMean({1}, axes) d{0} = Sub({1}, m{0}) s{0} = Mul(d{0}, d{0})"
+    one += " v{0} = ReduceMean(s{0}, axes) e{0} = Add(v{0}, epsilon) r{0} = Sqrt(e{0}) q{0} = Div(d{0}, r{0})"
+    model = parse(
+        f"{one.format(1, 'x')} h = Mul(q1, gain) {one.format(2, 'h')} y = Relu(q2)",
+        {"axes": np.array([-1]), "epsilon": EPSILON, "gain": SCALE},
+    )
+    fused = fuse(model, FuseLayerNorm(), tmp_path)
+    assert op_types(fused.after) == ["LayerNormalization", "LayerNormalization", "Relu"]
+    assert [n.name for n in fused.after.graph.node] == ["block", "block_1", "block/y"]
+    x = {"x": random_rows(5, 8).astype(np.float64)}
+    before, after = (evaluate(as_double(m), x)["y"] for m in (fused.before, fused.after))
+    np.testing.assert_allclose(after, before, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
+def test_a_norm_that_is_the_output_keeps_the_output_name(centred: bool, tmp_path: Path) -> None:
+    body = Body(centred)
+    model = body.model()
+    del model.graph.node[-1]
+    model.graph.node[-1].output[0] = "y"
+    fused = fuse(model, body.mod(), tmp_path)
+    assert op_types(fused.after) == [body.op()]
+    assert [o.name for o in fused.after.graph.output] == ["y"]
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
+def test_a_second_run_changes_nothing(centred: bool, tmp_path: Path) -> None:
+    body = Body(centred, affine="n = Mul(q, scale)")
+    rows = [{"x": random_rows(5, 8)}]
+    first = apply_mods(artifact(body.model({"scale": SCALE}), tmp_path / "a.onnx"), rows, tmp_path / "b.onnx")
+    second = apply_mods(first.model, rows, tmp_path / "c.onnx")
+    assert not any(record.applied for record in second.log.records)
+    assert second.model.digest == first.model.digest
+    assert second.model.sites == first.model.sites
+
+
+# RMSNorm needs a newer operator set -------------------------------------------------------------------
+
+
+def test_rms_norm_moves_the_model_to_operator_set_23(tmp_path: Path) -> None:
+    fused = fuse(Body(centred=False).model(), FuseRMSNorm(), tmp_path)
+    assert [(o.domain, o.version) for o in fused.after.opset_import] == [("", 23)]
+    assert [o.version for o in fuse(Body().model(), FuseLayerNorm(), tmp_path).after.opset_import] == [21]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
+def test_nvidias_parser_accepts_the_fused_norm(centred: bool, tmp_path: Path) -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
+    body = Body(centred, affine="n = Mul(q, scale)")
+    fused = fuse(body.model({"scale": SCALE}), body.mod(), tmp_path)
+    logger = trt.Logger(trt.Logger.ERROR)
+    network = trt.Builder(logger).create_network(0)
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse_from_file(str(fused.path)), parser.get_error(0).desc()
+
+
+def test_an_rms_norm_that_pytorch_exports(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    module = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.RMSNorm(8, eps=1e-3)).eval()
+    with torch.no_grad():
+        module[1].weight.copy_(torch.from_numpy(SCALE))
+    from loka_onnx.core.artifact import OutputKind, OutputSpec
+    from loka_onnx.export.torch_module import export_torch
+
+    x = random_rows(6, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = export_torch(
+            module, {"x": x}, tmp_path / "model.onnx", (OutputSpec("h", OutputKind.REGRESSION, "y"),)
+        )
+    assert "RMSNormalization" not in op_types(onnx.load(exported.path))
+    rewritten = apply_mods(exported, [{"x": x}], tmp_path / "after.onnx", [FuseRMSNorm()])
+    after = onnx.load(rewritten.model.path)
+    assert [(n.name, n.op_type) for n in after.graph.node if "/" not in n.name] == [
+        ("0", "Gemm"),
+        ("1", "RMSNormalization"),
+    ]
+    weight, bias = (p.detach().numpy().astype(np.float64) for p in module[0].parameters())
+    h = x.astype(np.float64) @ weight.T + bias
+    expected = h / np.sqrt((h * h).mean(-1, keepdims=True) + 1e-3) * SCALE
+    wide = evaluate(as_double(after), {"x": x.astype(np.float64)})["h"]
+    np.testing.assert_allclose(wide, expected, rtol=0, atol=1e-8)  # epsilon is stored in FP32

@@ -1,0 +1,241 @@
+"""Constants written into a planned graph: where they go, what they add, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from qdq_models import K, N, quantizing_plan, weight
+from rewrite_models import Arrays, artifact, evaluate, named, op_types, parse, random_rows
+
+from loka_onnx.core.artifact import OutputKind
+from loka_onnx.core.correction import BiasCorrection, Corrections, OutputConstant
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.errors import InternalError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.sessions.onnx_session import OnnxSession
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
+from loka_onnx.transforms.precision.correct import correct
+
+LOGIT, PROBABILITY, REGRESSION = OutputKind.LOGIT, OutputKind.PROBABILITY, OutputKind.REGRESSION
+STEPS = np.linspace(-0.5, 0.75, N)
+"""A correction of every channel; its float32 sums with a bias are not exact."""
+
+
+def bias(values: Any, site: str = "fc") -> BiasCorrection:
+    array = np.asarray(values, np.float64)
+    return BiasCorrection(site, array.shape, tuple(array.reshape(-1).tolist()), 0.1, 0.01)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A graph, what is added to it, and the body that computes the same.
+
+    Attributes:
+        body: The graph.
+        corrections: What is added.
+        nodes: How many nodes come on top.
+        what: Part of what is said of it.
+        moved: By how much each output moves.
+        shape: Of x, without the batch.
+        dims: Dimensions of y.
+    """
+
+    body: str
+    corrections: Corrections
+    nodes: int
+    what: str
+    moved: dict[str, Any]
+    shape: tuple[int, ...] = (K,)
+    dims: str = "rows,n"
+
+
+def on_site(body: str, nodes: int, what: str, values: Any = STEPS[None], **other: Any) -> Case:
+    return Case(body, Corrections((bias(values),)), nodes, what, {"y": np.asarray(values)}, **other)
+
+
+def on_output(body: str, nodes: int, what: str, kind: OutputKind = LOGIT, **moved: float) -> Case:
+    corrections = Corrections((), (OutputConstant("y", kind, 0.625),))
+    dims = "rows" if "Squeeze" in body else "rows,n"
+    return Case(body, corrections, nodes, what, moved or {"y": 0.625}, dims=dims)
+
+
+HEAD = "h = MatMul(x, w1) "
+CASES = {
+    "gemm": on_site("[fc] y = Gemm(x, w, b)", 0, "in the constant of Gemm 'fc'"),
+    "gemm_beta": on_site("[fc] y = Gemm<beta=0.25>(x, w, b)", 0, "in the constant of Gemm 'fc'"),
+    "gemm_one_bias": on_site("[fc] y = Gemm(x, w, one)", 0, "in the constant of Gemm 'fc'"),
+    "gemm_without": on_site("[fc] y = Gemm<transB=1>(x, wt)", 0, "as the constant of Gemm 'fc'"),
+    "gemm_beta_0": on_site("[fc] y = Gemm<beta=0.0>(x, w, b)", 1, "in an Add of their own"),
+    "gemm_computed": on_site("c = Abs(b) [fc] y = Gemm(x, w, c)", 1, "in an Add of their own"),
+    "matmul": on_site("[fc] y = MatMul(x, w)", 1, "in an Add of their own"),
+    "matmul_read_twice": on_site(
+        "[fc] p = MatMul(x, w) q = Add(p, b) y = Sub(q, zero) r = Identity(p)", 1, "in an Add of their own"
+    ),
+    "matmul_add": on_site("[fc] p = MatMul(x, w) y = Add(p, b)", 0, "in the constant of Add"),
+    "add_from_the_left": on_site("[fc] p = MatMul(x, w) y = Add(b, p)", 0, "in the constant of Add"),
+    "add_of_an_activation": on_site(
+        "s = MatMul(x, w1) [fc] p = MatMul(x, w) y = Add(p, s)", 1, "in an Add of their own"
+    ),
+    "shared_bias": Case(
+        "[fc] y = Gemm(x, w, b) other = Gemm(x, w, b)", Corrections((bias(STEPS[None]),)),
+        0, "in the constant of Gemm 'fc'", {"y": STEPS, "other": 0.0},
+    ),
+    "on_the_left": on_site(
+        "[fc] y = MatMul(wt, x)", 1, "in an Add of their own", STEPS[:, None],
+        shape=(K, 3), dims="rows,n,m",
+    ),
+    "on_the_left_of_a_narrow_bias": on_site(
+        "[fc] p = MatMul(wt, x) y = Add(p, three)", 1, "in an Add of their own", STEPS[:, None],
+        shape=(K, 3), dims="rows,n,m",
+    ),
+    "experts": on_site(
+        "e = Transpose<perm=[1,0,2]>(x) [fc] p = MatMul(e, we) y = Transpose<perm=[1,0,2]>(p)", 1,
+        "in an Add of their own", np.stack([STEPS, 2 * STEPS])[:, None], shape=(2, K), dims="rows,e,n",
+    ),
+    "last_gemm": on_output("[head] y = Gemm(x, w1, one)", 0, "in the constant of Gemm 'head'"),
+    "last_gemm_squeezed": on_output(
+        "[head] h = Gemm(x, w1, one) y = Squeeze(h, last)", 0, "in the constant of Gemm 'head'"
+    ),
+    "last_add": on_output(HEAD + "h2 = Add(one, h) y = Flatten(h2)", 0, "in the constant of Add"),
+    "no_bias": on_output(HEAD + "y = Flatten(h)", 1, "the constant +0.625 on its logit in an Add of its own"),
+    "regression": on_output(HEAD + "y = Flatten(h)", 1, "+0.625 on its value", REGRESSION),
+    "logit_read_in_the_graph": on_output(
+        "[head] y = Gemm(x, w1, one) p = Sigmoid(y)", 1, "in an Add of its own", y=0.625, p=0.0
+    ),
+    "sigmoid": on_output("[head] z = Gemm(x, w1, one) y = Sigmoid(z)", 0, "on its logit in the constant of",
+                         PROBABILITY),
+    "sigmoid_squeezed": on_output(
+        HEAD + "s = Sigmoid(h) y = Squeeze(s, last)", 1, "in an Add of its own", PROBABILITY
+    ),
+    "sigmoid_of_a_logit_read_twice": on_output(
+        "[head] z = Gemm(x, w1, one) y = Sigmoid(z) other = Tanh(z)", 1, "in an Add of its own",
+        PROBABILITY, y=0.625, other=0.0,
+    ),
+    "site_and_output": Case(
+        "[fc] y = Gemm(x, w1, one)", Corrections((bias([[0.5]]),), (OutputConstant("y", LOGIT, 0.25),)),
+        0, "in the constant of Gemm 'fc'", {"y": 0.75},
+    ),
+}  # fmt: skip
+
+
+def model_of(case: Case) -> onnx.ModelProto:
+    constants = {
+        "w": weight(K, N), "wt": weight(N, K), "we": weight(2, K, N), "w1": weight(K, 1),
+        "b": np.linspace(-1, 1.1, N), "one": np.array([0.3]), "zero": np.zeros(1),
+        "three": np.array([0.1, 0.2, 0.3]), "last": np.array([-1]),
+    }  # fmt: skip
+    read = set(re.findall(r"\w+", case.body))
+    shape = ",".join(map(str, case.shape))
+    names = [name for name in ("y", "p", "other", "r") if f" {name} = " in f" {case.body}"]
+    outputs = [n for n in names if n in case.moved or n == "r"]
+    return parse(
+        case.body,
+        {name: value for name, value in constants.items() if name in read},
+        inputs=f"float[batch,{shape}] x",
+        outputs=", ".join(f"float[{'rows,n' if n != 'y' else case.dims}] {n}" for n in outputs),
+    )
+
+
+def as_scores(case: Case, outputs: Arrays) -> Arrays:
+    """Outputs in the unit of what is added."""
+    is_probability = any(c.kind is PROBABILITY for c in case.corrections.constants)
+    p = outputs["y"].astype(np.float64)
+    return {**outputs, "y": np.log(p / (1 - p))} if is_probability else outputs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_move_by_what_is_added(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    before = model_of(case)
+    graph = GraphModel.load(artifact(before, tmp_path / "before.onnx").path)
+    done = correct(graph, case.corrections)
+    graph.save(tmp_path / "after.onnx")
+    after = onnx.load(tmp_path / "after.onnx")
+    onnx.checker.check_model(after, full_check=True)
+    x = {"x": random_rows(5, *case.shape) / 4}
+    was, now = as_scores(case, evaluate(before, x)), as_scores(case, evaluate(after, x))
+    for output, moved in case.moved.items():
+        # Sums of 24 terms in FP32, and a logit that comes back from a probability.
+        wanted = (
+            np.broadcast_to(np.asarray(moved), was[output].shape)
+            if np.ndim(moved) < 3
+            else (np.swapaxes(np.broadcast_to(moved, (2, 5, N)), 0, 1))
+        )
+        np.testing.assert_allclose(now[output] - was[output], wanted, rtol=0, atol=2e-6)
+    assert len(after.graph.node) - len(before.graph.node) == case.nodes
+    assert case.what in done.record.applied[0].what
+    assert done.record.applied[0].at == ("fc" if case.corrections.bias else "y")
+    assert [tensor.name for tensor in after.graph.output] == [tensor.name for tensor in before.graph.output]
+    OnnxSession(tmp_path / "after.onnx").run(x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_removing_restores_every_byte(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    source = artifact(model_of(case), tmp_path / "source.onnx")
+    untouched, graph = GraphModel.load(source.path), GraphModel.load(source.path)
+    untouched.save(tmp_path / "untouched" / "model.onnx")
+    done = correct(graph, case.corrections)
+    graph.copy().save(tmp_path / "corrected" / "model.onnx")
+    done.remove()
+    graph.save(tmp_path / "restored" / "model.onnx")
+    files = [
+        (tmp_path / folder / "model.onnx").read_bytes() for folder in ("untouched", "corrected", "restored")
+    ]
+    assert files[0] == files[2]
+    assert files[0] != files[1]
+    assert done.record.applied == ()
+
+
+@pytest.mark.parametrize("base", [Precision.FP32, Precision.BF16])
+def test_a_plan_is_written_with_its_corrections(base: Precision, tmp_path: Path) -> None:
+    body = "[fc] h = Gemm(x, w, b) r = Relu(h) [head] s = MatMul(r, w2) y = Squeeze(s, last)"
+    constants = {"w": weight(K, N), "b": np.linspace(-1, 1.1, N), "w2": weight(N, 1), "last": np.array([-1])}
+    source = artifact(
+        parse(body, constants, inputs=f"float[batch,{K}] x", outputs="float[batch] y"), tmp_path / "m.onnx"
+    )
+    rows = {"x": random_rows(64, K), "r": np.abs(random_rows(64, N)) * 4}
+    plan = quantizing_plan(source, rows, PER_TENSOR, base=base)
+    corrections = Corrections((bias(STEPS[None]),), (OutputConstant("y", LOGIT, 0.0123),))
+    plain = apply_plan(source, plan, PlanForm(base), tmp_path / "plain.onnx")
+    done = apply_plan(source, plan, PlanForm(base, corrections=corrections), tmp_path / "corrected.onnx")
+    order = [record.transform for record in done.log.records]
+    assert order.index("insert-qdq") < order.index("correct")
+    assert "correct" not in [record.transform for record in plain.log.records]
+    assert done.digest != plain.digest
+    model = onnx.load(done.path)
+    onnx.checker.check_model(model, full_check=True)
+    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    folded = onnx.numpy_helper.to_array(held[named(model, "fc").input[2]]).astype(np.float64)
+    exact = constants["b"].astype(np.float32) + STEPS
+    np.testing.assert_allclose(folded, exact, rtol=2**-8 if base is Precision.BF16 else 2**-24, atol=0)
+    # What an output is moved by is not rounded to the base.
+    added = onnx.numpy_helper.to_array(held[named(model, "y/correct").input[1]])
+    assert added.dtype == np.float32
+    assert added == np.float32(0.0123)
+    # FP8 is where it was, and nothing is in its way.
+    assert op_types(model).count("QuantizeLinear") == 2
+    assert all(named(model, site).input[0].endswith("dq.out") for site in ("fc", "head"))
+    if base is Precision.FP32:
+        empty = apply_plan(source, plan, PlanForm(base, corrections=Corrections()), tmp_path / "empty.onnx")
+        assert empty.digest == plain.digest
+        moved = [OnnxSession(p.path).run({"x": rows["x"]})["y"] for p in (plain, done)]
+        assert np.abs(moved[1] - moved[0]).max() > 0.1
+
+
+def test_corrections_of_another_model_are_refused(tmp_path: Path) -> None:
+    case = CASES["sigmoid"]
+    model = model_of(replace(case, body=case.body.replace("Sigmoid", "Tanh")))
+    graph = GraphModel.load(artifact(model, tmp_path / "m.onnx").path)
+    with pytest.raises(InternalError) as caught:
+        correct(graph, case.corrections)
+    assert caught.value.what == "output 'y' has a constant, and no logit to add it to"
+    with pytest.raises(InternalError, match="the graph has no node named 'fc7'"):
+        correct(graph, Corrections((bias(STEPS[None], "fc7"),)))

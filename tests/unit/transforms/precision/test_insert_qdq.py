@@ -1,0 +1,204 @@
+"""Q/DQ insertion: the form of what is written, and its values against a float64 computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+from qdq_models import BIAS, INTERACTION, PRODUCTS, Product, quantizing_plan, weight
+from rewrite_models import Arrays, artifact, evaluate, initializer, named, op_types, parse, random_rows
+
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.formats import FLOAT8_SPECS, Float8, Precision
+from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
+from loka_onnx.errors import InternalError
+from loka_onnx.numerics.float8 import fake_quantize
+from loka_onnx.sessions.onnx_session import OnnxSession
+from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel, apply_plan
+
+RECIPES = {"per_tensor": PER_TENSOR, "per_channel": PER_CHANNEL_WEIGHT}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    source: ModelArtifact
+    plan: PrecisionPlan
+    planned: PlannedModel
+    model: onnx.ModelProto
+
+    @property
+    def weight_scale(self) -> Any:
+        scales = self.plan.decision("fc").weight_scale
+        return np.array(scales, np.float32)
+
+
+def quantize(proto: onnx.ModelProto, rows: Arrays, recipe: Recipe, folder: Path, **plan: Any) -> Quantized:
+    source = artifact(proto, folder / "before.onnx")
+    made = quantizing_plan(source, rows, recipe, **plan)
+    planned = apply_plan(source, made, PlanForm(Precision.FP32), folder / "after.onnx")
+    return Quantized(source, made, planned, onnx.load(planned.path))
+
+
+def expected_product(product: Product, x: Any, result: Quantized, recipe: Recipe) -> Any:
+    """The site on fake-quantized operands, in float64."""
+    decision = result.plan.decision("fc")
+    assert decision.activation_scale is not None
+    left = fake_quantize(x, decision.activation_scale, recipe.format).astype(np.float64)
+    if not product.weights:
+        right = fake_quantize(x, decision.weight_scale[0], recipe.format).astype(np.float64)
+        return left @ right.transpose(0, 2, 1)
+    axis = product.channel_axis if recipe.weight is Granularity.PER_CHANNEL else None
+    w = fake_quantize(product.weights["w"], result.weight_scale, recipe.format, axis).astype(np.float64)
+    if "transB" in product.body:
+        w = w.T
+    y = w @ left if "MatMul(w" in product.body else left @ w
+    return y + product.weights.get("b", 0.0)
+
+
+@pytest.mark.parametrize("granularity", RECIPES)
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_values_equal_fake_quantized_operands(case: str, granularity: str, tmp_path: Path) -> None:
+    product, recipe = PRODUCTS[case], RECIPES[granularity]
+    x = random_rows(6, *product.shape)
+    result = quantize(product.model(), {"x": x}, recipe, tmp_path)
+    onnx.checker.check_model(result.model, full_check=True)
+    expected = expected_product(product, x, result, recipe)
+    # FP32 sums of 24 terms, up to 3.7: 7e-7 seen. The FP8 rounding itself moves them by 0.11 or more.
+    np.testing.assert_allclose(evaluate(result.model, {"x": x})["y"], expected, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(
+        OnnxSession(result.planned.path).run({"x": x})["y"], expected, rtol=0, atol=5e-6
+    )
+    exact = evaluate(product.model(), {"x": x})["y"]
+    assert np.abs(exact - expected).max() > 0.05
+
+
+@pytest.mark.parametrize("format", list(Float8))
+def test_every_format(format: Float8, tmp_path: Path) -> None:
+    product, recipe = PRODUCTS["gemm_transb"], Recipe(format=format, weight=Granularity.PER_CHANNEL)
+    x = random_rows(6, *product.shape)
+    result = quantize(product.model(), {"x": x}, recipe, tmp_path)
+    expected = expected_product(product, x, result, recipe)
+    np.testing.assert_allclose(evaluate(result.model, {"x": x})["y"], expected, rtol=0, atol=5e-6)
+    assert initializer(result.model, "fc/weight/fp8").data_type == FLOAT8_SPECS[format].onnx_type
+
+
+@pytest.mark.parametrize("granularity", RECIPES)
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_the_weight_is_stored_in_fp8(case: str, granularity: str, tmp_path: Path) -> None:
+    product = PRODUCTS[case]
+    w = product.weights["w"]
+    result = quantize(product.model(), {"x": random_rows(6, *product.shape)}, RECIPES[granularity], tmp_path)
+    stored = initializer(result.model, "fc/weight/fp8")
+    assert stored.data_type == TensorProto.FLOAT8E4M3FN
+    assert tuple(stored.dims) == w.shape
+    assert len(stored.raw_data) == w.size
+    assert "w" not in {tensor.name for tensor in result.model.graph.initializer}
+    dq = named(result.model, "fc/weight/dq")
+    attributes = {a.name: a.i for a in dq.attribute}
+    scale, zero = (initializer(result.model, name) for name in dq.input[1:])
+    assert zero.data_type == TensorProto.FLOAT8E4M3FN
+    assert zero.dims == scale.dims
+    assert not numpy_helper.to_array(zero).astype(np.float32).any()
+    if granularity == "per_tensor":
+        assert list(scale.dims) == []
+        assert attributes == {}
+    else:
+        assert list(scale.dims) == [w.shape[product.channel_axis]]
+        assert attributes == {"axis": product.channel_axis}
+        others = tuple(a for a in range(w.ndim) if a != product.channel_axis)
+        amax = np.abs(w).max(axis=others)
+        # A scale is amax / 448 rounded up to eight bits.
+        ratio = numpy_helper.to_array(scale) * 448 / amax
+        assert ((ratio >= 1 - 1e-6) & (ratio <= 1 + 2**-7)).all()
+
+
+def test_the_activation_is_quantized_with_a_rank_0_scale_and_an_explicit_zero_point(tmp_path: Path) -> None:
+    product = PRODUCTS["gemm"]
+    result = quantize(product.model(), {"x": random_rows(6, *product.shape)}, PER_CHANNEL_WEIGHT, tmp_path)
+    q, dq = named(result.model, "fc/in0/q"), named(result.model, "fc/in0/dq")
+    assert q.input[0] == "x"
+    assert list(dq.input) == [q.output[0], *q.input[1:]]
+    scale, zero = (initializer(result.model, name) for name in q.input[1:])
+    assert (list(scale.dims), list(zero.dims)) == ([], [])
+    assert (scale.data_type, zero.data_type) == (TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN)
+    assert named(result.model, "fc").input[0] == dq.output[0]
+
+
+def test_the_bias_stays(tmp_path: Path) -> None:
+    product = PRODUCTS["gemm"]
+    result = quantize(product.model(), {"x": random_rows(6, *product.shape)}, PER_TENSOR, tmp_path)
+    bias = initializer(result.model, named(result.model, "fc").input[2])
+    np.testing.assert_array_equal(numpy_helper.to_array(bias), BIAS)
+
+
+def test_an_interaction_quantizes_both_operands(tmp_path: Path) -> None:
+    x = random_rows(6, *INTERACTION.shape)
+    rows = {"x": x, "t": 3 * x}  # not a power of two: another scale rounds otherwise
+    result = quantize(INTERACTION.model(), rows, PER_TENSOR, tmp_path)
+    onnx.checker.check_model(result.model, full_check=True)
+    assert op_types(result.model).count("QuantizeLinear") == 2
+    decision = result.plan.decision("fc")
+    assert decision.weight_scale[0] == pytest.approx(3 * (decision.activation_scale or 0), rel=2**-7)
+    np.testing.assert_allclose(
+        evaluate(result.model, {"x": x})["y"],
+        expected_product(INTERACTION, x, result, PER_TENSOR),
+        rtol=0,
+        atol=2e-5,  # sums of 24 squares, up to 60
+    )
+
+
+def test_a_product_of_a_tensor_with_itself_quantizes_it_once(tmp_path: Path) -> None:
+    model = parse("[fc] y = MatMul(x, x)", inputs="float[batch,5,5] x", outputs="float[batch,5,5] y")
+    result = quantize(model, {"x": random_rows(6, 5, 5)}, PER_TENSOR, tmp_path)
+    assert op_types(result.model) == ["QuantizeLinear", "DequantizeLinear", "MatMul"]
+
+
+def two_readers(folder: Path, **plan: Any) -> Quantized:
+    model = parse(
+        "[a] p = MatMul(x, w) [b] q = MatMul(x, v) [c] r = MatMul(x, u) s = Add(p, q) y = Add(s, r)",
+        {name: weight(8, 8, seed=i) for i, name in enumerate("wvu")},
+    )
+    return quantize(model, {"x": random_rows(6, 8)}, PER_TENSOR, folder, **plan)
+
+
+def test_sites_that_read_one_tensor_share_its_qdq(tmp_path: Path) -> None:
+    result = two_readers(tmp_path, fp8=("a", "b"))
+    assert op_types(result.model).count("QuantizeLinear") == 1
+    assert named(result.model, "a").input[0] == named(result.model, "b").input[0]
+    # The third site is not planned and reads the exact tensor.
+    assert named(result.model, "c").input[0] == "x"
+    assert [(a.at, a.what) for a in result.planned.log.records[0].applied] == [
+        ("a", "e4m3fn/per_tensor/per_tensor/amax: Q/DQ"),
+        ("b", "e4m3fn/per_tensor/per_tensor/amax: shares the Q/DQ of its input"),
+    ]
+
+
+def test_the_interface_and_the_names_of_sites_stay(tmp_path: Path) -> None:
+    result = two_readers(tmp_path)
+    before = onnx.load(result.source.path)
+    assert list(result.model.graph.input) == list(before.graph.input)
+    assert list(result.model.graph.output) == list(before.graph.output)
+    for site in result.source.sites:
+        assert named(result.model, site.name).op_type == site.op_type
+    assert result.planned.log.records[0].seconds > 0
+    assert len(result.planned.digest) == 64
+
+
+def test_a_plan_without_fp8_writes_the_model_as_it_is(tmp_path: Path) -> None:
+    result = two_readers(tmp_path, fp8=())
+    assert result.planned.log.records == ()
+    assert result.planned.digest == result.source.digest
+
+
+def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
+    source = artifact(PRODUCTS["gemm"].model(), tmp_path / "before.onnx")
+    plan = PrecisionPlan("fp8-safe", "0" * 64, Precision.BF16, (), {}, 0.0)
+    with pytest.raises(InternalError, match="plan 'fp8-safe' was made for another model") as caught:
+        apply_plan(source, plan, PlanForm(Precision.BF16), tmp_path / "after.onnx")
+    assert source.digest[:12] in caught.value.evidence

@@ -1,0 +1,436 @@
+"""Where Q/DQ pairs are put, what is left alone and why; every result is bit-equal to the graph before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from placement_models import RTX, Placed, Scales, assert_bit_equal, place, plan_of, run_basic, sources, square
+from qdq_models import weight
+from rewrite_models import Arrays, artifact, initializer, named, op_types, parse, random_rows
+
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.fusions import Fusions
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
+from loka_onnx.transforms.precision.place_qdq import place_qdq
+
+S = 0.0078125
+OTHER_SCALE = "it is not one FP8 scale, known beforehand, for the tensor"
+
+
+def model(body: str, constants: dict[str, Any] | None = None, **interface: str) -> onnx.ModelProto:
+    """``fc0`` and a ReLU, then `body` from ``h`` to ``y``."""
+    text = f"[fc0] p = MatMul(x, w0) [relu] h = Relu(p) {body}"
+    return parse(text, {**square(8, "w0", "w1", "w2"), **(constants or {})}, **interface)
+
+
+def checked(proto: onnx.ModelProto, scales: Scales, folder: Path, rows: Arrays | None = None) -> Placed:
+    placed = place(proto, scales, folder)
+    assert_bit_equal(placed, rows or {"x": random_rows(6, 8)})
+    return placed
+
+
+def ints(*values: int) -> np.ndarray[Any, Any]:
+    return np.array(values, np.int64)
+
+
+# One site behind one operator that moves values ----------------------------------------------------
+
+RESHAPED = "float[batch,2,4] y"
+MOVED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "reshape": ("[m] m = Reshape(h, s)", {"s": ints(-1, 2, 4), "w1": weight(4, 4)}, RESHAPED),
+    "flatten": ("[m] m = Flatten<axis=1>(h)", {}, "float[batch,8] y"),
+    "identity": ("[m] m = Identity(h)", {}, "float[batch,8] y"),
+    "unsqueeze": ("[m] m = Unsqueeze(h, s)", {"s": ints(1)}, "float[batch,1,8] y"),
+    "transpose": ("[m] m = Transpose<perm=[1,0]>(h)", {"w1": weight(6, 8)}, "float[8,8] y"),
+    "slice": (
+        "[m] m = Slice(h, a, b, c)",
+        {"a": ints(2), "b": ints(6), "c": ints(1), "w1": weight(4, 8)},
+        "",
+    ),
+    "gather": ("[m] m = Gather<axis=1>(h, s)", {"s": ints(7, 0, 3, 3), "w1": weight(4, 8)}, ""),
+    "expand": (
+        "u = Unsqueeze(h, one) [m] m = Expand(u, s)",
+        {"one": ints(1), "s": ints(1, 3, 1)},
+        "float[batch,3,8] y",
+    ),
+    "tile": ("[m] m = Tile(h, s)", {"s": ints(1, 2), "w1": weight(16, 8)}, ""),
+}
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_a_pair_goes_in_front_of_what_moves_its_values(case: str, tmp_path: Path) -> None:
+    body, constants, output = MOVED[case]
+    interface = {"outputs": output or "float[batch,8] y"}
+    if case == "transpose":
+        interface["inputs"] = "float[6,8] x"
+    proto = model(f"{body} [fc1] y = MatMul(m, w1)", constants, **interface)
+    placed = checked(proto, {"fc1": S}, tmp_path)
+    assert sources(placed.before) == {"fc1/in0/q": "m"}
+    assert sources(placed.after) == {"fc1/in0/q": "h"}
+    assert placed.declined == []
+    moves = [n for n in placed.after.graph.node if n.op_type not in {"QuantizeLinear", "DequantizeLinear"}]
+    assert [n.op_type for n in moves] == [n.op_type for n in proto.graph.node]
+    ((at, what),) = placed.applied
+    assert at == "fc1/in0"
+    assert what.startswith("hoisted in front of ")
+    assert what.endswith("'m', to 'h'")
+
+
+def test_a_chain_of_movements_is_passed_at_once(tmp_path: Path) -> None:
+    body = "r = Reshape(h, s) [turn] t = Transpose<perm=[0,2,1]>(r) [fc1] y = MatMul(t, w1)"
+    constants = {"s": ints(-1, 2, 4), "w1": weight(2, 4)}
+    placed = checked(model(body, constants, outputs="float[batch,4,4] y"), {"fc1": S}, tmp_path)
+    assert sources(placed.after) == {"fc1/in0/q": "h"}
+    assert placed.applied == [
+        ("fc1/in0", "hoisted in front of Reshape 'block/r', Transpose 'turn', to 'h'"),
+    ]
+
+
+def test_each_part_of_a_concat_is_quantized_under_the_scale_of_all(tmp_path: Path) -> None:
+    body = "[fc2] r = MatMul(h, w2) g = Tanh(r) [cat] c = Concat<axis=1>(h, g, x) [fc1] y = MatMul(c, v)"
+    placed = checked(model(body, {"v": weight(24, 8)}), {"fc1": S}, tmp_path)
+    assert sorted(sources(placed.after).values()) == ["g", "h", "x"]
+    names = sources(placed.after)
+    scales = {named(placed.after, name).input[1] for name in names}
+    assert {float(numpy_helper.to_array(initializer(placed.after, name))) for name in scales} == {S}
+    # 'h' is read by the second site as well, which is not planned and reads it exactly.
+    assert named(placed.after, "fc2").input[0] == "h"
+    assert placed.applied[0][1] == "hoisted in front of Concat 'cat', to 'h', 'g', 'x'"
+
+
+def test_both_parts_of_a_split_share_one_pair(tmp_path: Path) -> None:
+    body = "a, b = Split<axis=1>(h, s) [fc1] k = MatMul(a, u) [fc2] l = MatMul(b, v) y = Concat<axis=1>(k, l)"
+    constants = {"s": ints(4, 4), "u": weight(4, 4), "v": weight(4, 4, seed=9)}
+    placed = checked(model(body, constants), {"fc1": S, "fc2": S}, tmp_path)
+    assert sources(placed.after) == {"fc1/in0/q": "h"}
+    assert placed.applied[0][1].endswith("to 'h'; 2 pairs made 1")
+
+
+def test_the_two_operands_of_an_interaction_share_one_pair(tmp_path: Path) -> None:
+    body = "r = Reshape(h, s) t = Transpose<perm=[0,2,1]>(r) [dot] y = MatMul(r, t)"
+    proto = model(body, {"s": ints(-1, 2, 4)}, outputs="float[batch,2,2] y")
+    placed = checked(proto, {"dot": (S, S)}, tmp_path)
+    assert len(sources(placed.before)) == 2
+    assert sources(placed.after) == {"dot/in0/q": "h"}
+
+
+def test_pairs_behind_two_views_become_one(tmp_path: Path) -> None:
+    body = (
+        "r = Reshape(h, s) t = Unsqueeze(h, one) [fc1] k = MatMul(r, w1) [fc2] l = MatMul(t, w2) "
+        "f = Flatten<axis=1>(l) y = Add(k, f)"
+    )
+    placed = checked(model(body, {"s": ints(-1, 8), "one": ints(1)}), {"fc1": S, "fc2": S}, tmp_path)
+    assert list(sources(placed.after).values()) == ["h"]
+
+
+def test_a_view_that_is_read_exactly_too_is_copied_for_a_shared_pair(tmp_path: Path) -> None:
+    body = (
+        "[view] r = Unsqueeze(h, one) [fc1] k = MatMul(h, w1) [fc2] l = MatMul(r, w2) m = Add(l, r) "
+        "f = Flatten<axis=1>(m) y = Add(k, f)"
+    )
+    placed = checked(model(body, {"one": ints(1)}), {"fc1": S, "fc2": S}, tmp_path)
+    assert sources(placed.after) == {"fc1/in0/q": "h"}
+    assert placed.applied == [
+        ("fc2/in0", "shares the Q/DQ 'fc1/in0' through a copy of Unsqueeze 'view'"),
+    ]
+    assert op_types(placed.after).count("Unsqueeze") == 2
+    # The residual sum still reads the exact view.
+    assert "r" in named(placed.after, "block/m").input
+
+
+# Near misses ---------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_something_else_reads_keeps_its_exact_value(tmp_path: Path) -> None:
+    body = (
+        "[turn] t = Transpose<perm=[1,0]>(h) [fc1] k = MatMul(t, w1) "
+        "[norm] n = LayerNormalization(t, gain) y = Add(k, n)"
+    )
+    constants = {"gain": np.ones(8), "w1": weight(8, 8)}
+    proto = model(body, constants, inputs="float[8,8] x", outputs="float[8,8] y")
+    placed = checked(proto, {"fc1": S}, tmp_path, {"x": random_rows(8, 8)})
+    assert sources(placed.after) == {"fc1/in0/q": "t"}
+    assert placed.applied == []
+    reason = "stays behind Transpose 'turn': LayerNormalization 'norm' reads 't' as it is"
+    assert ("fc1/in0", reason) in placed.declined
+    assert named(placed.after, "norm").input[0] == "t"
+
+
+def test_no_pair_comes_between_a_residual_sum_and_its_norm(tmp_path: Path) -> None:
+    body = (
+        "[residual] s = Add(h, x) [norm] n = LayerNormalization(s, gain) [fc1] k = MatMul(n, w1) "
+        "u = Unsqueeze(s, one) [fc2] l = MatMul(u, w2) f = Flatten<axis=1>(l) y = Add(k, f)"
+    )
+    proto = model(body, {"gain": np.ones(8), "one": ints(1)})
+    placed = checked(proto, {"fc1": S, "fc2": S}, tmp_path)
+    # The second pair goes in front of the Unsqueeze, beside the norm: the norm reads the sum itself.
+    assert sources(placed.after) == {"fc1/in0/q": "n", "fc2/in0/q": "s"}
+    assert named(placed.after, "norm").input[0] == "s"
+
+
+def test_an_output_is_not_rounded(tmp_path: Path) -> None:
+    body = "[flat] z = Flatten<axis=1>(h) [fc1] y = MatMul(z, w1)"
+    placed = checked(model(body, outputs="float[batch,8] y, float[batch,8] z"), {"fc1": S}, tmp_path)
+    assert sources(placed.after) == {"fc1/in0/q": "z"}
+    assert placed.declined == [("fc1/in0", "stays behind Flatten 'flat': it leaves the graph")]
+
+
+def test_parts_under_other_scales_stay_apart(tmp_path: Path) -> None:
+    body = (
+        "[cut] a, b = Split<axis=1>(h, s) u = Unsqueeze(a, one) [fc1] k = MatMul(u, w1) "
+        "[fc2] l = MatMul(b, w2) f = Flatten<axis=1>(k) y = Concat<axis=1>(f, l)"
+    )
+    constants = {"s": ints(4, 4), "one": ints(1), "w1": weight(4, 4), "w2": weight(4, 4, seed=9)}
+    placed = checked(model(body, constants), {"fc1": S, "fc2": 2 * S}, tmp_path)
+    assert sources(placed.after) == {"fc1/in0/q": "a", "fc2/in0/q": "b"}
+    reason = (
+        "stays behind Split 'cut': it is rounded to scale 0.0078125, float8_e4m3fn "
+        "and to scale 0.015625, float8_e4m3fn"
+    )
+    assert placed.declined == [("fc1/in0", reason), ("fc2/in0", reason)]
+
+
+def test_one_tensor_under_two_scales_has_two_pairs(tmp_path: Path) -> None:
+    body = "[fc1] k = MatMul(h, w1) r = Identity(h) [fc2] l = MatMul(r, w2) y = Add(k, l)"
+    placed = checked(model(body), {"fc1": S, "fc2": 2 * S}, tmp_path)
+    assert sources(placed.after) == {"fc1/in0/q": "h", "fc2/in0/q": "h"}
+    assert placed.declined == [
+        (
+            "fc1/in0",
+            "'h' is rounded under several scales, which stay apart: 'fc1/in0' scale 0.0078125, "
+            "float8_e4m3fn; 'fc2/in0' scale 0.015625, float8_e4m3fn",
+        )
+    ]
+
+
+def test_a_choice_out_of_an_exact_tensor_is_quantized_after_it_is_taken(tmp_path: Path) -> None:
+    body = "[some] g = Gather<axis=1>(h, s) [fc1] k = MatMul(g, w1) y = Add(k, h)"
+    placed = checked(model(body, {"s": ints(0, 5), "w1": weight(2, 8)}), {"fc1": S}, tmp_path)
+    assert sources(placed.after) == {"fc1/in0/q": "g"}
+    assert placed.declined == [
+        ("fc1/in0", "stays behind Gather 'some': more than these values of 'h' would be quantized"),
+    ]
+
+
+def test_two_choices_that_are_all_that_is_read_are_taken_from_fp8(tmp_path: Path) -> None:
+    body = (
+        "g = Gather<axis=1>(h, s) [fc1] k = MatMul(g, w1) t = Gather<axis=1>(h, s) "
+        "[fc2] l = MatMul(t, w2) y = Add(k, l)"
+    )
+    constants = {"s": ints(0, 5), "w1": weight(2, 8), "w2": weight(2, 8, seed=9)}
+    placed = checked(model(body, constants), {"fc1": S, "fc2": S}, tmp_path)
+    assert list(sources(placed.after).values()) == ["h"]
+
+
+def test_rows_of_a_table_are_joined_first(tmp_path: Path) -> None:
+    body = (
+        "ids = Cast<to=7>(x) [one] i = Gather<axis=1>(ids, zero) [two] j = Gather<axis=1>(ids, three) "
+        "r = Gather<axis=0>(table, i) q = Gather<axis=0>(table, j) [cat] c = Concat<axis=1>(r, q) "
+        "[flat] f = Flatten<axis=1>(c) [fc1] y = MatMul(f, w1)"
+    )
+    constants = {"zero": np.array(0), "three": np.array(3), "table": weight(5, 4), "w1": weight(8, 8)}
+    rows = {"x": np.random.default_rng(0).integers(0, 5, (6, 8)).astype(np.float32)}
+    placed = checked(parse(body, constants), {"fc1": S}, tmp_path, rows)
+    assert sources(placed.after) == {"fc1/in0/q": "c"}
+    assert placed.declined == [
+        (
+            "fc1/in0",
+            "stays behind Concat 'cat': it joins rows of a table, which engines store in FP8 for one Q "
+            "behind it",
+        )
+    ]
+
+
+def test_a_lookup_is_no_choice_of_an_activation(tmp_path: Path) -> None:
+    body = "ids = Cast<to=7>(x) r = Gather<axis=0>(table, ids) [flat] f = Flatten(r) [fc1] y = MatMul(f, w1)"
+    rows = {"x": np.random.default_rng(0).integers(0, 5, (6, 8)).astype(np.float32)}
+    placed = checked(parse(body, {"table": weight(5, 4), "w1": weight(32, 8)}), {"fc1": S}, tmp_path, rows)
+    assert sources(placed.after) == {"fc1/in0/q": "r"}
+
+
+def test_a_backend_that_is_not_known_to_move_fp8_keeps_the_pairs(tmp_path: Path) -> None:
+    proto = model("[flat] z = Flatten<axis=1>(h) [fc1] y = MatMul(z, w1)")
+    placed = place(proto, {"fc1": S}, tmp_path, Fusions())
+    assert placed.after == placed.before
+    assert placed.applied == []
+    assert placed.declined == [
+        (
+            "fc1/in0",
+            "stays behind Flatten 'flat': the backend is not known to move FP8 values through it",
+        )
+    ]
+
+
+@pytest.mark.parametrize("reader", ["Shape", "Size"])
+def test_who_asks_for_dimensions_does_not_need_values(reader: str, tmp_path: Path) -> None:
+    body = (
+        f"[flat] z = Flatten<axis=1>(h) d = {reader}(z) e = Cast<to=1>(d) r = ReduceMax<keepdims=0>(e) "
+        + ("[fc1] k = MatMul(z, w1) y = Add(k, r)")
+    )
+    placed = checked(model(body), {"fc1": S}, tmp_path)
+    assert sources(placed.after) == {"fc1/in0/q": "h"}
+
+
+# Pairs of other forms, which no plan of ours writes ------------------------------------------------
+
+
+def quantized(q_scale: Any, zero: Any, *, saturate: int = 1, extra: bool = False) -> GraphModel:
+    """x → Transpose → Q → DQ → y, from the hand."""
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["t"], name="turn", perm=[1, 0]),
+        helper.make_node("QuantizeLinear", ["t", "s", "z"], ["n"], name="q", saturate=saturate, axis=0),
+        helper.make_node("DequantizeLinear", ["n", "s", "z"], ["d"], name="dq", axis=0),
+        helper.make_node("Relu", ["d"], ["y"], name="relu"),
+    ]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4, 4])]
+    if extra:
+        nodes.append(helper.make_node("Cast", ["n"], ["e"], name="cast", to=TensorProto.FLOAT))
+        outputs.append(helper.make_tensor_value_info("e", TensorProto.FLOAT, [4, 4]))
+    values = np.asarray(zero, np.uint8)
+    kind = TensorProto.FLOAT8E4M3FN
+    constants = [
+        numpy_helper.from_array(np.asarray(q_scale, np.float32), "s"),
+        helper.make_tensor("z", kind, values.shape, values.tobytes(), raw=True),
+    ]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 4])]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, constants)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    onnx.checker.check_model(proto, full_check=True)
+    return GraphModel.from_proto(proto, Path())
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"q_scale": [S] * 4, "zero": [0] * 4}, "it is not one FP8 scale, known beforehand, for the tensor"),
+        (
+            {"q_scale": S, "zero": 0, "saturate": 0},
+            "it is not one FP8 scale, known beforehand, for the tensor",
+        ),
+        (
+            {"q_scale": S, "zero": 0, "extra": True},
+            "something besides a DQ of its scale reads its FP8 values",
+        ),
+    ],
+    ids=["per_channel", "wrapping", "read_as_fp8"],
+)
+def test_other_forms_stay_where_they_are(form: dict[str, Any], reason: str) -> None:
+    graph = quantized(**form)
+    record = place_qdq(graph, (), RTX)
+    assert record.applied == ()
+    assert [(d.at, d.reason) for d in record.declined] == [("q", reason)]
+    assert graph.node("q").inputs[0].name == "t"
+
+
+def test_the_same_form_with_one_scale_is_moved() -> None:
+    graph = quantized(S, 0)
+    assert len(place_qdq(graph, (), RTX).applied) == 1
+    assert graph.node("q").inputs[0].name == "x"
+
+
+# Chains and form -----------------------------------------------------------------------------------
+
+
+def test_chains_are_told(tmp_path: Path) -> None:
+    body = (
+        "k = Add(p, b) g = Relu(k) r = Unsqueeze(g, one) [fc1] q = MatMul(r, w1) t = Sigmoid(q) "
+        "m = Mul(q, t) [fc2] l = MatMul(m, w2) y = ReduceMax<keepdims=0>(l, one)"
+    )
+    proto = parse(
+        f"[fc0] p = MatMul(x, w0) {body}", {**square(8, "w0", "w1", "w2"), "b": np.ones(8), "one": ints(1)}
+    )
+    placed = checked(proto, {"fc0": S, "fc1": S, "fc2": S}, tmp_path)
+    assert sources(placed.after) == {"fc0/in0/q": "x", "fc1/in0/q": "g", "fc2/in0/q": "m"}
+    assert placed.chains == [
+        ("fc1/in0", "chain: 'fc0' feeds 'fc1' in FP8 through Add, Relu"),
+        ("fc2/in0", "chain: 'fc1' feeds 'fc2' in FP8 through Sigmoid, Mul"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "declined"),
+    [
+        ("e = Cumulate(p)", "no kernel is known that computes CumSum 'block/e' and quantizes it"),
+        ("k = Relu(p) e = Add(k, p)", ""),
+    ],
+    ids=["operator", "inside_the_kernel"],
+)
+def test_a_chain_ends_at_an_operator_that_does_not_quantize(body: str, declined: str, tmp_path: Path) -> None:
+    text = f"[fc0] p = MatMul(x, w0) {body.replace('Cumulate(p)', 'CumSum(p, axis)')} [fc1] y = MatMul(e, w1)"
+    proto = parse(text, {**square(8, "w0", "w1"), "axis": np.array(1)})
+    placed = checked(proto, {"fc0": S, "fc1": S}, tmp_path)
+    assert [at for at, _ in placed.chains] == ([] if declined else ["fc1/in0"])
+    assert placed.declined == ([("fc1/in0", declined)] if declined else [])
+
+
+def test_a_tensor_that_is_read_elsewhere_ends_a_chain(tmp_path: Path) -> None:
+    """The sum in front of the norm is the residual stream: it is in memory, whatever the norm writes."""
+    body = "[sum] s = Add(h, x) [norm] n = LayerNormalization(s, gain) [fc1] k = MatMul(n, w1) y = Add(k, s)"
+    placed = checked(model(body, {"gain": np.ones(8)}), {"fc0": S, "fc1": S}, tmp_path)
+    assert placed.chains == []
+    body = body.replace("y = Add(k, s)", "y = Relu(k)")
+    placed = checked(model(body, {"gain": np.ones(8)}), {"fc0": S, "fc1": S}, tmp_path / "alone")
+    assert placed.chains == [
+        ("fc1/in0", "chain: 'fc0' feeds 'fc1' in FP8 through Relu, Add, LayerNormalization")
+    ]
+
+
+def test_weights_zero_points_and_scales_keep_their_form(tmp_path: Path) -> None:
+    body = "[cat] c = Concat<axis=1>(h, x) [fc1] y = MatMul(c, v)"
+    placed = checked(model(body, {"v": weight(16, 8)}), {"fc0": S, "fc1": 2 * S}, tmp_path)
+    for name in ("fc0/weight/dq", "fc1/weight/dq"):
+        before, after = named(placed.before, name), named(placed.after, name)
+        assert before == after
+        assert all(initializer(placed.before, t) == initializer(placed.after, t) for t in before.input)
+    for name in sources(placed.after):
+        scale, zero = (initializer(placed.after, t) for t in named(placed.after, name).input[1:])
+        assert (list(scale.dims), list(zero.dims)) == ([], [])
+        assert zero.data_type == TensorProto.FLOAT8E4M3FN
+    # 'x' is rounded under the scale of each site that reads it.
+    assert sorted(sources(placed.after).values()) == ["h", "x", "x"]
+
+
+def test_the_second_time_nothing_is_moved(tmp_path: Path) -> None:
+    body = (
+        "r = Reshape(h, s) t = Transpose<perm=[0,2,1]>(r) [dot] d = MatMul(r, t) "
+        "[flat] f = Flatten<axis=1>(d) [cat] c = Concat<axis=1>(f, x) [fc1] y = MatMul(c, v)"
+    )
+    proto = model(body, {"s": ints(-1, 2, 4), "v": weight(12, 8)})
+    place(proto, {"dot": (S, S), "fc1": S}, tmp_path)
+    graph = GraphModel.load(tmp_path / "placed.onnx")
+    again = place_qdq(graph, ("dot", "fc1"), RTX)
+    assert [a for a in again.applied if not a.what.startswith("chain")] == []
+    graph.save(tmp_path / "again.onnx")
+    first, second = (onnx.load(tmp_path / name).graph for name in ("placed.onnx", "again.onnx"))
+    assert list(second.node) == list(first.node)
+    assert list(second.initializer) == list(first.initializer)
+
+
+def test_a_placed_graph_is_cast_to_bf16(tmp_path: Path) -> None:
+    proto = model("[cat] c = Concat<axis=1>(h, x) [fc1] y = MatMul(c, v)", {"v": weight(16, 8)})
+    source = artifact(proto, tmp_path / "source.onnx")
+    plan = plan_of(source, {"fc0": S, "fc1": S})
+    plan = type(plan)(**{**vars(plan), "decisions": tuple(plan.decisions), "base": Precision.BF16})
+    planned = apply_plan(source, plan, PlanForm(Precision.BF16, RTX), tmp_path / "bf16.onnx")
+    found = onnx.load(planned.path)
+    onnx.checker.check_model(found, full_check=True)
+    inferred = onnx.shape_inference.infer_shapes(found).graph.value_info
+    types = {info.name: info.type.tensor_type.elem_type for info in inferred}
+    assert types[named(found, "cat").output[0]] == TensorProto.BFLOAT16
+    assert len(sources(found)) == 2
+    assert [record.transform for record in planned.log.records][:2] == ["insert-qdq", "place-qdq"]
+
+
+def test_rounding_shows_in_these_models(tmp_path: Path) -> None:
+    """Else bit-equality would hold for pairs that round nothing."""
+    proto = model("[flat] z = Flatten<axis=1>(h) [fc1] y = MatMul(z, w1)")
+    placed = place(proto, {"fc1": S}, tmp_path)
+    rows = {"x": random_rows(6, 8)}
+    exact, rounded = run_basic(proto, rows)["y"], run_basic(placed.after, rows)["y"]
+    assert np.abs(exact - rounded).max() > 1e-3

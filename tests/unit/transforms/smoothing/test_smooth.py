@@ -1,0 +1,413 @@
+"""Smoothing moves factors between what makes an activation and the weights that read it, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from norm_models import assert_folded_equally, rows_of
+from onnx import numpy_helper
+from rewrite_models import artifact, evaluate, initializer, named, op_types, parse, random_rows
+
+from loka_onnx.core.rewrite import Declined, RewriteRecord
+from loka_onnx.errors import TransformError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.numerics.smoothing import smoothing_factors, to_powers_of_two
+from loka_onnx.transforms.sequence import apply_mods
+from loka_onnx.transforms.smoothing.smooth import Smooth
+
+GAIN = np.linspace(0.5, 30, 8, dtype=np.float32)
+SHIFT = np.linspace(1.5, -1, 8, dtype=np.float32)
+LAYER = "[norm] n = LayerNormalization<axis=-1, epsilon=0.001>(x, gain, shift)"
+S = np.linspace(0.1, 5, 8)
+
+
+def weight(*shape: int) -> np.ndarray[Any, Any]:
+    return (np.random.default_rng(shape).normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model as text, and factors by what makes a tensor."""
+
+    body: str
+    factors: Mapping[str, Any]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    inputs: str = "float[batch,8] x"
+    outputs: str = "float[batch,4] y"
+    opset: int = 21
+
+    def model(self) -> onnx.ModelProto:
+        values = {"gain": GAIN, "shift": SHIFT} | dict(self.constants)
+        used = {name: value for name, value in values.items() if name in self.body}
+        return parse(self.body, used, inputs=self.inputs, outputs=self.outputs, opset=self.opset)
+
+
+W, B, V = weight(8, 4), weight(4), weight(8, 8)
+SMOOTHED = {
+    "behind_a_norm": Case(f"{LAYER} [fc] y = Gemm(n, w, b)", {"norm": S}, {"w": W, "b": B}),
+    "behind_an_rms_norm": Case(
+        "[norm] n = RMSNormalization<axis=-1>(x, gain) [fc] y = MatMul(n, w)", {"norm": S}, {"w": W}, opset=23
+    ),
+    "two_linears_behind_a_norm": Case(
+        f"{LAYER} [fc] h = MatMul(n, w) [gate] g = Gemm<transB=1>(n, v, b) y = Mul(h, g)",
+        {"norm": S},
+        {"w": W, "v": W.T.copy(), "b": B},
+    ),
+    "behind_a_gemm": Case(
+        "[fc1] h = Gemm<transB=1>(x, v, c) [fc2] y = MatMul(h, w)", {"fc1": S}, {"v": V, "c": SHIFT, "w": W}
+    ),
+    "behind_a_matmul": Case("[fc1] h = MatMul(x, v) [fc2] y = MatMul(h, w)", {"fc1": S}, {"v": V, "w": W}),
+    "through_relu": Case(
+        "[fc1] g = MatMul(x, v) h = Add(g, c) r = Relu(h) [fc2] y = Gemm(r, w, b)",
+        {"fc1": S},
+        {"v": V, "c": SHIFT, "w": W, "b": B},
+    ),
+    "through_leaky_relu_and_layout": Case(
+        "[fc1] g = MatMul(x, v) r = LeakyRelu<alpha=0.1>(g) f = Reshape(r, rows) [fc2] y = MatMul(f, w)",
+        {"fc1": S},
+        {"v": V, "w": W, "rows": np.array([-1, 8])},
+        "float[batch,3,8] x",
+        "float[rows,4] y",
+    ),
+    "chain": Case(
+        "[fc1] h = MatMul(x, v) a = Relu(h) [fc2] g = MatMul(a, u) r = Relu(g) [fc3] y = MatMul(r, w)",
+        {"fc1": S, "fc2": S[::-1]},
+        {"v": V, "u": weight(8, 8) + 1, "w": W},
+    ),
+    "weight_on_the_left": Case(
+        "[fc1] h = MatMul(v, x) r = Relu(h) [fc2] y = MatMul(w, r)",
+        {"fc1": S},
+        {"v": V, "w": W.T.copy()},
+        "float[batch,8,3] x",
+        "float[batch,4,3] y",
+    ),
+    "flattened_alike": Case(
+        f"{LAYER} f = Flatten<axis=1>(n) [fc] y = MatMul(f, w)",
+        {"norm": S},
+        {"w": weight(24, 4)},
+        "float[batch,3,8] x",
+    ),
+    "norm_over_two_axes": Case(
+        "[norm] n = LayerNormalization<axis=-2>(x, wide, shift) f = Flatten<axis=1>(n) [fc] y = MatMul(f, w)",
+        {"norm": np.linspace(0.1, 5, 24)},
+        {"w": weight(24, 4), "wide": weight(3, 8)},
+        "float[batch,3,8] x",
+    ),
+    "behind_a_product_with_constants": Case(
+        "d = Sub(x, shift) [unit] n = Mul(d, gain) [fc] y = Gemm(n, w, b)", {"unit": S}, {"w": W, "b": B}
+    ),
+    "behind_a_division_by_one_number": Case(
+        "[unit] n = Div(x, c) [fc] y = MatMul(n, w)", {"unit": S}, {"w": W, "c": np.array(3.0)}
+    ),
+    "joined_with_another": Case(
+        "[fc1] h = MatMul(x, v) r = Relu(h) j = Concat<axis=-1>(r, x) [fc2] y = MatMul(j, w)",
+        {"fc1": S},
+        {"v": V, "w": weight(16, 4)},
+    ),
+    "joined_with_itself": Case(
+        "[fc1] h = MatMul(x, v) r = Relu(h) j = Concat<axis=1>(r, h, r) [fc2] y = MatMul(j, w)",
+        {"fc1": S},
+        {"v": V, "w": weight(24, 4)},
+    ),
+    "a_slice_of_it": Case(
+        "[fc1] h = MatMul(x, v) s = Slice(h, first, last, axis, step) [fc2] y = MatMul(s, w)",
+        {"fc1": S},
+        {
+            "v": V,
+            "w": weight(3, 4),
+            **{n: np.array([i]) for n, i in (("first", 1), ("last", 7), ("axis", 1), ("step", 2))},
+        },
+    ),
+    "two_parts_of_it": Case(
+        "[fc1] h = MatMul(x, v) p, q = Split<axis=1>(h, sizes) [fc2] a = MatMul(p, w) [fc3] b = MatMul(q, u)"
+        " y = Add(a, b)",
+        {"fc1": S},
+        {"v": V, "w": weight(3, 4), "u": weight(5, 4), "sizes": np.array([3, 5])},
+    ),
+    "columns_of_it": Case(
+        "[fc1] h = MatMul(x, v) s = Gather<axis=1>(h, columns) [fc2] y = MatMul(s, w)",
+        {"fc1": S},
+        {"v": V, "w": weight(4, 4), "columns": np.array([6, 0, 6, 3])},
+    ),
+}
+INPUTS = {
+    "of_the_model": Case("[fc] y = Gemm(x, w, b)", {"x": S}, {"w": W, "b": B}),
+    "read_by_two_linears": Case(
+        "[fc] h = MatMul(x, w) [gate] g = Gemm<transB=1>(x, v, b) y = Mul(h, g)",
+        {"x": S},
+        {"w": W, "v": W.T.copy(), "b": B},
+    ),
+    "read_by_others_too": Case(
+        "[fc] h = MatMul(x, v) y = Add(h, x)", {"x": S}, {"v": V}, outputs="float[batch,8] y"
+    ),
+    "beside_embeddings": Case(
+        "rows = Gather(table, ids) j = Concat<axis=1>(x, rows) [fc] y = MatMul(j, w)",
+        {"x": S},
+        {"table": weight(10, 6), "w": weight(14, 4)},
+        "float[batch,8] x, int64[batch] ids",
+    ),
+    "columns_of_the_model": Case(
+        "a, b = Split<axis=1, num_outputs=2>(x) [fc] f = MatMul(a, w) [gate] g = MatMul(b, u) y = Mul(f, g)",
+        {"x": S},
+        {"w": weight(4, 4), "u": weight(4, 4)},
+    ),
+}
+
+
+def run(
+    case: Case, factors: Mapping[str, Any], folder: Path
+) -> tuple[RewriteRecord, onnx.ModelProto, onnx.ModelProto]:
+    before = case.model()
+    source = artifact(before, folder / "before.onnx")
+    result = apply_mods(source, [rows_of(before)], folder / "after.onnx", [Smooth(factors)])
+    return result.log.records[0], onnx.load(source.path), onnx.load(result.model.path)
+
+
+@pytest.mark.parametrize("name", SMOOTHED)
+def test_factors_move_and_the_model_stays_equal(name: str, tmp_path: Path) -> None:
+    case = SMOOTHED[name]
+    record, before, after = run(case, case.factors, tmp_path)
+    assert not record.rolled_back
+    assert record.declined == ()
+    assert len(record.applied) == (2 if name == "chain" else 1)
+    assert_folded_equally(case.model(), Smooth(case.factors), tmp_path)
+    # Nothing is computed for it.
+    assert [node.op_type for node in after.graph.node] == [node.op_type for node in before.graph.node]
+    onnx.checker.check_model(after, full_check=True)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_features_are_scaled_behind_the_input(name: str, tmp_path: Path) -> None:
+    case = INPUTS[name]
+    record, before, after = run(case, case.factors, tmp_path)
+    assert not record.rolled_back
+    assert len(record.applied) == 1
+    assert_folded_equally(case.model(), Smooth(case.factors), tmp_path)
+    assert sorted(op_types(after)) == sorted([*op_types(before), "Mul"])
+    scaled = next(node for node in after.graph.node if node.input[0] == "x" and node.op_type == "Mul")
+    np.testing.assert_array_equal(
+        numpy_helper.to_array(initializer(after, scaled.input[1])), (1 / S).astype(np.float32)
+    )
+    assert list(after.graph.input) == list(before.graph.input)
+    onnx.checker.check_model(after, full_check=True)
+
+
+def test_a_reader_that_takes_no_factors_reads_the_input_as_it_was(tmp_path: Path) -> None:
+    case = INPUTS["read_by_others_too"]
+    record, _, after = run(case, case.factors, tmp_path)
+    assert "x" in named(after, "block/y").input
+    assert "x" not in named(after, "fc").input
+    assert record.declined == (
+        Declined("x", "'block/y' reads the input without scales: 'block/y' reads it, a Add"),
+    )
+
+
+def test_sites_whose_operands_changed_are_told_of(tmp_path: Path) -> None:
+    """They are calibrated again: the maker, whose weight is divided, and the readers."""
+    source = artifact(SMOOTHED["chain"].model(), tmp_path / "before.onnx")
+    rows = [rows_of(onnx.load(source.path))]
+    result = apply_mods(source, rows, tmp_path / "after.onnx", [Smooth({"fc2": S})])
+    assert {site.name: site.merged_from for site in result.model.sites} == {
+        "fc1": (),
+        "fc2": ("fc2",),
+        "fc3": ("fc3",),
+    }
+
+
+@pytest.mark.parametrize("name", ["behind_a_norm", "through_relu", "chain"])
+def test_what_is_quantized_has_the_range_that_was_asked_for(name: str, tmp_path: Path) -> None:
+    """At strength 1 every channel of the activation reaches the same magnitude."""
+    case = SMOOTHED[name]
+    before = case.model()
+    site = {"behind_a_norm": "fc", "through_relu": "fc2", "chain": "fc3"}[name]
+    tensor = next(node.input[0] for node in before.graph.node if node.name == site)
+    x = {"x": random_rows(500, 8)}
+
+    def reached(model: onnx.ModelProto) -> np.ndarray[Any, Any]:
+        watched = onnx.ModelProto()
+        watched.CopyFrom(model)
+        watched.graph.output.append(onnx.helper.make_tensor_value_info(tensor, 1, ["batch", 8]))
+        return np.abs(evaluate(watched, x)[tensor]).max(axis=0)
+
+    factors = smoothing_factors(reached(before), np.ones(8), 1.0)
+    maker = {"behind_a_norm": "norm", "through_relu": "fc1", "chain": "fc2"}[name]
+    _, _, after = run(case, {maker: factors}, tmp_path)
+    assert np.ptp(reached(before)) > 0.5
+    np.testing.assert_allclose(reached(after)[reached(before) > 0], 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*SMOOTHED, *INPUTS])
+def test_powers_of_two_change_no_bit_of_the_model_in_fp32(name: str, tmp_path: Path) -> None:
+    case = {**SMOOTHED, **INPUTS}[name]
+    factors = {maker: to_powers_of_two(values) for maker, values in case.factors.items()}
+    _, before, after = run(case, factors, tmp_path)
+    x = rows_of(before, seed=3)
+    np.testing.assert_array_equal(evaluate(after, x)["y"], evaluate(before, x)["y"])
+
+
+def test_factors_of_one_and_no_factors_change_nothing(tmp_path: Path) -> None:
+    case = SMOOTHED["behind_a_norm"]
+    for factors in ({}, {"norm": np.ones(8)}):
+        record, before, after = run(case, factors, tmp_path / str(len(factors)))
+        assert (record.applied, record.declined) == ((), ())
+        assert after.graph.initializer == before.graph.initializer
+
+
+OUT = "its output is not smoothed: "
+DECLINED = {
+    "read_by_a_sum": (
+        Case(
+            f"{LAYER} [fc] h = MatMul(n, v) y = Add(h, n)", {"norm": S}, {"v": V}, outputs="float[batch,8] y"
+        ),
+        ("norm", f"{OUT}'block/y' reads it, a Add"),
+    ),
+    "an_output": (
+        Case(
+            f"{LAYER} [fc] y = MatMul(n, w)",
+            {"norm": S},
+            {"w": W},
+            outputs="float[batch,4] y, float[batch,8] n",
+        ),
+        ("norm", f"{OUT}'n' is an output of the model"),
+    ),
+    "another_function_in_between": (
+        Case("[a] h = MatMul(x, v) g = Sigmoid(h) [fc] y = MatMul(g, w)", {"a": S}, {"v": V, "w": W}),
+        ("a", f"{OUT}'block/g' reads it, a Sigmoid"),
+    ),
+    "made_by_a_sum": (
+        Case("[a] h = MatMul(x, v) [sum] g = Add(h, x) [fc] y = MatMul(g, w)", {"sum": S}, {"v": V, "w": W}),
+        ("sum", "nothing of that name makes what a linear reads"),
+    ),
+    "scale_not_constant": (
+        Case(
+            "[norm] n = LayerNormalization(x, g) [fc] y = MatMul(n, w)",
+            {"norm": S},
+            {"w": W},
+            "float[batch,8] x, float[8] g",
+        ),
+        ("norm", f"{OUT}the scale of 'norm' is not constant"),
+    ),
+    "wrong_length": (
+        Case(f"{LAYER} [fc] y = MatMul(n, w)", {"norm": S[:4]}, {"w": W}),
+        ("norm", "it has 8 channels, not 4"),
+    ),
+    "contraction_over_another_axis": (
+        Case(
+            f"{LAYER} t = Transpose<perm=[0,2,1]>(n) [fc] y = MatMul(t, w)",
+            {"norm": S},
+            {"w": weight(3, 4)},
+            "float[batch,3,8] x",
+            "float[batch,8,4] y",
+        ),
+        ("norm", f"{OUT}a row of a weight meets several channels"),
+    ),
+    "joined_along_rows_of_the_weight": (
+        Case(
+            "[fc1] h = MatMul(x, v) j = Concat<axis=1>(h, z) [fc2] y = MatMul(j, w)",
+            {"fc1": S},
+            {"v": V, "w": W},
+            "float[batch,2,8] x, float[batch,2,8] z",
+            "float[batch,4,4] y",
+        ),
+        ("fc1", f"{OUT}a row of a weight meets several channels"),
+    ),
+    "a_part_of_the_batch": (
+        Case(
+            "[fc1] h = MatMul(x, v) s = Slice(h, first, last, axis) [fc2] y = MatMul(s, w)",
+            {"fc1": S},
+            {"v": V, "w": W, **{n: np.array([i]) for n, i in (("first", 0), ("last", 1), ("axis", 0))}},
+            outputs="float[rows,4] y",
+        ),
+        ("fc1", f"{OUT}'block/s', a Slice, is not followed: it takes a part of the batch"),
+    ),
+    "positions_of_an_input": (
+        Case(
+            "[fc1] h = MatMul(x, v) s = Gather<axis=1>(h, columns) [fc2] y = MatMul(s, w)",
+            {"fc1": S},
+            {"v": V, "w": W},
+            "float[batch,8] x, int64[8] columns",
+        ),
+        ("fc1", f"{OUT}'block/s', a Gather, is not followed: what it takes is not constant"),
+    ),
+    "no_such_maker": (
+        Case(f"{LAYER} [fc] y = MatMul(n, w)", {"norm9": S}, {"w": W}),
+        ("norm9", "nothing of that name makes what a linear reads"),
+    ),
+    "batched_weight_in_front": (
+        Case(
+            "[a] h = MatMul(x, v) [fc] y = MatMul(h, w)",
+            {"a": S},
+            {"v": weight(3, 8, 8), "w": W},
+            "float[batch,3,5,8] x",
+            "float[batch,3,5,4] y",
+        ),
+        ("a", f"{OUT}its weight has rank 3, not 2"),
+    ),
+    "factor_that_varies_within_a_channel": (
+        Case(
+            "[unit] n = Mul(x, c) [fc] y = MatMul(n, w)",
+            {"unit": S},
+            {"c": weight(3, 8), "w": W},
+            "float[batch,3,8] x",
+            "float[batch,3,4] y",
+        ),
+        ("unit", f"{OUT}a constant varies within a channel"),
+    ),
+    "product_of_two_activations": (
+        Case(
+            "[unit] n = Mul(x, z) [fc] y = MatMul(n, w)",
+            {"unit": S},
+            {"w": W},
+            "float[batch,8] x, float[batch,8] z",
+        ),
+        ("unit", f"{OUT}it multiplies with no constant"),
+    ),
+    "divided_by_an_activation": (
+        Case("[unit] n = Div(gain, x) [fc] y = MatMul(n, w)", {"unit": S}, {"w": W}),
+        ("unit", f"{OUT}it multiplies with no constant"),
+    ),
+    "ids": (
+        Case("f = Cast<to=1>(ids) [fc] y = MatMul(f, w)", {"ids": S}, {"w": W}, "int64[batch,8] ids"),
+        ("ids", "the input is not scaled: it holds int64, not features"),
+    ),
+    "an_input_through_a_function": (
+        Case("l = Log(x) [fc] y = MatMul(l, w)", {"x": S}, {"w": W}),
+        ("x", "'block/l' reads the input without scales: 'block/l' reads it, a Log"),
+    ),
+    "an_input_of_one_axis": (
+        Case(
+            "c = Unsqueeze(x, last) [fc] y = MatMul(c, w)",
+            {"x": S},
+            {"w": weight(1, 4), "last": np.array([1])},
+            "float[batch] x",
+        ),
+        ("x", "the input is not scaled: it has no channels"),
+    ),
+    "an_input_named_like_a_node": (
+        Case("[x] y = MatMul(x, w)", {"x": S}, {"w": W}),
+        ("x", "the input is not scaled: a node has the same name"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_what_cannot_take_the_factors_is_told_of(name: str, tmp_path: Path) -> None:
+    case, told = DECLINED[name]
+    onnx.save(case.model(), tmp_path / "m.onnx")
+    found = Smooth(case.factors).match(GraphModel.load(tmp_path / "m.onnx"))
+    assert found.matches == ()
+    assert [(d.at, d.reason) for d in found.declined] == [told]
+
+
+@pytest.mark.parametrize("values", [[1.0, 0.0], [1.0, -2.0], [np.nan], [[1.0, 1.0]], [np.inf]])
+def test_a_factor_must_be_positive(values: Any) -> None:
+    with pytest.raises(
+        TransformError, match="the factors of 'fc': a smoothing factor is not a positive number"
+    ):
+        Smooth({"fc": values})
