@@ -168,6 +168,7 @@ class PlanCorrections:
         bias: Biases that were fitted, kept or not.
         left_alone: Why a site in FP8 has none, by its name.
         outputs: One entry for each judged output.
+        failure: Why the plan could not be simulated, and has no corrections; empty where it could.
     """
 
     plan: str
@@ -175,6 +176,7 @@ class PlanCorrections:
     bias: tuple[BiasCorrection, ...]
     left_alone: dict[str, str]
     outputs: tuple[OutputCorrection, ...]
+    failure: str = ""
 
     @property
     def keeps_bias(self) -> bool:

@@ -63,7 +63,7 @@ class EngineArtifact:
         part: What it was built from: the whole model, or its dense half.
     """
 
-    SCHEMA: ClassVar[str] = "engine/1"
+    SCHEMA: ClassVar[str] = "engine/2"
     __pydantic_config__ = STRICT
 
     backend: str
@@ -102,7 +102,7 @@ class EngineArtifact:
 class EngineSet:
     """Every candidate of a run, declined and failed ones included."""
 
-    SCHEMA: ClassVar[str] = "engines/1"
+    SCHEMA: ClassVar[str] = "engines/2"
     __pydantic_config__ = STRICT
 
     engines: tuple[EngineArtifact, ...]

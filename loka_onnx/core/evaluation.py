@@ -211,7 +211,7 @@ class Evaluation:
 class EvaluationSet:
     """Every evaluation of a run."""
 
-    SCHEMA: ClassVar[str] = "evaluations/2"
+    SCHEMA: ClassVar[str] = "evaluations/3"
     __pydantic_config__ = STRICT
 
     evaluations: tuple[Evaluation, ...]

@@ -113,12 +113,18 @@ class PrecisionPlan:
 
 @dataclass(frozen=True)
 class PlanSet:
-    """Every plan of a run, in the order they compete."""
+    """Every plan of a run.
+
+    Attributes:
+        plans: In the order they compete.
+        notes: What the user decided and no plan follows, each a sentence without its full stop.
+    """
 
     SCHEMA: ClassVar[str] = "plans/2"
     __pydantic_config__ = STRICT
 
     plans: tuple[PrecisionPlan, ...]
+    notes: tuple[str, ...] = ()
 
     def plan(self, plan_id: str) -> PrecisionPlan:
         """The plan of that id.

@@ -24,6 +24,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.progress import Progress
 from loka_onnx.data import Splits
+from loka_onnx.errors import StageError
 from loka_onnx.evaluation.corrections import Simulated, try_corrections
 from loka_onnx.evaluation.engines import Reference, Split, predict_reference
 from loka_onnx.evaluation.predictions import predict
@@ -91,11 +92,12 @@ class Correcting:
         settings = config.calibration
         rows = MeanRows(
             splits.calibration,
-            min(FITTED_ROWS, settings.rows or FITTED_ROWS),
+            FITTED_ROWS,
             settings.batch_size,
             settings.seed,
             LocalExecutor(config.threads or 0),
             progress,
+            settings.rows,
         )
         selection = Split("selection", splits.selection, config.columns, config.data.group)
         return cls(config, directory, rows, selection, progress)
@@ -116,7 +118,7 @@ class Correcting:
             "model": inputs.modified.digest,
             "plans": [serde.to_plain(plan) for plan in inputs.quantized],
             "data": [rows.data.digest, self.selection.data.digest],
-            "rows": [rows.most, rows.batch_size, rows.seed],
+            "rows": [rows.most, rows.first, rows.batch_size, rows.seed],
             "outputs": self._outputs,
             "group": self.selection.group,
         }
@@ -130,7 +132,14 @@ class Correcting:
         session = OnnxSession(inputs.exported.path, SessionOptions(threads=self.threads))
         reference = predict_reference(self.selection, session.run, self.specs, self.progress)
         trials = _Trials(self, inputs.modified, fit, reference, scratch)
-        return CorrectionSet(tuple(trials.of(plan) for plan in inputs.quantized))
+        return CorrectionSet(tuple(self._tried(trials, plan) for plan in inputs.quantized))
+
+    def _tried(self, trials: _Trials, plan: PrecisionPlan) -> PlanCorrections:
+        """The corrections of one plan; one that cannot be simulated (it overflows) goes without."""
+        try:
+            return trials.of(plan)
+        except StageError as error:
+            return PlanCorrections(plan.id, 0, (), {}, (), str(error))
 
     def simulate(self, path: Path, exact: SiteMeans, means: SiteMeans, task: str) -> Simulated:
         """Run a planned model on the selection split.

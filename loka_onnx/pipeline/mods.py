@@ -45,7 +45,7 @@ class ChosenMods:
         rounding = self._rounding
         return {
             "mods": [kind.name for kind in self._kinds],
-            "split_channels": self._config.mods.split_channels,
+            "split_channels": self._config.plan.format if self._config.mods.split_channels else None,
             "smoothing": None if rounding is None else [rounding.format, *rounding.weights],
         }
 

@@ -116,7 +116,16 @@ def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) ->
                 f"plan '{plan.id}' was made for another model than the one that was cut",
                 evidence=f"it names {plan.model_digest[:12]}, the cut {split.parent[:12]}",
             )
-    handed = tuple(replace(plan, model_digest=dense.digest) for plan in plans.plans)
+    # What a plan keeps wide may be a lookup, or its pooling: no engine computes that.
+    nodes = {node.name for node in GraphModel.load(dense.path).nodes}
+    handed = tuple(
+        replace(
+            plan,
+            model_digest=dense.digest,
+            wide=tuple(wide for wide in plan.wide if wide.node in nodes),
+        )
+        for plan in plans.plans
+    )
     return Source(dense, PlanSet(handed), Part.DENSE)
 
 

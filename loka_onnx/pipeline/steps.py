@@ -180,11 +180,12 @@ class Steps:
     def modify(self, model: ModelArtifact, profile: Profile) -> ModdedModel:
         """Mods, each checked on calibration rows → `model/modified.onnx`."""
         left = self._errors_to_leave(model, profile) if self.config.mods.split_channels else {}
+        most = min(CHECK_ROWS, self.config.calibration.rows or CHECK_ROWS)
         target, document = self._path("model/modified.onnx"), self._path("model/modified.json")
         log = self._path("model/mods.json")
 
         def produce() -> Sequence[Path]:
-            rows = next(self.splits.calibration.batches(CHECK_ROWS))
+            rows = next(self.splits.calibration.batches(most))
             mods = self._mods.make(rows.inputs, target.parent, left)
             rewritten = apply_mods(model, [rows.inputs], target, mods, self.progress)
             serde.write(rewritten.log, log)
@@ -192,7 +193,13 @@ class Steps:
 
         return self.directory.stage(
             "mods",
-            {"model": model.digest, "data": self.splits.calibration.digest, **self._mods.key, "left": left},
+            {
+                "model": model.digest,
+                "data": self.splits.calibration.digest,
+                **self._mods.key,
+                "left": left,
+                "rows": most,
+            },
             produce,
             lambda: ModdedModel(self._read_model(document), serde.read(RewriteLog, log)),
         )
@@ -216,8 +223,9 @@ class Steps:
 
         def produce() -> Sequence[Path]:
             base = None if chosen.base == "auto" else chosen.base
+            plans, exported = tuple(chosen.plans), self._exported
             options = PlanOptions(
-                chosen.keep, chosen.force, base, tuple(chosen.plans), confidence, chosen.protect
+                chosen.keep, chosen.force, base, plans, confidence, chosen.protect, exported
             )
             recipes = planned_recipes(chosen)
             serde.write(make_plans(model, profile, self.specs, recipes, options), document)

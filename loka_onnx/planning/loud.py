@@ -13,7 +13,7 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.judging import judge
-from loka_onnx.planning.patterns import named_places
+from loka_onnx.planning.patterns import find_places
 from loka_onnx.planning.policy import PlanOptions
 
 SHARED = 0.25
@@ -30,14 +30,14 @@ def errors_to_leave(
         model: The model.
         profile: Its profile.
         outputs: Judged outputs with their budgets.
-        options: What the user decided.
+        options: What the user decided. A pattern of `keep` that names nothing here may name what mods make
+            later; `make_plans` judges it.
 
     Raises:
-        ConfigError: A pattern names no site.
         PlanningError: The profile lacks a site of the model, or an output.
     """
     nodes = [node.name for node in GraphModel.load(model.path).nodes]
-    kept = named_places(options.keep, model.sites, nodes, "plan.keep").sites
+    kept = find_places(options.keep, model.sites, nodes).sites
     judgements = judge(model.sites, kept, profile, outputs, options.confidence)
     costs, risk = Costs(profile, outputs), 1.0 - options.confidence
     most = {

@@ -23,10 +23,12 @@ class Named:
     Attributes:
         sites: By name.
         nodes: Those that are no sites, by name; only of patterns that name no site.
+        nothing: Patterns that name neither.
     """
 
     sites: Mapping[str, str]
     nodes: Mapping[str, str]
+    nothing: tuple[str, ...] = ()
 
 
 def matching_sites(patterns: Sequence[str], sites: Sequence[Site], key: str) -> dict[str, str]:
@@ -35,31 +37,52 @@ def matching_sites(patterns: Sequence[str], sites: Sequence[Site], key: str) -> 
     Raises:
         ConfigError: A pattern names no site.
     """
-    return dict(_named(patterns, sites, None, key).sites)
+    return dict(named_places(patterns, sites, None, key).sites)
 
 
-def named_places(patterns: Sequence[str], sites: Sequence[Site], nodes: Iterable[str], key: str) -> Named:
+def named_places(
+    patterns: Sequence[str],
+    sites: Sequence[Site],
+    nodes: Iterable[str] | None,
+    key: str,
+    earlier: Iterable[str] = (),
+) -> Named:
     """Sites that a pattern names, and for a pattern that names none, the other nodes.
 
+    Args:
+        patterns: The patterns.
+        sites: Sites of the model.
+        nodes: Names of its nodes; None where a pattern must name sites.
+        key: Where the user wrote the patterns.
+        earlier: Names that the exported model had. Mods may have removed all that a pattern named there.
+
     Raises:
-        ConfigError: A pattern names neither.
+        ConfigError: A pattern names nothing, and named nothing earlier.
     """
-    return _named(patterns, sites, list(nodes), key)
+    found = find_places(patterns, sites, nodes or ())
+    known = list(earlier) if found.nothing else []
+    for pattern in found.nothing:
+        if not any(_names(pattern, name) for name in known):
+            raise _nothing(pattern, sites, key, "no site" if nodes is None else "no site and no node")
+    return found
 
 
-def _named(patterns: Sequence[str], sites: Sequence[Site], nodes: Sequence[str] | None, key: str) -> Named:
+def find_places(patterns: Sequence[str], sites: Sequence[Site], nodes: Iterable[str]) -> Named:
+    """What patterns name; a pattern that names nothing is told, not refused."""
     found: dict[str, str] = {}
     others: dict[str, str] = {}
+    nothing: list[str] = []
+    all_nodes = list(nodes)
     for pattern in patterns:
         hits = [s.name for s in sites if any(_names(pattern, n) for n in (s.name, *s.merged_from))]
         found.update(dict.fromkeys(hits, pattern))
         if hits:
             continue
-        more = [node for node in nodes or () if _names(pattern, node)]
+        more = [node for node in all_nodes if _names(pattern, node)]
         others.update(dict.fromkeys(more, pattern))
         if not more:
-            raise _nothing(pattern, sites, key, "no site" if nodes is None else "no site and no node")
-    return Named(found, others)
+            nothing.append(pattern)
+    return Named(found, others, tuple(nothing))
 
 
 def _names(pattern: str, name: str) -> bool:

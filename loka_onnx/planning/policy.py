@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
@@ -17,7 +17,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.base import Base, Bases
 from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.judging import judge
-from loka_onnx.planning.patterns import matching_sites, named_places
+from loka_onnx.planning.patterns import named_places
 from loka_onnx.planning.scales import ScaleReader
 
 _FP8_PLANS = ("fp8-all", "fp8-safe")
@@ -36,6 +36,8 @@ class PlanOptions:
         plans: Ids of the plans to make.
         confidence: Of the intervals that verdicts rest on, all of them together.
         protect: What stays in FP32 in a BF16 or FP16 plan without being named.
+        exported: The model that the user wrote the patterns for; one that names something there, but nothing
+            after mods, is told and not refused. None where plans are made for that model itself.
     """
 
     keep: tuple[str, ...] = ()
@@ -44,6 +46,7 @@ class PlanOptions:
     plans: tuple[str, ...] = ("fp32", "bf16", "fp8-all", "fp8-safe")
     confidence: float = CONFIDENCE
     protect: tuple[Protection, ...] = (Protection.LOGITS,)
+    exported: ModelArtifact | None = None
 
 
 def make_plans(
@@ -63,12 +66,13 @@ def make_plans(
         options: What the user decided.
 
     Raises:
-        ConfigError: A pattern names nothing, a site is kept and forced, or a plan id is unknown.
+        ConfigError: A pattern names nothing in this model nor in the exported one, a site is kept and forced,
+            or a plan id is unknown.
         PlanningError: The profile lacks a site of the model, an output, or what FP16 needs.
     """
     options = options or PlanOptions()
     planner = _Planner(model, profile, outputs, tuple(recipes), options)
-    return PlanSet(tuple(planner.plan(plan_id) for plan_id in options.plans))
+    return PlanSet(tuple(planner.plan(plan_id) for plan_id in options.plans), planner.notes)
 
 
 def open_verdicts(
@@ -117,9 +121,11 @@ class _Planner:
         self.scales = ScaleReader(graph, profile)
         self.costs = Costs(profile, outputs)
         products = [site for site in model.sites if site.kind is not SiteKind.NORM]
-        named = named_places(options.keep, model.sites, (node.name for node in graph.nodes), "plan.keep")
-        self.kept = named.sites
-        self.forced = matching_sites(options.force, products, "plan.force")
+        nodes = (node.name for node in graph.nodes)
+        named = named_places(options.keep, model.sites, nodes, "plan.keep", _names_of(options.exported))
+        forced = named_places(options.force, products, None, "plan.force", _products_of(options.exported))
+        self.kept, self.forced = named.sites, forced.sites
+        self.notes = (*_gone("plan.keep", named.nothing), *_gone("plan.force", forced.nothing))
         both = sorted(set(self.kept) & set(self.forced))
         if both:
             raise ConfigError(
@@ -248,6 +254,24 @@ class _Planner:
         return sum(self.costs.of_group(group, spec).kl_moments.value for group in together) + sum(
             self.costs.of_site(name, spec).kl_moments.value for name in sorted(alone)
         )
+
+
+def _names_of(model: ModelArtifact | None) -> Iterator[str]:
+    """Names of all nodes, sites among them; the model is read when they are asked for."""
+    if model is not None:
+        yield from (node.name for node in GraphModel.load(model.path).nodes)
+
+
+def _products_of(model: ModelArtifact | None) -> Iterator[str]:
+    sites = () if model is None else model.sites
+    return (site.name for site in sites if site.kind is not SiteKind.NORM)
+
+
+def _gone(key: str, patterns: Sequence[str]) -> Iterator[str]:
+    return (
+        f"'{pattern}' of {key} decides nothing: mods removed all that it names in the exported model"
+        for pattern in patterns
+    )
 
 
 def _flop_share(model: ModelArtifact, chosen: set[str]) -> float:

@@ -72,6 +72,7 @@ def sites_section(data: ReportData) -> Section:
     paragraphs += [
         f"Plan {p.id} is based on {p.base}: {p.base_reason}." for p in data.plans.plans if p.base_reason
     ]
+    paragraphs += [f"{note}." for note in data.plans.notes]
     return Section("sites", "Sites", tuple(paragraphs), tuple(open_sites(data.profile)), tuple(tables))
 
 

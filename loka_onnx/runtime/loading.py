@@ -36,8 +36,8 @@ def load(
     logged as a warning with its reason, and listed in `Engine.skipped`.
 
     Where the model was cut at its embeddings, the lookup model runs in ONNX Runtime on the CPU before the
-    engine, and requests are those of the whole. With ``part="dense"`` the lookup model and its tables are not
-    opened: requests hold looked-up rows, of a parameter server for example, in place of ids
+    engine, and requests are those of the whole. With ``part="dense"`` the lookup model and its tables are
+    verified, not loaded: requests hold looked-up rows, of a parameter server for example, in place of ids
     (`Engine.inputs` lists them). The FP32 model takes ids, so it does not stand in then.
 
     Args:

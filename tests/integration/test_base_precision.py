@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
-from synthetic_runs import make_workplace
+from onnx import helper, numpy_helper
+from synthetic_runs import HIDDEN, make_workplace
 
 from loka_onnx.config import load_run_file
 from loka_onnx.core import serde
@@ -41,3 +43,32 @@ def test_fp16_where_the_rows_show_that_it_fits(tmp_path):
     config = load_run_file(place.write_run_file(calibration=settings))
     run(config.model_copy(update={"output": tmp_path / "plain"}), RunOptions(until=Stage.PLAN))
     assert serde.read(Profile, tmp_path / "plain" / "profile.json").tensors == {}
+
+
+@pytest.mark.slow
+def test_a_kept_batch_norm_that_is_folded_ends_no_run(tmp_path):
+    place = make_workplace(tmp_path / "place")
+    path = place.path / "ranker.onnx"
+    proto = onnx.load(path)
+    (index,) = (i for i, node in enumerate(proto.graph.node) if node.name == "relu1")
+    numbers = ["gain", "shift", "mean", "variance"]
+    for name, value in zip(numbers, (1.5, 0.25, 0.125, 2.0), strict=True):
+        proto.graph.initializer.append(numpy_helper.from_array(np.full(HIDDEN, value, np.float32), name))
+    proto.graph.node.insert(
+        index, helper.make_node("BatchNormalization", ["h1", *numbers], ["n1"], "tower.bn")
+    )
+    proto.graph.node[index + 1].input[0] = "n1"
+    onnx.save(proto, path)
+    place.write_run_file(
+        plan={"keep": ["tower.bn", "fc2"]},
+        calibration={"rows": 1000, "draws": 1},
+        mods={"split_channels": True},
+    )
+    run(place.run_file, RunOptions(until=Stage.PLAN))
+    modified = onnx.load(place.output / "model" / "modified.onnx")
+    assert "BatchNormalization" not in {node.op_type for node in modified.graph.node}
+    plans = serde.read(PlanSet, place.output / "plan.json")
+    assert plans.notes == (
+        "'tower.bn' of plan.keep decides nothing: mods removed all that it names in the exported model",
+    )
+    assert plans.plan("fp8-all").decision("fc2").reason.startswith("kept in bf16 by 'fc2'")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from synthetic_runs import Workplace
 
 from loka_onnx.core import serde
 from loka_onnx.core.correction import CorrectionSet, Variant
 from loka_onnx.core.rewrite import RewriteLogs
+from loka_onnx.errors import CalibrationError
 from loka_onnx.pipeline.run import RunOptions, RunResult, run
 
 FP8 = ("fp8-all", "fp8-safe")
@@ -55,6 +59,28 @@ def test_the_engine_does_on_selection_what_the_simulation_did(finished: RunResul
             # A value on the edge of two FP8 numbers may fall to the other side.
             width = output.before.delta_ne.upper - output.before.delta_ne.lower
             assert abs(measured.difference.delta_ne.value - output.after.delta_ne.value) < 0.02 * width
+
+
+def test_a_plan_that_cannot_be_simulated_goes_without(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it divides by what FP8 has rounded to 0: the run goes on."""
+    from loka_onnx.pipeline import correcting
+
+    def observe(path: Path, *rest: Any) -> Any:
+        if path.name.startswith("fp8-all"):
+            raise CalibrationError("a mean is not finite")
+        return real(path, *rest)
+
+    real = correcting.observe
+    monkeypatch.setattr(correcting, "observe", observe)
+    result = run(place.run_file)
+    spoilt, other = serde.read(CorrectionSet, result.directory / "corrections.json").plans
+    assert (spoilt.plan, spoilt.outputs, spoilt.accepted.is_empty) == ("fp8-all", (), True)
+    assert "a mean is not finite" in spoilt.failure and not other.failure and other.outputs
+    text = " ".join((result.directory / "report.md").read_text().split())
+    assert "fp8-all has no corrections, because it could not be simulated: a mean is not finite" in text
+    assert result.bundle is not None
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ class MeanRows:
         seed: Of the drawing.
         executor: Where batches run.
         progress: Called as rows are done.
+        first: How many rows of the data set are used at all, the first ones; None for all.
     """
 
     data: Dataset
@@ -53,13 +54,15 @@ class MeanRows:
     seed: int = 0
     executor: Executor = field(default_factory=LocalExecutor)
     progress: Progress = silent
+    first: int | None = None
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """The spans that are drawn."""
         drawn: list[Span] = []
         left = self.most
-        for span in spans_in_random_order(self.data.rows, self.batch_size, self.seed):
+        used = min(self.data.rows, self.first or self.data.rows)
+        for span in spans_in_random_order(used, self.batch_size, self.seed):
             if left > 0:
                 drawn.append(Span(span.start, min(span.stop, span.start + left)))
                 left -= drawn[-1].stop - span.start

@@ -14,8 +14,8 @@ from loka_onnx.core.plan import PrecisionPlan, Wide
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.transforms.precision.correct import correct
-from loka_onnx.transforms.precision.explicit_casts import cast_to_base
+from loka_onnx.transforms.precision.correct import Typing, correct
+from loka_onnx.transforms.precision.explicit_casts import cast_to_base, fp32_nodes
 from loka_onnx.transforms.precision.insert_qdq import insert_qdq
 from loka_onnx.transforms.precision.place_qdq import place_qdq
 
@@ -77,9 +77,10 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
         records.append(_timed(place_qdq(graph, plan.fp8_sites, form.fusions), began))
     if form.corrections is not None and not form.corrections.is_empty:
         began = time.perf_counter()
-        corrected = correct(graph, form.corrections)
+        typing = Typing(form.base, fp32_nodes(graph, form.base, plan))
+        corrected = correct(graph, form.corrections, typing)
         records.append(_timed(corrected.record, began))
-        wide = (Wide(name, "adds a constant to an output") for name in corrected.on_outputs)
+        wide = (Wide(name, "adds a constant to an output, or carries it there") for name in corrected.wide)
         plan = replace(plan, wide=(*plan.wide, *wide))
     if form.base is not Precision.FP32:
         began = time.perf_counter()

@@ -5,11 +5,21 @@ into the operand of the Add behind a MatMul, for an output into that of its last
 comes on top, and what an engine fuses with the product, it still fuses. Elsewhere a new Add takes it,
 directly behind the product. A constant that other nodes read too is replaced for this one only.
 
+Corrections are small, and a graph in BF16 or FP16 rounds its constants: between 2 and 4 BF16 numbers are 2⁻⁶
+apart, so −2.3, −2.3 + .002 and −2.3 + .01 are all −2.296875. Hence, where the base is not FP32:
+
+- the constant of an output goes into a constant only where all from there to the output stays in FP32, and
+  into an Add in FP32 elsewhere; the Sigmoid behind it, and what moves its result, stay in FP32 too, because
+  they would round the sum;
+- the correction c of a site goes into a bias b that is rounded (R) only where
+  ‖R(b + c) − R(b) − c‖² ≤ `MOST_LOST` · ‖c‖², over the channels. It is left out where more is lost.
+
 `Correction.remove` takes everything back; the graph is then what it was, to the bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +27,51 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.correction import BiasCorrection, Corrections, OutputConstant
-from loka_onnx.core.rewrite import Applied, RewriteRecord
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.biases import Bias, bias_of, score_bias, score_of
-from loka_onnx.graph.model import GraphModel, Node, Tensor, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, producer, values_of
+from loka_onnx.transforms.precision.explicit_casts import stored_in
 
 Array = npt.NDArray[np.float64]
 
+MOST_LOST = 0.25
+"""Largest share of the energy of a correction that rounding may take: half of its root mean square."""
 
 _NOTHING = RewriteRecord("correct", (), ())
+
+
+@dataclass(frozen=True)
+class Typing:
+    """What the graph will be typed in.
+
+    Attributes:
+        base: Precision of everything else.
+        fp32: Names of the nodes that stay in FP32; of no meaning where the base is FP32.
+    """
+
+    base: Precision = Precision.FP32
+    fp32: frozenset[str] = frozenset()
+
+    def of(self, node: Node) -> Precision:
+        """What a node computes in, and holds its constants in."""
+        return Precision.FP32 if node.name in self.fp32 else self.base
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """A constant of the graph with what is added to it.
+
+    Attributes:
+        values: The sum.
+        where: Of which node.
+        lost: Share of the energy of what is added that rounding takes; infinite beyond the range.
+    """
+
+    values: Array
+    where: str
+    lost: float
 
 
 @dataclass(frozen=True)
@@ -53,13 +99,15 @@ class Correction:
 
     Attributes:
         model: The graph.
-        record: What was written where.
-        on_outputs: Names of new nodes that add a constant to an output: they belong in FP32.
+        typing: What it will be typed in.
+        record: What was written where, and what was left out.
+        wide: Names of nodes that belong in FP32: they add a constant to an output, or carry the sum there.
     """
 
     model: GraphModel
+    typing: Typing = field(default_factory=Typing)
     record: RewriteRecord = _NOTHING
-    on_outputs: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
     _before: list[_Before] = field(default_factory=list)
     _new: list[Node] = field(default_factory=list)
     _outputs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -74,17 +122,30 @@ class Correction:
         for before in reversed(self._before):
             before.restore()
         self._before, self._new, self._outputs = [], [], []
-        self.record, self.on_outputs = _NOTHING, ()
+        self.record, self.wide = _NOTHING, ()
 
-    def _bias(self, correction: BiasCorrection) -> Applied:
+    def _bias(self, correction: BiasCorrection) -> Applied | Declined:
         node = self.model.node(correction.site)
         values = np.array(correction.values).reshape(correction.shape)
         bias = bias_of(self.model, node)
         what = f"{values.size} constants, up to {correction.largest:.3g},"
-        if bias is not None and (where := self._fold(bias, values)):
-            return Applied(correction.site, f"{what} {where}")
-        self._insert_behind(node.outputs[0], values, correction.site)
-        return Applied(correction.site, f"{what} in an Add of their own")
+        folded = None if bias is None else self._folded(bias, values)
+        if bias is None or folded is None:
+            self._insert_behind(node.outputs[0], values, correction.site)
+            return Applied(correction.site, f"{what} in an Add of their own")
+        if folded.lost > MOST_LOST:
+            return Declined(correction.site, f"{what} {self._why_lost(bias, folded)}")
+        self._fold(bias, folded)
+        return Applied(correction.site, f"{what} {folded.where}")
+
+    def _why_lost(self, bias: Bias, folded: _Folded) -> str:
+        base = self.typing.of(bias.node)
+        if not np.isfinite(folded.lost):
+            return f"do not fit {base} {folded.where}"
+        return (
+            f"are lost {folded.where}: rounding to {base} takes {folded.lost:.0%} of their energy, "
+            f"more than {MOST_LOST:.0%}"
+        )
 
     def _constant(self, constant: OutputConstant) -> Applied:
         score = score_of(self.model, constant.output, constant.kind)
@@ -96,37 +157,56 @@ class Correction:
         values = np.array(constant.value)
         what = f"the constant {constant.value:+.3g} on its {_unit(constant)}"
         tensor, sigmoid = score.tensor, score.sigmoid
+        # What rounds the sum on its way out would take the constant away again.
+        behind = _from(self.model, sigmoid)
+        self.wide += tuple(node.name for node in behind if self.typing.of(node) is not Precision.FP32)
         # What else reads the logit, or is computed from it, must not move.
         readers = len(tensor.outputs) + self.model.is_output(tensor)
         bias = score_bias(self.model, tensor) if readers == 1 else None
-        if bias is not None and (where := self._fold(bias, values)):
-            return Applied(constant.output, f"{what} {where}")
+        if bias is not None and self._is_exact(bias, tensor):
+            folded = self._folded(bias, values)
+            if folded is not None:
+                self._fold(bias, folded)
+                return Applied(constant.output, f"{what} {folded.where}")
         if readers == 1 and tensor.inputs:
             self._insert_behind(tensor, values, constant.output)
         else:
             self._insert_beside(tensor, sigmoid, values, constant.output)
-        self.on_outputs += (self._new[-1].name,)
+        self.wide += (self._new[-1].name,)
         return Applied(constant.output, f"{what} in an Add of its own")
 
-    def _fold(self, bias: Bias, values: Array) -> str:
-        """Add to a constant of the graph; returns where, empty where it would grow."""
-        node, index = bias.node, bias.index
-        has_constant = len(node.inputs) > index and bool(node.inputs[index].name)
-        old = values_of(node.inputs[index]) if has_constant else np.zeros((), np.float32)
+    def _is_exact(self, bias: Bias, score: Tensor) -> bool:
+        """Whether nothing rounds to the base between a constant and the score that it is added to."""
+        node = producer(score)
+        while node is not None and node is not bias.node and self.typing.of(node) is Precision.FP32:
+            node = producer(node.inputs[0])
+        return node is bias.node and self.typing.of(node) is Precision.FP32
+
+    def _folded(self, bias: Bias, values: Array) -> _Folded | None:
+        """A constant of the graph with values added; None where it would grow."""
+        node = bias.node
+        has_constant = _has_constant(bias)
+        old = np.zeros(())
+        if has_constant:
+            old = values_of(node.inputs[bias.index]).astype(np.float64)
         if node.op == "Gemm":
             values = values / float(node.attrs.get("beta", 1.0))
             # (1, N) as (N,), the form that engines fuse.
             values = values.reshape(-1) if values.size in values.shape[-1:] or not values.ndim else values
-        total = old.astype(np.float64) + values
+        total = old + values
         if total.size > max(old.size, values.size):
-            return ""
+            return None
+        where = f"{'in' if has_constant else 'as'} the constant of {node.op} '{node.name}'"
+        return _Folded(total, where, _lost(old, values, self.typing.of(node)))
+
+    def _fold(self, bias: Bias, folded: _Folded) -> None:
+        node, has_constant = bias.node, _has_constant(bias)
         self._before.append(_Before.of(node))
-        constant = self.model.constant(f"{node.name}/corrected", total.astype(np.float32))
+        constant = self.model.constant(f"{node.name}/corrected", folded.values.astype(np.float32))
         if has_constant:
-            node.inputs[index] = constant
+            node.inputs[bias.index] = constant
         else:
-            node.inputs = [*node.inputs[:index], constant]
-        return f"{'in' if has_constant else 'as'} the constant of {node.op} '{node.name}'"
+            node.inputs = [*node.inputs[: bias.index], constant]
 
     def _insert_behind(self, tensor: Tensor, values: Array, name: str) -> None:
         maker = tensor.inputs[0]
@@ -150,21 +230,51 @@ class Correction:
             sigmoid.inputs[0] = moved
 
 
-def correct(model: GraphModel, corrections: Corrections) -> Correction:
+def correct(model: GraphModel, corrections: Corrections, typing: Typing | None = None) -> Correction:
     """Add corrections to a graph in place.
 
     Args:
         model: An FP32 graph, with Q/DQ in place; edited.
         corrections: What is added.
+        typing: What the graph will be typed in; FP32 when None.
 
     Raises:
         InternalError: A site or an output is not in the graph, or an output has no logit.
     """
-    done = Correction(model)
-    applied = [done._bias(each) for each in corrections.bias]
-    applied += [done._constant(each) for each in corrections.constants]
-    done.record = RewriteRecord("correct", tuple(applied), ())
+    done = Correction(model, typing or Typing())
+    said = [done._bias(each) for each in corrections.bias]
+    said += [done._constant(each) for each in corrections.constants]
+    applied = tuple(each for each in said if isinstance(each, Applied))
+    declined = tuple(each for each in said if isinstance(each, Declined))
+    done.record = RewriteRecord("correct", applied, declined)
     return done
+
+
+def _lost(old: Array, values: Array, precision: Precision) -> float:
+    """Share of the energy of values that is lost where they are added to a constant that is then rounded."""
+    if precision is Precision.FP32:
+        return 0.0
+    total = old + values
+    wanted = np.broadcast_to(values, total.shape)
+    with np.errstate(invalid="ignore"):
+        error = stored_in(precision, total) - stored_in(precision, old) - wanted
+    if not np.isfinite(error).all():
+        return np.inf
+    energy = float(np.sum(wanted**2))
+    return float(np.sum(error**2)) / energy if energy else 0.0
+
+
+def _has_constant(bias: Bias) -> bool:
+    inputs = bias.node.inputs
+    return len(inputs) > bias.index and bool(inputs[bias.index].name)
+
+
+def _from(model: GraphModel, node: Node | None) -> Iterator[Node]:
+    """The Sigmoid of an output, and the layout operations between it and the output."""
+    while node is not None:
+        yield node
+        tensor = node.outputs[0]
+        node = None if model.is_output(tensor) else tensor.outputs[0]
 
 
 def _unit(constant: OutputConstant) -> str:

@@ -84,6 +84,35 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
     return RewriteRecord(f"cast-to-{base}", tuple(applied), ())
 
 
+def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> frozenset[str]:
+    """Names of the nodes whose results stay in FP32 when the graph is given the base precision.
+
+    Args:
+        model: The graph as `cast_to_base` will see it, or with fewer nodes.
+        base: Any precision that a base can have; in FP32 every node stays.
+        plan: Names the sites and other nodes that stay in FP32.
+
+    Raises:
+        TransformError: The graph has control flow, or the type of a tensor is not known.
+    """
+    if base is Precision.FP32:
+        return frozenset(node.name for node in model.nodes)
+    _refuse_control_flow(model, base)
+    tensors = _find_wide(model, base, plan).tensors
+    return frozenset(
+        node.name for node in model.nodes if any(tensor.name in tensors for tensor in node.outputs)
+    )
+
+
+def stored_in(base: Precision, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """What is left of values that an FP32 graph holds, in the base precision; infinite beyond its range."""
+    narrow = values.astype(np.float32)
+    if base is not Precision.FP32:
+        with np.errstate(over="ignore"):
+            narrow = narrow.astype(_NUMPY[base])
+    return narrow.astype(np.float64)
+
+
 @dataclass(frozen=True)
 class _Wide:
     """What stays in FP32.

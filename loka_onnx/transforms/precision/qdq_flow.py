@@ -81,6 +81,8 @@ class Flow:
             return ""
         behind = f"stays behind {node.op} '{node.name}'"
         if not self._passes(node):
+            if _joins_constant(node):
+                return f"{behind}: it joins a constant, which is not to be quantized like an activation"
             if node.op in self._movements:
                 return f"{behind}: it joins rows of a table, which engines store in FP8 for one Q behind it"
             return f"{behind}: the backend is not known to move FP8 values through it"
@@ -101,7 +103,9 @@ class Flow:
 
     def _passes(self, node: Node) -> bool:
         sources = moved(node, self._movements)
-        return bool(sources) and (node.op != "Concat" or not any(id(t) in self._rows for t in sources))
+        if node.op != "Concat":
+            return bool(sources)
+        return bool(sources) and not _joins_constant(node) and not any(id(t) in self._rows for t in sources)
 
     def _carries(self, node: Node) -> bool:
         found = self._of_node.get(id(node), _NOTHING)
@@ -109,6 +113,11 @@ class Flow:
             return False
         # To quantize all of a tensor for the sake of a part pays only where nothing reads the rest.
         return node.op not in SELECTIONS or self.demand(node.inputs[0]).key is not None
+
+
+def _joins_constant(node: Node) -> bool:
+    """Whether a pair in front of each part of a Concat would make a Q of an initializer, as of a weight."""
+    return node.op == "Concat" and any(is_constant(tensor) for tensor in node.inputs)
 
 
 def _both(one: Demand, other: Demand) -> Demand:

@@ -179,6 +179,7 @@ def test_rows_are_drawn_up_to_a_number(tmp_path: Path) -> None:
     assert MeanRows(data, most=10**6).count == 9000
     firsts = {MeanRows(data, most=4096, seed=seed).spans[0].start for seed in range(8)}
     assert len(firsts) > 1, "not always the first rows of the file"
+    assert MeanRows(data, most=5000, first=700).spans[-1].stop == MeanRows(data, first=700).count == 700
 
 
 def test_the_result_does_not_depend_on_the_threads(tmp_path: Path) -> None:

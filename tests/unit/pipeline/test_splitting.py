@@ -15,7 +15,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.plan import PlanSet, PrecisionPlan, Wide
 from loka_onnx.core.rewrite import Declined
 from loka_onnx.core.split import ModelSplit, Part, SplitCheck
 from loka_onnx.data import Batch
@@ -172,6 +172,15 @@ def test_plans_are_handed_over_to_the_dense_half(directory: RunDirectory) -> Non
     assert source_of(model, plan(model.digest), None).model == model
     with pytest.raises(InternalError, match=r"plan 'fp32' was made for another model than the one that was"):
         source_of(model, plan("0" * 64), split)
+
+
+def test_what_a_plan_keeps_wide_in_the_lookup_is_no_matter_of_the_engine(directory: RunDirectory) -> None:
+    """As the pooling of a first-order term, which a logit's protection names."""
+    split, model = cut(directory), write_whole(directory.path)
+    wide = (Wide("look_up", "in front of the logit"), Wide("fc", "named by the user"))
+    (made,) = plan(model.digest).plans
+    (handed,) = source_of(model, PlanSet((replace(made, wide=wide),)), split).plans.plans
+    assert handed.wide == wide[1:]
 
 
 def test_engines_take_rows_in_place_of_ids(directory: RunDirectory) -> None:

@@ -158,9 +158,10 @@ def test_what_stays_in_fp32_beside_sites_is_listed_by_reason(sample) -> None:
         dataclasses.replace(first, wide=(Wide("sigmoid", end),)),
         dataclasses.replace(second, wide=several, base_reason="it fits"),
     )
-    changed = dataclasses.replace(sample.report.plans, plans=plans)
+    changed = dataclasses.replace(sample.report.plans, plans=plans, notes=("'bn' decides nothing",))
     section = sites_section(dataclasses.replace(sample.report, plans=changed))
     assert column(section, caption, "Reason") == [end, "kept by 'n*'"]
     assert column(section, caption, "Plans") == [f"{first.id}, {second.id}", second.id]
     assert column(section, caption, "Nodes") == ["sigmoid", "n0, n1, n2, n3, n4, n5 and 2 more"]
     assert f"Plan {second.id} is based on {second.base}: it fits." in section.paragraphs
+    assert section.paragraphs[-1] == "'bn' decides nothing."

@@ -16,7 +16,9 @@ from rewrite_models import Arrays, artifact, evaluate, named, op_types, parse, r
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.correction import BiasCorrection, Corrections, OutputConstant
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Wide
 from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
@@ -228,6 +230,144 @@ def test_a_plan_is_written_with_its_corrections(base: Precision, tmp_path: Path)
         assert empty.digest == plain.digest
         moved = [OnnxSession(p.path).run({"x": rows["x"]})["y"] for p in (plain, done)]
         assert np.abs(moved[1] - moved[0]).max() > 0.1
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A small model in a base precision, without and with corrections.
+
+    Attributes:
+        plain: Without.
+        corrected: With them.
+        record: What is said of them.
+    """
+
+    plain: onnx.ModelProto
+    corrected: onnx.ModelProto
+    record: RewriteRecord
+
+    def moved(self, *, is_probability: bool = False) -> np.ndarray[Any, Any]:
+        rows = {"x": random_rows(64, K)}
+        was, now = (
+            evaluate(m, rows)["y"].astype(np.float64).reshape(-1) for m in (self.plain, self.corrected)
+        )
+        if is_probability:
+            was, now = (np.log(p / (1 - p)) for p in (was, now))
+        return np.asarray(now - was)
+
+
+def typed(
+    body: str, base: Precision, corrections: Corrections, folder: Path, *,
+    b: Any = (-2.3,), wide: tuple[str, ...] = (), fp32: tuple[str, ...] = (),
+) -> Typed:  # fmt: skip
+    n = len(b)
+    constants = {"w": weight(K, n) / 8, "b": np.array(b), "last": np.array([-1])}
+    constants = {name: value for name, value in constants.items() if name in re.findall(r"\w+", body)}
+    outputs = "float[batch] y" if "y = Squeeze" in body else f"float[batch,{n}] y"
+    model = parse(body, constants, inputs=f"float[batch,{K}] x", outputs=outputs)
+    source = artifact(model, folder / "m.onnx")
+    plan = quantizing_plan(source, {}, PER_TENSOR, base=base, fp8=(), fp32=fp32)
+    plan = replace(plan, wide=tuple(Wide(node, "test") for node in wide))
+    # Sigmoids that are protected would not show what the correction itself keeps.
+    plain_plan = plan
+    if "Sigmoid" in body:
+        behind = re.findall(r"(\w+) = (?:Sigmoid|Squeeze)\(", body)
+        plain_plan = replace(plan, wide=tuple(Wide(f"block/{name}", "test") for name in behind))
+    plain = apply_plan(source, plain_plan, PlanForm(base), folder / "plain.onnx")
+    done = apply_plan(source, plan, PlanForm(base, corrections=corrections), folder / "corrected.onnx")
+    proto = onnx.load(done.path)
+    onnx.checker.check_model(proto, full_check=True)
+    record = next(record for record in done.log.records if record.transform == "correct")
+    return Typed(onnx.load(plain.path), proto, record)
+
+
+HEADS = {
+    "gemm": "[fc] y = Gemm(x, w, b)",
+    "squeezed": "[fc] h = Gemm(x, w, b) y = Squeeze(h, last)",
+    "add": "[fc] h = MatMul(x, w) [add] y = Add(h, b)",
+    "probability": "[fc] z = Gemm(x, w, b) s = Sigmoid(z) y = Squeeze(s, last)",
+}
+
+
+@pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
+@pytest.mark.parametrize("value", [0.002, 0.004, 0.01])
+@pytest.mark.parametrize("head", HEADS)
+def test_outputs_in_a_narrow_base_move_by_their_constant(
+    head: str, value: float, base: Precision, tmp_path: Path
+) -> None:
+    kind = PROBABILITY if head == "probability" else LOGIT
+    constant = Corrections((), (OutputConstant("y", kind, value),))
+    done = typed(HEADS[head], base, constant, tmp_path)
+    # One sum in FP32 of numbers below 8; a probability comes back to its logit with 2⁻²⁴ / (p (1 − p)).
+    atol = 2e-6 if kind is PROBABILITY else 2**-21
+    np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), value, rtol=0, atol=atol)
+    assert done.record.applied[0].what.endswith("in an Add of its own")
+
+
+@pytest.mark.parametrize(
+    ("head", "wide", "fp32", "folds"),
+    [
+        ("gemm", (), ("fc",), True),
+        ("add", ("add",), (), True),
+        ("add", (), ("fc",), False),
+        ("squeezed", ("block/y",), ("fc",), True),
+        # The Squeeze would round what the Gemm in FP32 adds.
+        ("squeezed", (), ("fc",), False),
+        ("probability", (), ("fc",), True),
+    ],
+)
+def test_a_constant_goes_into_a_bias_that_stays_in_fp32(
+    head: str, wide: tuple[str, ...], fp32: tuple[str, ...], folds: bool, tmp_path: Path
+) -> None:
+    kind = PROBABILITY if head == "probability" else LOGIT
+    constant = Corrections((), (OutputConstant("y", kind, 0.002),))
+    done = typed(HEADS[head], Precision.BF16, constant, tmp_path, wide=wide, fp32=fp32)
+    assert ("in the constant of" in done.record.applied[0].what) == folds
+    assert op_types(done.corrected).count("Add") == (head == "add") + (not folds)
+    atol = 2e-6 if kind is PROBABILITY else 2**-20
+    np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), 0.002, rtol=0, atol=atol)
+
+
+def test_a_site_bias_that_rounding_takes_is_left_out(tmp_path: Path) -> None:
+    # −2.3 + .002 is −2.296875 in BF16, as −2.3 is: all is lost. At 1.25 BF16 numbers are 2⁻⁷ apart, and
+    # 3 · 2⁻⁹ becomes 2⁻⁷: an error of a third, 1/9 of the energy.
+    lost = typed(HEADS["gemm"], Precision.BF16, Corrections((bias([[0.002]]),)), tmp_path / "lost")
+    assert lost.record.applied == ()
+    (declined,) = lost.record.declined
+    assert declined.at == "fc"
+    assert declined.reason == (
+        "1 constants, up to 0.002, are lost in the constant of Gemm 'fc': "
+        "rounding to bf16 takes 100% of their energy, more than 25%"
+    )
+    assert not lost.moved().any()
+    kept = typed(
+        HEADS["gemm"], Precision.BF16, Corrections((bias([[3 * 2**-9]]),)), tmp_path / "kept", b=(1.25,)
+    )
+    assert kept.record.declined == ()
+    assert "in the constant of Gemm 'fc'" in kept.record.applied[0].what
+    stored = [
+        onnx.numpy_helper.to_array(next(t for t in m.graph.initializer if t.name == named(m, "fc").input[2]))
+        for m in (kept.plain, kept.corrected)
+    ]
+    assert float(stored[1][0]) - float(stored[0][0]) == 2**-7
+    # The same correction in a site that stays in FP32, or in a base of FP32, is not rounded.
+    for name, base, fp32 in (("wide", Precision.BF16, ("fc",)), ("fp32", Precision.FP32, ())):
+        done = typed(HEADS["gemm"], base, Corrections((bias([[0.002]]),)), tmp_path / name, fp32=fp32)
+        assert done.record.declined == ()
+        np.testing.assert_allclose(done.moved(), 0.002, rtol=0, atol=2**-20)
+
+
+def test_what_rounding_takes_is_summed_over_channels(tmp_path: Path) -> None:
+    # All of .002 is lost on −2.3, and almost nothing of .25 on 1: .002² of .25² + .002².
+    both = Corrections((bias([[0.002, 0.25]]),))
+    done = typed(HEADS["gemm"], Precision.BF16, both, tmp_path / "both", b=(-2.3, 1.0))
+    assert done.record.declined == ()
+    # Beyond the largest FP16 number nothing can be stored.
+    beyond = Corrections((bias([[1e3]]),))
+    done = typed(HEADS["gemm"], Precision.FP16, beyond, tmp_path / "beyond", b=(65000.0,))
+    assert done.record.declined[0].reason == (
+        "1 constants, up to 1e+03, do not fit fp16 in the constant of Gemm 'fc'"
+    )
 
 
 def test_corrections_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -247,6 +247,17 @@ def test_rows_of_a_table_are_joined_first(tmp_path: Path) -> None:
     ]
 
 
+def test_a_constant_part_of_a_concat_is_no_activation(tmp_path: Path) -> None:
+    """A Q of an initializer would be that of a weight, which no second look would take for a pair."""
+    body = "[cat] c = Concat<axis=1>(h, e) [flat] f = Flatten<axis=1>(c) [fc1] y = MatMul(f, w1)"
+    constants = {"e": weight(6, 4), "w1": weight(12, 8)}
+    interface = {"inputs": "float[6,8] x", "outputs": "float[6,8] y"}
+    placed = checked(model(body, constants, **interface), {"fc1": S}, tmp_path)
+    assert sources(placed.after) == {"fc1/in0/q": "c"}
+    reason = "stays behind Concat 'cat': it joins a constant, which is not to be quantized like an activation"
+    assert placed.declined == [("fc1/in0", reason)]
+
+
 def test_a_lookup_is_no_choice_of_an_activation(tmp_path: Path) -> None:
     body = "ids = Cast<to=7>(x) r = Gather<axis=0>(table, ids) [flat] f = Flatten(r) [fc1] y = MatMul(f, w1)"
     rows = {"x": np.random.default_rng(0).integers(0, 5, (6, 8)).astype(np.float32)}
