@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
@@ -16,6 +16,7 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.base import Base, Bases
 from loka_onnx.planning.costs import Costs
+from loka_onnx.planning.flops import useful_flops
 from loka_onnx.planning.judging import judge
 from loka_onnx.planning.patterns import named_places
 from loka_onnx.planning.scales import ScaleReader
@@ -119,6 +120,7 @@ class _Planner:
         self.recipes = {recipe.id: recipe for recipe in recipes}
         graph = GraphModel.load(model.path)
         self.scales = ScaleReader(graph, profile)
+        self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self.costs = Costs(profile, outputs)
         products = [site for site in model.sites if site.kind is not SiteKind.NORM]
         nodes = (node.name for node in graph.nodes)
@@ -168,10 +170,15 @@ class _Planner:
             base=base.precision,
             decisions=decisions,
             predicted_kl={spec.name: self._predicted(chosen, spec) for spec in outputs},
-            fp8_share=_flop_share(self.model, chosen),
+            fp8_share=self._share(chosen),
             wide=tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites),
             base_reason=base.reason,
         )
+
+    def _share(self, chosen: Collection[str]) -> float:
+        """Part of the FP8-able floating-point operations that some sites make."""
+        able = sum(self.flops.values())
+        return sum(self.flops.get(name, 0) for name in chosen) / able if able else 0.0
 
     # Decisions -------------------------------------------------------------------------------------
 
@@ -272,9 +279,3 @@ def _gone(key: str, patterns: Sequence[str]) -> Iterator[str]:
         f"'{pattern}' of {key} decides nothing: mods removed all that it names in the exported model"
         for pattern in patterns
     )
-
-
-def _flop_share(model: ModelArtifact, chosen: set[str]) -> float:
-    able = model.fp8_able_flops
-    taken = sum(s.flops_per_example for s in model.sites if s.is_fp8_able and s.name in chosen)
-    return taken / able if able else 0.0

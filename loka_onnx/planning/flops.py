@@ -1,0 +1,24 @@
+"""How much arithmetic of the exported model a site does."""
+
+from __future__ import annotations
+
+from loka_onnx.core.site import Site
+from loka_onnx.errors import InternalError
+from loka_onnx.graph.model import GraphModel, values_of
+
+
+def useful_flops(graph: GraphModel, site: Site) -> int:
+    """2·M·N·K of one example over the rows and columns of the weight that are not zeros throughout.
+
+    Mods pad with zeros, and put them where they split channels off: what meets them is no arithmetic of the
+    exported model, which shares are reckoned in.
+
+    Args:
+        graph: The model.
+        site: One of its linear sites.
+    """
+    if site.weight is None:
+        raise InternalError(f"site '{site.name}' has no weight")
+    used = values_of(graph.node(site.name).inputs[site.weight.index]) != 0
+    # K and N are the last two axes of a weight, in either order.
+    return round(site.flops_per_example * float(used.any(axis=-1).mean()) * float(used.any(axis=-2).mean()))
