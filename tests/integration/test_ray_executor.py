@@ -29,7 +29,7 @@ from loka_onnx.errors import CalibrationError, DataError
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.zoo import FeatureSpec, create
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch")
 # Installed in CI, where this is no expected skip (tests/conftest.py).
 ray = pytest.importorskip("ray", reason="needs ray")
 pytestmark = pytest.mark.slow

@@ -31,7 +31,7 @@ from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch")
 ort = pytest.importorskip("onnxruntime")
 
 RECIPES = (PER_TENSOR, PER_CHANNEL_WEIGHT)

@@ -26,7 +26,7 @@ from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.float8 import fake_quantize, float8_dtype
 from loka_onnx.numerics.scales import weight_scales
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch")
 
 RECIPES = (PER_TENSOR, PER_CHANNEL_WEIGHT)
 OPTIONS = PassOptions(recipes=RECIPES, batch_size=BATCH)

@@ -13,7 +13,7 @@ from loka_onnx.core.site import SiteKind
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.numerics.histograms import count_magnitudes
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch")
 
 
 def test_the_stride_is_a_prime_that_bounds_the_sample():

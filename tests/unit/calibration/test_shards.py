@@ -23,7 +23,7 @@ from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.graph.layout import layout_root
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch")
 
 SMALL = 64
 """Rows of a batch here: 23 full ones, and one of 28 rows."""

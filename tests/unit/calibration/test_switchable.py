@@ -24,7 +24,7 @@ from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.insert_qdq import insert_qdq
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch")
 
 ROWS = 400
 

@@ -15,7 +15,7 @@ from loka_onnx.export.torch_module import PARITY_TOLERANCE, export_torch, load_b
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 nn = torch.nn
 
 ROWS = {

@@ -13,7 +13,7 @@ import pytest
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.sites import find_sites
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 
 def names_of(path: Path) -> list[str]:

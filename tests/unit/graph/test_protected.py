@@ -168,7 +168,7 @@ def test_residual_stream(case, write_model):
 
 
 def export(module, exporter: str, folder: Path) -> GraphModel:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch")
     example = (torch.randn(4, 32),)
     path = folder / f"{exporter}.onnx"
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -197,7 +197,7 @@ def export(module, exporter: str, folder: Path) -> GraphModel:
 
 def ranker():
     """Cross layers, an MLP, and a head with bias, temperature and Platt scaling."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch")
     from torch import nn
 
     from loka_onnx.zoo.layers import Cross

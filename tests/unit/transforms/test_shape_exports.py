@@ -18,7 +18,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.sequence import apply_mods
 from loka_onnx.zoo import FeatureSpec, create
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 nn = torch.nn
 
 FEATURES = FeatureSpec(tuple((f"c{i}", 20 + i) for i in range(6)), tuple(f"n{i}" for i in range(5)))

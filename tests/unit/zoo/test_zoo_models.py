@@ -13,7 +13,7 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.zoo import MODEL_NAMES, PRESETS, FeatureSpec, create
 from loka_onnx.zoo.spec import WukongConfig
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 FEATURES = FeatureSpec((("user_id", 50), ("genre1", 7), ("item_id", 40)), ("a", "b", "c", "d"))
 HISTORY = FeatureSpec(FEATURES.categorical, FEATURES.numeric, history=("item_id", 5))

@@ -15,7 +15,7 @@ from loka_onnx.data.synthetic import LABEL, TEACHER, SyntheticOptions, prepare_s
 from loka_onnx.errors import ConfigError, DataError, MissingPackage, ModelError
 from loka_onnx.zoo import FeatureSpec, create
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from loka_onnx.zoo.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from loka_onnx.zoo.training import TrainOptions, predict, train  # noqa: E402
