@@ -8,7 +8,8 @@ drifts.
 - **Probe**: ranges, then errors, of one recipe (E4M3FN, a scale for each tensor, amax), of the two that are
   measured by default, and of all there are (three formats, three scale rules, two granularities); over all
   rows, and until the errors are known to the precision that is the default. What that takes does not depend
-  on how many rows there are, so one probe with stopping is timed on many rows, too.
+  on how many rows there are, so one probe with stopping is timed on many rows, too; with ranges from all
+  of them, and from a quarter (`calibration.range_rows`).
 - **Sensitivity** of every site and group over all rows, and its part for one of them: each is one more pass
   of the switchable model. Moved scales are timed apart: their rows are capped.
 - **Memory**: peak of anonymous memory of the whole of calibration in a process of its own, which got its
@@ -111,9 +112,13 @@ def plain_streams(case: Case) -> None:
         pass
 
 
-def probe_pass(case: Case, recipes: tuple[Recipe, ...], precision: float | None = None) -> int:
+def probe_pass(
+    case: Case, recipes: tuple[Recipe, ...], precision: float | None = None, range_rows: int | None = None
+) -> int:
     """Ranges, and the errors that follow from them; returns the rows that the errors were taken from."""
-    options = PassOptions(recipes=recipes, batch_size=BATCH, error_precision=precision)
+    options = PassOptions(
+        recipes=recipes, batch_size=BATCH, error_precision=precision, range_rows=range_rows
+    )
     with TemporaryDirectory() as scratch:
         probe = Probe(case.artifact, case.artifact.sites, case.data, options, LocalExecutor(case.threads))
         ranges = probe.ranges(Path(scratch))
@@ -227,8 +232,15 @@ def many_rows(model: str, options: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory() as directory:
         case = make_case(model, Path(directory), options.many_batches, options.threads)
         stopped = probe_pass(case, ONE, PRECISION)
-        stopping = timed("probe, one recipe, with stopping", lambda: probe_pass(case, ONE, PRECISION))
-        seconds = time_in_turns([*plain_passes(case), stopping], options.rounds)
+        few = options.many_batches * BATCH // 4
+        probes = [
+            timed("probe, one recipe, with stopping", lambda: probe_pass(case, ONE, PRECISION)),
+            timed(
+                "probe, one recipe, with stopping, ranges from a quarter",
+                lambda: probe_pass(case, ONE, PRECISION, few),
+            ),
+        ]
+        seconds = time_in_turns([*plain_passes(case), *probes], options.rounds)
     return {
         "rows": options.many_batches * BATCH,
         "error_rows_with_stopping": stopped,

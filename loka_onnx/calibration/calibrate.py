@@ -60,6 +60,7 @@ class ProbeOptions:
         synthetic: Whether the data was generated.
         batch_size: Rows of one pass through the graph.
         rows: Rows that are used at all, from the first on; None for all.
+        range_rows: Fewest of these that ranges are taken from (`passes.probe.PassOptions`); None for all.
         error_precision: Relative precision of a site's error at which the error pass may stop; None for all
             rows.
         sensitivity_rows: Most rows for the sensitivity pass; None for as many as are used at all.
@@ -82,6 +83,7 @@ class ProbeOptions:
     synthetic: bool = False
     batch_size: int = 512
     rows: int | None = None
+    range_rows: int | None = None
     error_precision: float | None = 0.02
     sensitivity_rows: int | None = None
     open_verdicts: OpenVerdicts | None = None
@@ -160,7 +162,7 @@ def calibrate(
         return Profile(
             model_digest=model.digest,
             data_digest=data.digest,
-            rows=probe.rows,
+            rows=probe.range_rows,
             error_rows=errors.rows,
             sampling=measured.sampling,
             synthetic=options.synthetic,
@@ -207,6 +209,7 @@ def _pass_options(options: ProbeOptions) -> PassOptions:
     return PassOptions(
         batch_size=options.batch_size,
         rows=options.rows,
+        range_rows=options.range_rows,
         recipes=options.recipes,
         error_precision=options.error_precision,
         seed=options.seed,

@@ -17,6 +17,12 @@ class CalibrationConfig(Strict):
 
     batch_size: Count = Field(512, description="rows in one calibration batch")
     rows: Count | None = Field(None, description="rows that are used at all, the first ones; null for all")
+    range_rows: Count | None = Field(
+        None,
+        description="fewest of these that ranges, and the scales that follow, are taken from, in a drawn "
+        "order; null for all. From n rows, about one in n of those served exceeds the range of a tensor and "
+        "saturates there",
+    )
     sensitivity_rows: Count | None = Field(
         None,
         description="most rows that the effect of each site on the outputs is measured on; null for as many "

@@ -86,11 +86,17 @@ class Probing:
             ConfigError: A pattern names no site, or the run holds no profile that fits.
         """
         only = with_partners(model, matching_sites(patterns, model.sites, "--only"))
-        rows = self.config.calibration.rows
+        settings = self.config.calibration
+        taken = PassOptions(
+            batch_size=settings.batch_size,
+            rows=settings.rows,
+            range_rows=settings.range_rows,
+            seed=settings.seed,
+        ).range_spans(self.data.rows)
         now = Measurement(
             model=model.digest,
             data=self.data.digest,
-            rows=self.data.rows if rows is None else min(rows, self.data.rows),
+            rows=sum(span.rows for span in taken),
             outputs=self.specs,
             recipes=planned_recipes(self.config.plan),
         )
@@ -125,7 +131,7 @@ class Probing:
 
         def measure() -> Profile:
             # `calibration.rows` is about the split; whoever names a file means all of it.
-            options = replace(self._options(still_open), rows=None)
+            options = replace(self._options(still_open), rows=None, range_rows=None)
             with self._executor() as executor:
                 options = replace(options, executor=executor)
                 subject = Subject(model, self.specs)
@@ -196,6 +202,7 @@ class Probing:
             synthetic=self.config.data.synthetic,
             batch_size=settings.batch_size,
             rows=settings.rows,
+            range_rows=settings.range_rows,
             error_precision=settings.error_precision,
             sensitivity_rows=settings.sensitivity_rows,
             open_verdicts=still_open if settings.stop_when_decided else None,

@@ -31,7 +31,7 @@ class Measurement:
     Attributes:
         model: Digest of the model.
         data: Digest of the calibration split.
-        rows: Rows that are used at all.
+        rows: Rows that ranges are taken from.
         outputs: Judged outputs.
         recipes: Recipes of which a plan may take one.
     """

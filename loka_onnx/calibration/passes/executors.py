@@ -28,6 +28,11 @@ class Span:
     start: int
     stop: int
 
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
 
 SPAN_ROWS = 4096
 """Rows of a span, or one batch where that is more. Reading one decodes what precedes it in its row group."""

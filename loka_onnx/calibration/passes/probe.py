@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -49,6 +50,9 @@ class PassOptions:
         recipes: Recipes whose error is measured.
         batch_size: Rows of one pass through the graph.
         rows: Rows, the first of the data set; None for all.
+        range_rows: Fewest of these that ranges are taken from, some thousand at a time in a drawn order; None
+            for all of them. One of n rows that are drawn alike exceeds the amax of the others with a
+            probability of 1/n: that is how often a scale from fewer rows saturates.
         error_precision: How well the relative error of each site and recipe must be known before the error
             pass may end: half width of its 95 % interval over its value. Some thousand rows at a time then
             come in a drawn order, at least eight times. Where few rows hold most of the error, ask for all
@@ -59,8 +63,18 @@ class PassOptions:
     recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
     batch_size: int = 512
     rows: int | None = None
+    range_rows: int | None = None
     error_precision: float | None = None
     seed: int = 0
+
+    def range_spans(self, available: int) -> list[Span]:
+        """What ranges are taken from, of so many rows of a data set."""
+        rows = available if self.rows is None else min(self.rows, available)
+        if self.range_rows is None or self.range_rows >= rows:
+            return spans_in_order(rows, self.batch_size)
+        spans = spans_in_random_order(rows, self.batch_size, self.seed)
+        taken = accumulate(span.rows for span in spans)
+        return spans[: next(i for i, rows in enumerate(taken, start=1) if rows >= self.range_rows)]
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,8 @@ class Probe:
         progress: Called as rows are done.
 
     Attributes:
-        rows: Rows of the range pass, and most of the error pass.
+        rows: Most rows of each pass.
+        range_rows: Rows of the range pass.
     """
 
     def __init__(
@@ -129,9 +144,11 @@ class Probe:
         self.executor = executor or LocalExecutor()
         wanted = self.options.rows
         self.rows = data.rows if wanted is None else min(wanted, data.rows)
+        self._range_spans = self.options.range_spans(data.rows)
+        self.range_rows = sum(span.rows for span in self._range_spans)
 
     def ranges(self, scratch: Path) -> dict[str, RangeStats]:
-        """Range of every activation that a site reads, by tensor name; over all rows.
+        """Range of every activation that a site reads, by tensor name; over `range_rows`.
 
         Args:
             scratch: Directory for the instrumented model, on the file system of the model.
@@ -144,8 +161,7 @@ class Probe:
         totals = RangeTotals(tap_ranges(graph, self.sites, sampling_stride(size)), size)
         path = scratch / "ranges.onnx"
         graph.save(path)
-        spans = spans_in_order(self.rows, size)
-        for step in self._run(RangeWork(path, totals.samples), spans, "ranges"):
+        for step in self._run(RangeWork(path, totals.samples), self._range_spans, "ranges"):
             totals.add(step.result, step.where)
         return totals.read()
 
@@ -204,11 +220,11 @@ class Probe:
 
     def _run(self, work: BatchWork[R], spans: Sequence[Span], task: str) -> Generator[_Step[R]]:
         size, done = self.options.batch_size, 0
-        batches = -(-self.rows // size)
+        batches, total = -(-self.rows // size), sum(span.rows for span in spans)
         last = {(span.stop - 1) // size for span in spans}
         with closing(self.executor.run(work, self.data, spans, size)) as results:
             for result, number in zip(results, batch_numbers(spans, size), strict=True):
                 where = f"batch {number + 1} of {batches} of '{self.data.name}'"
                 yield _Step(result, where, number in last)
                 done += result.rows
-                self.progress(task, done, self.rows)
+                self.progress(task, done, total)

@@ -110,3 +110,34 @@ def test_an_output_that_is_not_finite_names_site_and_batch(tmp_path):
     assert text.startswith("site 'fc1': its output is not finite in batch 7 of 10 of 'clicks-0412.npz'")
     assert "evidence: sum of squares inf" in text
     assert "drop those rows, or clamp the output in the model" in text
+
+
+def test_ranges_from_some_rows_are_those_of_a_draw_over_the_whole_file(rows, tmp_path):
+    """The largest values stand at the end: the first rows alone would miss them."""
+    x = rows.copy()
+    x[-4096 * 7 :] *= 10.0
+    artifact = artifact_of(tmp_path, BODY, w1=W1, head=HEAD)
+    seen: list[tuple[str, int, int]] = []
+    some = Probe(
+        artifact,
+        artifact.sites,
+        data_of(tmp_path, x),
+        options(None, range_rows=20_000),
+        progress=lambda task, done, total: seen.append((task, done, total)),
+    )
+    found = some.ranges(tmp_path)["x"]
+    assert 20_000 <= some.range_rows < 20_000 + 4096 and found.count == some.range_rows * 16
+    assert seen[-1] == ("ranges", some.range_rows, some.range_rows)
+    whole = float(np.abs(x).max())
+    assert 0.7 * whole < found.amax <= whole
+    # Errors are not bound to these rows.
+    ranges = some.ranges(tmp_path)
+    assert some.errors(tmp_path, ranges, scales_of(ranges, (PER_TENSOR,))).rows == ROWS
+
+
+@pytest.mark.parametrize("wanted", [ROWS, 10 * ROWS, None])
+def test_ranges_from_as_many_rows_as_there_are_are_those_of_all(wanted):
+    taken = options(None, range_rows=wanted).range_spans(ROWS)
+    assert [(span.start, span.stop) for span in taken] == [
+        (start, min(start + 4096, ROWS)) for start in range(0, ROWS, 4096)
+    ]

@@ -83,6 +83,7 @@ class TestMeaning:
         assert config.calibration.model_dump() == {
             "batch_size": 512,
             "rows": None,
+            "range_rows": None,
             "sensitivity_rows": None,
             "stop_when_decided": True,
             "confidence": 0.95,

@@ -16,12 +16,17 @@ from rewrite_models import artifact, evaluate
 from shape_models import feeds, run
 
 from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.core.site import SiteKind
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
 from loka_onnx.transforms.linears.pad_sites import CopyRule, PadSites
+from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
+from loka_onnx.transforms.smoothing.choose_smoothing import FEWEST_ROWS, ChooseSmoothing
 
 SEEDS = st.integers(0, 2**32 - 1)
-ORDERS = st.permutations(DEFAULT_MODS)
+MEASURING = (ChooseSmoothing, SplitLoudChannels)
+"""Mods that measure FP8 errors on rows."""
+ORDERS = st.permutations([*DEFAULT_MODS, *MEASURING])
 
 
 def assert_same(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
@@ -41,10 +46,17 @@ def assert_same(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
 def check_order(seed: int, order: list[type]) -> RewriteLog:
     """Apply the mods in that order, with rules that accept every place however small."""
     before = RandomGraph(seed).model()
-    eager = {PadSites: PadSites(CopyRule(1, 1, 1)), ReassociateInteraction: ReassociateInteraction(least=0)}
-    mods = [eager.get(kind) or kind() for kind in order]
     with TemporaryDirectory() as folder:
         source = artifact(before, Path(folder) / "before.onnx")
+        rows = [feeds(before, 2 * FEWEST_ROWS)]
+        left = {site.name: 0.5 for site in source.sites if site.kind is SiteKind.LINEAR}
+        eager = {
+            PadSites: PadSites(CopyRule(1, 1, 1)),
+            ReassociateInteraction: ReassociateInteraction(least=0),
+            ChooseSmoothing: ChooseSmoothing(rows, Path(folder)),
+            SplitLoudChannels: SplitLoudChannels(left, rows, Path(folder)),
+        }
+        mods = [eager.get(kind) or kind() for kind in order]
         result = apply_mods(source, [feeds(before, 16)], Path(folder) / "after.onnx", mods)
         assert_same(before, onnx.load(result.model.path))
     return result.log
@@ -94,9 +106,9 @@ def test_the_graphs_meet_every_mod() -> None:
     applied: set[str] = set()
     rolled_back = total = 0
     for seed in range(40):
-        for record in check_order(seed, list(DEFAULT_MODS)).records:
+        for record in check_order(seed, [*DEFAULT_MODS, *MEASURING]).records:
             applied |= {record.transform} if record.applied else set()
             total += bool(record.applied) or record.rolled_back
             rolled_back += record.rolled_back
-    assert applied == {kind.name for kind in DEFAULT_MODS}
+    assert applied == {kind.name for kind in (*DEFAULT_MODS, *MEASURING)}
     assert rolled_back <= total / 20
