@@ -116,9 +116,7 @@ def probe_pass(
     case: Case, recipes: tuple[Recipe, ...], precision: float | None = None, range_rows: int | None = None
 ) -> int:
     """Ranges, and the errors that follow from them; returns the rows that the errors were taken from."""
-    options = PassOptions(
-        recipes=recipes, batch_size=BATCH, error_precision=precision, range_rows=range_rows
-    )
+    options = PassOptions(recipes=recipes, batch_size=BATCH, error_precision=precision, range_rows=range_rows)
     with TemporaryDirectory() as scratch:
         probe = Probe(case.artifact, case.artifact.sites, case.data, options, LocalExecutor(case.threads))
         ranges = probe.ranges(Path(scratch))

@@ -12,6 +12,7 @@ from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, calibrat
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
+from loka_onnx.calibration.passes.row_order import rows_of
 from loka_onnx.calibration.updating import Subject, update
 from loka_onnx.config import Executor as ExecutorName
 from loka_onnx.config import PlanId, RunConfig, WeightGranularity
@@ -96,7 +97,7 @@ class Probing:
         now = Measurement(
             model=model.digest,
             data=self.data.digest,
-            rows=sum(span.rows for span in taken),
+            rows=rows_of(taken),
             outputs=self.specs,
             recipes=planned_recipes(self.config.plan),
         )

@@ -30,6 +30,7 @@ from loka_onnx.calibration.passes.executors import (
 )
 from loka_onnx.calibration.passes.magnitude_pass import MagnitudeTotals, MagnitudeWork
 from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
+from loka_onnx.calibration.passes.row_order import rows_of
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
@@ -145,7 +146,7 @@ class Probe:
         wanted = self.options.rows
         self.rows = data.rows if wanted is None else min(wanted, data.rows)
         self._range_spans = self.options.range_spans(data.rows)
-        self.range_rows = sum(span.rows for span in self._range_spans)
+        self.range_rows = rows_of(self._range_spans)
 
     def ranges(self, scratch: Path) -> dict[str, RangeStats]:
         """Range of every activation that a site reads, by tensor name; over `range_rows`.
@@ -220,7 +221,7 @@ class Probe:
 
     def _run(self, work: BatchWork[R], spans: Sequence[Span], task: str) -> Generator[_Step[R]]:
         size, done = self.options.batch_size, 0
-        batches, total = -(-self.rows // size), sum(span.rows for span in spans)
+        batches, total = -(-self.rows // size), rows_of(spans)
         last = {(span.stop - 1) // size for span in spans}
         with closing(self.executor.run(work, self.data, spans, size)) as results:
             for result, number in zip(results, batch_numbers(spans, size), strict=True):

@@ -83,4 +83,4 @@ def first_batches(spans: Iterable[Span], rows: int, batch_size: int) -> list[Spa
 
 def rows_of(spans: Iterable[Span]) -> int:
     """Rows that spans hold."""
-    return sum(span.stop - span.start for span in spans)
+    return sum(span.rows for span in spans)
