@@ -28,22 +28,37 @@ class BatchRange:
         minimum: Fewest rows.
         serve: Rows that the engine is tuned for.
         maximum: Most rows.
+        sizes: Batch sizes that will be served, ascending: what CUDA graphs are captured for, or a program is
+            built for each; `serve` alone when empty.
 
     Raises:
-        ConfigError: Not 1 ≤ minimum ≤ serve ≤ maximum.
+        ConfigError: Not 1 ≤ minimum ≤ serve ≤ maximum, or a size out of order or out of these.
     """
 
     minimum: int
     serve: int
     maximum: int
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.sizes:
+            # The one way to fill a field of a frozen type from another.
+            object.__setattr__(self, "sizes", (self.serve,))
         if not 1 <= self.minimum <= self.serve <= self.maximum:
             raise ConfigError(
                 "batch sizes are out of order",
                 where="batch",
                 evidence=f"min {self.minimum}, serve {self.serve}, max {self.maximum}",
                 remedy="choose 1 <= min <= serve <= max",
+            )
+        if list(self.sizes) != sorted({*self.sizes}) or not (
+            self.minimum <= self.sizes[0] and self.sizes[-1] <= self.maximum
+        ):
+            raise ConfigError(
+                "served batch sizes are out of order or out of range",
+                where="batch",
+                evidence=f"{', '.join(map(str, self.sizes))}; min {self.minimum}, max {self.maximum}",
+                remedy="give each size once, ascending, from min to max",
             )
 
 

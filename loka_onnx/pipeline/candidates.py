@@ -119,7 +119,7 @@ class EngineBuilder:
                 sites=model.sites,
                 target=candidate.target,
                 architecture=candidate.architecture,
-                batch=BatchRange(batch.min, serve, batch.max),
+                batch=BatchRange(batch.min, serve, batch.max, tuple(sorted({*batch.serve}))),
                 output=self.directory.path / "engines" / candidate.directory,
                 sample=self.sample,
                 relative_to=self.directory.path,
