@@ -3,11 +3,11 @@
 The public names; each is imported when it is first used, so that `import loka_onnx` costs nothing and a bare
 install can do whatever its packages allow.
 
-Whole runs: `load_run_file`, `run`, and `load` for the bundle on a fleet host. Single stages, in their order:
-`import_onnx` or `export_torch`, `calibrate`, `apply_mods`, `make_plans`, `apply_plan`, `get_backend` (whose
-`build` makes an engine), `judge_engine`, `choose`, `render`, `write_bundle`, `verify_bundle`. Afterwards, on
-live data: `open_run` and `check_drift` for rows on disk (`measure_drift` without a run directory),
-`open_monitor` or `Monitor` for the process that serves.
+Whole runs: `load_run_file`, `run`, `refresh` (a retrained checkpoint), and `load` for the bundle on a fleet
+host. Single stages, in their order: `import_onnx` or `export_torch`, `calibrate`, `apply_mods`, `make_plans`,
+`apply_plan`, `get_backend` (whose `build` makes an engine), `judge_engine`, `choose`, `render`,
+`write_bundle`, `verify_bundle`. Afterwards, on live data: `open_run` and `check_drift` for rows on disk
+(`measure_drift` without a run directory), `open_monitor` or `Monitor` for the process that serves.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from loka_onnx.export.onnx_model import import_onnx
     from loka_onnx.export.torch_module import export_torch
     from loka_onnx.pipeline.drift import check_drift, open_monitor, open_run
+    from loka_onnx.pipeline.refresh import RefreshOptions, refresh
     from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
     from loka_onnx.planning.choice import choose
     from loka_onnx.planning.policy import make_plans
@@ -41,6 +42,7 @@ __all__ = [
     "LokaError",
     "Monitor",
     "PlanForm",
+    "RefreshOptions",
     "RunConfig",
     "RunOptions",
     "RunResult",
@@ -62,6 +64,7 @@ __all__ = [
     "measure_drift",
     "open_monitor",
     "open_run",
+    "refresh",
     "render",
     "run",
     "verify_bundle",
@@ -80,6 +83,7 @@ _HOMES = {
     "export.onnx_model": ("import_onnx",),
     "export.torch_module": ("export_torch",),
     "pipeline.drift": ("check_drift", "open_monitor", "open_run"),
+    "pipeline.refresh": ("RefreshOptions", "refresh"),
     "pipeline.run": ("RunOptions", "RunResult", "Stage", "run"),
     "planning.choice": ("choose",),
     "planning.policy": ("make_plans",),

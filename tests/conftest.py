@@ -6,7 +6,10 @@ reason that does not begin with one of `EXPECTED_SKIPS`, because a test that CI 
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +19,11 @@ import pytest
 # take every core slow one another down many times over.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+
+# No test reads or leaves anything in the user's own cache; the workers of xdist share one.
+if "LOKA_ONNX_CACHE" not in os.environ:
+    os.environ["LOKA_ONNX_CACHE"] = tempfile.mkdtemp(prefix="loka-onnx-tests-")
+    atexit.register(shutil.rmtree, os.environ["LOKA_ONNX_CACHE"], ignore_errors=True)
 
 EXPECTED_SKIPS = (
     "needs a GPU",

@@ -27,7 +27,7 @@ from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.data.prepared import PreparedData
 from loka_onnx.data.synthetic import SyntheticOptions, prepare_synthetic
-from loka_onnx.engines.tensorrt_rtx.contents import EngineContents, read_contents
+from loka_onnx.engines.tensorrt.contents import EngineContents, read_contents
 from loka_onnx.pipeline.demo import BUILDER
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 

@@ -28,6 +28,11 @@ def describe(manifest: Manifest) -> str:
         *(f"output    {t.name}: {t.dtype}{_shape(t.shape)}" for t in manifest.outputs),
         *_cut(manifest),
         *(f"target    {t.target}: {t.engine}: {t.reason}" for t in manifest.choice.targets),
+        *(
+            f"requests  {t.target}: to {r.batch} rows: {r.engine}"
+            for t in manifest.choice.targets
+            for r in t.routes
+        ),
     ]
     for entry in manifest.candidates:
         role = "fallback " if entry is manifest.fallback else "engine   "

@@ -49,7 +49,9 @@ from loka_onnx.core.manifest import (
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleError, OutputError
+from loka_onnx.sessions.bound_settings import settings_beside
 from loka_onnx.sessions.bundle_files import external_data_locations, verify_bundle
+from loka_onnx.sessions.migraphx_session import programs_beside
 
 FALLBACK_ID = "fallback-fp32"
 
@@ -275,7 +277,8 @@ def _write_lookup(contents: BundleContents, stage: _Stage) -> SparseCut | None:
 def _copy_with_external_data(source: Path, folder: str, stage: _Stage) -> list[BundleFile]:
     # The model first: a file that is not one must fail before its weights are copied.
     file = stage.copy(source, f"{folder}/{source.name}")
-    locations = external_data_locations(source) if source.suffix == ".onnx" else ()
+    data = external_data_locations(source) if source.suffix == ".onnx" else programs_beside(source)
+    locations = (*data, *settings_beside(source))
     return [file, *(stage.copy(source.parent / name, f"{folder}/{name}") for name in locations)]
 
 

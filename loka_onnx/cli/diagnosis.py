@@ -111,7 +111,13 @@ _PACKAGES = (
         "calibration, evaluation, every run",
         "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
     ),
-    ("torch", ("torch",), "torch", "models given as PyTorch, the demo", "pip install 'loka-onnx[export]'"),
+    (
+        "torch",
+        ("torch",),
+        "torch",
+        "models given as PyTorch, engines of inductor, the demo",
+        "pip install 'loka-onnx[export]' (or [inductor])",
+    ),
     ("onnxscript", ("onnxscript",), "onnxscript", "export from PyTorch", "pip install 'loka-onnx[export]'"),
     (
         "safetensors",

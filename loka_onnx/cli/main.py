@@ -18,16 +18,19 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
+from loka_onnx.cli.build import build
 from loka_onnx.cli.bundle import bundle
 from loka_onnx.cli.calibrate import calibrate
 from loka_onnx.cli.demo import demo
 from loka_onnx.cli.doctor import doctor
 from loka_onnx.cli.drift import drift
+from loka_onnx.cli.refresh import refresh
 from loka_onnx.cli.run import run
 from loka_onnx.cli.schema import schema
 from loka_onnx.cli.stages import add_stage_verb
 from loka_onnx.cli.terminal import Terminal
 from loka_onnx.cli.transform import transform
+from loka_onnx.cli.tune import tune
 from loka_onnx.errors import InternalError, LokaError
 from loka_onnx.pipeline.run import Stage
 
@@ -89,8 +92,12 @@ app.command()(run)
 add_stage_verb(app, Stage.EXPORT)
 app.command()(calibrate)
 app.command()(transform)
-for _stage in (Stage.PLAN, Stage.BUILD, Stage.EVALUATE, Stage.REPORT):
+app.command()(tune)
+add_stage_verb(app, Stage.PLAN)
+app.command()(build)
+for _stage in (Stage.EVALUATE, Stage.REPORT):
     add_stage_verb(app, _stage)
+app.command()(refresh)
 app.command()(drift)
 app.add_typer(bundle, name="bundle")
 app.command()(doctor)

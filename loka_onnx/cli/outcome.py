@@ -98,7 +98,7 @@ def _harmed_slices(data: ReportData) -> Iterator[Text]:
 def _not_built(data: ReportData) -> Iterator[Text]:
     for engine in data.engines:
         if not engine.is_built:
-            mark = ("– ", "dim") if engine.status is BuildStatus.DECLINED else ("✗ ", "red")
+            mark = ("✗ ", "red") if engine.status is BuildStatus.FAILED else ("– ", "dim")
             detail = engine.detail.strip().partition("\n")[0]
             yield Text.assemble(mark, f"{engine.id} {engine.status}: {detail}")
 

@@ -1,4 +1,4 @@
-"""One verb per stage: `export`, `plan`, `build`, `evaluate` and `report`; `calibrate` has a file of its own.
+"""One verb per stage: `export`, `plan`, `evaluate` and `report`; others have files of their own.
 
 Each runs the pipeline up to its stage in the run's own directory, so that finished stages before it are taken
 over and it can be followed by the next verb, or by `run --resume`.
@@ -60,7 +60,8 @@ def _show_plans(terminal: Terminal, result: RunResult) -> None:
     print_written(terminal, result, "plan.json")
 
 
-def _show_engines(terminal: Terminal, result: RunResult) -> None:
+def show_engines(terminal: Terminal, result: RunResult) -> None:
+    """How each build of a run ended."""
     engines = serde.read(EngineSet, result.directory / "engines.json").engines
     for engine in engines:
         detail = engine.detail.strip().partition("\n")[0]
@@ -84,7 +85,6 @@ def _table(*headings: str) -> Table:
 _VERBS: dict[Stage, tuple[str, Show]] = {
     Stage.EXPORT: ("Bring the model into canonical ONNX with named sites.", _show_model),
     Stage.PLAN: ("Decide the precision of each site.", _show_plans),
-    Stage.BUILD: ("Build an engine for every backend and plan.", _show_engines),
     Stage.EVALUATE: ("Measure accuracy and latency of the engines.", _show_evaluation),
     Stage.REPORT: ("Choose the engines and write the report.", print_outcome),
 }

@@ -9,6 +9,7 @@ class Backend(StrEnum):
     """An engine maker."""
 
     ONNXRUNTIME = "onnxruntime"
+    ONNXRUNTIME_TENSORRT = "onnxruntime_tensorrt"
     TENSORRT = "tensorrt"
     TENSORRT_RTX = "tensorrt_rtx"
     MIGRAPHX = "migraphx"
@@ -27,10 +28,10 @@ class PlanId(StrEnum):
 
 
 class Executor(StrEnum):
-    """Where calibration batches are run."""
+    """Where calibration batches are run, and build jobs are executed."""
 
     LOCAL = "local"
-    """Threads of this process."""
+    """Threads of this process; build jobs are left to whoever carries them to their host."""
     RAY = "ray"
     """Machines of a Ray cluster."""
 

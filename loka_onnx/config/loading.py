@@ -63,7 +63,11 @@ def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = Non
 
 
 def build_run_config(
-    values: Mapping[str, object], directory: str | Path, *, source: str = "run configuration"
+    values: Mapping[str, object],
+    directory: str | Path,
+    *,
+    source: str = "run configuration",
+    overrides: Mapping[str, object] | None = None,
 ) -> RunConfig:
     """Check a run configuration that was made in memory.
 
@@ -71,11 +75,13 @@ def build_run_config(
         values: What a run file would hold. `Path` values are allowed where a file has text.
         directory: What relative paths start at.
         source: What the values are called in messages.
+        overrides: Values that replace others, by dotted key, as for `load_run_file`.
 
     Raises:
         ConfigError: They do not fit the schema, or name a missing file.
     """
-    return _check(Document(source, _plain(values)), Path(directory), "run")
+    document = _overridden(Document(source, _plain(values)), overrides or {})
+    return _check(document, Path(directory), "run")
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, object]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from loka_onnx.config.choices import Executor, PlanId, ScaleRule, WeightGranularity
-from loka_onnx.config.fields import Count, Seed, Strict, Text, fault
+from loka_onnx.config.fields import Count, ResolvedPath, Seed, Strict, Text, fault
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import Protection
 
@@ -109,9 +109,16 @@ class PlanConfig(Strict):
         description="whether constants are fitted to each FP8 plan (the mean error of a site into its bias, "
         "the FP32 model's mean logit on an output) and kept where they help on the selection split",
     )
-    plans: tuple[PlanId, ...] = Field(
-        (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE),
-        description="plans that are built and compete: fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast",
+    timings: ResolvedPath | None = Field(
+        None,
+        description="database of kernel times (`loka-onnx tune`) that the plan fp8-fast is made by, beside "
+        "the one in the run directory and the times that are shipped; null for these alone",
+    )
+    plans: tuple[PlanId, ...] | None = Field(
+        None,
+        description="plans that are built and compete: fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast; null "
+        "for fp32, bf16, fp8-all and fp8-safe, with fp16 where a backend of a target can run it, and "
+        "fp8-fast where kernel times of a target are known",
     )
 
     @model_validator(mode="after")
@@ -124,6 +131,8 @@ class PlanConfig(Strict):
                     evidence="`keep` leaves a site out of FP8, `force` puts it there",
                     remedy="remove it from one of the two",
                 )
+        if self.plans is None:
+            return self
         for index, plan in enumerate(self.plans):
             if plan in self.plans[:index]:
                 raise fault(

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, JsonValue, PrivateAttr, StringConstraints, ValidationInfo, model_validator
 
-from loka_onnx.config.choices import Backend
+from loka_onnx.config.choices import Backend, Executor
 from loka_onnx.config.data_sections import BatchConfig, DataConfig, OutputConfig
 from loka_onnx.config.fields import Count, ResolvedPath, Strict, Text, fault
 from loka_onnx.config.mod_sections import ModsConfig
 from loka_onnx.config.precision_sections import CalibrationConfig, PlanConfig
+from loka_onnx.config.serving_sections import RefineConfig, ServingConfig
 from loka_onnx.core.artifact import OutputSpec
 
 
@@ -67,7 +68,9 @@ class TargetConfig(Strict):
         "digits and hyphens, because it names a directory"
     )
     backends: tuple[Backend, ...] = Field(
-        min_length=1, description="engine makers: onnxruntime, tensorrt, tensorrt_rtx, migraphx, inductor"
+        min_length=1,
+        description="engine makers: onnxruntime, onnxruntime_tensorrt, tensorrt, tensorrt_rtx, migraphx, "
+        "inductor",
     )
     architectures: tuple[Text, ...] = Field(
         (), description="architectures to compile for, as the backend names them; empty for the device's own"
@@ -75,13 +78,46 @@ class TargetConfig(Strict):
 
 
 class BuildConfig(Strict):
-    """Limits of the child process that builds and first runs one engine."""
+    """How engines are built: limits of each build, how many at once, and where."""
 
     timeout_seconds: Annotated[float, Field(gt=0.0)] = Field(
         900.0, description="a build that takes longer is stopped and counts as failed"
     )
     memory_gb: Annotated[float, Field(gt=0.0)] = Field(
         16.0, description="a build that holds more memory is stopped and counts as failed (10⁹ bytes)"
+    )
+    parallel: Count | None = Field(
+        None,
+        description="most builds at once; null for half of the cores. Never more than the free memory "
+        "allows, each at its memory limit",
+    )
+    cache: ResolvedPath | None = Field(
+        None,
+        description="directory of engines that were built before, taken over where everything that they "
+        "depend on is the same; null for `engines` in $LOKA_ONNX_CACHE or in the user's cache directory",
+    )
+    cache_gb: Annotated[float, Field(ge=0.0)] = Field(
+        20.0,
+        description="size of that directory beyond which what was not used for longest is removed "
+        "(10⁹ bytes); 0 keeps no engines",
+    )
+    jobs: bool = Field(
+        True,
+        description="true writes a build job for every engine that cannot be built on this host but may be "
+        "on another (`loka-onnx build --job`); false declines it",
+    )
+    job_data: bool = Field(
+        False,
+        description="true lets build jobs carry the model inputs of the selection and certification splits, "
+        "so that accuracy is measured where the engine runs; labels stay here",
+    )
+    executor: Executor = Field(
+        Executor.LOCAL,
+        description="who executes build jobs: local leaves them to `loka-onnx build --job`, ray hands them "
+        "to the nodes of a Ray cluster that have the device as a resource, as in {nvidia-h100: 1}",
+    )
+    ray_address: Text | None = Field(
+        None, description="address of that cluster; null for the one that this machine belongs to"
     )
 
 
@@ -102,7 +138,15 @@ class RunConfig(Strict):
     mods: ModsConfig = Field(default_factory=ModsConfig, description="which mods rewrite the model")
     plan: PlanConfig = Field(default_factory=PlanConfig, description="what plans may do, and which compete")
     targets: tuple[TargetConfig, ...] = Field(min_length=1, description="devices and backends to build for")
-    build: BuildConfig = Field(default_factory=BuildConfig, description="limits of one build")
+    build: BuildConfig = Field(default_factory=BuildConfig, description="how engines are built")
+    refine: RefineConfig = Field(
+        default_factory=RefineConfig,
+        description="further plans, from what engines were measured to do on a device here",
+    )
+    serving: ServingConfig = Field(
+        default_factory=ServingConfig,
+        description="engines by batch size, and the load that throughput is measured under",
+    )
     threads: Count | None = Field(None, description="CPU threads; null for all cores")
     output: ResolvedPath = Field(description="the run directory; runs/<name> by default")
 

@@ -20,6 +20,10 @@ class BuildStatus(StrEnum):
     DECLINED = "declined"
     """The backend cannot honour the plan and says so beforehand: a result, not a failure."""
     FAILED = "failed"
+    WAITING = "waiting for its build job"
+    """This host cannot build it: a job for another host is written, and has no result yet."""
+    RUN_ELSEWHERE = "built and run on another host"
+    """The result of a build job that carried the rows: judged on the outputs that came back."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,12 @@ class EngineArtifact:
     @property
     def is_built(self) -> bool:
         """Whether there is an engine, run here or not."""
-        return self.status in {BuildStatus.READY, BuildStatus.BUILT_NOT_RUN}
+        return self.status in {BuildStatus.READY, BuildStatus.BUILT_NOT_RUN, BuildStatus.RUN_ELSEWHERE}
+
+    @property
+    def was_run(self) -> bool:
+        """Whether it gave outputs for the rows that it is judged on, here or elsewhere."""
+        return self.status in {BuildStatus.READY, BuildStatus.RUN_ELSEWHERE}
 
     @property
     def fallbacks(self) -> tuple[SitePrecision, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
 from typing import ClassVar
 
 from loka_onnx.core.artifact import OutputKind
@@ -163,6 +166,8 @@ class Latency:
         counts_for_choice: False where the speed says nothing about the target (a simulation).
         lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, which the other figures leave out;
             None for an engine that takes ids.
+        parts_us: Medians of consecutive parts of the requests, in order; the i-th parts of engines that were
+            timed in turns were timed together. Empty where they were not kept.
     """
 
     batch: int
@@ -173,6 +178,7 @@ class Latency:
     device: str
     counts_for_choice: bool
     lookup_p50_us: float | None = None
+    parts_us: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,7 @@ class Evaluation:
 class EvaluationSet:
     """Every evaluation of a run."""
 
-    SCHEMA: ClassVar[str] = "evaluations/3"
+    SCHEMA: ClassVar[str] = "evaluations/4"
     __pydantic_config__ = STRICT
 
     evaluations: tuple[Evaluation, ...]
@@ -228,30 +234,76 @@ class EvaluationSet:
         raise KeyError((engine, split))
 
 
+class Why(StrEnum):
+    """What kept a candidate from being chosen."""
+
+    SLOWER = "slower"
+    WITHIN_NOISE = "as fast, in lower precision"
+    """No faster than noise allows to tell, and in lower precision than the engine that was taken."""
+    BEYOND = "beyond the budget"
+    UNDECIDED = "undecided against the budget"
+    NOT_CERTIFIED = "not inside the budget on certification"
+    NOT_SELECTED = "not selected"
+    """Inside the budget, but what was selected missed on certification, which does not choose again."""
+    NO_SPEED = "speed not measured"
+    SIMULATED = "simulated"
+    NOT_MEASURED = "not measured"
+    NOT_RUN = "not run"
+    DECLINED = "declined"
+    FAILED = "failed"
+
+
 @dataclass(frozen=True)
 class Loser:
     """A candidate that was not chosen.
 
     Attributes:
         engine: Its id.
-        reason: Why not.
+        why: What kept it from being chosen.
+        reason: The same in words, with the evidence.
+        times: Its latency over that of the chosen engine, with the interval that the spread of both leaves;
+            None where one of the two was not measured on the target.
+        upper: The worst of its outputs: upper bound of what is judged, over the budget; None where it was not
+            measured.
     """
 
     engine: str
+    why: Why
     reason: str
+    times: Interval | None = None
+    upper: float | None = None
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which engine takes requests of some sizes.
+
+    Attributes:
+        batch: Largest number of rows that it takes; the route with the largest takes larger requests too.
+        engine: Id of the engine.
+        plan: Its plan.
+        times: Latency at this size of the target's main engine over this engine's; None for the main engine.
+    """
+
+    batch: int
+    engine: str
+    plan: str
+    times: Interval | None = None
 
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """The engine emitted for one target.
+    """The engine emitted for one target, or the engines where that pays.
 
     Attributes:
         target: Name of the target.
-        engine: Id of the engine emitted.
+        engine: Id of the engine emitted; of several, the one that is best over all batch sizes.
         plan: Its plan.
         reason: Why it was chosen.
         basis: ``measured on the target`` or ``not measured``: what the choice of speed rests on.
         losers: Every other candidate.
+        routes: Which engine takes requests of which size, by ascending size; empty where one takes all. A
+            request between two sizes goes to the engine of the larger.
     """
 
     target: str
@@ -260,13 +312,69 @@ class TargetChoice:
     reason: str
     basis: str
     losers: tuple[Loser, ...]
+    routes: tuple[Route, ...] = ()
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Ids of all engines that are emitted, the main one first."""
+        return tuple(dict.fromkeys((self.engine, *(route.engine for route in self.routes))))
+
+    @property
+    def plans(self) -> tuple[str, ...]:
+        """Plans of all engines that are emitted, the main one's first."""
+        return tuple(dict.fromkeys((self.plan, *(route.plan for route in self.routes))))
+
+    def route(self, rows: int) -> str:
+        """Id of the engine that takes a request of so many rows."""
+        return next(
+            (route.engine for route in self.routes if rows <= route.batch),
+            self.routes[-1].engine if self.routes else self.engine,
+        )
+
+
+@dataclass(frozen=True)
+class PredictedTime:
+    """What a plan was predicted to take, and what its engine takes.
+
+    Attributes:
+        engine: Id of the engine.
+        plan: Its plan.
+        batch: Rows per request.
+        predicted_us: Predicted from kernel timings.
+        measured_us: Median latency on the target.
+    """
+
+    engine: str
+    plan: str
+    batch: int
+    predicted_us: float
+    measured_us: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_us / self.measured_us - 1.0
+
+
+def median_error(predictions: Iterable[PredictedTime]) -> float | None:
+    """Median of the magnitude of the relative errors; None where nothing was predicted."""
+    errors = [abs(prediction.error) for prediction in predictions]
+    return median(errors) if errors else None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision of a run, one entry per target."""
+    """The decision of a run.
 
-    SCHEMA: ClassVar[str] = "choice/1"
+    Attributes:
+        targets: One entry per piece of hardware.
+        predictions: Times of plans that a time was predicted for.
+        median_prediction_error: Median magnitude of their relative errors; None where there is none.
+    """
+
+    SCHEMA: ClassVar[str] = "choice/2"
     __pydantic_config__ = STRICT
 
     targets: tuple[TargetChoice, ...]
+    predictions: tuple[PredictedTime, ...] = ()
+    median_prediction_error: float | None = None

@@ -63,13 +63,29 @@ class Fusions:
 
 
 FUSIONS: Mapping[str, Fusions] = {
+    "tensorrt": Fusions(
+        frozenset({"Add", "Relu"}),
+        frozenset(),
+        frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}),
+        "NVIDIA's documentation of explicit quantization: Q is computed with a sum, or the activation of a "
+        "product, in front of it, and DQ moves forward through what moves values; not read from engines",
+    ),
     "tensorrt_rtx": Fusions(
         frozenset({*_ACTIVATIONS, *_ARITHMETIC, "LayerNormalization", "RMSNormalization"}),
         frozenset({"LayerNormalization", "RMSNormalization"}),
         frozenset(_MOVEMENTS),
         "read from compiled graphs of TensorRT for RTX 1.7.1 for sm89 (tests/contract/test_fusions.py)",
     ),
-    "onnxruntime": Fusions(evidence="its CPU provider runs every Q and DQ by itself: FP8 is simulated"),
+    "onnxruntime": Fusions(evidence="its CPU and CUDA providers run each Q and DQ alone: FP8 is simulated"),
+    "inductor": Fusions(
+        frozenset({*_ACTIVATIONS, *_ARITHMETIC, "LayerNormalization", "RMSNormalization"}),
+        frozenset({"LayerNormalization", "RMSNormalization"}),
+        frozenset(_MOVEMENTS),
+        "read from code that Inductor of PyTorch 2.13 generates (tests/contract/test_inductor.py)",
+    ),
+    "migraphx": Fusions(
+        evidence="its kernels on GPUs were never seen, and it drops Q/DQ that are around no product"
+    ),
 }
 """By name of backend."""
 

@@ -141,7 +141,7 @@ class Manifest:
         cut: Where the model was cut at its embeddings; None where every engine is of the whole.
     """
 
-    SCHEMA: ClassVar[str] = "bundle/3"
+    SCHEMA: ClassVar[str] = "bundle/4"
     __pydantic_config__ = STRICT
 
     created_by: str

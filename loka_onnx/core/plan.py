@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
@@ -19,6 +19,43 @@ class Verdict(StrEnum):
     UNDECIDED = "undecided"
     NOT_JUDGED = "not judged"
     """No recipe applies to the site, or the user decided for it."""
+
+
+class SpeedVerdict(StrEnum):
+    """Speed verdict of FP8 at a site, on a named device."""
+
+    FAST = "fast"
+    """FP8 saves time there, the quantize step counted once for all sites that read the tensor."""
+    SLOW = "slow"
+    UNKNOWN = "not known"
+    """No kernel of such a product was timed on the device."""
+
+
+@dataclass(frozen=True)
+class SiteSpeed:
+    """What FP8 saves at one site on one device, before anything is built.
+
+    Attributes:
+        site: Name of the site.
+        device: As run files name it.
+        verdict: Fast, slow or not known.
+        saved_us: Time of the product in the base precision less that in FP8, by batch size, microseconds; the
+            quantize step is not in it. Empty where it is not known.
+        quantize_us: Time of the quantize step of the tensor that the site reads, by batch size, microseconds;
+            0 where the kernel in front of it quantizes as well. Sites that read one tensor share it.
+        tensor: That tensor, before layout operations.
+        is_measured: Whether every time behind it was measured on this very shape; else some are predicted.
+        reason: One sentence.
+    """
+
+    site: str
+    device: str
+    verdict: SpeedVerdict
+    saved_us: dict[str, float]
+    quantize_us: dict[str, float]
+    tensor: str
+    is_measured: bool
+    reason: str
 
 
 class Protection(StrEnum):
@@ -80,9 +117,14 @@ class PrecisionPlan:
         fp8_share: Share of the FP8-able FLOPs that run in FP8.
         wide: Nodes beside the sites that stay in FP32 where the base is not; of a site, its decision says so.
         base_reason: Why this base, where the profile chose it; empty where the user did.
+        device: Device that the plan was made for, by its kernel times; empty for a plan that is for any.
+        predicted_us: Time of its products and of their quantize steps, by device and batch size (as text),
+            microseconds, predicted from kernel times; a device without them is left out. Products that no
+            time is known of are in no plan's time: it is the difference between two plans that counts
+            (`planning.site_speed.expected_us`).
     """
 
-    SCHEMA: ClassVar[str] = "plan/2"
+    SCHEMA: ClassVar[str] = "plan/3"
     __pydantic_config__ = STRICT
 
     id: str
@@ -93,6 +135,8 @@ class PrecisionPlan:
     fp8_share: float
     wide: tuple[Wide, ...] = ()
     base_reason: str = ""
+    device: str = ""
+    predicted_us: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def fp8_sites(self) -> tuple[str, ...]:
@@ -117,14 +161,16 @@ class PlanSet:
 
     Attributes:
         plans: In the order they compete.
-        notes: What the user decided and no plan follows, each a sentence without its full stop.
+        notes: What was asked for and no plan follows, each a sentence without its full stop.
+        speeds: What FP8 saves at each linear site, on each device that plans were made for.
     """
 
-    SCHEMA: ClassVar[str] = "plans/2"
+    SCHEMA: ClassVar[str] = "plans/3"
     __pydantic_config__ = STRICT
 
     plans: tuple[PrecisionPlan, ...]
     notes: tuple[str, ...] = ()
+    speeds: tuple[SiteSpeed, ...] = ()
 
     def plan(self, plan_id: str) -> PrecisionPlan:
         """The plan of that id.

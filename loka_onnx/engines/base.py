@@ -8,10 +8,7 @@ limits, staging directories or half-written output.
 from __future__ import annotations
 
 import difflib
-import glob
-import os
 import shutil
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,24 +16,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-import psutil
-
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.isolation import Ending, interrupts_held, run_child, tail
+from loka_onnx.engines.publishing import make_staging, replace_directory
 from loka_onnx.engines.request import (
     ENGINE,
     PHASE,
     REQUEST,
     RESPONSE,
+    WAITING,
     WORKER,
     BuildRequest,
     BuildResponse,
 )
-from loka_onnx.errors import ConfigError, EngineError, ModelError, OutputError, UserError
+from loka_onnx.errors import ConfigError, EngineError, ModelError, UserError
 from loka_onnx.sessions.runner import Runner
 
 
@@ -72,6 +69,8 @@ class Backend(ABC):
     """Architectures of each device that a run file can name."""
     options: ClassVar[Mapping[str, range]] = {}
     """Settings that `BuildRequest.options` may hold, and their values."""
+    times_kernels: ClassVar[bool] = False
+    """Whether `compile` times kernels on the device: then it has the device for itself."""
 
     @abstractmethod
     def availability(self) -> Availability:
@@ -105,8 +104,17 @@ class Backend(ABC):
     def load(self, engine: Path, architecture: str) -> Runner:
         """Hook: load an engine of this backend that can run here."""
 
-    def is_simulated(self, plan: PrecisionPlan) -> bool:
-        """Whether the FP8 of a plan is simulated: accuracy counts, speed does not."""
+    def why_not_here(self, architecture: str) -> str:
+        """Why an engine for an architecture cannot be built on this machine, but may be on another.
+
+        Empty when it can be built here. A backend that needs the device to build for it says so here, not in
+        `decline`, which is about what no machine can do.
+        """
+        availability = self.availability()
+        return "" if availability.can_build else f"{availability.reason}; {availability.remedy}"
+
+    def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
+        """Whether the FP8 of a plan is simulated there: accuracy counts, speed does not."""
         return False
 
     def files(self, engine: Path) -> tuple[Path, ...]:
@@ -156,7 +164,7 @@ class Backend(ABC):
         staging: Path | None = None
         try:
             with interrupts_held():
-                staging = _make_staging(request.output)
+                staging = make_staging(request.output)
             response, detail = self._build_isolated(request, staging, log)
             if response is None:
                 return failed(detail)
@@ -176,7 +184,7 @@ class Backend(ABC):
             target=target,
             architecture=architecture,
             status=BuildStatus.FAILED,
-            simulated=self.is_simulated(plan),
+            simulated=self.is_simulated(plan, architecture),
             path=None,
             bytes=0,
             digest="",
@@ -246,10 +254,8 @@ class Backend(ABC):
                 )
 
     def _why_not_built(self, request: BuildRequest) -> str:
-        availability = self.availability()
-        if not availability.can_build:
-            return f"{availability.reason}; {availability.remedy}"
-        return self.decline(request.plan, request.architecture) or ""
+        reason = self.decline(request.plan, request.architecture)
+        return reason or self.why_not_here(request.architecture)
 
     def _build_isolated(
         self, request: BuildRequest, staging: Path, log: Path
@@ -258,7 +264,8 @@ class Backend(ABC):
         # The first use of a document type compiles its schema, in code that turns an interrupt into an error.
         with interrupts_held():
             serde.write(request, staging / REQUEST)
-        outcome = run_child(WORKER, [_locate(self), str(staging)], log, request.limits)
+        arguments = [_locate(self), str(staging)]
+        outcome = run_child(WORKER, arguments, log, request.limits, staging / WAITING)
         phase_file = staging / PHASE
         phase = phase_file.read_text(encoding="utf-8") if phase_file.is_file() else "starting"
         evidence = ""
@@ -282,7 +289,7 @@ class Backend(ABC):
         built = staging / ENGINE
         files = tuple(built / name for name in response.files)
         size, digest = sum(file.stat().st_size for file in files), _digest(files)
-        _replace_directory(built, request.output, staging)
+        replace_directory(built, request.output, staging)
         engine = request.output / response.engine
         return EngineArtifact(
             backend=self.name,
@@ -290,7 +297,7 @@ class Backend(ABC):
             target=request.target,
             architecture=request.architecture,
             status=BuildStatus.BUILT_NOT_RUN if response.not_run else BuildStatus.READY,
-            simulated=self.is_simulated(request.plan),
+            simulated=self.is_simulated(request.plan, request.architecture),
             path=engine.relative_to(request.relative_to or request.output),
             bytes=size,
             digest=digest,
@@ -305,46 +312,6 @@ class Backend(ABC):
 def _digest(files: tuple[Path, ...]) -> str:
     """SHA-256 of the one engine file; over all of them when the weights are beside it."""
     return digest_file(files[0]) if len(files) == 1 else digest_files(files)
-
-
-def _make_staging(output: Path) -> Path:
-    """A directory beside the output to build in; those of processes that no longer exist are removed.
-
-    A process that was killed could not remove its own.
-
-    Raises:
-        OutputError: The place cannot be written.
-    """
-    prefix = f".{output.name}.building-"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        for stale in output.parent.glob(f"{glob.escape(prefix)}*"):
-            owner = stale.name.removeprefix(prefix).partition("-")[0]
-            if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-                shutil.rmtree(stale, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
-    except OSError as error:
-        raise OutputError(f"cannot write '{output}'", evidence=str(error)) from error
-
-
-def _replace_directory(source: Path, target: Path, staging: Path) -> None:
-    """Move a finished directory into place; an earlier one is set aside first, into the staging directory.
-
-    Raises:
-        OutputError: The place cannot be written.
-    """
-    replaced = staging / "replaced"
-    try:
-        if target.exists():
-            target.rename(replaced)
-        try:
-            source.rename(target)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(target)
-            raise
-    except OSError as error:
-        raise OutputError(f"cannot write '{target}'", evidence=str(error)) from error
 
 
 def _locate(backend: Backend) -> str:

@@ -103,7 +103,31 @@ def interrupts_held() -> Iterator[None]:
             signal.raise_signal(arrived[0])
 
 
-def run_child(module: str, arguments: Sequence[str], log: Path, limits: Limits) -> ChildOutcome:
+class Cancelled(BaseException):
+    """A child was ended because those who wait for it were interrupted; as Ctrl-C, it is no error."""
+
+
+_thread = threading.local()
+"""Of each thread, the event that ends its children."""
+
+
+@contextlib.contextmanager
+def cancelled_by(event: threading.Event) -> Iterator[None]:
+    """End this thread's children, and raise `Cancelled`, once an event is set.
+
+    Signals reach the main thread only: whoever waits there for threads that build hands an interrupt on.
+    """
+    earlier = getattr(_thread, "cancelled", None)
+    _thread.cancelled = event
+    try:
+        yield
+    finally:
+        _thread.cancelled = earlier
+
+
+def run_child(
+    module: str, arguments: Sequence[str], log: Path, limits: Limits, waiting: Path | None = None
+) -> ChildOutcome:
     """Run ``python -m module arguments`` in a clean interpreter, under limits.
 
     Nothing of the child's process group is left when this returns, or when it is interrupted.
@@ -113,6 +137,11 @@ def run_child(module: str, arguments: Sequence[str], log: Path, limits: Limits) 
         arguments: Its arguments.
         log: File that takes the child's output, standard error included.
         limits: When to end it.
+        waiting: A file that the child holds in place while it waits for others (`device_lock`): that time is
+            not its own, and does not count against the limit.
+
+    Raises:
+        Cancelled: The event of `cancelled_by` was set.
     """
     # The child sees the modules that the parent sees, and nothing from its working directory (-P).
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -130,7 +159,7 @@ def run_child(module: str, arguments: Sequence[str], log: Path, limits: Limits) 
                 env=environment,
                 start_new_session=True,
             )
-        ended, peak = _watch(process, limits, started)
+        ended, peak = _watch(process, limits, waiting)
     finally:
         if process is not None:
             # While the leader is not yet reaped its number cannot be reused, so the group is certainly ours.
@@ -146,14 +175,23 @@ def run_child(module: str, arguments: Sequence[str], log: Path, limits: Limits) 
     return ChildOutcome(Ending.EXITED, returncode, seconds, peak)
 
 
-def _watch(process: subprocess.Popen[bytes], limits: Limits, started: float) -> tuple[Ending | None, int]:
+def _watch(
+    process: subprocess.Popen[bytes], limits: Limits, waiting: Path | None
+) -> tuple[Ending | None, int]:
     """Wait for the child, without reaping it; says which limit was hit, and the peak memory."""
-    peak = 0
+    cancelled: threading.Event | None = getattr(_thread, "cancelled", None)
+    peak, own_seconds, last = 0, 0.0, time.monotonic()
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if cancelled is not None and cancelled.is_set():
+            raise Cancelled
         peak = max(peak, _resident_bytes(process.pid))
         if peak > limits.memory_bytes:
             return Ending.OUT_OF_MEMORY, peak
-        if time.monotonic() - started > limits.seconds:
+        now = time.monotonic()
+        if waiting is None or not waiting.exists():
+            own_seconds += now - last
+        last = now
+        if own_seconds > limits.seconds:
             return Ending.TIMED_OUT, peak
         time.sleep(POLL_SECONDS)
     return None, peak

@@ -6,13 +6,20 @@ import difflib
 from collections.abc import Callable, Mapping
 
 from loka_onnx.engines.base import Backend
-from loka_onnx.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from loka_onnx.engines.tensorrt_rtx.backend import TensorRtRtxBackend
+from loka_onnx.engines.inductor.backend import InductorBackend
+from loka_onnx.engines.migraphx.backend import MigraphxBackend
+from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
+from loka_onnx.engines.tensorrt.backend import TensorRtBackend
+from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
 from loka_onnx.errors import ConfigError
 
 BACKENDS: Mapping[str, Callable[[], Backend]] = {
     OnnxRuntimeBackend.name: OnnxRuntimeBackend,
+    OnnxRuntimeTensorRtBackend.name: OnnxRuntimeTensorRtBackend,
+    TensorRtBackend.name: TensorRtBackend,
     TensorRtRtxBackend.name: TensorRtRtxBackend,
+    MigraphxBackend.name: MigraphxBackend,
+    InductorBackend.name: InductorBackend,
 }
 
 

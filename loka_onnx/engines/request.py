@@ -18,6 +18,8 @@ WORKER = "loka_onnx.engines.worker"
 """Module that the child process of a build runs."""
 REQUEST, RESPONSE, PHASE, ENGINE = "request.json", "response.json", "phase", "engine"
 """Names in the directory that parent and child share."""
+WAITING = "waiting"
+"""Name of the file there that says that the child waits for the device."""
 
 
 @dataclass(frozen=True)

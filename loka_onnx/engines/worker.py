@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,16 @@ import onnx
 
 from loka_onnx.core import serde
 from loka_onnx.engines.base import Backend
-from loka_onnx.engines.request import ENGINE, PHASE, REQUEST, RESPONSE, BuildRequest, BuildResponse
+from loka_onnx.engines.device_lock import device_alone
+from loka_onnx.engines.request import (
+    ENGINE,
+    PHASE,
+    REQUEST,
+    RESPONSE,
+    WAITING,
+    BuildRequest,
+    BuildResponse,
+)
 from loka_onnx.errors import DataError, EngineError, InternalError, LokaError
 from loka_onnx.sessions.runner import Arrays, Runner
 
@@ -66,16 +76,21 @@ def _serve(backend: Backend, request: BuildRequest, directory: Path) -> BuildRes
 
     into = directory / ENGINE
     into.mkdir()
-    started = time.monotonic()
+    waiting = directory / WAITING
     enter("compiling")
-    engine = backend.compile(request, into)
-    seconds = time.monotonic() - started
+    with device_alone(request.architecture, waiting) if backend.times_kernels else nullcontext():
+        started = time.monotonic()
+        engine = backend.compile(request, into)
+        seconds = time.monotonic() - started
     enter("reading the precision of the sites")
     sites = backend.read_precision(request, engine)
     not_run = backend.why_not_run(request.architecture)
     if not not_run:
         enter("running the first batches")
-        with backend.load(engine, request.architecture) as runner:
+        with (
+            device_alone(request.architecture, waiting),
+            backend.load(engine, request.architecture) as runner,
+        ):
             _first_batches(runner, request)
     return BuildResponse(
         engine=engine.relative_to(into).as_posix(),

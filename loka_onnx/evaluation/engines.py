@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from loka_onnx.core.artifact import OutputSpec
-from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import Evaluation, Latency
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Dataset
@@ -102,7 +102,7 @@ def judge_engine(
     """
     if not artifact.is_built:
         return _unmeasured(artifact, split, f"not measured: {artifact.status}")
-    if artifact.status is not BuildStatus.READY:
+    if not artifact.was_run:
         return _unmeasured(artifact, split, f"not measured: {artifact.detail or artifact.status}")
     try:
         predictions = predict_split(split, open_run(), specs, f"{artifact.plan} on {split.name}", progress)

@@ -2,7 +2,9 @@
 
 Several engines are timed in turns, one request each, so that a machine that slows down slows them all: clock
 drift and neighbours cancel from the comparison. The order turns by one engine every round, so that none
-always runs in the cache that the same other one left behind.
+always runs in the cache that the same other one left behind. Requests fall into consecutive parts, and the
+median of each is kept: what two engines took in the same part compares under the same conditions, and how the
+comparison differs from part to part says how sure it is.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ Run = Callable[[Mapping[str, Array]], object]
 """Runs one request and returns when its outputs can be read."""
 MakeInputs = Callable[[int], Mapping[str, Array]]
 """Model inputs for a number of rows."""
+
+PARTS = 10
+"""Parts that the requests of one batch size are divided into; an interval of a median takes 6 at least."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def _time_in_turns(
     requests = [make_inputs(batch) for _ in range(options.input_sets)]
     turns = _Turns({engine: [] for engine in runs}, {})
     limit_ns = options.max_seconds * 1e9
-    with _without_collector():
+    with without_collector():
         warm = _Turns({engine: [] for engine in runs}, turns.failures)
         start = options.clock_ns()
         for round_index in range(options.warmup):
@@ -196,7 +201,7 @@ def _one_round(
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Keep Python's garbage collector out of the tail percentiles, as `timeit` does."""
     was_enabled = gc.isenabled()
     gc.collect()
@@ -209,5 +214,16 @@ def _without_collector() -> Iterator[None]:
 
 
 def _latency(nanoseconds: list[int], batch: int, device: str, counts_for_choice: bool) -> Latency:
-    p50, p90, p99 = np.percentile(np.asarray(nanoseconds, dtype=np.float64) / 1e3, [50, 90, 99])
-    return Latency(batch, float(p50), float(p90), float(p99), len(nanoseconds), device, counts_for_choice)
+    times_us = np.asarray(nanoseconds, dtype=np.float64) / 1e3
+    p50, p90, p99 = np.percentile(times_us, [50, 90, 99])
+    parts = tuple(float(np.median(part)) for part in np.array_split(times_us, min(PARTS, times_us.size)))
+    return Latency(
+        batch,
+        float(p50),
+        float(p90),
+        float(p99),
+        times_us.size,
+        device,
+        counts_for_choice,
+        parts_us=parts,
+    )

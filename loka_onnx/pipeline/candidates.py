@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from loka_onnx.config import RunConfig
+from loka_onnx.config import BuildConfig, Executor, RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.correction import CorrectionSet
-from loka_onnx.core.engine import EngineArtifact, EngineSet
+from loka_onnx.core.digests import digest_file
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import Fusions, fusions_of
+from loka_onnx.core.job import BuildJob
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.rewrite import RewriteLog, RewriteLogs
 from loka_onnx.engines.base import Backend
+from loka_onnx.engines.cache import EngineCache
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
-from loka_onnx.errors import TransformError
+from loka_onnx.errors import TransformError, UserError
+from loka_onnx.pipeline.building import Task, build_all, how_many
 from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.job_cluster import execute_on_cluster
+from loka_onnx.pipeline.job_results import RESULT_DOCUMENT, merge_result, read_result
+from loka_onnx.pipeline.jobs import JOBS, RESULT, JobOrigin, SplitRows, write_job
 from loka_onnx.pipeline.splitting import Source
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
@@ -58,6 +68,23 @@ class Built:
     rewrites: RewriteLogs
 
 
+@dataclass(frozen=True)
+class WrittenJob:
+    """A candidate that another host is to build.
+
+    Attributes:
+        candidate: The candidate.
+        job: What is asked of the other host.
+        directory: Where it is written.
+        reason: Why it is not built here.
+    """
+
+    candidate: Candidate
+    job: BuildJob
+    directory: Path
+    reason: str
+
+
 class EngineBuilder:
     """Builds every candidate of a run; a failure costs that candidate only.
 
@@ -67,6 +94,11 @@ class EngineBuilder:
         sample: ``.npz`` of generated inputs for the first inference.
         progress: Called after each candidate.
         corrections: Constants that were fitted to plans; those that were accepted are written with them.
+
+    Attributes:
+        only: Names of the candidates to build; None for all.
+        job_rows: Rows that build jobs carry, as engines take them.
+        is_addition: Whether engines are added to those of an earlier builder, whose jobs stay.
     """
 
     def __init__(
@@ -79,18 +111,41 @@ class EngineBuilder:
     ) -> None:
         self.config, self.directory, self.sample, self.progress = config, directory, sample, progress
         self.corrections = corrections
+        self.only: frozenset[str] | None = None
+        self.job_rows: Sequence[SplitRows] = ()
+        self.is_addition = False
         self._planned: dict[tuple[str, Precision, Fusions], Path] = {}
         self._logs: dict[str, RewriteLog] = {}
+        self._jobs: dict[str, WrittenJob] = {}
 
     def build(self, source: Source) -> Built:
-        """Build every candidate."""
-        candidates = list(self._candidates(source.plans))
-        engines: list[EngineArtifact] = []
-        for number, candidate in enumerate(candidates):
-            self.progress(f"build {candidate.directory}", number, len(candidates))
-            engines.append(replace(self._build(source.model, candidate), part=source.part))
+        """Build every candidate, or write a job for it, and take in the results of jobs."""
+        candidates = [
+            c for c in self._candidates(source.plans) if self.only is None or c.directory in self.only
+        ]
+        limits = self._limits
+        workers = min(how_many(self.config.build.parallel, limits.memory_bytes), len(candidates) or 1)
+        tasks = (Task(c.directory, self._work(source, c)) for c in candidates)
+
+        def on_done(name: str, done: int) -> None:
+            self.progress(f"build {name}", done, len(candidates))
+
+        engines = build_all(tasks, workers, on_done)
         self.progress("build", len(candidates), len(candidates))
-        return Built(EngineSet(tuple(engines)), RewriteLogs(self._logs))
+        failures = self._execute_jobs()
+        engines = [
+            self._merged(self._jobs[c.directory], failures) if c.directory in self._jobs else engine
+            for c, engine in zip(candidates, engines, strict=True)
+        ]
+        if not self.is_addition:
+            self._remove_old_jobs()
+        parts = tuple(replace(engine, part=source.part) for engine in engines)
+        return Built(EngineSet(parts), RewriteLogs(self._logs))
+
+    @property
+    def _limits(self) -> Limits:
+        limits = self.config.build
+        return Limits(limits.timeout_seconds, int(limits.memory_gb * 1e9))
 
     def _candidates(self, plans: PlanSet) -> Iterator[Candidate]:
         for target in self.config.targets:
@@ -98,34 +153,99 @@ class EngineBuilder:
                 backend = get_backend(name)
                 for architecture in target.architectures or backend.architectures(target.device):
                     for plan in plans.plans:
-                        yield Candidate(backend, target.device, architecture, plan)
+                        # A plan that rests on the speed of one device is no candidate for another.
+                        if plan.device in {"", target.device}:
+                            yield Candidate(backend, target.device, architecture, plan)
 
-    def _build(self, model: ModelArtifact, candidate: Candidate) -> EngineArtifact:
+    def _work(self, source: Source, candidate: Candidate) -> Callable[[], EngineArtifact]:
+        """What builds a candidate, apart from this thread; the planned model is written in it, once."""
         backend, plan = candidate.backend, candidate.plan
         reason = backend.decline(plan, candidate.architecture)
         if reason is not None:
-            return backend.refusal(plan, candidate.target, candidate.architecture, reason)
+            return lambda: backend.refusal(plan, candidate.target, candidate.architecture, reason)
+        away = backend.why_not_here(candidate.architecture)
+        if away and not self.config.build.jobs:
+            return lambda: backend.refusal(plan, candidate.target, candidate.architecture, away)
         try:
-            planned = self._planned_model(model, candidate)
+            request = self._request(source.model, candidate)
         except TransformError as error:
-            return backend.failure(plan, candidate.target, candidate.architecture, str(error))
+            failure = str(error)
+            return lambda: backend.failure(plan, candidate.target, candidate.architecture, failure)
+        if not away:
+            cache = engine_cache(self.config.build)
+            return lambda: cache.build(backend, request)
+        origin = JobOrigin(
+            run=self.config.name,
+            candidate=candidate.directory,
+            backend=backend.name,
+            part=source.part,
+            outputs=tuple(output.name for output in self.config.outputs),
+            rows=self.job_rows if self.config.build.job_data else (),
+        )
+        place = self.directory.path / JOBS / candidate.directory
+        written = WrittenJob(candidate, write_job(place, request, origin), place, away)
+        self._jobs[candidate.directory] = written
+        return lambda: self._waiting(written, "")
+
+    def _request(self, model: ModelArtifact, candidate: Candidate) -> BuildRequest:
         batch = self.config.batch
         serve = sorted(batch.serve)[len(batch.serve) // 2]
-        limits = self.config.build
-        return backend.build(
-            BuildRequest(
-                model=planned,
-                plan=plan,
-                sites=model.sites,
-                target=candidate.target,
-                architecture=candidate.architecture,
-                batch=BatchRange(batch.min, serve, batch.max, tuple(sorted({*batch.serve}))),
-                output=self.directory.path / "engines" / candidate.directory,
-                sample=self.sample,
-                relative_to=self.directory.path,
-                limits=Limits(limits.timeout_seconds, int(limits.memory_gb * 1e9)),
-            )
+        return BuildRequest(
+            model=self._planned_model(model, candidate),
+            plan=candidate.plan,
+            sites=model.sites,
+            target=candidate.target,
+            architecture=candidate.architecture,
+            batch=BatchRange(batch.min, serve, batch.max, tuple(sorted({*batch.serve}))),
+            output=self.directory.path / "engines" / candidate.directory,
+            sample=self.sample,
+            relative_to=self.directory.path,
+            limits=self._limits,
         )
+
+    def _execute_jobs(self) -> dict[Path, str]:
+        """Hand jobs without a result to the cluster, where there is one; says why some still have none."""
+        settings = self.config.build
+        if settings.executor is not Executor.RAY:
+            return {}
+        missing = {
+            written.directory: written.candidate.target
+            for written in self._jobs.values()
+            if read_result(written.directory, written.job) is None
+        }
+        return execute_on_cluster(missing, settings.ray_address, self.progress) if missing else {}
+
+    def _merged(self, written: WrittenJob, failures: dict[Path, str]) -> EngineArtifact:
+        """The engine that came back for a job, or that it is waited for.
+
+        Raises:
+            ModelError: What came back is of another job, or not whole.
+        """
+        result = read_result(written.directory, written.job)
+        if result is None:
+            return self._waiting(written, failures.get(written.directory, ""))
+        output = self.directory.path / "engines" / written.candidate.directory
+        return merge_result(result, written.directory, output, self.directory.path)
+
+    def _waiting(self, written: WrittenJob, failure: str) -> EngineArtifact:
+        candidate = written.candidate
+        place = self.directory.relative(written.directory)
+        detail = (
+            f"{written.reason}; `loka-onnx build --job {place}` builds it on a host with {candidate.target}"
+        )
+        artifact = candidate.backend.failure(
+            candidate.plan,
+            candidate.target,
+            candidate.architecture,
+            f"{detail}; the cluster: {failure}" if failure else detail,
+        )
+        return replace(artifact, status=BuildStatus.WAITING)
+
+    def _remove_old_jobs(self) -> None:
+        """Remove jobs that nothing asks for any more; those with a result stay: it took somebody's time."""
+        for place in (self.directory.path / JOBS).glob("*"):
+            if place.is_dir() and place.name not in self._jobs and not (place / RESULT).exists():
+                shutil.rmtree(place)
 
     def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> Path:
         """The model file that carries the plan in the form that the backend asks for; once for each form."""
@@ -143,8 +263,14 @@ class EngineBuilder:
         return self._planned[key]
 
 
+def engine_cache(settings: BuildConfig) -> EngineCache:
+    """The engines that were built before."""
+    directory = settings.cache or cache_directory() / "engines"
+    return EngineCache(directory, int(settings.cache_gb * 1e9))
+
+
 def build_engines(builder: EngineBuilder, source: Source) -> Built:
-    """Build, or take over, every candidate → `engines/`, `engines.json`, `rewrites.json`."""
+    """Build, or take over, every candidate → `engines/`, `engines.json`, `rewrites.json`, `jobs/`."""
     directory = builder.directory
     engines, rewrites = directory.path / "engines.json", directory.path / "rewrites.json"
 
@@ -153,20 +279,48 @@ def build_engines(builder: EngineBuilder, source: Source) -> Built:
         serde.write(built.engines, engines)
         serde.write(built.rewrites, rewrites)
         written = (directory.path / name for name in ("planned", "engines"))
-        files = (path for root in written for path in sorted(root.rglob("*")) if path.is_file())
-        return [engines, rewrites, *files]
+        files = [path for root in written for path in sorted(root.rglob("*")) if path.is_file()]
+        return [engines, rewrites, *files, *_job_files(directory.path / JOBS)]
 
-    key = {
+    settings = builder.config.build
+    key: dict[str, Any] = {
         "model": source.model.digest,
         "plans": serde.to_plain(source.plans),
         "corrections": serde.to_plain(builder.corrections),
         "part": source.part,
         "targets": [target.model_dump(mode="json") for target in builder.config.targets],
         "batch": builder.config.batch.model_dump(mode="json"),
+        "only": None if builder.only is None else sorted(builder.only),
+        "jobs": [settings.jobs, settings.job_data],
     }
+    on_cluster = settings.executor is Executor.RAY
+    if not on_cluster:
+        key["results"] = _results(directory.path / JOBS)
     return directory.stage(
         "build",
         key,
         produce,
         lambda: Built(serde.read(EngineSet, engines), serde.read(RewriteLogs, rewrites)),
+        again=on_cluster and _is_any_waiting(engines),
     )
+
+
+def _job_files(jobs: Path) -> list[Path]:
+    """Files of jobs; their results come from elsewhere, and are told by their digests."""
+    files = (path for path in sorted(jobs.rglob("*")) if path.is_file())
+    return [path for path in files if path.relative_to(jobs).parts[1] != RESULT]
+
+
+def _results(jobs: Path) -> dict[str, str]:
+    """Digest of every result, by candidate."""
+    places = sorted(jobs.glob(f"*/{RESULT}"))
+    documents = {place.parent.name: place / RESULT_DOCUMENT for place in places}
+    return {name: digest_file(path) if path.is_file() else "" for name, path in documents.items()}
+
+
+def _is_any_waiting(document: Path) -> bool:
+    try:
+        engines = serde.read(EngineSet, document).engines
+    except UserError:
+        return False
+    return any(engine.status is BuildStatus.WAITING for engine in engines)

@@ -107,7 +107,7 @@ class Correcting:
         document = self.directory.path / DOCUMENT
 
         def produce() -> Sequence[Path]:
-            found = self._fit(inputs) if self.is_asked_for and inputs.quantized else CorrectionSet()
+            found = self.fit(inputs)
             serde.write(found, document)
             return [document]
 
@@ -124,7 +124,10 @@ class Correcting:
         }
         return self.directory.stage("correct", key, produce, lambda: serde.read(CorrectionSet, document))
 
-    def _fit(self, inputs: CorrectionInputs) -> CorrectionSet:
+    def fit(self, inputs: CorrectionInputs) -> CorrectionSet:
+        """Fit, try and decide, without a record; nothing where none is asked for or no plan has FP8."""
+        if not self.is_asked_for or not inputs.quantized:
+            return CorrectionSet()
         scratch = self.directory.path / SCRATCH
         fit = fit_biases(
             inputs.modified, inputs.quantized, self.specs, self.calibration, scratch / "means.onnx"

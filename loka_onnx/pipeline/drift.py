@@ -27,6 +27,7 @@ from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.refined_run import read_refined
 from loka_onnx.data import Dataset, InputBinding, open_dataset
 from loka_onnx.errors import ConfigError, ModelError, UserError
 from loka_onnx.graph.column_origins import column_origins
@@ -248,7 +249,9 @@ def _plan(directory: Path, profile: Profile, wanted: str | None) -> PrecisionPla
     document = directory / "plan.json"
     plans = serde.read(PlanSet, document).plans if document.is_file() else ()
     fitting = {
-        plan.id: plan for plan in plans if plan.model_digest == profile.model_digest and plan.fp8_sites
+        plan.id: plan
+        for plan in (*plans, *read_refined(directory).plans)
+        if plan.model_digest == profile.model_digest and plan.fp8_sites
     }
     if wanted is not None:
         if wanted not in fitting:
@@ -260,5 +263,6 @@ def _plan(directory: Path, profile: Profile, wanted: str | None) -> PrecisionPla
             )
         return fitting[wanted]
     choice = directory / "choice.json"
-    chosen = [target.plan for target in serde.read(Choice, choice).targets] if choice.is_file() else []
+    targets = serde.read(Choice, choice).targets if choice.is_file() else ()
+    chosen = [plan for target in targets for plan in target.plans]
     return next((fitting[name] for name in (*chosen, SAFE_PLAN) if name in fitting), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loka_onnx.bundle import (
@@ -26,12 +26,15 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
+from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.core.throughput import ThroughputSet
 from loka_onnx.data import Dataset
+from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.pipeline.splits import split_rule
 from loka_onnx.pipeline.steps import Steps
-from loka_onnx.planning.choice import choose
+from loka_onnx.planning.choice import ChoiceOptions, choose
 from loka_onnx.report import (
     HTML_NAME,
     JSON_NAME,
@@ -62,20 +65,26 @@ class Results:
     engines: EngineSet
     evaluations: EvaluationSet
     corrections: CorrectionSet
+    refinement: Refinement = field(default_factory=Refinement)
+    throughput: ThroughputSet = field(default_factory=ThroughputSet)
 
 
 def choose_engines(steps: Steps, results: Results) -> Choice:
-    """One engine per target → `choice.json`."""
+    """One engine per target, or several by batch size → `choice.json`."""
     document = steps.directory.path / "choice.json"
+    serving = steps.config.serving
+    options = ChoiceOptions(serving.by_batch, serving.margin)
 
     def produce() -> Sequence[Path]:
-        serde.write(choose(results.engines.engines, results.evaluations, results.plans), document)
+        engines = choosable(results.engines.engines)
+        serde.write(choose(engines, results.evaluations, results.plans, options), document)
         return [document]
 
     key = {
         "engines": serde.to_plain(results.engines),
         "evaluations": serde.to_plain(results.evaluations),
         "plans": serde.to_plain(results.plans),
+        "options": [options.by_batch, options.margin, options.noise],
     }
     return steps.directory.stage("choose", key, produce, lambda: serde.read(Choice, document))
 
@@ -100,6 +109,8 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
         evaluations=results.evaluations,
         choice=choice,
         corrections=results.corrections,
+        refinement=results.refinement,
+        throughput=results.throughput,
         data=DataDescription(
             tuple(_describe_split(name, data, rule) for name, data in named.items()),
             label_rule or ", ".join(_label_rule(spec) for spec in steps.specs),
@@ -150,11 +161,10 @@ def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequen
     sample = steps.sample(SAMPLE_ROWS)
     exact = OnnxSession(results.exported.path, SessionOptions(threads=steps.threads)).run(sample)
     fallback = Expectation(exact, dict.fromkeys(exact, DEFAULT_TOLERANCE))
-    chosen = {target.engine for target in choice.targets}
+    by_id = {engine.id: engine for engine in results.engines.engines}
+    chosen = dict.fromkeys(name for target in choice.targets for name in target.engines)
     engines = [
-        _bundled(steps, results, engine, sample, fallback)
-        for engine in results.engines.engines
-        if engine.id in chosen and engine.is_built
+        _bundled(steps, results, by_id[name], sample, fallback) for name in chosen if by_id[name].is_built
     ]
     batch = steps.config.batch
     return write_bundle(

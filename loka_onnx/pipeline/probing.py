@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, calibrate
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
-from loka_onnx.calibration.passes.probe import PassOptions, Probe
+from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.calibration.passes.row_order import rows_of
 from loka_onnx.calibration.updating import Subject, update
@@ -26,6 +26,7 @@ from loka_onnx.core.progress import Progress
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.data import Dataset
 from loka_onnx.errors import ConfigError
+from loka_onnx.pipeline.competing import competing_plans
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.redo import (
@@ -43,6 +44,8 @@ EXPORTED = "calibration/exported.json"
 """Profile of the exported model, below the run directory."""
 MODIFIED = "profile.json"
 """Profile of the model after mods."""
+REFRESH_ROWS = 4096
+"""Rows that errors and sensitivities of a retrained model are taken from, at most."""
 
 
 class Probing:
@@ -144,6 +147,60 @@ class Probing:
 
         return self._stage("calibrate", EXPORTED, self._key(model), measure, again=True)
 
+    def refresh(self, model: ModelArtifact, planned: Mapping[str, str]) -> Profile:
+        """Every site of a retrained model under the recipes that were chosen for it → `profile.json`.
+
+        Ranges, and the scales that follow, are taken as ever. Errors and sensitivities come from few rows, to
+        be told and not to be judged by, and without other draws.
+
+        Args:
+            model: The model after mods.
+            planned: Id of the recipe of each site that is a product.
+        """
+        known = {recipe.id: recipe for recipe in planned_recipes(self.config.plan)}
+        wanted = {*planned.values()}
+        # Interactions and unplanned sites need one with per-tensor weights.
+        plain = next(name for name, recipe in known.items() if recipe.weight is Granularity.PER_TENSOR)
+        recipes = tuple(recipe for name, recipe in known.items() if name in {*wanted, plain})
+
+        def measure() -> Profile:
+            began, settings = time.perf_counter(), self.config.calibration
+            passes = PassOptions(
+                batch_size=settings.batch_size,
+                rows=settings.rows,
+                range_rows=settings.range_rows,
+                seed=settings.seed,
+            )
+            few = min(REFRESH_ROWS, self.data.rows if settings.rows is None else settings.rows)
+            with self._executor() as executor:
+                probe = Probe(model, model.sites, self.data, passes, executor, self.progress)
+                ranges = probe.ranges(self._scratch)
+                took = ExactSum.of((time.perf_counter() - began,))
+                options = replace(
+                    self._options(lambda found: ()),
+                    recipes=recipes,
+                    planned=planned,
+                    scales=scales_of(ranges, recipes),
+                    rows=few,
+                    range_rows=None,
+                    error_precision=None,
+                    sensitivity_rows=few,
+                    open_verdicts=None,
+                    draws=1,
+                    executor=executor,
+                )
+                found = calibrate(model, self.specs, self.data, self._scratch, options, self.progress)
+            entries = (
+                replace(e, operands={name: ranges.get(name, stats) for name, stats in e.operands.items()})
+                for e in found.sites
+            )
+            found = replace(found, rows=probe.range_rows, sites=tuple(entries))
+            found = replace(found, seconds={**found.seconds, "ranges": took})
+            return self._with_magnitudes(found, model) if self._may_use_fp16 else found
+
+        key = {**self._key(model), "planned": dict(planned), "rows": REFRESH_ROWS}
+        return self._stage("refresh", MODIFIED, key, measure)
+
     def _stage(
         self, name: str, document: str, key: Any, measure: Callable[[], Profile], *, again: bool = False
     ) -> Profile:
@@ -172,7 +229,7 @@ class Probing:
     @property
     def _may_use_fp16(self) -> bool:
         plan = self.config.plan
-        return plan.base in (Precision.FP16, "auto") or PlanId.FP16 in plan.plans
+        return plan.base in (Precision.FP16, "auto") or PlanId.FP16 in competing_plans(self.config)
 
     def _with_magnitudes(self, profile: Profile, model: ModelArtifact) -> Profile:
         """The profile with the magnitudes of all tensors of its model, over the calibration split."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core.artifact import ModelArtifact
@@ -22,7 +23,9 @@ from loka_onnx.pipeline.emission import (
     emit_bundle,
     write_report,
 )
+from loka_onnx.pipeline.refine_stage import RefineInputs, refine_engines
 from loka_onnx.pipeline.sample import write_sample
+from loka_onnx.pipeline.serving import measure_throughput
 from loka_onnx.pipeline.splitting import source_of
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.pipeline.versions import library_versions
@@ -30,6 +33,8 @@ from loka_onnx.report import ReportData
 
 BUILD_ROWS = 256
 """Rows of the first inference in a build process."""
+GIVEN = "run_file"
+"""Key, in the record of a run, of what its run file gave and of the directory that it stood in."""
 
 
 class Stage(StrEnum):
@@ -106,13 +111,22 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
         config = load_run_file(config)
     with RunDirectory.create(
         config.output,
-        config.model_dump(mode="json"),
+        recorded(config),
         library_versions(),
         force=options.force,
         resume=options.resume,
     ) as directory:
         directory.on_stage = options.on_stage
         return _run_stages(Steps(config, directory, options.progress), options)
+
+
+def recorded(config: RunConfig) -> dict[str, Any]:
+    """A run file as the record of its run holds it: every key, and what was given to read it again from."""
+    given = config.model_dump(mode="json", exclude_unset=True)
+    return {
+        **config.model_dump(mode="json"),
+        GIVEN: {"directory": str(config.directory), "values": given},
+    }
 
 
 def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR0911 - one for each end
@@ -147,20 +161,34 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     source = source_of(modified.model, plans, split)
     corrections = steps.correct(exported, modified.model, plans)
     builder = EngineBuilder(config, directory, sample, options.progress, corrections)
+    builder.job_rows = steps.job_rows()
     built = build_engines(builder, source)
     if options.until is Stage.BUILD:
         return ended
 
-    evaluations = steps.evaluate(exported, built.engines)
+    refined = refine_engines(
+        steps, RefineInputs(exported, modified.model, profile, plans, built.engines, corrections, sample)
+    )
+    evaluations = steps.evaluate(exported, refined.engines, refined.added.evaluations)
     if options.until is Stage.EVALUATE:
         return ended
 
     cut = {} if split is None else {"split": split.log}
-    rewrites = {"mods": modified.log, **cut, **built.rewrites.logs}
+    rewrites = {"mods": modified.log, **cut, **built.rewrites.logs, **refined.added.rewrites.logs}
     results = Results(
-        exported, modified.model, profile, plans, rewrites, built.engines, evaluations, corrections
+        exported,
+        modified.model,
+        profile,
+        refined.plans,
+        rewrites,
+        refined.engines,
+        evaluations,
+        refined.corrections,
+        refined.document,
     )
     choice = choose_engines(steps, results)
+    loaded = measure_throughput(steps, refined.engines.engines, evaluations, refined.plans, choice)
+    results = replace(results, throughput=loaded)
     data = describe_run(steps, results, choice, options.label_rule)
     files = write_report(steps, data)
     if options.until is Stage.REPORT:

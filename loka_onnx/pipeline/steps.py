@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
-from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.rewrite import RewriteLog
@@ -27,6 +27,7 @@ from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import DataError
 from loka_onnx.evaluation.columns import read_scores, read_truth
 from loka_onnx.evaluation.engines import (
+    Reference,
     Split,
     judge_engine,
     judge_reference,
@@ -40,8 +41,11 @@ from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest, model_files
+from loka_onnx.pipeline.competing import competing_plans
 from loka_onnx.pipeline.correcting import Correcting, CorrectionInputs
 from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.job_results import ElsewhereRuns
+from loka_onnx.pipeline.jobs import SplitRows
 from loka_onnx.pipeline.mods import ChosenMods
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.recipes import planned_recipes
@@ -56,8 +60,9 @@ from loka_onnx.pipeline.splitting import (
     with_lookup,
 )
 from loka_onnx.pipeline.torch_source import build_torch_model
+from loka_onnx.pipeline.tuning import device_timings
 from loka_onnx.planning.loud import errors_to_leave
-from loka_onnx.planning.policy import PlanOptions, make_plans
+from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Runner
 from loka_onnx.transforms.sequence import apply_mods
@@ -84,8 +89,10 @@ class Steps:
         self.specs = config.output_specs
         self.threads = config.threads or 0
         self.split: ModelSplit | None = None
+        self.elsewhere = ElsewhereRuns(directory.path)
         self._seeds = count(1)
         self._mods = ChosenMods(config)
+        self._references: dict[tuple[str, str], Reference] = {}
 
     # Model and data --------------------------------------------------------------------------------
 
@@ -219,14 +226,9 @@ class Steps:
     def plan(self, model: ModelArtifact, profile: Profile) -> PlanSet:
         """Profile → `plan.json`."""
         document = self._path("plan.json")
-        chosen, confidence = self.config.plan, self.config.calibration.confidence
+        chosen, options = self.config.plan, self.plan_options
 
         def produce() -> Sequence[Path]:
-            base = None if chosen.base == "auto" else chosen.base
-            plans, exported = tuple(chosen.plans), self._exported
-            options = PlanOptions(
-                chosen.keep, chosen.force, base, plans, confidence, chosen.protect, exported
-            )
             recipes = planned_recipes(chosen)
             serde.write(make_plans(model, profile, self.specs, recipes, options), document)
             return [document]
@@ -235,28 +237,65 @@ class Steps:
             "model": model.digest,
             "profile": serde.to_plain(profile),
             "plan": chosen.model_dump(mode="json"),
-            "confidence": confidence,
+            "plans": options.plans,
+            "confidence": options.confidence,
             "budgets": [spec.budget for spec in self.specs],
+            "timings": [known.key for known in options.devices],
         }
         return self.directory.stage("plan", key, produce, lambda: serde.read(PlanSet, document))
+
+    @cached_property
+    def plan_options(self) -> PlanOptions:
+        """What the user decided about plans, with the kernel times of every target as they are now."""
+        chosen, devices = self.config.plan, device_timings(self.config, self.directory.path)
+        return PlanOptions(
+            keep=chosen.keep,
+            force=chosen.force,
+            base=None if chosen.base == "auto" else chosen.base,
+            plans=competing_plans(self.config, [known.device for known in devices if known.timings]),
+            confidence=self.config.calibration.confidence,
+            protect=chosen.protect,
+            exported=self._exported,
+            devices=devices,
+        )
 
     def correct(self, exported: ModelArtifact, modified: ModelArtifact, plans: PlanSet) -> CorrectionSet:
         """Constants fitted to each FP8 plan, kept where they help on selection → `corrections.json`."""
         stage = Correcting.of(self.config, self.directory, self.splits, self.progress)
         return stage.correct(CorrectionInputs(exported, modified, plans))
 
+    def fit_corrections(
+        self, exported: ModelArtifact, modified: ModelArtifact, plans: PlanSet
+    ) -> CorrectionSet:
+        """The same for further plans, without a stage of its own."""
+        stage = Correcting.of(self.config, self.directory, self.splits, self.progress)
+        return stage.fit(CorrectionInputs(exported, modified, plans))
+
+    def search_plans(self, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
+        """Plans beside the best one of the search over kernel times, for every device with such times."""
+        recipes = planned_recipes(self.config.plan)
+        return refine_fast_plans(model, profile, self.specs, recipes, self.plan_options)
+
     # Evaluation ------------------------------------------------------------------------------------
 
-    def evaluate(self, exported: ModelArtifact, engines: EngineSet) -> EvaluationSet:
-        """Accuracy on selection and certification, latency per batch size → `evaluation.json`."""
+    def evaluate(
+        self, exported: ModelArtifact, engines: EngineSet, known: EvaluationSet | None = None
+    ) -> EvaluationSet:
+        """Accuracy on selection and certification, latency per batch size → `evaluation.json`.
+
+        Args:
+            exported: What engines are judged against.
+            engines: Every candidate.
+            known: What was judged of them before, which is not judged again.
+        """
         document = self._path("evaluation.json")
 
         def produce() -> Sequence[Path]:
-            timed = self._time(engines.engines)
+            timed = {**self.elsewhere.latencies(engines.engines), **self.time_engines(engines.engines)}
             measured = [
                 with_latencies(evaluation, timed)
                 for split in self._judged_splits()
-                for evaluation in self._judge(split, exported, engines.engines)
+                for evaluation in self._judge(split, exported, engines.engines, known)
             ]
             serde.write(EvaluationSet(tuple(measured)), document)
             return [document]
@@ -264,6 +303,7 @@ class Steps:
         key = {
             "exported": exported.digest,
             "engines": [engine.digest or engine.detail for engine in engines.engines],
+            "elsewhere": self.elsewhere.key(engines.engines),
             "split": () if self.split is None else self.split.digests,
             "data": [self.splits.selection.digest, self.splits.certification.digest],
             "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
@@ -280,29 +320,63 @@ class Steps:
             Split("certification", self.splits.certification, columns, rows.group, rows.slices),
         )
 
-    def _judge(
-        self, split: Split, exported: ModelArtifact, engines: Sequence[EngineArtifact]
+    def job_rows(self) -> tuple[SplitRows, ...]:
+        """What engines take for the rows that they are judged on, as build jobs carry them."""
+        return tuple(
+            SplitRows(split.name, split.data.rows, split.batch_size, partial(self._engine_batches, split))
+            for split in self._judged_splits()
+        )
+
+    def _engine_batches(self, split: Split) -> Iterator[Arrays]:
+        for batch in split.data.batches(split.batch_size):
+            yield self.taken_by_engines(dict(batch.inputs))
+
+    def judge_on_selection(
+        self, exported: ModelArtifact, engines: Sequence[EngineArtifact]
     ) -> list[Evaluation]:
-        session = OnnxSession(exported.path, SessionOptions(threads=self.threads))
-        reference = predict_reference(split, session.run, self.specs, self.progress)
+        """Each engine on the selection split, without latencies."""
+        return self._judge(self._judged_splits()[0], exported, engines)[1:]
+
+    def _judge(
+        self,
+        split: Split,
+        exported: ModelArtifact,
+        engines: Sequence[EngineArtifact],
+        known: EvaluationSet | None = None,
+    ) -> list[Evaluation]:
+        """The reference, then each engine."""
+        reference = self._reference(split, exported)
+        earlier = {(e.engine, e.split): e for e in (known.evaluations if known is not None else ())}
         found = [judge_reference(split, reference, self.specs)]
         for engine in engines:
+            if (engine.id, split.name) in earlier:
+                found.append(earlier[engine.id, split.name])
+                continue
             with ExitStack() as stack:
-                opener = partial(self.open_engine, engine, stack)
+                opener = self.elsewhere.opener(engine, split.name) or partial(self.open_engine, engine, stack)
                 found.append(judge_engine(engine, split, reference, self.specs, opener, self.progress))
         return found
 
+    def _reference(self, split: Split, exported: ModelArtifact) -> Reference:
+        """What engines are compared with on a split; predicted once."""
+        key = (split.name, exported.digest)
+        if key not in self._references:
+            session = OnnxSession(exported.path, SessionOptions(threads=self.threads))
+            self._references[key] = predict_reference(split, session.run, self.specs, self.progress)
+        return self._references[key]
+
     def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
         """Load an engine until the stack closes; returns what runs one batch of the model's own inputs."""
-        runner = self._open_alone(engine)
+        runner = self.open_alone(engine)
         if engine.part is Part.DENSE:
             runner = with_lookup(runner, self.split, self.threads)
         return stack.enter_context(runner).run
 
-    def _open_alone(self, engine: EngineArtifact) -> Runner:
+    def open_alone(self, engine: EngineArtifact) -> Runner:
+        """Load an engine without the lookup before it; takes what engines take."""
         return get_backend(engine.backend).open(engine, self._path(engine.path or Path()))
 
-    def _time(self, engines: Sequence[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
+    def time_engines(self, engines: Sequence[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
         """Latency of every engine that runs here, in turns with the others of its kind.
 
         Where the model was cut, each engine is timed alone, on looked-up rows, and the lookup beside them.
@@ -321,7 +395,7 @@ class Steps:
             group = [e for e in ready if e.simulated is simulated]
             with ExitStack() as stack:
                 runs: dict[str, Run] = {
-                    engine.id: stack.enter_context(self._open_alone(engine)).run for engine in group
+                    engine.id: stack.enter_context(self.open_alone(engine)).run for engine in group
                 }
                 make_inputs = self.generated
                 if group[0].part is Part.DENSE:

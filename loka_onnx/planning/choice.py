@@ -5,8 +5,14 @@ split decides; certification is looked at once, to hold what was chosen against 
 no part in choosing it. An engine that misses there gives way to the exact model, not to the runner-up:
 choosing again would make certification a second selection. High precision always competes: when FP8 is
 slower, or outside the budget, the best high-precision engine is emitted, and FP32 when nothing is inside.
-Where no engine could run on this host nothing was judged on its own outputs; the choice then is provisional
-and says what it rests on.
+An engine that is faster by no more than noise loses to one in higher precision (`planning.speed` says how
+sure a ratio is). Where no engine could run on this host nothing was judged on its own outputs; the choice
+then is provisional and says what it rests on.
+
+Where different engines are fastest at different batch sizes, by more than a margin, each size gets its own
+(`planning.routing`). The engine that is best over all sizes is the main one: an engine of some sizes that
+misses on certification gives them back to it. That was settled before certification was looked at, so that
+nothing is selected there.
 
 One choice for each piece of hardware. A target is one piece of hardware, on which all its engines compete:
 backends name the same device differently (``cuda``, ``sm90``). Only where one backend builds a target for
@@ -17,45 +23,82 @@ of another backend whose architecture is none of those competes on every one of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, replace
 
-from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import BudgetStatus, Choice, Evaluation, EvaluationSet, Loser, TargetChoice
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.evaluation import (
+    Choice,
+    EvaluationSet,
+    Loser,
+    Route,
+    TargetChoice,
+    Why,
+    median_error,
+)
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import PlanningError
+from loka_onnx.planning.evidence import FASTER_FIRST, Evidence
+from loka_onnx.planning.losers import Verdict, losers, not_built
+from loka_onnx.planning.routing import alike, main_of, pick, routes
+from loka_onnx.planning.speed import Speed
 
 MEASURED = "measured on the target"
 PROVISIONAL = "provisional: accuracy simulated here, speed not measured"
 
-_FASTER_FIRST = (Precision.BF16, Precision.FP16, Precision.FP32)
-"""What is expected to be faster where nothing was measured."""
+NOISE = 0.01
+"""Relative difference of latency that is not worth precision, however surely it was measured."""
+MARGIN = 0.03
+"""Least gain at a batch size that is worth another engine."""
+
+
+@dataclass(frozen=True)
+class ChoiceOptions:
+    """How engines are chosen.
+
+    Attributes:
+        by_batch: Whether batch sizes may get engines of their own.
+        margin: Least relative gain at a batch size that is worth another engine.
+        noise: Relative difference that counts for nothing, beside the spread of the measurement.
+
+    Raises:
+        ValueError: A margin is negative.
+    """
+
+    by_batch: bool = True
+    margin: float = MARGIN
+    noise: float = NOISE
+
+    def __post_init__(self) -> None:
+        if self.margin < 0.0 or self.noise < 0.0:
+            raise ValueError(f"margins are at least 0: {self}")
 
 
 def choose(
     engines: Sequence[EngineArtifact],
     evaluations: EvaluationSet,
     plans: PlanSet,
+    options: ChoiceOptions | None = None,
 ) -> Choice:
-    """Choose one engine for each piece of hardware.
+    """Choose one engine for each piece of hardware, or several by batch size.
 
     Args:
         engines: Every candidate, declined and failed ones included.
         evaluations: What was measured.
         plans: The plans that the candidates run.
+        options: How to choose.
 
     Raises:
         PlanningError: A target has no engine that could be emitted.
     """
-    evidence = _Evidence(_of_split(evaluations, "selection"), _of_split(evaluations, "certification"), plans)
-    return Choice(
-        tuple(
-            _choose_one(rivals, evidence)
-            for target in dict.fromkeys(engine.target for engine in engines)
-            for rivals in group_by_hardware([e for e in engines if e.target == target])
-        )
+    evidence, options = Evidence(evaluations, plans), options or ChoiceOptions()
+    predictions = evidence.predictions(engines)
+    targets = tuple(
+        _choose_one(rivals, evidence, options)
+        for target in dict.fromkeys(engine.target for engine in engines)
+        for rivals in group_by_hardware([e for e in engines if e.target == target])
     )
+    return Choice(targets, predictions, median_error(predictions))
 
 
 def group_by_hardware(engines: Sequence[EngineArtifact]) -> list[list[EngineArtifact]]:
@@ -71,59 +114,9 @@ def group_by_hardware(engines: Sequence[EngineArtifact]) -> list[list[EngineArti
     ]
 
 
-def _of_split(evaluations: EvaluationSet, split: str) -> dict[str, Evaluation]:
-    return {e.engine: e for e in evaluations.evaluations if e.split == split}
-
-
-@dataclass(frozen=True)
-class _Evidence:
-    """What the engines are judged on.
-
-    Attributes:
-        by_engine: Evaluation on the selection split by engine id.
-        certified: Evaluation on the certification split by engine id.
-        plans: The plans of the engines.
-    """
-
-    by_engine: Mapping[str, Evaluation]
-    certified: Mapping[str, Evaluation]
-    plans: PlanSet
-
-    def is_certified(self, engine: EngineArtifact) -> bool:
-        """Whether the engine's own outputs are inside the budget on the certification split."""
-        evaluation = self.certified.get(engine.id)
-        return evaluation is not None and evaluation.is_within_budget
-
-    def is_within_budget(self, engine: EngineArtifact) -> bool:
-        """Whether the engine's own outputs were judged inside the budget."""
-        evaluation = self.by_engine.get(engine.id)
-        return evaluation is not None and evaluation.is_within_budget
-
-    def latency_us(self, engine: EngineArtifact) -> float | None:
-        """Mean over batch sizes of the median latency per row; None where no speed on the target is known."""
-        evaluation = self.by_engine.get(engine.id)
-        if engine.simulated or evaluation is None or not evaluation.latencies:
-            return None
-        if not all(latency.counts_for_choice for latency in evaluation.latencies):
-            return None
-        return fmean(latency.p50_us / latency.batch for latency in evaluation.latencies)
-
-    def plan_status(self, plan: str) -> bool | None:
-        """Whether every engine of the plan that was judged here was inside the budget; None without any."""
-        both = (*self.by_engine.values(), *self.certified.values())
-        judged = [e.is_within_budget for e in both if e.plan == plan and e.outputs]
-        return all(judged) if judged else None
-
-    def has_fp8(self, engine: EngineArtifact) -> bool:
-        """Whether the engine's plan has sites in FP8."""
-        return bool(self.plans.plan(engine.plan).fp8_sites)
-
-    def base(self, engine: EngineArtifact) -> Precision:
-        """Precision of what is not FP8."""
-        return self.plans.plan(engine.plan).base
-
-
-def _choose_one(engines: Sequence[EngineArtifact], evidence: _Evidence) -> TargetChoice:
+def _choose_one(
+    engines: Sequence[EngineArtifact], evidence: Evidence, options: ChoiceOptions
+) -> TargetChoice:
     built = [e for e in engines if e.is_built]
     if not built:
         raise PlanningError(
@@ -131,61 +124,106 @@ def _choose_one(engines: Sequence[EngineArtifact], evidence: _Evidence) -> Targe
             evidence="; ".join(f"{e.id} {e.status}: {e.detail}" for e in engines),
             remedy="`loka-onnx doctor` says what this machine can build",
         )
-    if any(e.status is BuildStatus.READY for e in built):
-        return _choose_measured(engines, evidence)
+    if any(e.was_run for e in built):
+        return _Measured(engines, evidence, options).choose()
     return _choose_provisional(engines, built, evidence)
 
 
 # Engines that ran here --------------------------------------------------------------------------------
 
 
-def _choose_measured(engines: Sequence[EngineArtifact], evidence: _Evidence) -> TargetChoice:
-    ready = [e for e in engines if e.status is BuildStatus.READY]
-    latencies = {e.id: latency for e in ready if (latency := evidence.latency_us(e)) is not None}
-    inside = [e for e in ready if e.id in latencies and evidence.is_within_budget(e)]
-    if inside:
-        winner = min(inside, key=lambda e: latencies[e.id])
-        reason = f"fastest of {len(inside)} engines whose upper bound is inside the budget"
-        if not any(evidence.has_fp8(e) for e in inside):
-            reason += "; none of them runs FP8"
-        elif not evidence.has_fp8(winner):
-            reason += "; FP8 is slower"
-        if not evidence.is_certified(winner):
-            return _fall_back(engines, winner, latencies, evidence)
-    else:
-        winner = _most_exact([e for e in ready if not e.simulated], evidence, engines[0].target)
+class _Measured:
+    """The choice on hardware that some engine ran on."""
+
+    def __init__(self, engines: Sequence[EngineArtifact], evidence: Evidence, options: ChoiceOptions) -> None:
+        self.engines, self.evidence, self.options = engines, evidence, options
+        self.ready = [e for e in engines if e.was_run]
+        self.speeds: Mapping[str, Speed] = evidence.speeds(self.ready)
+        self.inside = [e for e in self.ready if e.id in self.speeds and evidence.is_within_budget(e)]
+
+    def choose(self) -> TargetChoice:
+        """The engine that is emitted, or the engines."""
+        if self.inside:
+            return self._fastest()
+        candidates = [e for e in self.ready if not e.simulated]
+        winner = _most_exact(candidates, self.evidence, self.engines[0].target)
         reason = f"no engine with a measured speed is inside the budget: the exact model, {winner.plan}"
-        if evidence.base(winner) is not Precision.FP32:
+        if self.evidence.base(winner) is not Precision.FP32:
             reason = "no engine is inside the budget, and FP32 was not built: the most exact engine"
-    losers = tuple(
-        Loser(e.id, _why_not_measured(e, winner, latencies, evidence)) for e in engines if e is not winner
+        return self._emit(Verdict(winner, frozenset({winner.id})), reason)
+
+    def _fastest(self) -> TargetChoice:
+        evidence, options = self.evidence, self.options
+        winner = pick(self.inside, self.speeds, evidence, options.noise)
+        same = alike(self.inside, self.speeds, options.noise)
+        table: tuple[Route, ...] = ()
+        if options.by_batch:
+            table = routes(self.inside, self.speeds, evidence, options.noise, options.margin)
+        by_id = {engine.id: engine for engine in self.inside}
+        if table:
+            winner = by_id[main_of(table)]
+        if not evidence.is_certified(winner):
+            return self._fall_back(winner)
+        missed = tuple(
+            dict.fromkeys(by_id[r.engine] for r in table if not evidence.is_certified(by_id[r.engine]))
+        )
+        table = _given_back(table, winner, missed)
+        reason = self._reason(winner, same)
+        if table:
+            count = len({route.engine for route in table})
+            gain = f"{100 * options.margin:g} %"
+            reason += f"; {count} engines by batch size, each faster there by more than {gain}"
+        reason += "".join(
+            f"; '{engine.plan}' gave its batch sizes back: it is not inside the budget on certification"
+            for engine in missed
+        )
+        emitted = frozenset({winner.id, *(route.engine for route in table)})
+        # Of engines by batch size the main one need not be among the fastest over all of them.
+        close = frozenset(e.id for e in same) if winner in same else frozenset()
+        return self._emit(Verdict(winner, emitted, missed, close), reason, table)
+
+    def _reason(self, winner: EngineArtifact, same: Sequence[EngineArtifact]) -> str:
+        count = f"{len(self.inside)} engines whose upper bound is inside the budget"
+        fastest, evidence = same[0], self.evidence
+        if winner in same[1:]:
+            reason = f"within noise of the fastest of {count}, '{fastest.plan}', and more exact"
+        else:
+            reason = f"fastest of {count}"
+        fp8 = [e for e in self.inside if evidence.has_fp8(e)]
+        if not fp8:
+            return f"{reason}; none of them runs FP8"
+        if evidence.has_fp8(winner):
+            return reason
+        return f"{reason}; FP8 is {'no faster' if any(e in same for e in fp8) else 'slower'}"
+
+    def _fall_back(self, missed: EngineArtifact) -> TargetChoice:
+        """What was selected misses the budget on certification: the exact model."""
+        others = [e for e in self.ready if not e.simulated and e is not missed]
+        winner = _most_exact(others or [missed], self.evidence, missed.target)
+        reason = (
+            f"'{missed.plan}' was selected and is not inside the budget on certification: "
+            f"{winner.plan} instead"
+        )
+        return self._emit(Verdict(winner, frozenset({winner.id}), (missed,)), reason)
+
+    def _emit(self, verdict: Verdict, reason: str, table: tuple[Route, ...] = ()) -> TargetChoice:
+        winner = verdict.winner
+        others = losers(self.engines, verdict, self.speeds, self.evidence)
+        return TargetChoice(winner.target, winner.id, winner.plan, reason, MEASURED, others, table)
+
+
+def _given_back(
+    table: tuple[Route, ...], main: EngineArtifact, missed: Sequence[EngineArtifact]
+) -> tuple[Route, ...]:
+    """The table without engines that missed on certification; empty where one engine is left."""
+    gone = {engine.id for engine in missed}
+    kept = tuple(
+        replace(r, engine=main.id, plan=main.plan, times=None) if r.engine in gone else r for r in table
     )
-    return TargetChoice(winner.target, winner.id, winner.plan, reason, MEASURED, losers)
+    return kept if any(route.engine != main.id for route in kept) else ()
 
 
-def _fall_back(
-    engines: Sequence[EngineArtifact],
-    missed: EngineArtifact,
-    latencies: Mapping[str, float],
-    evidence: _Evidence,
-) -> TargetChoice:
-    """What was selected misses the budget on certification: the exact model."""
-    others = [e for e in engines if e.status is BuildStatus.READY and not e.simulated and e is not missed]
-    winner = _most_exact(others or [missed], evidence, missed.target)
-    certified = evidence.certified.get(missed.id)
-    why_missed = f"selected; on certification {_accuracy(certified) if certified else 'not measured'}"
-    losers = tuple(
-        Loser(e.id, why_missed if e is missed else _why_not_measured(e, winner, latencies, evidence))
-        for e in engines
-        if e is not winner
-    )
-    reason = (
-        f"'{missed.plan}' was selected and is not inside the budget on certification: {winner.plan} instead"
-    )
-    return TargetChoice(winner.target, winner.id, winner.plan, reason, MEASURED, losers)
-
-
-def _most_exact(engines: Sequence[EngineArtifact], evidence: _Evidence, target: str) -> EngineArtifact:
+def _most_exact(engines: Sequence[EngineArtifact], evidence: Evidence, target: str) -> EngineArtifact:
     """The engine that departs least from the exact model; the faster of two alike."""
     if not engines:
         raise PlanningError(
@@ -195,49 +233,21 @@ def _most_exact(engines: Sequence[EngineArtifact], evidence: _Evidence, target: 
         )
 
     def rank(engine: EngineArtifact) -> tuple[bool, int, float]:
-        latency = evidence.latency_us(engine)
+        speed = evidence.speed(engine)
         return (
             evidence.has_fp8(engine),
-            -_FASTER_FIRST.index(evidence.base(engine)),
-            float("inf") if latency is None else latency,
+            -FASTER_FIRST.index(evidence.base(engine)),
+            float("inf") if speed is None else speed.per_row_us,
         )
 
     return min(engines, key=rank)
-
-
-def _why_not_measured(
-    engine: EngineArtifact, winner: EngineArtifact, latencies: Mapping[str, float], evidence: _Evidence
-) -> str:
-    if not engine.is_built:
-        return f"{engine.status}: {engine.detail}"
-    evaluation = evidence.by_engine.get(engine.id)
-    if evaluation is None or not evaluation.outputs:
-        return f"not measured: {engine.detail or (evaluation.status if evaluation else engine.status)}"
-    accuracy = _accuracy(evaluation)
-    if engine.simulated:
-        return f"{accuracy}; FP8 is simulated here, its speed never counts"
-    if not evaluation.is_within_budget or winner.id not in latencies:
-        return accuracy
-    if engine.id not in latencies:
-        return f"{accuracy}; its speed on the target was not measured"
-    return f"{accuracy}; {latencies[engine.id] / latencies[winner.id]:.2f}× the latency of the chosen engine"
-
-
-def _accuracy(evaluation: Evaluation) -> str:
-    """How the engine stands to the budget; beyond on one output outweighs undecided on another."""
-    statuses = {output.budget_status for output in evaluation.outputs}
-    if BudgetStatus.BEYOND in statuses:
-        return "accuracy beyond the budget"
-    if BudgetStatus.UNDECIDED in statuses:
-        return "accuracy undecided: the budget lies inside the interval"
-    return "accuracy inside the budget"
 
 
 # Engines for hardware that is not here ----------------------------------------------------------------
 
 
 def _choose_provisional(
-    engines: Sequence[EngineArtifact], built: Sequence[EngineArtifact], evidence: _Evidence
+    engines: Sequence[EngineArtifact], built: Sequence[EngineArtifact], evidence: Evidence
 ) -> TargetChoice:
     """Rest on what was judged of the same plans on this host."""
     fp8 = [e for e in built if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
@@ -253,27 +263,29 @@ def _choose_provisional(
             "no FP8 plan is inside the budget in simulation: high precision; "
             "evaluate it on the device before deploying"
         )
-    losers = tuple(Loser(e.id, _why_not_provisional(e, winner, evidence)) for e in engines if e is not winner)
-    return TargetChoice(winner.target, winner.id, winner.plan, reason, PROVISIONAL, losers)
+    others = tuple(
+        Loser(e.id, Why.NOT_RUN, _why_not_provisional(e, winner, evidence)) if e.is_built else not_built(e)
+        for e in engines
+        if e is not winner
+    )
+    return TargetChoice(winner.target, winner.id, winner.plan, reason, PROVISIONAL, others)
 
 
-def _fp8_rank(engine: EngineArtifact, evidence: _Evidence) -> tuple[float, int]:
+def _fp8_rank(engine: EngineArtifact, evidence: Evidence) -> tuple[float, int]:
     """More in FP8 is expected to be faster; then, fewer sites where the engine departs from its plan."""
     return (evidence.plans.plan(engine.plan).fp8_share, -len(engine.fallbacks))
 
 
-def _high_precision_rank(engine: EngineArtifact, evidence: _Evidence) -> tuple[bool, bool, int]:
+def _high_precision_rank(engine: EngineArtifact, evidence: Evidence) -> tuple[bool, bool, int]:
     """No FP8; then, nothing that was seen outside the budget; then, what is expected to be faster."""
     return (
         evidence.has_fp8(engine),
         evidence.plan_status(engine.plan) is False,
-        _FASTER_FIRST.index(evidence.base(engine)),
+        FASTER_FIRST.index(evidence.base(engine)),
     )
 
 
-def _why_not_provisional(engine: EngineArtifact, winner: EngineArtifact, evidence: _Evidence) -> str:
-    if not engine.is_built:
-        return f"{engine.status}: {engine.detail}"
+def _why_not_provisional(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> str:
     status = evidence.plan_status(engine.plan)
     if status is False:
         return "built, not run: the accuracy of its plan on this host is not inside the budget"

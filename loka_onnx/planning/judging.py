@@ -107,7 +107,7 @@ def _would_have_had(
     return shares
 
 
-def _units(names: Collection[str], groups: Iterable[Unit]) -> tuple[Unit, ...]:
+def units_of(names: Collection[str], groups: Iterable[Unit]) -> tuple[Unit, ...]:
     """The sites in units; each is in one."""
     found: list[Unit] = []
     left = set(names)
@@ -149,7 +149,7 @@ class _Judges:
 
     def __init__(self, costs: Costs, flops: Mapping[str, int], norms: Sequence[str], risk: float) -> None:
         self._costs, self._flops, self._operations = costs, flops, sum(flops.values())
-        self._units = _units(flops, costs.groups)
+        self._units = units_of(flops, costs.groups)
         self._norms = {Unit({name}): NORM_ALLOWANCE / len(norms) for name in norms}
         measured = [unit for unit in self._units if costs.is_measured(unit)]
         parting = sum(len(unit) for unit in self._units if len(unit) > 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Protection, Verdict, Wide
+from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Protection, SiteSpeed, Verdict, Wide
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.ratio_moments import CONFIDENCE
 from loka_onnx.core.recipe import Recipe
@@ -16,12 +17,17 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.base import Base, Bases
 from loka_onnx.planning.costs import Costs
+from loka_onnx.planning.fast import REFINEMENTS, Candidates, FastSearch
 from loka_onnx.planning.flops import useful_flops
 from loka_onnx.planning.judging import judge
 from loka_onnx.planning.patterns import named_places
 from loka_onnx.planning.scales import ScaleReader
+from loka_onnx.planning.search import Sites
+from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
 _FP8_PLANS = ("fp8-all", "fp8-safe")
+FAST = "fp8-fast"
+"""The plan that is made for each device by its kernel times."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class PlanOptions:
         protect: What stays in FP32 in a BF16 or FP16 plan without being named.
         exported: The model that the user wrote the patterns for; one that names something there, but nothing
             after mods, is told and not refused. None where plans are made for that model itself.
+        devices: Kernel times of each device that plans are for; a device without any is told, and gets
+            no plan `fp8-fast`.
     """
 
     keep: tuple[str, ...] = ()
@@ -48,6 +56,7 @@ class PlanOptions:
     confidence: float = CONFIDENCE
     protect: tuple[Protection, ...] = (Protection.LOGITS,)
     exported: ModelArtifact | None = None
+    devices: tuple[DeviceTimings, ...] = ()
 
 
 def make_plans(
@@ -73,7 +82,35 @@ def make_plans(
     """
     options = options or PlanOptions()
     planner = _Planner(model, profile, outputs, tuple(recipes), options)
-    return PlanSet(tuple(planner.plan(plan_id) for plan_id in options.plans), planner.notes)
+    plans = tuple(plan for plan_id in options.plans for plan in planner.plans(plan_id))
+    return PlanSet(plans, (*planner.notes, *planner.left_out), planner.speeds)
+
+
+def refine_fast_plans(
+    model: ModelArtifact,
+    profile: Profile,
+    outputs: tuple[OutputSpec, ...],
+    recipes: Sequence[Recipe],
+    options: PlanOptions,
+) -> tuple[PrecisionPlan, ...]:
+    """Refinements of `fp8-fast` that are worth building and timing, the most telling first.
+
+    Each toggles the sites of one tensor and is otherwise the best inside of the budget (`search.neighbours`).
+    They are numbered from 1: ``fp8-fast-1``.
+
+    Args:
+        model: The model after mods.
+        profile: Its profile.
+        outputs: Judged outputs with their budgets.
+        recipes: Recipes that the profile holds.
+        options: What the user decided, with the kernel times of the devices.
+
+    Raises:
+        ConfigError: As `make_plans`.
+        PlanningError: As `make_plans`.
+    """
+    planner = _Planner(model, profile, outputs, tuple(recipes), options)
+    return tuple(plan for known in options.devices for plan in planner.refinements(known, REFINEMENTS))
 
 
 def open_verdicts(
@@ -118,7 +155,7 @@ class _Planner:
     ) -> None:
         self.model, self.profile, self.outputs, self.options = model, profile, outputs, options
         self.recipes = {recipe.id: recipe for recipe in recipes}
-        graph = GraphModel.load(model.path)
+        graph = self.graph = GraphModel.load(model.path)
         self.scales = ScaleReader(graph, profile)
         self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self.costs = Costs(profile, outputs)
@@ -137,9 +174,39 @@ class _Planner:
             )
         self.judgements = judge(model.sites, self.kept, profile, outputs, options.confidence)
         self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
+        self.left_out: list[str] = []
 
-    def plan(self, plan_id: str) -> PrecisionPlan:
-        """The plan of that id."""
+    def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
+        """The plans of that id: one, or of `FAST` one for each device that it saves time on."""
+        if plan_id != FAST:
+            yield self._plan_of(plan_id)
+            return
+        if not self.options.devices:
+            self._leave_out("no device was named that it could be made for")
+        for known in self.options.devices:
+            if not known.timings:
+                self._leave_out(f"no kernel timings for device {known.device}; run `loka-onnx tune`")
+            elif not (search := self._searches[known.device]).saves:
+                self._leave_out(search.why_nothing())
+            else:
+                yield self._fast_plan(self._fast_id(known.device), search, search.best)
+
+    def _leave_out(self, reason: str) -> None:
+        self.left_out.append(f"plan {FAST} is left out: {reason}")
+
+    def refinements(self, known: DeviceTimings, count: int) -> Iterator[PrecisionPlan]:
+        """Numbered refinements for one device; none where there are no kernel times of it."""
+        if known.timings:
+            search = self._searches[known.device]
+            for number, chosen in enumerate(search.refinements(count), start=1):
+                yield self._fast_plan(f"{self._fast_id(known.device)}-{number}", search, chosen)
+
+    @property
+    def speeds(self) -> tuple[SiteSpeed, ...]:
+        """What FP8 saves at each site that could run in it, on each device with kernel times."""
+        return tuple(speeds.speed(site) for speeds in self._site_speeds.values() for site in speeds.sources)
+
+    def _plan_of(self, plan_id: str) -> PrecisionPlan:
         simple = {"fp32": Precision.FP32, "bf16": Precision.BF16, "fp16": Precision.FP16}
         if plan_id in simple:
             base = self.bases.fixed(simple[plan_id])
@@ -148,22 +215,25 @@ class _Planner:
             raise ConfigError(
                 f"unknown plan '{plan_id}'",
                 where="plan.plans",
-                evidence=f"known are {', '.join((*simple, *_FP8_PLANS))}",
+                evidence=f"known are {', '.join((*simple, *_FP8_PLANS, FAST))}",
                 remedy="remove it, or correct its name",
             )
         obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
         quantized = {s.name: self._quantized(s) for s in self.model.sites if obstacles[s.name] is None}
-        wanted = self.options.base
-        base = self.bases.chosen(quantized.values()) if wanted is None else self.bases.fixed(wanted)
+        base = self._base_of(quantized)
         decisions = tuple(
             self._fp8_decision(s, quantized.get(s.name), obstacles[s.name], base) for s in self.model.sites
         )
         return self._plan(plan_id, base, decisions)
 
+    def _base_of(self, quantized: Mapping[str, Decision]) -> Base:
+        wanted = self.options.base
+        return self.bases.chosen(quantized.values()) if wanted is None else self.bases.fixed(wanted)
+
     def _plan(self, plan_id: str, base: Base, decisions: tuple[Decision, ...]) -> PrecisionPlan:
         chosen = {d.site for d in decisions if d.precision is Precision.FP8}
         sites = {d.site for d in decisions}
-        outputs = self.outputs if plan_id in _FP8_PLANS else ()
+        outputs = self.outputs if plan_id.startswith("fp8-") else ()
         return PrecisionPlan(
             id=plan_id,
             model_digest=self.model.digest,
@@ -173,12 +243,73 @@ class _Planner:
             fp8_share=self._share(chosen),
             wide=tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites),
             base_reason=base.reason,
+            predicted_us={
+                device: predicted
+                for device, speeds in self._site_speeds.items()
+                if (predicted := speeds.predicted_us(base.precision, decisions))
+            },
         )
 
     def _share(self, chosen: Collection[str]) -> float:
         """Part of the FP8-able floating-point operations that some sites make."""
         able = sum(self.flops.values())
         return sum(self.flops.get(name, 0) for name in chosen) / able if able else 0.0
+
+    # By kernel times -------------------------------------------------------------------------------
+
+    @cached_property
+    def _site_speeds(self) -> dict[str, SiteSpeeds]:
+        """By device that there are kernel times of."""
+        if not any(known.timings for known in self.options.devices):
+            return {}
+        base = self.options.base or Precision.BF16
+        scales = {site.name: self._recipe(site).weight for site in self.model.sites if site.is_fp8_able}
+        return {
+            known.device: SiteSpeeds(self.graph, self.model.sites, known, base, scales)
+            for known in self.options.devices
+            if known.timings
+        }
+
+    @cached_property
+    def _searches(self) -> dict[str, FastSearch]:
+        """By device that there are kernel times of."""
+        decided = {*self.kept, *self.bases.protected, *self.forced}
+        free = tuple(name for name in self.flops if name not in decided)
+        forced = tuple(site.name for site in self.model.sites if site.name in self.forced)
+        risk = 1.0 - self.options.confidence
+        return {
+            device: FastSearch(Candidates(free, forced), speeds, self.costs, risk)
+            for device, speeds in self._site_speeds.items()
+        }
+
+    def _fast_id(self, device: str) -> str:
+        """`FAST`, with the device where there are several."""
+        return FAST if len(self._site_speeds) == 1 else f"{FAST}-{device}"
+
+    def _fast_plan(self, plan_id: str, search: FastSearch, chosen: Sites) -> PrecisionPlan:
+        quantized = {
+            site.name: self._chosen(site, search, chosen) for site in self.model.sites if site.name in chosen
+        }
+        base = self._base_of(quantized)
+        decisions = tuple(
+            self._fp8_decision(site, quantized.get(site.name), self._why_out(site, search, chosen), base)
+            for site in self.model.sites
+        )
+        return replace(self._plan(plan_id, base, decisions), device=search.speeds.device)
+
+    def _chosen(self, site: Site, search: FastSearch, chosen: Sites) -> Decision:
+        decision, why = self._quantized(site), search.why_in(site.name, chosen)
+        if site.name in self.forced:
+            return replace(decision, reason=f"{decision.reason}; {why}")
+        # Beside these others it is inside of the budget, whatever its verdict beside all sites is.
+        return replace(decision, verdict=Verdict.SAFE, reason=why)
+
+    def _why_out(self, site: Site, search: FastSearch, chosen: Sites) -> str:
+        """Why a site is not chosen, to stand before its verdict."""
+        obstacle = self._obstacle(site, FAST)
+        if obstacle or site.name not in self.flops or site.name in self.kept:
+            return obstacle or ""
+        return f"{search.why_out(site.name, chosen)}; "
 
     # Decisions -------------------------------------------------------------------------------------
 

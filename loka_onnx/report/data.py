@@ -12,8 +12,10 @@ from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, TargetC
 from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
+from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.serde import STRICT
+from loka_onnx.core.throughput import ThroughputSet
 
 SELECTION = "selection"
 CERTIFICATION = "certification"
@@ -76,9 +78,11 @@ class ReportData:
         lineage: Finished stages.
         corrections: Constants that were fitted to plans, kept or not.
         notes: What else the reader must know.
+        refinement: Plans that were tried on a device beside those of the run file.
+        throughput: Requests per second under load; empty where it was not asked for.
     """
 
-    SCHEMA: ClassVar[str] = "report/3"
+    SCHEMA: ClassVar[str] = "report/4"
     __pydantic_config__ = STRICT
 
     title: str
@@ -95,6 +99,8 @@ class ReportData:
     lineage: tuple[StageRecord, ...] = ()
     corrections: CorrectionSet = field(default_factory=CorrectionSet)
     notes: tuple[str, ...] = ()
+    refinement: Refinement = field(default_factory=Refinement)
+    throughput: ThroughputSet = field(default_factory=ThroughputSet)
 
     @property
     def is_synthetic(self) -> bool:
@@ -135,7 +141,7 @@ class ReportData:
 
     def chosen(self, engine_id: str) -> TargetChoice | None:
         """The choice that emits an engine, None when it is not emitted."""
-        return next((t for t in self.choice.targets if t.engine == engine_id), None)
+        return next((t for t in self.choice.targets if engine_id in t.engines), None)
 
     def why_lost(self, engine_id: str) -> str:
         """Why a candidate was not chosen; empty when it was."""

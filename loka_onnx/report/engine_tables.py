@@ -37,6 +37,8 @@ STATUS_TONES = {
     BuildStatus.BUILT_NOT_RUN: Tone.WARN,
     BuildStatus.DECLINED: Tone.MUTED,
     BuildStatus.FAILED: Tone.BAD,
+    BuildStatus.WAITING: Tone.MUTED,
+    BuildStatus.RUN_ELSEWHERE: Tone.PLAIN,
 }
 _BUDGET_TONES = {
     BudgetStatus.WITHIN: Tone.GOOD,

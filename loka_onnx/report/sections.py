@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.report import numbers
+from loka_onnx.report.choice_tables import choice_sections
 from loka_onnx.report.correction_tables import corrections_sections
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Column, Document, Section, Table, Tone, cell
 from loka_onnx.report.engine_tables import engines_section, fallbacks_section
+from loka_onnx.report.refinement_tables import refinement_sections
 from loka_onnx.report.site_tables import calibration_facts, sites_section
 from loka_onnx.report.slice_tables import slices_sections
+from loka_onnx.report.throughput_tables import throughput_sections
 from loka_onnx.report.verdict import verdicts
 
 SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated rows, not on yours"
@@ -20,6 +23,9 @@ def build_document(data: ReportData) -> Document:
     sections = (
         *([Section("notes", "Notes", items=data.notes)] if data.notes else []),
         engines_section(data),
+        *choice_sections(data),
+        *throughput_sections(data),
+        *refinement_sections(data),
         *slices_sections(data),
         sites_section(data),
         *corrections_sections(data),

@@ -12,6 +12,7 @@ from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.speed_tables import speed_tables
 
 SAFE_PLAN = "fp8-safe"
 _MOST_NAMED = 6
@@ -55,7 +56,7 @@ def sites_section(data: ReportData) -> Section:
         _intervals(data),
     ]
     if plan is not None:
-        emitted = tuple(dict.fromkeys(t.plan for t in data.choice.targets))
+        emitted = tuple(dict.fromkeys(name for t in data.choice.targets for name in t.plans))
         if plan.id not in emitted:
             paragraphs.insert(
                 0,
@@ -69,6 +70,7 @@ def sites_section(data: ReportData) -> Section:
         tables.append(_plan_table(data))
     if any(plan.wide for plan in data.plans.plans):
         tables.append(_wide_table(data))
+    tables += speed_tables(data, data.plan(SAFE_PLAN) or plan)
     paragraphs += [
         f"Plan {p.id} is based on {p.base}: {p.base_reason}." for p in data.plans.plans if p.base_reason
     ]
@@ -118,7 +120,7 @@ def _intervals(data: ReportData) -> str:
 
 def shown_plan(data: ReportData) -> PrecisionPlan | None:
     """The plan whose reasons are shown: the emitted one if it has FP8, else fp8-safe, else any with FP8."""
-    emitted = [data.plan(t.plan) for t in data.choice.targets]
+    emitted = [data.plan(name) for t in data.choice.targets for name in t.plans]
     candidates = [*emitted, data.plan(SAFE_PLAN), *data.plans.plans]
     known = [p for p in candidates if p is not None]
     return next((p for p in known if p.fp8_sites), known[0] if known else None)

@@ -51,6 +51,9 @@ def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
         facts.append("FP8 is simulated in this engine: its accuracy counts, its speed says nothing.")
     facts += _costs(data, choice.engine)
     facts += _slices(data, choice.engine)
+    if choice.routes:
+        served = "; ".join(f"to {numbers.count(r.batch)} rows {r.engine}" for r in choice.routes)
+        facts.append(f"By batch size: {served}.")
     facts.append(f"Speed: {choice.basis}.")
     if engine is not None and engine.fallbacks:
         facts.append(f"Sites that do not run as planned: {len(engine.fallbacks)}; see Fallbacks.")

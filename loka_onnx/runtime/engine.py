@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,8 @@ class Health:
             engine failed.
         tolerance: What `max_abs` was held against.
         skipped: Engines that were preferred to this one.
+        routes: Where several serve, by the largest number of rows that one takes, its id; empty where
+            one takes all.
     """
 
     ready: bool
@@ -62,6 +65,7 @@ class Health:
     max_abs: dict[str, float]
     tolerance: dict[str, float]
     skipped: tuple[Skipped, ...]
+    routes: dict[int, str] = field(default_factory=dict)
 
 
 class Engine:
@@ -101,6 +105,7 @@ class Engine:
         self._manifest = manifest
         self._runner = runner
         self._sample = sample
+        self._routes: tuple[tuple[int, Engine], ...] = ()
 
     def infer(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Answers one request. Values are not checked, only their layout.
@@ -116,19 +121,33 @@ class Engine:
                 not built for.
             EngineError: The engine fails on the batch.
         """
-        self._check(inputs)
-        return self._runner.run(inputs)
+        rows = self._check(inputs)
+        return self._engine_of(rows)._runner.run(inputs)
+
+    def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
+        """Hand requests to other engines by their size, from now on; this one owns them.
+
+        Args:
+            routes: Largest number of rows that an engine takes, ascending, and the engine, which may be this
+                one; the last one takes larger requests too.
+        """
+        self._routes = tuple(routes)
 
     def close(self) -> None:
         """Frees what the engine holds, a GPU's memory above all; it answers nothing afterwards."""
-        self._runner.close()
+        with ExitStack() as stack:
+            stack.callback(self._runner.close)
+            for engine in self._others:
+                stack.callback(engine.close)
 
     def health(self) -> Health:
         """Runs the self-test: the sample through the engine, against its expected outputs."""
         detail, differences = "", {}
         try:
             known = {**self._sample.inputs, **self._sample.looked_up}
-            answer = self.infer({spec.name: known[spec.name] for spec in self.inputs})
+            request = {spec.name: known[spec.name] for spec in self.inputs}
+            self._check(request)
+            answer = self._runner.run(request)
             differences = {
                 spec.name: _max_abs(answer[spec.name], self._sample.expected[spec.name], spec.name)
                 for spec in self.outputs
@@ -141,6 +160,7 @@ class Engine:
             )
         except LokaError as error:
             detail = str(error)
+        detail = "; ".join([*([detail] if detail else []), *self._ailing()])
         return Health(
             ready=not detail,
             detail=detail,
@@ -154,9 +174,31 @@ class Engine:
             max_abs=differences,
             tolerance=dict(self.entry.tolerance),
             skipped=self.skipped,
+            routes={rows: engine.entry.id for rows, engine in self._routes},
         )
 
-    def _check(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+    @property
+    def _others(self) -> tuple[Engine, ...]:
+        """The other engines that requests are handed to."""
+        found = {id(engine): engine for _, engine in self._routes if engine is not self}
+        return tuple(found.values())
+
+    def _engine_of(self, rows: int) -> Engine:
+        """The engine that takes a request of so many rows: that of the next size that has one."""
+        last = self._routes[-1][1] if self._routes else self
+        return next((engine for most, engine in self._routes if rows <= most), last)
+
+    def _ailing(self) -> list[str]:
+        """What is wrong with the other engines."""
+        healths = (engine.health() for engine in self._others)
+        return [f"engine '{health.engine}': {health.detail}" for health in healths if not health.ready]
+
+    def _check(self, inputs: Mapping[str, npt.NDArray[Any]]) -> int:
+        """Rows of a request that the engine takes.
+
+        Raises:
+            DataError: It does not take it.
+        """
         names = {spec.name for spec in self.inputs}
         whose = "model" if self.part is Part.WHOLE else "dense part"
         if set(inputs) != names:
@@ -173,6 +215,7 @@ class Engine:
                 evidence=f"rows {rows}, batches of {batch.min} to {batch.max}",
                 remedy="send equally many rows of every input, and split larger requests",
             )
+        return min(rows.values())
 
 
 def _rows(value: npt.NDArray[Any], spec: TensorSpec) -> int:

@@ -217,6 +217,7 @@ def _check_consistency(directory: Path, manifest: Manifest) -> None:
         if path not in files:
             _refuse(directory, f"the manifest names report '{path}' but does not list it", MANIFEST_NAME)
     _check_cut(directory, manifest, files)
+    _check_routes(directory, manifest)
     ids = [e.id for e in manifest.candidates]
     if len(set(ids)) != len(ids):
         _refuse(directory, "two engines of the manifest have one id", ", ".join(sorted(ids)))
@@ -245,6 +246,20 @@ def _check_consistency(directory: Path, manifest: Manifest) -> None:
                 f"engine '{entry.id}' needs one finite tolerance for each output",
                 f"tolerances {entry.tolerance}, outputs {sorted(outputs)}",
             )
+
+
+def _check_routes(directory: Path, manifest: Manifest) -> None:
+    """Requests must have an engine of the bundle to go to, whatever their size."""
+    ids = {entry.id for entry in manifest.engines}
+    for choice in manifest.choice.targets:
+        missing = [name for name in choice.engines if name not in ids] if choice.routes else []
+        if missing:
+            _refuse(
+                directory, f"requests are routed to engine '{missing[0]}', which is not there", choice.target
+            )
+        sizes = [route.batch for route in choice.routes]
+        if sizes != sorted({size for size in sizes if size >= 1}):
+            _refuse(directory, f"the routes of '{choice.target}' are out of order", f"batch sizes {sizes}")
 
 
 def _check_cut(directory: Path, manifest: Manifest, files: Mapping[str, BundleFile]) -> None:

@@ -2,13 +2,14 @@
 
 The driver library is the one thing that every host with an NVIDIA GPU has; binding it with `ctypes` keeps a
 fleet host free of frameworks. Functions: CUDA Driver API reference, sections Device Management, Primary
-Context Management, Memory Management and Stream Management.
+Context Management, Memory Management, Stream Management and Graph Management.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ from loka_onnx.errors import EngineError
 LIBRARIES = ("libcuda.so.1", "nvcuda.dll")
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 NAME_BYTES = 256
+STREAM_NON_BLOCKING = 1
+CAPTURE_THIS_THREAD = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: what other threads call meanwhile does not end the capture."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,42 @@ class CudaDriver:
         return CudaDevice(index, name.value.decode(errors="replace"), f"sm{''.join(parts)}")
 
 
+class CudaGraph:
+    """Device work that was captured once and is launched as one.
+
+    Args:
+        driver: The driver.
+        graph: Handle of the captured graph; freed here.
+        stream: Stream that it is launched on.
+
+    Raises:
+        EngineError: The driver cannot instantiate the graph.
+    """
+
+    def __init__(self, driver: CudaDriver, graph: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
+        self._driver, self._stream = driver, stream
+        self._executable = ctypes.c_void_p()
+        try:
+            driver.call(
+                "cuGraphInstantiateWithFlags", ctypes.byref(self._executable), graph, ctypes.c_ulonglong(0)
+            )
+        finally:
+            driver.call("cuGraphDestroy", graph)
+
+    def launch(self) -> None:
+        """Queue the captured work."""
+        self._driver.call("cuGraphLaunch", self._executable, self._stream)
+
+    def close(self) -> None:
+        """Free the graph; what was queued must have finished."""
+        self._driver.call("cuGraphExecDestroy", self._executable)
+
+
 class CudaContext:
     """The primary context of one device, with a stream and named buffers.
+
+    A name stands for a pair of buffers, one on the device and one in page-locked host memory: only from such
+    memory are copies asynchronous, and only such copies can be captured into a graph.
 
     It is current in the thread that made it; another thread must `activate` it before it calls anything else.
 
@@ -106,8 +144,10 @@ class CudaContext:
         self._context = context
         self.activate()
         self._stream = ctypes.c_void_p()
-        self._driver.call("cuStreamCreate", ctypes.byref(self._stream), 1)
-        self._buffers: dict[str, tuple[ctypes.c_uint64, int]] = {}
+        self._driver.call("cuStreamCreate", ctypes.byref(self._stream), STREAM_NON_BLOCKING)
+        self._device: dict[str, tuple[ctypes.c_uint64, int]] = {}
+        self._host: dict[str, tuple[ctypes.c_void_p, int]] = {}
+        self._moves = 0
 
     def activate(self) -> None:
         """Make the context current in the calling thread."""
@@ -118,37 +158,72 @@ class CudaContext:
         """Handle of the stream that everything runs on."""
         return int(self._stream.value or 0)
 
+    @property
+    def moves(self) -> int:
+        """How often a buffer got another address: a graph that was captured before is stale."""
+        return self._moves
+
     def reserve(self, name: str, size: int) -> int:
         """Address of a device buffer of at least `size` bytes; kept and grown between calls."""
-        address, capacity = self._buffers.get(name, (ctypes.c_uint64(), 0))
+        address, capacity = self._device.get(name, (ctypes.c_uint64(), 0))
         if capacity < max(size, 1):
             if capacity:
+                del self._device[name]
                 self._driver.call("cuMemFree_v2", address)
-                del self._buffers[name]
             address, capacity = ctypes.c_uint64(), max(size, 1)
             self._driver.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(capacity))
-            self._buffers[name] = (address, capacity)
+            self._device[name] = (address, capacity)
+            self._moves += 1
         return int(address.value)
 
-    def upload(self, name: str, array: npt.NDArray[Any]) -> int:
-        """Copy an array into the buffer of that name; returns its address."""
-        values = np.ascontiguousarray(array)
-        address = self.reserve(name, values.nbytes)
-        if values.nbytes:
-            pointer, size = values.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(values.nbytes)
-            # The copy from pageable memory has read the array when the call returns.
-            self._driver.call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(address), pointer, size, self._stream)
-        return address
+    def staging(self, name: str, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """The page-locked buffer of that name as an array; it is overwritten by the next batch."""
+        kind = np.dtype(dtype)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        address, capacity = self._host.get(name, (ctypes.c_void_p(), 0))
+        if capacity < max(size, 1):
+            if capacity:
+                del self._host[name]
+                self._driver.call("cuMemFreeHost", address)
+            address, capacity = ctypes.c_void_p(), max(size, 1)
+            self._driver.call("cuMemAllocHost_v2", ctypes.byref(address), ctypes.c_size_t(capacity))
+            self._host[name] = (address, capacity)
+            self._moves += 1
+        held = (ctypes.c_byte * capacity).from_address(int(address.value or 0))
+        values: npt.NDArray[Any] = np.frombuffer(memoryview(held), np.byte, size).view(kind)
+        return values.reshape(tuple(shape))
 
-    def download(self, name: str, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Copy the buffer of that name into a new array, after everything queued before."""
-        values = np.empty(tuple(shape), dtype)
-        if values.nbytes:
-            address, _ = self._buffers[name]
-            pointer, size = values.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(values.nbytes)
-            self._driver.call("cuMemcpyDtoHAsync_v2", pointer, address, size, self._stream)
-        self.synchronize()
-        return values
+    def upload(self, name: str, size: int) -> None:
+        """Queue a copy of the first `size` bytes of the staging buffer to the device."""
+        if size:
+            host, device = self._host[name][0], self._device[name][0]
+            self._driver.call("cuMemcpyHtoDAsync_v2", device, host, ctypes.c_size_t(size), self._stream)
+
+    def download(self, name: str, size: int) -> None:
+        """Queue a copy of the first `size` bytes on the device into the staging buffer."""
+        if size:
+            host, device = self._host[name][0], self._device[name][0]
+            self._driver.call("cuMemcpyDtoHAsync_v2", host, device, ctypes.c_size_t(size), self._stream)
+
+    def capture(self, work: Callable[[], None]) -> CudaGraph:
+        """Record what `work` queues on the stream, without running it.
+
+        Raises:
+            EngineError: `work` does what cannot be captured; the stream is usable again afterwards.
+        """
+        graph = ctypes.c_void_p()
+        self._driver.call("cuStreamBeginCapture_v2", self._stream, CAPTURE_THIS_THREAD)
+        try:
+            work()
+        except BaseException:
+            # The stream stays in capture mode until it is ended; that it then has no graph is known.
+            with suppress(EngineError):
+                self._driver.call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
+            if graph.value:
+                self._driver.call("cuGraphDestroy", graph)
+            raise
+        self._driver.call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
+        return CudaGraph(self._driver, graph, self._stream)
 
     def synchronize(self) -> None:
         """Wait for everything that was queued."""
@@ -157,9 +232,12 @@ class CudaContext:
     def close(self) -> None:
         """Free the buffers, the stream and the hold on the context."""
         self.activate()
-        for address, _ in self._buffers.values():
+        for address, _ in self._device.values():
             self._driver.call("cuMemFree_v2", address)
-        self._buffers.clear()
+        for pointer, _ in self._host.values():
+            self._driver.call("cuMemFreeHost", pointer)
+        self._device.clear()
+        self._host.clear()
         self._driver.call("cuStreamDestroy_v2", self._stream)
         self._driver.call("cuDevicePrimaryCtxRelease_v2", self._handle)
 

@@ -3,55 +3,64 @@
 `TensorRtSession` takes the vendor module as a parameter: the calls are the same in `tensorrt_rtx` and in
 `tensorrt` 10 and 11.
 
-An engine is a program: TensorRT for RTX carries the source of its kernels and compiles it as it loads. Load
-one only from whoever may run code on the host.
+A batch is copied into page-locked memory, from there to the device, run, and copied back, all queued on one
+stream. For a batch size that the engine is tuned for, what is queued is captured into a CUDA graph the second
+time that size comes, and is one launch from then on. TensorRT's rules for that (developer guide, "CUDA
+Graphs"): a graph belongs to the shapes, the buffers and the execution context it was captured from, the
+context must have run once with them before, and must not be changed afterwards. So each such size has an
+execution context of its own, which costs its activations' memory, and a graph is dropped when a buffer moves.
+
+An engine is a program: TensorRT for RTX carries the source of its kernels and compiles it as it loads, and an
+engine of TensorRT carries machine code. Load one only from whoever may run code on the host.
 """
 
 from __future__ import annotations
 
-import importlib
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.cuda import CudaContext, list_cuda_devices
-from loka_onnx.sessions.runner import Arrays, Runner
+from loka_onnx.errors import EngineError
+from loka_onnx.sessions.cuda import CudaContext, CudaGraph
+from loka_onnx.sessions.runner import Arrays, Resident, Runner
+from loka_onnx.sessions.tensorrt_vendors import TENSORRT, TENSORRT_RTX, Vendor, first_gpu, why_no_gpu
+
+_LOG = logging.getLogger("loka_onnx.sessions")
 
 
-def import_tensorrt_rtx() -> Any:
-    """The `tensorrt_rtx` module.
-
-    Raises:
-        MissingPackage: It is not installed, or its libraries do not load.
-    """
-    try:
-        return importlib.import_module("tensorrt_rtx")
-    except (ImportError, OSError) as error:
-        raise MissingPackage(
-            "TensorRT for RTX is not installed",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[tensorrt-rtx]'",
-        ) from error
+NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
+    "FLOAT": np.float32,
+    "HALF": np.float16,
+    "INT8": np.int8,
+    "UINT8": np.uint8,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "BOOL": np.bool_,
+}
+"""By member of `DataType`; the other types have no NumPy counterpart."""
 
 
-def why_no_gpu(architecture: str) -> str:
-    """Why this host cannot run an engine for an architecture; empty when it has a GPU of it."""
-    devices = list_cuda_devices()
-    if any(device.architecture == architecture for device in devices):
-        return ""
-    here = ", ".join(f"{device.name} ({device.architecture})" for device in devices) or "no NVIDIA GPU"
-    return f"the engine is for {architecture} and this host has {here}"
+def open_tensorrt(engine: Path, architecture: str, version: str = "") -> TensorRtSession:
+    """`open_engine` with TensorRT."""
+    return open_engine(TENSORRT, engine, architecture, version)
 
 
 def open_tensorrt_rtx(engine: Path, architecture: str, version: str = "") -> TensorRtSession:
-    """Deserialize an engine of TensorRT for RTX on the first GPU of its architecture.
+    """`open_engine` with TensorRT for RTX."""
+    return open_engine(TENSORRT_RTX, engine, architecture, version)
+
+
+def open_engine(vendor: Vendor, engine: Path, architecture: str, version: str = "") -> TensorRtSession:
+    """Deserialize an engine on the first GPU of its architecture.
 
     Args:
+        vendor: Library that built it.
         engine: Serialized engine.
         architecture: What it was built for, for example ``sm89``.
         version: Version of the library that built it; not checked when empty.
@@ -60,24 +69,62 @@ def open_tensorrt_rtx(engine: Path, architecture: str, version: str = "") -> Ten
         MissingPackage: The library is not installed.
         EngineError: There is no such GPU, the library has another version, or it refuses the engine.
     """
-    trt = import_tensorrt_rtx()
+    trt = vendor.load()
     here = str(trt.__version__)
     if version not in {"", here}:
         raise EngineError(
-            "the engine was built by another version of TensorRT for RTX",
+            f"the engine was built by another version of {vendor.title}",
             where=str(engine),
             evidence=f"built by {version}, this host has {here}",
-            remedy=f"install tensorrt-rtx-cu13 {version}, or build the engine again",
+            remedy=f"install {vendor.package} {version}, or build the engine again",
         )
     reason = why_no_gpu(architecture)
     if reason:
         raise EngineError(f"cannot run here: {reason}", where=str(engine))
-    device = next(d.index for d in list_cuda_devices() if d.architecture == architecture)
-    return TensorRtSession(trt, engine, device)
+    return TensorRtSession(trt, engine, first_gpu(architecture).index)
+
+
+@dataclass
+class _Lane:
+    """An execution context, and the state it was left in.
+
+    Attributes:
+        context: The execution context, with its optimization profile chosen.
+        is_captured: Whether its work becomes a CUDA graph: it serves one batch size only.
+        inputs: Shapes that it was last set to.
+        outputs: Shapes of what that gives.
+        moves: `CudaContext.moves` when its buffers were set.
+        is_warm: It has run with these shapes and buffers.
+        graph: A batch as captured: copies to the device, the engine, copies back.
+        engine_graph: The engine alone.
+    """
+
+    context: Any
+    is_captured: bool
+    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    moves: int = -1
+    is_warm: bool = False
+    graph: CudaGraph | None = None
+    engine_graph: CudaGraph | None = None
+
+    def drop_graphs(self) -> None:
+        """Forget the captured work."""
+        for graph in (self.graph, self.engine_graph):
+            if graph is not None:
+                graph.close()
+        self.graph = self.engine_graph = None
+        self.is_warm = False
+
+    def drop_graph(self) -> None:
+        """Forget the captured work."""
+        if self.graph is not None:
+            self.graph.close()
+        self.graph, self.is_warm = None, False
 
 
 class TensorRtSession(Runner):
-    """A deserialized engine with its execution context and device buffers.
+    """A deserialized engine with its execution contexts, buffers and CUDA graphs.
 
     Calls from several threads are served one after the other.
 
@@ -85,14 +132,16 @@ class TensorRtSession(Runner):
         trt: The vendor module.
         engine: Serialized engine.
         device: Number of the GPU.
+        cuda_graphs: Whether the batch sizes that the engine is tuned for are captured into CUDA graphs.
 
     Raises:
         EngineError: The engine does not load on this machine.
     """
 
-    def __init__(self, trt: Any, engine: Path, device: int = 0) -> None:
-        self._trt = trt
+    def __init__(self, trt: Any, engine: Path, device: int = 0, *, cuda_graphs: bool = True) -> None:
+        self._trt, self._cuda_graphs = trt, cuda_graphs
         self._lock = threading.Lock()
+        self._lanes: dict[int, _Lane] = {}
         self._cuda = CudaContext(device)
         self._logger = trt.Logger(trt.Logger.WARNING)
         self._runtime = trt.Runtime(self._logger)
@@ -106,13 +155,28 @@ class TensorRtSession(Runner):
                 where=str(engine),
                 remedy="an engine belongs to one GPU architecture, one TensorRT version and one OS",
             )
-        self._context = context
-        modes = {
-            name: self._engine.get_tensor_mode(name)
-            for name in map(self._engine.get_tensor_name, range(self._engine.num_io_tensors))
+        self._general = _Lane(context, is_captured=False)
+        try:
+            self._describe()
+        except BaseException:
+            self.close()
+            raise
+
+    def _describe(self) -> None:
+        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
+        is_input = {
+            name: self._engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT for name in names
         }
-        self._inputs = tuple(name for name, mode in modes.items() if mode == trt.TensorIOMode.INPUT)
-        self._outputs = tuple(name for name, mode in modes.items() if mode == trt.TensorIOMode.OUTPUT)
+        self._inputs = tuple(name for name in names if is_input[name])
+        self._outputs = tuple(name for name in names if not is_input[name])
+        self._types = {name: self._numpy_type(name) for name in names}
+        self._batched = tuple(name for name in self._inputs if self._is_batched(name))
+        self._profiles = self._served_sizes()
+
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that the engine is tuned for, ascending."""
+        return tuple(sorted(self._profiles))
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch.
@@ -121,32 +185,166 @@ class TensorRtSession(Runner):
             EngineError: A shape lies outside the optimization profile, or the execution fails.
         """
         with self._lock:
-            self._cuda.activate()
-            return self._run(inputs)
+            lane = self._hand_over(inputs)
+            self._execute(lane)
+            return {
+                name: self._cuda.staging(name, shape, self._types[name]).copy()
+                for name, shape in lane.outputs.items()
+            }
 
-    def _run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        for name in self._inputs:
-            value = inputs[name].astype(self._dtype(name), copy=False)
-            if not self._context.set_input_shape(name, value.shape):
-                raise EngineError(
-                    f"input '{name}' is outside the engine's optimization profile",
-                    evidence=f"shape {value.shape}",
-                    remedy="keep requests between batch.min and batch.max, or build for a wider range",
-                )
-            self._context.set_tensor_address(name, self._cuda.upload(name, value))
-        shapes = {name: tuple(self._context.get_tensor_shape(name)) for name in self._outputs}
-        for name, shape in shapes.items():
-            size = int(np.prod(shape)) * self._dtype(name).itemsize
-            self._context.set_tensor_address(name, self._cuda.reserve(name, size))
-        if not self._context.execute_async_v3(self._cuda.stream):
-            raise EngineError("the engine failed on a batch", evidence=f"output shapes {shapes}")
-        return {name: self._cuda.download(name, shape, self._dtype(name)) for name, shape in shapes.items()}
+    def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
+        """A batch on the device; launching it runs the engine, as a CUDA graph where its size is served.
+
+        Raises:
+            EngineError: As `run`.
+        """
+        with self._lock:
+            lane = self._hand_over(inputs)
+            self._queue(lane)
+            self._cuda.synchronize()
+            lane.is_warm = True
+            if lane.engine_graph is None:
+                lane.engine_graph = self._captured(lane, lambda: self._compute(lane))
+
+        def launch() -> None:
+            self._cuda.activate()
+            if lane.engine_graph is not None:
+                lane.engine_graph.launch()
+            else:
+                self._compute(lane)
+
+        return Resident(launch, self._cuda.synchronize)
 
     def close(self) -> None:
-        """Free the engine before the device context that it lives in."""
-        del self._context, self._engine, self._runtime
+        """Free graphs and engine before the device context that they live in."""
+        self._cuda.activate()
+        for lane in (self._general, *self._lanes.values()):
+            lane.drop_graphs()
+        self._lanes.clear()
+        del self._general, self._engine, self._runtime
         self._cuda.close()
 
-    def _dtype(self, name: str) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = np.dtype(self._trt.nptype(self._engine.get_tensor_dtype(name)))
-        return dtype
+    def _hand_over(self, inputs: Mapping[str, npt.NDArray[Any]]) -> _Lane:
+        """Put a batch into page-locked memory; the execution context that takes it."""
+        self._cuda.activate()
+        values = {name: inputs[name].astype(self._types[name], copy=False) for name in self._inputs}
+        lane = self._lane(values)
+        self._bind(lane, {name: value.shape for name, value in values.items()})
+        for name, value in values.items():
+            np.copyto(self._cuda.staging(name, value.shape, value.dtype), value)
+        return lane
+
+    def _lane(self, values: Mapping[str, npt.NDArray[Any]]) -> _Lane:
+        """The execution context for a batch: its size's own when the engine is tuned for that size."""
+        sizes = {values[name].shape[:1] for name in self._batched}
+        size = sizes.pop()[0] if len(sizes) == 1 else None
+        if size is None or size not in self._profiles:
+            return self._general
+        if size not in self._lanes:
+            context = self._engine.create_execution_context()
+            if context is None or not self._choose_profile(context, self._profiles[size]):
+                raise EngineError(
+                    f"{self._trt.__name__} makes no execution context for batches of {size}",
+                    evidence=f"optimization profile {self._profiles[size]}; the device may lack memory",
+                )
+            self._lanes[size] = _Lane(context, is_captured=self._cuda_graphs)
+        return self._lanes[size]
+
+    def _choose_profile(self, context: Any, profile: int) -> bool:
+        if profile == 0:
+            return True
+        chosen = bool(context.set_optimization_profile_async(profile, self._cuda.stream))
+        self._cuda.synchronize()
+        return chosen
+
+    def _bind(self, lane: _Lane, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Set shapes and buffers, where they are not what the context already has.
+
+        Raises:
+            EngineError: A shape lies outside the optimization profile.
+        """
+        context = lane.context
+        if lane.inputs != shapes:
+            lane.drop_graphs()
+            lane.inputs, lane.moves = {}, -1
+            for name, shape in shapes.items():
+                if not context.set_input_shape(name, shape):
+                    raise EngineError(
+                        f"input '{name}' is outside the engine's optimization profile",
+                        evidence=f"shape {shape}",
+                        remedy="keep requests between batch.min and batch.max, or build for a wider range",
+                    )
+            lane.outputs = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
+            lane.inputs = shapes
+        everything = {**lane.inputs, **lane.outputs}
+        addresses = {name: self._reserve(name, shape) for name, shape in everything.items()}
+        if lane.moves != self._cuda.moves:
+            lane.drop_graphs()
+            for name, address in addresses.items():
+                context.set_tensor_address(name, address)
+            lane.moves = self._cuda.moves
+
+    def _reserve(self, name: str, shape: tuple[int, ...]) -> int:
+        self._cuda.staging(name, shape, self._types[name])
+        return self._cuda.reserve(name, self._size(name, shape))
+
+    def _execute(self, lane: _Lane) -> None:
+        if lane.is_warm and lane.graph is None:
+            lane.graph = self._captured(lane, lambda: self._queue(lane))
+        if lane.graph is not None:
+            lane.graph.launch()
+        else:
+            self._queue(lane)
+        self._cuda.synchronize()
+        lane.is_warm = True
+
+    def _captured(self, lane: _Lane, work: Callable[[], None]) -> CudaGraph | None:
+        """What a warm context queues, as a graph; None where that is not wanted or not possible."""
+        if not lane.is_captured:
+            return None
+        try:
+            return self._cuda.capture(work)
+        except EngineError as error:
+            # Some operators synchronize with the host: such an engine is right, and launched as before.
+            lane.is_captured = False
+            _LOG.warning("batches of shape %s run without a CUDA graph: %s", lane.inputs, error)
+            return None
+
+    def _queue(self, lane: _Lane) -> None:
+        for name, shape in lane.inputs.items():
+            self._cuda.upload(name, self._size(name, shape))
+        self._compute(lane)
+        for name, shape in lane.outputs.items():
+            self._cuda.download(name, self._size(name, shape))
+
+    def _compute(self, lane: _Lane) -> None:
+        if not lane.context.execute_async_v3(self._cuda.stream):
+            raise EngineError("the engine failed on a batch", evidence=f"output shapes {lane.outputs}")
+
+    def _size(self, name: str, shape: tuple[int, ...]) -> int:
+        return int(np.prod(shape, dtype=np.int64)) * self._types[name].itemsize
+
+    def _is_batched(self, name: str) -> bool:
+        shape = tuple(self._engine.get_tensor_shape(name))
+        return bool(shape) and shape[0] < 0
+
+    def _served_sizes(self) -> dict[int, int]:
+        """Optimization profile by the batch size that it is tuned for; the narrowest where there are several.
+
+        The builder puts the profile for every size first, and behind it those for one size each.
+        """
+        found: dict[int, int] = {}
+        if self._batched:
+            for profile in range(self._engine.num_optimization_profiles):
+                _, tuned, _ = self._engine.get_tensor_profile_shape(self._batched[0], profile)
+                found[int(tuned[0])] = profile
+        return found
+
+    def _numpy_type(self, name: str) -> np.dtype[Any]:
+        kind = self._engine.get_tensor_dtype(name)
+        if kind.name not in NUMPY_TYPES:
+            raise EngineError(
+                f"input or output '{name}' has type {kind.name}, which NumPy lacks",
+                remedy="cast it to FP32 inside the model",
+            )
+        return np.dtype(NUMPY_TYPES[kind.name])

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from loka_onnx.core.engine import SitePrecision
-from loka_onnx.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError
 from loka_onnx.sessions.runner import Runner

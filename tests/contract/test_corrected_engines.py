@@ -72,7 +72,7 @@ def test_corrected_sites_run_in_fp8(backend: str, tmp_path: Path) -> None:
 
 def test_corrections_cost_no_kernel(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
-    from loka_onnx.engines.tensorrt_rtx.compiled_graph import read_compiled_graphs
+    from loka_onnx.engines.tensorrt.compiled_graph import read_compiled_graphs
 
     model = apply_mods(ranker(tmp_path), [batch()], tmp_path / "after.onnx").model
     plan, counts = fp8_plan(model, PER_CHANNEL_WEIGHT, Precision.BF16), []

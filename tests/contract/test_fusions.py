@@ -15,12 +15,12 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import FUSIONS, Fusions, fusions_of
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.engines.registry import backend_names
 from loka_onnx.engines.request import BatchRange
-from loka_onnx.engines.tensorrt_rtx.compiled_graph import CompiledGraph, read_compiled_graphs
-from loka_onnx.engines.tensorrt_rtx.site_precision import site_precisions
+from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, read_compiled_graphs
+from loka_onnx.engines.tensorrt.site_precision import site_precisions
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
@@ -35,16 +35,16 @@ def test_every_backend_is_described_and_an_unknown_one_fuses_nothing() -> None:
     assert fusions_of("another").evidence == "not known"
 
 
-def operator(w: GraphWriter, kind: str, tensor: str, other: str) -> str:
-    """The operator under test, named ``op``, of a tensor and, where it takes two, another."""
+def operator(w: GraphWriter, kind: str, tensor: str, other: str, name: str = "op") -> str:
+    """The operator under test of a tensor and, where it takes two, another."""
     attributes: dict[str, Any] = {"axis": -1} if kind in {"Softmax", "RMSNormalization"} else {}
     if kind in {"Add", "Sub", "Mul", "Div", "Max"}:
-        return w.op(kind, [tensor, other], "op")
+        return w.op(kind, [tensor, other], name)
     if kind == "Clip":
-        return w.op(kind, [tensor, w.constant("low", 0.0), w.constant("high", 6.0)], "op")
+        return w.op(kind, [tensor, w.constant("low", 0.0), w.constant("high", 6.0)], name)
     if kind.endswith("Normalization"):
-        return w.op(kind, [tensor, w.constant("gain", np.ones(WIDTH))], "op", **attributes)
-    return w.op(kind, [tensor], "op", **attributes)
+        return w.op(kind, [tensor, w.constant("gain", np.ones(WIDTH))], name, **attributes)
+    return w.op(kind, [tensor], name, **attributes)
 
 
 def kernels(folder: Path, kind: str, *, residual: bool) -> list[tuple[str, ...]]:
@@ -57,13 +57,14 @@ def kernels(folder: Path, kind: str, *, residual: bool) -> list[tuple[str, ...]]
     return [operation.layers for operation in compiled(folder, written(w))[0].operations]
 
 
-def compiled(folder: Path, model: onnx.ModelProto) -> tuple[CompiledGraph, ...]:
+def compiled(folder: Path, model: onnx.ModelProto, *, dialect: bool = True) -> tuple[CompiledGraph, ...]:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
-    from loka_onnx.engines.tensorrt_rtx.build import BuildSettings, build_engine
+    from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
 
     path = folder / "model.onnx"
     onnx.save(model, path)
-    build_engine(trt, path, BuildSettings("sm89", BatchRange(1, 64, 256)), folder / "engine.trt")
+    settings = BuildSettings("sm89", BatchRange(1, 64, 256), rtx_dialect=dialect)
+    build_engine(trt, path, settings, folder / "engine.trt")
     return read_compiled_graphs(folder / "engine.trt")
 
 
@@ -219,8 +220,9 @@ def attention() -> onnx.ModelProto:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dialect", [True, False])
 @pytest.mark.parametrize(
-    ("fp8", "placed", "engaged"),
+    ("fp8", "placed", "without"),
     [
         (("qkv", "dot"), False, {"qkv": False, "dot": True}),
         (("qkv", "dot"), True, {"qkv": True, "dot": True}),
@@ -229,33 +231,54 @@ def attention() -> onnx.ModelProto:
     ids=["behind_the_heads", "placed", "exact_attention"],
 )
 def test_a_merged_query_key_and_value(
-    fp8: tuple[str, ...], placed: bool, engaged: dict[str, bool], tmp_path: Path
+    fp8: tuple[str, ...], placed: bool, without: dict[str, bool], dialect: bool, tmp_path: Path
 ) -> None:
     """With a scale for each channel, heads directly behind the Split cost the merged product its FP8.
 
     The compiler cuts the weight apart there. Q in front of the heads keep it whole; where attention is exact
-    there are none, and the loss remains: it is reported as a fallback.
+    there are none, and the dialect (`merged_heads`) keeps it.
     """
-    graph = GraphModel.from_proto(attention(), tmp_path)
-    model = ModelArtifact(
-        tmp_path / "f.onnx", graph.save(tmp_path / "f.onnx"), 21, (), (), find_sites(graph), ""
-    )
-    plan = fp8_plan(model, fp8)
+    graphs, sites = attention_engine(tmp_path, fp8, placed=placed, dialect=dialect)
+    expected = dict.fromkeys(without, True) if dialect else without
+    assert {site.site: site.engaged for site in site_precisions(graphs, sites)} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("recipe", [PER_CHANNEL_WEIGHT, PER_TENSOR])
+def test_exact_attention_behind_a_merged_product_stays_one_kernel(recipe: Recipe, tmp_path: Path) -> None:
+    graphs, sites = attention_engine(tmp_path, ("qkv",), recipe=recipe)
+    assert [site.engaged for site in site_precisions(graphs, sites)] == [True]
+    operations = [o for o in graphs[0].operations if o.kind in {"fully_connected", "function"}]
+    assert [o.kind for o in operations if "qkv" in o.layers].count("fully_connected") == 1
+    assert len([o for o in operations if {"dot", "soft", "mix"} & set(o.layers)]) == 1
+
+
+def attention_engine(
+    folder: Path,
+    fp8: tuple[str, ...],
+    *,
+    placed: bool = True,
+    dialect: bool = True,
+    recipe: Recipe = PER_CHANNEL_WEIGHT,
+) -> tuple[tuple[CompiledGraph, ...], list[tuple[Site, Precision]]]:
+    graph = GraphModel.from_proto(attention(), folder)
+    model = ModelArtifact(folder / "f.onnx", graph.save(folder / "f.onnx"), 21, (), (), find_sites(graph), "")
+    plan = fp8_plan(model, fp8, recipe)
     form = PlanForm(Precision.BF16, RTX if placed else Fusions())
-    planned = apply_plan(model, plan, form, tmp_path / "planned.onnx")
-    graphs = compiled(tmp_path, onnx.load(planned.path))
-    sites = [(site, Precision.FP8) for site in model.sites if site.name in fp8]
-    assert {site.site: site.engaged for site in site_precisions(graphs, sites)} == engaged
+    planned = apply_plan(model, plan, form, folder / "planned.onnx")
+    graphs = compiled(folder, onnx.load(planned.path), dialect=dialect)
+    return graphs, [(site, Precision.FP8) for site in model.sites if site.name in fp8]
 
 
-def fp8_plan(model: ModelArtifact, fp8: tuple[str, ...]) -> PrecisionPlan:
-    """Scales of 1/64 for activations; one for each channel of a weight."""
+def fp8_plan(model: ModelArtifact, fp8: tuple[str, ...], recipe: Recipe) -> PrecisionPlan:
+    """Scales of 1/64 for activations and weights."""
 
     def decide(site: Site) -> Decision:
         if site.name not in fp8:
             return Decision(site.name, Precision.BF16, None, Verdict.NOT_JUDGED, "test")
-        scales = (0.015625,) * (site.n if site.weight is not None else 1)
-        return Decision(site.name, Precision.FP8, PER_CHANNEL_WEIGHT, Verdict.SAFE, "test", 0.015625, scales)
+        scales = (0.015625,) * (site.n if site.weight is not None and recipe == PER_CHANNEL_WEIGHT else 1)
+        return Decision(site.name, Precision.FP8, recipe, Verdict.SAFE, "test", 0.015625, scales)
 
     decisions = tuple(decide(site) for site in model.sites)
     return PrecisionPlan("test", model.digest, Precision.BF16, decisions, {}, 1.0)

@@ -16,11 +16,11 @@ from loka_onnx.core.engine import EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.request import BatchRange, BuildRequest
-from loka_onnx.engines.tensorrt_rtx.backend import TensorRtRtxBackend
-from loka_onnx.engines.tensorrt_rtx.build import BuildSettings, build_engine
-from loka_onnx.engines.tensorrt_rtx.compiled_graph import CompiledGraph, read_compiled_graphs
-from loka_onnx.engines.tensorrt_rtx.contents import EngineContents, read_contents
-from loka_onnx.engines.tensorrt_rtx.site_precision import site_precisions
+from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
+from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, read_compiled_graphs
+from loka_onnx.engines.tensorrt.contents import EngineContents, read_contents
+from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
+from loka_onnx.engines.tensorrt.site_precision import site_precisions
 from loka_onnx.errors import ConfigError, ModelError
 
 trt = pytest.importorskip(
@@ -335,3 +335,36 @@ def test_a_second_rounding_of_merged_projections_is_told(tmp_path: Path) -> None
         name: "rounded to FP8 before the scales" in site.evidence for name, site in compiled.sites.items()
     }
     assert told == {"q": True, "k": True, "dot": False}
+
+
+def test_every_option_is_taken(tmp_path: Path) -> None:
+    model = mlp(tmp_path, Precision.BF16, Precision.BF16, fp8=True)
+    options = {"optimization_level": 1, "workspace_mib": 64, "max_tactics": 5, "tiling_level": 1}
+    artifact = TensorRtRtxBackend().build(replace(request_for(tmp_path / "e", model), options=options))
+    assert artifact.is_built, artifact.detail
+    assert not artifact.fallbacks
+
+
+def test_a_profile_for_each_size_is_built(tmp_path: Path) -> None:
+    """What TensorRT is asked for; its own engines are inspected where it is installed."""
+    model = mlp(tmp_path, Precision.BF16, Precision.BF16, fp8=True)
+    settings = BuildSettings("sm89", BatchRange(1, 8, 16, (4, 8)), profile_each_size=True)
+    build_engine(trt, model.path, settings, tmp_path / "engine.trt")
+    found = site_precisions(
+        read_compiled_graphs(tmp_path / "engine.trt"), [(site, Precision.FP8) for site in model.sites]
+    )
+    assert all(site.engaged for site in found), found
+
+
+@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops in TensorRT-RTX")
+def test_the_calls_of_the_timing_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TensorRT for RTX times nothing, so the cache stays empty; the calls are those of TensorRT."""
+    model = mlp(tmp_path, Precision.BF16, Precision.BF16, fp8=False)
+    file = tmp_path / "cache" / "rtx.cache"
+    for content in (None, None, b"damaged"):
+        if content is not None:
+            file.write_bytes(content)
+        settings = BuildSettings("sm89", BatchRange(1, 8, 16), timing_cache=file)
+        build_engine(trt, model.path, settings, tmp_path / "engine.trt")
+        assert file.is_file()
+    assert "timing cache" in capsys.readouterr().out

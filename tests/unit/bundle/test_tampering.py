@@ -177,9 +177,9 @@ def test_the_manifest_does_not_list_itself(bundle):
         (b'{"schema": 1, "schema": 2}', "key 'schema' stands twice in one object"),
         (b"[]", "unknown schema"),
         (b"null", "unknown schema"),
-        (b'{"schema": "loka-onnx/bundle/4", "value": {}}', "this version reads 'loka-onnx/bundle/3'"),
-        (b'{"schema": "loka-onnx/bundle/3", "value": {}}', "not a valid loka-onnx/bundle/3 document"),
-        (b'{"schema": "loka-onnx/bundle/3", "value": "\\ud800"}', "not a loka-onnx/bundle/3 document"),
+        (b'{"schema": "loka-onnx/bundle/5", "value": {}}', "this version reads 'loka-onnx/bundle/4'"),
+        (b'{"schema": "loka-onnx/bundle/4", "value": {}}', "not a valid loka-onnx/bundle/4 document"),
+        (b'{"schema": "loka-onnx/bundle/4", "value": "\\ud800"}', "not a loka-onnx/bundle/4 document"),
     ],
 )
 def test_manifests_that_are_none(bundle, text, message):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from loka_onnx.config import (
     Backend,
     Executor,
-    PlanId,
     RunConfig,
     ScaleRule,
     SplitBy,
@@ -96,7 +95,7 @@ class TestMeaning:
         assert config.plan.base is Precision.BF16
         assert config.plan.weight_granularity is WeightGranularity.BEST
         assert (config.plan.format, config.plan.scale) == (Float8.E4M3FN, ScaleRule.AMAX)
-        assert config.plan.plans == (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
+        assert config.plan.plans is None
         assert config.targets[0].backends == (Backend.INDUCTOR, Backend.TENSORRT)
         assert config.threads is None and not config.data.synthetic
 
@@ -247,7 +246,7 @@ class TestSchemaMessages:
                 "tensorrt]",
                 "tensor_rt]",
                 "`targets[0].backends[1]` must be one of "
-                "onnxruntime, tensorrt, tensorrt_rtx, migraphx, inductor",
+                "onnxruntime, onnxruntime_tensorrt, tensorrt, tensorrt_rtx, migraphx, inductor",
                 "did you mean 'tensorrt'?",
             ),
             (

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import OperandReader, Source, is_same_up_to_transpose
-from loka_onnx.engines.onnxruntime_cpu import _site_precision
+from loka_onnx.engines.onnxruntime.site_precision import Graphs, site_precision
 
 F8 = ml_dtypes.float8_e4m3fn
 
@@ -103,7 +103,7 @@ def test_a_folded_weight_counts_as_fp8_only_with_fp8_values(model: Path, error: 
     folded.graph.initializer.append(tensor("wd", values + np.float32(error), T.FLOAT))
     onnx.save(folded, model.with_name("folded.onnx"))
     after = OperandReader(model.with_name("folded.onnx"))
-    assert _site_precision("fc", Precision.FP8, before, after).engaged is engaged
+    assert site_precision("fc", Precision.FP8, Graphs(before, after, True)).engaged is engaged
 
 
 def test_same_up_to_transpose() -> None:

@@ -13,7 +13,7 @@ from loka_onnx.sessions import cuda
 
 PROBE = """
 import sys
-sys.modules.update(dict.fromkeys(["onnxruntime", "tensorrt_rtx", "tensorrt", "torch"]))
+sys.modules.update(dict.fromkeys(["onnxruntime", "tensorrt_rtx", "tensorrt", "torch", "migraphx"]))
 from loka_onnx.engines.registry import all_backends
 for backend in all_backends():
     a = backend.availability()
@@ -28,7 +28,12 @@ def test_availability_names_the_package_to_install() -> None:
     assert done.stdout.splitlines() == [
         "onnxruntime | ONNX Runtime is not installed | "
         "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
+        "onnxruntime_tensorrt | ONNX Runtime is not installed | "
+        "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
+        "tensorrt | TensorRT is not installed | pip install 'loka-onnx[tensorrt]'",
         "tensorrt_rtx | TensorRT for RTX is not installed | pip install 'loka-onnx[tensorrt-rtx]'",
+        "migraphx | MIGraphX is not installed | install ROCm with its package `migraphx`",
+        "inductor | PyTorch is not installed | pip install 'loka-onnx[inductor]'",
     ]
 
 

@@ -157,3 +157,21 @@ def test_the_collector_sleeps_while_timing_only():
 def test_options_that_measure_nothing_are_refused(changes):
     with pytest.raises(InternalError, match="latency options ask for no measurement"):
         LatencyOptions(**changes)
+
+
+def test_parts_follow_one_another_and_fit_those_of_the_others():
+    machine = Machine()
+    # Requests of both take 1 % longer each time; 25 of each, in parts of 3 and 2.
+    runs = {
+        name: machine.engine(name, lambda call, batch, base=base: base * 1.01**call)
+        for name, base in (("a", 100.0), ("b", 50.0))
+    }
+    options = machine.options(max_repeats=25)
+    got = measure_interleaved(runs, Inputs(), (4,), options, "cpu", True)
+    a, b = (got.latencies[name][0] for name in runs)
+    assert len(a.parts_us) == len(b.parts_us) == 10
+    # What drifts by half over the measurement hardly moves the ratio of the same parts.
+    assert a.parts_us[-1] / a.parts_us[0] > 1.5
+    assert [x / y for x, y in zip(a.parts_us, b.parts_us, strict=True)] == pytest.approx([2.0] * 10, rel=0.02)
+    few = measure_interleaved(runs, Inputs(), (4,), machine.options(max_repeats=4), "cpu", True)
+    assert len(few.latencies["a"][0].parts_us) == 4

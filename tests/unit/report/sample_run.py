@@ -27,6 +27,7 @@ from loka_onnx.core.evaluation import (
     PairedDifference,
     TargetChoice,
     TaskMetrics,
+    Why,
 )
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.formats import Precision
@@ -400,7 +401,11 @@ def make_rewrites(sites: tuple[str, ...]) -> RewriteLog:
 
 def make_choice(engines: tuple[EngineArtifact, ...]) -> Choice:
     losers = tuple(
-        Loser(e.id, "its FP8 is simulated" if e.simulated else f"{e.status}: {e.detail}")
+        Loser(
+            e.id,
+            Why.SIMULATED if e.simulated else Why.DECLINED,
+            "its FP8 is simulated" if e.simulated else f"{e.status}: {e.detail}",
+        )
         for e in engines
         if e.target == "cpu" and e.plan != "fp32"
     )

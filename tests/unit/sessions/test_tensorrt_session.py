@@ -1,7 +1,13 @@
-"""What the session asks of the vendor module and the driver; neither a GPU nor the module is needed."""
+"""What the session asks of the vendor module and the driver; neither a GPU nor the module is needed.
+
+The driver is a double in host memory, and the engine reads and writes the addresses that it was given: what
+the session returns has been through every copy.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,68 +15,77 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_cuda_driver import STREAM, FakeDriver
 
 from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions import tensorrt_session
-from loka_onnx.sessions.cuda import CudaDevice
-from loka_onnx.sessions.tensorrt_session import TensorRtSession, open_tensorrt_rtx
+from loka_onnx.sessions import cuda
+from loka_onnx.sessions.tensorrt_session import (
+    TensorRtSession,
+    open_engine,
+    open_tensorrt,
+    open_tensorrt_rtx,
+)
+from loka_onnx.sessions.tensorrt_vendors import TENSORRT, TENSORRT_RTX, Vendor
 
-LARGEST_BATCH = 8
-
-
-class FakeCuda:
-    """Device buffers in host memory; keeps the calls that were made."""
-
-    def __init__(self, device: int) -> None:
-        self.device, self.stream = device, 7
-        self.buffers: dict[str, Any] = {}
-        self.calls: list[str] = []
-        self.threads: list[int] = []
-
-    def activate(self) -> None:
-        self.threads.append(threading.get_ident())
-
-    def upload(self, name: str, array: np.ndarray[Any, Any]) -> int:
-        self.buffers[name] = array
-        return 1
-
-    def reserve(self, name: str, size: int) -> int:
-        self.buffers[name] = size
-        return 2
-
-    def download(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-        assert self.buffers[name] == int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return np.asarray(self.buffers["x"] * 2, dtype).reshape(shape)
-
-    def close(self) -> None:
-        self.calls.append("close")
+RANGE = ((1, 2), (8, 2), (16, 2))
 
 
 class FakeContext:
-    """An execution context that doubles ``x``, for at most `LARGEST_BATCH` rows."""
+    """An execution context that doubles ``x`` of two columns, in the batches of its profile."""
 
-    works = True
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine, self.profile = engine, 0
+        self.addresses: dict[str, int] = {}
+        self.changes = 0
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        assert stream == STREAM
+        self.profile = profile
+        return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        least, _, most = self.engine.profiles[self.profile]
         self.shape = shape
-        return shape[0] <= LARGEST_BATCH
+        self.changes += 1
+        return least[0] <= shape[0] <= most[0] and shape[1:] == least[1:]
 
     def set_tensor_address(self, name: str, address: int) -> None:
-        assert address
+        self.addresses[name] = address
+        self.changes += 1
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return self.shape
 
     def execute_async_v3(self, stream: int) -> bool:
-        assert stream == 7
-        return self.works
+        assert stream == STREAM
+        count, x, out = int(np.prod(self.shape)), self.addresses["x"], self.addresses["out"]
+        driver = self.engine.driver
+        assert driver.allocated(x, 4 * count)
+        assert driver.allocated(out, 4 * count)
+        self.engine.executions.append((self.profile, self.shape[0]))
+
+        def double() -> None:
+            source = np.frombuffer((ctypes.c_float * count).from_address(x), np.float32)
+            np.frombuffer((ctypes.c_float * count).from_address(out), np.float32)[:] = 2 * source
+
+        if self.engine.synchronizes:
+            driver.cuStreamSynchronize(stream)
+        driver.queue(double)
+        return self.engine.works
 
 
 class FakeEngine:
+    """An engine with a profile for every size, and others behind it."""
+
     num_io_tensors = 2
 
-    def __init__(self) -> None:
-        self.context = FakeContext()
+    def __init__(self, *profiles: Any) -> None:
+        self.driver = FakeDriver()
+        self.profiles = profiles or (RANGE,)
+        self.num_optimization_profiles = len(self.profiles)
+        self.contexts: list[FakeContext] = []
+        self.executions: list[tuple[int, int]] = []
+        self.works, self.synchronizes, self.kind = True, False, "FLOAT"
 
     def get_tensor_name(self, index: int) -> str:
         return ("x", "out")[index]
@@ -78,14 +93,21 @@ class FakeEngine:
     def get_tensor_mode(self, name: str) -> str:
         return "in" if name == "x" else "out"
 
-    def get_tensor_dtype(self, name: str) -> str:
-        return "float32"
+    def get_tensor_dtype(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=self.kind)
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return (-1, 2)
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> Any:
+        return list(self.profiles[profile])
 
     def create_execution_context(self) -> FakeContext:
-        return self.context
+        self.contexts.append(FakeContext(self))
+        return self.contexts[-1]
 
 
-def fake_trt(engine: FakeEngine | None) -> SimpleNamespace:
+def fake_trt(engine: FakeEngine | None, name: str = "tensorrt_rtx") -> SimpleNamespace:
     class Logger:
         WARNING = 2
 
@@ -93,12 +115,11 @@ def fake_trt(engine: FakeEngine | None) -> SimpleNamespace:
             assert severity == self.WARNING
 
     return SimpleNamespace(
-        __name__="tensorrt_rtx",
+        __name__=name,
         __version__="1.7.1",
         Logger=Logger,
         Runtime=lambda logger: SimpleNamespace(deserialize_cuda_engine=lambda data: engine),
         TensorIOMode=SimpleNamespace(INPUT="in", OUTPUT="out"),
-        nptype=np.dtype,
     )
 
 
@@ -110,84 +131,198 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeCuda]:
-    made: list[FakeCuda] = []
-
-    def make(device: int) -> FakeCuda:
-        made.append(FakeCuda(device))
-        return made[-1]
-
-    monkeypatch.setattr(tensorrt_session, "CudaContext", make)
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    made = FakeEngine(RANGE, ((4, 2),) * 3)
+    monkeypatch.setattr(cuda, "_load_library", lambda: made.driver)
     return made
 
 
 @pytest.fixture
-def ada(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with a Blackwell GPU, then an Ada one, and the library."""
-    devices = (CudaDevice(0, "RTX 5090", "sm120"), CudaDevice(1, "RTX 4090", "sm89"))
-    monkeypatch.setattr(tensorrt_session, "list_cuda_devices", lambda: devices)
-    monkeypatch.setattr(tensorrt_session, "import_tensorrt_rtx", lambda: fake_trt(FakeEngine()))
+def two_gpus(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
+    """A host with a Blackwell GPU, then an Ada one, and the libraries."""
+    engine.driver.devices = (("RTX 5090", 12, 0), ("RTX 4090", 8, 9))
+    monkeypatch.setattr(Vendor, "load", lambda self: fake_trt(engine, self.module))
 
 
-def rows(count: int) -> dict[str, np.ndarray[Any, Any]]:
-    return {"x": np.arange(2.0 * count).reshape(count, 2)}
+def rows(count: int, start: float = 0.0) -> dict[str, np.ndarray[Any, Any]]:
+    return {"x": start + np.arange(2.0 * count).reshape(count, 2)}
 
 
-def test_a_batch_is_converted_run_and_fetched(cuda: list[FakeCuda], file: Path) -> None:
-    with TensorRtSession(fake_trt(FakeEngine()), file) as session:
+def test_a_batch_is_converted_run_and_fetched(engine: FakeEngine, file: Path) -> None:
+    with TensorRtSession(fake_trt(engine), file) as session:
         answer = session.run(rows(3))
+        np.testing.assert_array_equal(answer["out"], rows(3)["x"] * 2)
+        session.run(rows(3, 100.0))
+    # What was returned is not overwritten by the next batch.
     np.testing.assert_array_equal(answer["out"], rows(3)["x"] * 2)
     assert answer["out"].dtype == np.float32
-    assert cuda[0].buffers["x"].dtype == np.float32
-    assert cuda[0].calls == ["close"]
+    assert engine.driver.buffers == {}
 
 
-def test_every_thread_makes_the_context_current(cuda: list[FakeCuda], file: Path) -> None:
-    session = TensorRtSession(fake_trt(FakeEngine()), file)
-    thread = threading.Thread(target=session.run, args=(rows(1),))
-    thread.start()
-    thread.join()
-    session.run(rows(1))
-    assert len(set(cuda[0].threads)) == 2
+def test_a_served_size_runs_in_its_own_profile(engine: FakeEngine, file: Path) -> None:
+    with TensorRtSession(fake_trt(engine), file, cuda_graphs=False) as session:
+        assert session.served_sizes == (4, 8)
+        for count in (4, 5, 8, 16, 4):
+            np.testing.assert_array_equal(session.run(rows(count))["out"], rows(count)["x"] * 2)
+    assert engine.executions == [(1, 4), (0, 5), (0, 8), (0, 16), (1, 4)]
+    assert "launch" not in engine.driver.calls
 
 
-def test_a_batch_outside_the_profile_is_refused(cuda: list[FakeCuda], file: Path) -> None:
-    session = TensorRtSession(fake_trt(FakeEngine()), file)
-    with pytest.raises(EngineError, match=r"'x' is outside the engine's optimization profile(?s:.*)\(9, 2\)"):
-        session.run(rows(LARGEST_BATCH + 1))
+def test_a_served_size_is_captured_the_second_time(engine: FakeEngine, file: Path) -> None:
+    with TensorRtSession(fake_trt(engine), file) as session:
+        for start in (0.0, 10.0, 20.0, 30.0):
+            expected = rows(4, start)["x"] * 2
+            np.testing.assert_array_equal(session.run(rows(4, start))["out"], expected)
+        # Once as it is, once captured; the graph then runs without the engine being asked.
+        assert engine.executions == [(1, 4), (1, 4)]
+        assert engine.driver.calls.count("launch") == 3
+        for _ in range(3):
+            session.run(rows(5))
+        assert engine.driver.calls.count("launch") == 3
+    assert engine.driver.graphs == {}
 
 
-def test_a_failed_execution_is_an_error(cuda: list[FakeCuda], file: Path) -> None:
-    engine = FakeEngine()
-    engine.context.works = False
+def test_each_captured_size_has_a_context_that_nothing_else_changes(engine: FakeEngine, file: Path) -> None:
+    with TensorRtSession(fake_trt(engine), file) as session:
+        session.run(rows(16))
+        for _ in range(3):
+            session.run(rows(4))
+            session.run(rows(8))
+        changes = [context.changes for context in engine.contexts]
+        for count in (16, 4, 5, 8, 1):
+            session.run(rows(count))
+    assert len(changes) == 3
+    assert [context.changes for context in engine.contexts[1:]] == changes[1:]
+
+
+def test_a_graph_is_captured_again_when_a_buffer_has_moved(engine: FakeEngine, file: Path) -> None:
+    with TensorRtSession(fake_trt(engine), file) as session:
+        for _ in range(3):
+            session.run(rows(4))
+        launches = engine.driver.calls.count("launch")
+        session.run(rows(16))
+        for start in (0.0, 10.0, 20.0):
+            expected = rows(4, start)["x"] * 2
+            np.testing.assert_array_equal(session.run(rows(4, start))["out"], expected)
+        assert engine.driver.calls.count("launch") == launches + 2
+    assert engine.driver.buffers == {}
+
+
+def test_an_engine_that_cannot_be_captured_runs_without(
+    engine: FakeEngine, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.synchronizes = True
+    with caplog.at_level(logging.WARNING, "loka_onnx.sessions"), TensorRtSession(fake_trt(engine), file) as s:
+        for start in (0.0, 10.0, 20.0):
+            np.testing.assert_array_equal(s.run(rows(4, start))["out"], rows(4, start)["x"] * 2)
+    assert "launch" not in engine.driver.calls
+    assert len(caplog.records) == 1
+    assert "run without a CUDA graph" in caplog.text
+
+
+def test_every_thread_makes_the_context_current(engine: FakeEngine, file: Path) -> None:
+    session = TensorRtSession(fake_trt(engine), file)
+    before = engine.driver.calls.count("current")
+    threads = [threading.Thread(target=session.run, args=(rows(1),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert engine.driver.calls.count("current") == before + 2
+
+
+@pytest.mark.parametrize("count", [4, 17])
+def test_a_batch_outside_the_profile_is_refused(engine: FakeEngine, file: Path, count: int) -> None:
+    session = TensorRtSession(fake_trt(engine), file)
+    session.run(rows(4))
+    batch = {"x": np.ones((count, 3))} if count == 4 else rows(count)
+    shape = "4, 3" if count == 4 else "17, 2"
+    with pytest.raises(
+        EngineError, match=rf"'x' is outside the engine's optimization profile(?s:.*)\({shape}\)"
+    ):
+        session.run(batch)
+    for _ in range(3):
+        np.testing.assert_array_equal(session.run(rows(4))["out"], rows(4)["x"] * 2)
+
+
+def test_a_failed_execution_is_an_error(engine: FakeEngine, file: Path) -> None:
+    engine.works = False
     with pytest.raises(EngineError, match="the engine failed on a batch"):
         TensorRtSession(fake_trt(engine), file).run(rows(1))
 
 
-def test_an_engine_that_does_not_load_leaves_nothing_open(cuda: list[FakeCuda], file: Path) -> None:
+def test_an_engine_that_does_not_load_leaves_nothing_open(engine: FakeEngine, file: Path) -> None:
     with pytest.raises(EngineError, match=r"does not load the engine(?s:.*)one GPU architecture"):
         TensorRtSession(fake_trt(None), file)
-    assert cuda[0].calls == ["close"]
+    assert engine.driver.calls[-1] == "release"
 
 
-@pytest.mark.usefixtures("ada")
-def test_the_gpu_of_the_architecture_is_chosen(cuda: list[FakeCuda], file: Path) -> None:
+def test_a_type_that_numpy_lacks_is_named(engine: FakeEngine, file: Path) -> None:
+    engine.kind = "BF16"
+    with pytest.raises(EngineError, match=r"'x' has type BF16, which NumPy lacks(?s:.*)cast it to FP32"):
+        TensorRtSession(fake_trt(engine), file)
+    assert engine.driver.calls[-1] == "release"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_gpu_of_the_architecture_is_chosen(engine: FakeEngine, file: Path) -> None:
     open_tensorrt_rtx(file, "sm89", "1.7.1")
-    assert cuda[0].device == 1
+    assert engine.driver.calls[0] == "retain 1"
 
 
-@pytest.mark.usefixtures("ada")
-def test_another_version_or_architecture_is_refused(cuda: list[FakeCuda], file: Path) -> None:
-    with pytest.raises(EngineError, match=r"built by 1\.5, this host has 1\.7\.1"):
-        open_tensorrt_rtx(file, "sm89", "1.5")
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("vendor", "said"),
+    [
+        (TENSORRT, "another version of TensorRT\n(?s:.*)install tensorrt 1.5"),
+        (TENSORRT_RTX, "another version of TensorRT for RTX\n(?s:.*)install tensorrt-rtx-cu13 1.5"),
+    ],
+    ids=lambda value: getattr(value, "module", ""),
+)
+def test_another_version_or_architecture_is_refused(
+    engine: FakeEngine, file: Path, vendor: Vendor, said: str
+) -> None:
+    with pytest.raises(EngineError, match=said):
+        open_engine(vendor, file, "sm89", "1.5")
     with pytest.raises(
         EngineError, match=r"for sm86 and this host has RTX 5090 \(sm120\), RTX 4090 \(sm89\)"
     ):
-        open_tensorrt_rtx(file, "sm86", "1.7.1")
-    assert not cuda
+        open_engine(vendor, file, "sm86", "1.7.1")
+    assert not engine.contexts
 
 
 def test_a_missing_library_names_the_package(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tensorrt_rtx", None)
+    for module in ("tensorrt", "tensorrt_rtx"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[tensorrt-rtx\]'"):
         open_tensorrt_rtx(file, "sm89")
+    with pytest.raises(
+        MissingPackage, match=r"TensorRT is not installed(?s:.*)pip install 'loka-onnx\[tensorrt\]'"
+    ):
+        open_tensorrt(file, "sm90")
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_a_resident_batch_runs_without_being_handed_over(engine: FakeEngine, file: Path, count: int) -> None:
+    with TensorRtSession(fake_trt(engine), file) as session:
+        resident = session.resident(rows(count))
+        copies, executions = engine.driver.calls.count("copy"), len(engine.executions)
+        for _ in range(3):
+            resident()
+        assert engine.driver.calls.count("copy") == copies
+        # A size that is served is a graph by then.
+        assert engine.driver.calls.count("launch") == (3 if count == 4 else 0)
+        assert len(engine.executions) - executions == (0 if count == 4 else 3)
+        for start in (0.0, 10.0, 20.0):
+            expected = rows(count, start)["x"] * 2
+            np.testing.assert_array_equal(session.run(rows(count, start))["out"], expected)
+    assert engine.driver.graphs == {}
+    assert engine.driver.buffers == {}
+
+
+def test_a_directory_of_that_name_is_not_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tensorrt").mkdir()
+    monkeypatch.delitem(__import__("sys").modules, "tensorrt", raising=False)
+    monkeypatch.setattr(__import__("sys"), "path", [str(tmp_path)])
+    with pytest.raises(MissingPackage, match=rf"TensorRT is not installed(?s:.*){tmp_path}/tensorrt"):
+        TENSORRT.load()

@@ -47,7 +47,7 @@ KINDS = sorted({name.partition("-")[0] for name in CASES})
 def test_tensorrt_rtx_builds_every_result(kind: str, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     from loka_onnx.engines.request import BatchRange
-    from loka_onnx.engines.tensorrt_rtx.build import BuildSettings, build_engine
+    from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
 
     path = tmp_path / "together.onnx"
     onnx.save(together([rewritten(name, tmp_path) for name in CASES if name.startswith(f"{kind}-")]), path)
@@ -61,7 +61,7 @@ def test_tensorrt_rtx_builds_every_result(kind: str, tmp_path: Path) -> None:
 def test_tensorrt_rtx_builds_what_the_sequence_makes_of_random_graphs(seed: int, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     from loka_onnx.engines.request import BatchRange
-    from loka_onnx.engines.tensorrt_rtx.build import BuildSettings, build_engine
+    from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
 
     model = RandomGraph(seed).model()
     source = artifact(model, tmp_path / "before.onnx")

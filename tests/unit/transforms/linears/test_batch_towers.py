@@ -283,9 +283,9 @@ def test_a_batched_site_runs_in_fp8_with_scales_of_either_kind(recipe: Recipe, t
 def test_tensorrt_rtx_multiplies_batched_weights_in_fp8(recipe: Recipe, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     from loka_onnx.engines.request import BatchRange
-    from loka_onnx.engines.tensorrt_rtx.build import BuildSettings, build_engine
-    from loka_onnx.engines.tensorrt_rtx.compiled_graph import read_compiled_graphs
-    from loka_onnx.engines.tensorrt_rtx.site_precision import site_precisions
+    from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
+    from loka_onnx.engines.tensorrt.compiled_graph import read_compiled_graphs
+    from loka_onnx.engines.tensorrt.site_precision import site_precisions
 
     done = rewrite(Form(4, (64, 32)).case().model(), BatchTowers(), tmp_path)
     path, _ = planned(done, recipe, tmp_path)

@@ -101,7 +101,7 @@ def together(models: dict[str, onnx.ModelProto]) -> onnx.ModelProto:
 def build(model: onnx.ModelProto, folder: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     from loka_onnx.engines.request import BatchRange
-    from loka_onnx.engines.tensorrt_rtx.build import BuildSettings, build_engine
+    from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
 
     onnx.save(model, folder / "together.onnx")
     build_engine(

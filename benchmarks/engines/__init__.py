@@ -1,0 +1,1 @@
+"""Speed, and speed with accuracy, of engines on a GPU."""

@@ -1,0 +1,134 @@
+"""`loka-onnx refresh`: a retrained checkpoint through the decisions of an earlier run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from loka_onnx.cli.outcome import print_outcome, print_written
+from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.run import Overrides
+from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.config import parse_overrides
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.refresh import Refresh
+from loka_onnx.pipeline.checks import require_fp8 as check_fp8
+from loka_onnx.pipeline.refresh import DOCUMENT, RefreshOptions
+from loka_onnx.pipeline.refresh import refresh as refresh_run
+
+SHOWN = 10
+"""Sites that are shown; `refresh.json` has all."""
+
+
+def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
+    context: typer.Context,
+    earlier: Annotated[
+        Path, typer.Option("--run", metavar="DIR", help="The finished run to refresh.", show_default=False)
+    ],
+    model: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="The retrained model: .onnx, or a checkpoint for the run's torch module.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The new run directory; <DIR>-<FILE without suffix> beside the run by default."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start over; removes an earlier run in the new directory.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with a refresh that was interrupted, or that waited for build jobs."
+        ),
+    ] = False,
+    overrides: Overrides = None,
+    no_fallback: Annotated[
+        bool,
+        typer.Option(
+            "--no-fallback",
+            help="Fail where the decisions of the run do not hold, in place of a full run: with 2 where the "
+            "structure differs, with 3 where certification fails.",
+        ),
+    ] = False,
+    require_fp8: Annotated[
+        bool, typer.Option("--require-fp8", help="Exit with 3 if no FP8 plan is inside the budget.")
+    ] = False,
+) -> None:
+    """Bring a finished run to a retrained model: keep its decisions, redo scales, build and certify."""
+    terminal = terminal_of(context)
+    with StageReporter(terminal) as reporter:
+        options = RefreshOptions(
+            output=output,
+            overrides=parse_overrides(overrides or []),
+            force=force,
+            resume=resume,
+            may_fall_back=not no_fallback,
+            progress=reporter.progress,
+            on_stage=reporter.on_stage,
+        )
+        result = refresh_run(earlier, model, options)
+    print_outcome(terminal, result.run)
+    terminal.out.print()
+    if result.refresh.sites:
+        terminal.out.print(_sites_table(result.refresh))
+    for line in _lines(result.refresh):
+        terminal.out.print(Text(line), soft_wrap=True)
+    print_written(terminal, result.run, DOCUMENT)
+    if require_fp8 and result.run.report is not None:
+        check_fp8(result.run.report)
+
+
+def _sites_table(refresh: Refresh) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("site", "activation", "weight", "KL before", "KL now"):
+        table.add_column(heading, no_wrap=True)
+    for move in refresh.sites[:SHOWN]:
+        table.add_row(
+            Text(move.site),
+            f"× {move.activation:.3f}",
+            f"× {move.weight:.3f}",
+            _worst(move.kl_before),
+            _worst(move.kl_now),
+        )
+    return table
+
+
+def _worst(intervals: dict[str, Interval]) -> str:
+    """The largest KL over the outputs, with its upper end."""
+    if not intervals:
+        return "not measured"
+    worst = max(intervals.values(), key=lambda interval: interval.value)
+    return f"{worst.value:.3%} (≤ {worst.upper:.3%})"
+
+
+def _told(interval: Interval) -> str:
+    return f"{interval.value:.4%} ({interval.lower:.4%} … {interval.upper:.4%})"
+
+
+def _lines(refresh: Refresh) -> Iterator[str]:
+    if len(refresh.sites) > SHOWN:
+        yield f"… and {len(refresh.sites) - SHOWN} more sites, whose scales moved less"
+    for move in refresh.outputs:
+        before = "not measured before" if move.before is None else f"was {_told(move.before)}"
+        yield (
+            f"{move.engine}, {move.output}: {move.judged} {_told(move.now)}, {before}; "
+            f"budget {move.budget:.4%}: {move.status}"
+        )
+    if refresh.fallback:
+        yield f"everything was done anew: {refresh.fallback}"
+    else:
+        share = refresh.seconds / refresh.earlier_seconds if refresh.earlier_seconds else 0.0
+        yield (
+            f"refreshed in {refresh.seconds:.1f} s, {share:.0%} of the {refresh.earlier_seconds:.1f} s of "
+            "the run before"
+        )

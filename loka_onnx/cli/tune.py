@@ -1,0 +1,168 @@
+"""`loka-onnx tune`: times the kernels that a model's products need, on the device of this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.run import Output, Overrides, read_run_file, run_until
+from loka_onnx.cli.terminal import Terminal, terminal_of
+from loka_onnx.core.timing import Shape
+from loka_onnx.engines.tuning import KernelTimer, TuningOptions
+from loka_onnx.errors import ConfigError
+from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.pipeline.run import RunOptions, Stage
+from loka_onnx.pipeline.tuning import (
+    TIMINGS,
+    TuningRequest,
+    TuningResult,
+    shapes_of,
+    sites_of_file,
+    sites_of_run,
+    tune_shapes,
+)
+from loka_onnx.planning.timings import TimingDatabase
+
+_SHAPE = re.compile(r"(\d+)[x×](\d+)[x×](\d+)")
+_MOST_REFUSED = 3
+
+
+def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
+    context: typer.Context,
+    run_file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN.yaml]",
+            help="The run file: times the products of its model, after mods where a run came so far.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Output = None,
+    overrides: Overrides = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="FILE.onnx", help="Time the products of this model.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Batch size, with --model; may be repeated.")
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MxNxK", help="Time this shape as well; may be repeated."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="The device, as in nvidia-h100 or cpu; what is found by default.")
+    ] = None,
+    database: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"Where times are kept; {TIMINGS} in the run directory or here."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Times that each kernel is timed.")] = TuningOptions.rounds,
+    again: Annotated[bool, typer.Option("--again", help="Measure what is known as well.")] = False,
+    take: Annotated[
+        Path | None,
+        typer.Option("--import", metavar="FILE.json", help="Take in times that another machine exported."),
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option("--export", metavar="FILE.json", help="Write all times as JSON.")
+    ] = None,
+) -> None:
+    """Time the kernels of a model's products on this machine's device, for plans that know what is fast.
+
+    Each time is kept as soon as it is measured: what is known is skipped, also after an interruption.
+    """
+    terminal = terminal_of(context)
+    if run_file is not None and (model is not None or batch):
+        raise ConfigError(
+            "a run file and --model exclude each other",
+            evidence="the run file says which model and which batch sizes",
+            remedy="give one of them; `--set batch.serve=[256]` changes the batch sizes of a run",
+        )
+    given = tuple(_shape(text) for text in shape or ())
+    if run_file is not None:
+        found = _of_run(terminal, run_file, output, overrides)
+    elif model is not None:
+        found = _of_model(model, batch)
+    else:
+        found = _Subject((), Path(TIMINGS))
+    shapes, place = (*found.shapes, *given), database or found.database
+    if not (shapes or take or export):
+        raise ConfigError(
+            "`tune` was given nothing to time",
+            evidence="there is no run file, no --model and no --shape, or their model has no product for FP8",
+            remedy="`loka-onnx tune RUN.yaml`, or `loka-onnx tune --model ranker.onnx --batch 1024`",
+        )
+    if take is not None:
+        with TimingDatabase(place) as opened:
+            _say(terminal, f"{opened.take(take)} times taken in from {take}")
+    if shapes:
+        timer = KernelTimer(device, TuningOptions(rounds=rounds))
+        request = TuningRequest(tuple(dict.fromkeys(shapes)), place, again)
+        with StageReporter(terminal) as reporter:
+            reporter.on_stage("tune", None)
+            result = tune_shapes(request, timer, reporter.progress)
+            reporter.on_stage("tune", Outcome("tune", not result.measured, result.seconds))
+        _print_result(terminal, result)
+    if export is not None:
+        with TimingDatabase(place) as opened:
+            _say(terminal, f"{opened.export(export)} times written to {export}")
+    _say(terminal, f"timings   {place}")
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is to be timed, and where times are kept unless the user says otherwise."""
+
+    shapes: tuple[Shape, ...]
+    database: Path
+
+
+def _of_run(terminal: Terminal, run_file: Path, output: Path | None, overrides: list[str] | None) -> _Subject:
+    config = read_run_file(run_file, output, overrides)
+    directory = run_until(terminal, config, RunOptions(resume=True, until=Stage.EXPORT)).directory
+    return _Subject(shapes_of(sites_of_run(directory), config.batch.serve), directory / TIMINGS)
+
+
+def _of_model(model: Path, batches: Sequence[int] | None) -> _Subject:
+    if not batches:
+        raise ConfigError(
+            "--model needs a batch size",
+            evidence="the rows of a product are those of a request",
+            remedy="add --batch 1024, once for each batch size that will be served",
+        )
+    if min(batches) < 1:
+        raise ConfigError("a batch size is at least 1", where="--batch", evidence=f"{min(batches)}")
+    return _Subject(shapes_of(sites_of_file(model), batches), Path(TIMINGS))
+
+
+def _shape(text: str) -> Shape:
+    found = _SHAPE.fullmatch(text)
+    sizes = [int(size) for size in found.groups()] if found else []
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(
+            f"'{text}' is no shape",
+            where="--shape",
+            evidence="a shape is three positive numbers: rows, columns and length of the contraction",
+            remedy="write it as in 1024x4096x4096",
+        )
+    return Shape(*sizes)
+
+
+def _print_result(terminal: Terminal, result: TuningResult) -> None:
+    known = f", {result.known} known before" if result.known else ""
+    _say(terminal, f"{result.measured} kernels timed on {result.device}{known}")
+    for refused in result.refused[:_MOST_REFUSED]:
+        _say(terminal, f"not run: {refused.kernel} on {refused.shape}: {refused.reason}")
+    more = len(result.refused) - _MOST_REFUSED
+    if more > 0:
+        _say(terminal, f"not run: {more} more")
+
+
+def _say(terminal: Terminal, text: str) -> None:
+    terminal.out.print(Text(text), soft_wrap=True)

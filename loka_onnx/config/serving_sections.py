@@ -1,0 +1,49 @@
+"""The sections of the run file about speed: refining plans on the device, and serving engines."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from loka_onnx.config.fields import Count, Seed, Strict
+
+
+class RefineConfig(Strict):
+    """Plans that are made from what built engines were measured to do."""
+
+    rounds: Annotated[int, Field(ge=0, le=20)] = Field(
+        3,
+        description="most rounds of building, timing and judging more plans, where a device here runs FP8; "
+        "0 for none",
+    )
+    plans: Count = Field(3, description="most plans that are built in one round")
+    seconds: Annotated[float, Field(gt=0.0)] = Field(
+        600.0, description="no round begins after so much time in rounds, for each device"
+    )
+
+
+class ServingConfig(Strict):
+    """How engines are served: by one or several, and the load that throughput is measured under."""
+
+    by_batch: bool = Field(
+        True,
+        description="whether batch sizes may get engines of their own, which the bundle then carries all",
+    )
+    margin: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.03,
+        description="least gain at a batch size, beyond what the measurement leaves open, that is worth one "
+        "more engine; 0.03 is 3 %",
+    )
+    p99_ms: Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="limit on the 99th percentile of latency, in milliseconds, at which requests per second "
+        "are measured for the chosen engine and the best one without FP8; null measures none",
+    )
+    streams: Annotated[int, Field(ge=1, le=64)] = Field(
+        2, description="copies of an engine that answer at once under that load"
+    )
+    trial_seconds: Annotated[float, Field(gt=0.0)] = Field(
+        2.0, description="time of one trial of that load; about ten make a result"
+    )
+    seed: Seed = Field(0, description="seed of the arrivals")

@@ -1,0 +1,127 @@
+"""How many requests per second an engine answers in time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from loka_onnx.core.serde import STRICT
+
+CHOSEN = "chosen"
+HIGH_PRECISION = "best without FP8"
+"""Values of `Throughput.role`."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An engine under one rate of arrivals.
+
+    Attributes:
+        rate_per_s: Requests that arrive per second, on average.
+        requests: How many arrived.
+        p50_us: Median time from the arrival that was intended to the answer.
+        p99_us: 99th percentile of it.
+        over: Share of requests that took longer than the limit.
+        over_upper: Upper end of it, one-sided.
+        late_us: 99th percentile of the time that a request waited for the load generator, while a stream was
+            free: what the generator itself adds to these latencies.
+        passed: Whether the 99th percentile is under the limit, by the upper end.
+    """
+
+    rate_per_s: float
+    requests: int
+    p50_us: float
+    p99_us: float
+    over: float
+    over_upper: float
+    late_us: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The highest rate that an engine answers in time, at one batch size.
+
+    Attributes:
+        engine: Its id.
+        plan: Its plan.
+        target: Its target.
+        role: ``chosen``, or ``best without FP8`` where another one was chosen.
+        batch: Rows per request.
+        streams: Loaded copies of the engine that answer at once.
+        p99_limit_us: What the 99th percentile is held under.
+        confidence: One-sided, of each verdict on it.
+        seed: Of the arrivals.
+        capacity_per_s: Requests per second without pause, whatever their latency; 0 where it failed.
+        requests_per_s: Highest rate with the 99th percentile under the limit; 0 where there is none.
+        trials: Every rate that was tried, in order; the last one has other arrivals and confirms the result.
+        failure: What ended the measurement; empty where nothing did.
+    """
+
+    engine: str
+    plan: str
+    target: str
+    role: str
+    batch: int
+    streams: int
+    p99_limit_us: float
+    confidence: float
+    seed: int
+    capacity_per_s: float
+    requests_per_s: float
+    trials: tuple[Trial, ...]
+    failure: str = ""
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows answered per second at the highest rate."""
+        return self.requests_per_s * self.batch
+
+    @property
+    def best(self) -> Trial | None:
+        """The last trial that passed at the highest rate; None where none did."""
+        found = [t for t in self.trials if t.passed and t.rate_per_s == self.requests_per_s]
+        return found[-1] if found else None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Requests per second of a chosen engine over those of the best engine without FP8.
+
+    Attributes:
+        target: Name of the target.
+        batch: Rows per request.
+        engine: Id of the chosen engine.
+        other: Id of the other.
+        ratio: Rate of the one over that of the other.
+    """
+
+    target: str
+    batch: int
+    engine: str
+    other: str
+    ratio: float
+
+
+@dataclass(frozen=True)
+class ThroughputSet:
+    """Every measurement of a run."""
+
+    SCHEMA: ClassVar[str] = "throughput/1"
+    __pydantic_config__ = STRICT
+
+    measurements: tuple[Throughput, ...] = ()
+
+    @property
+    def gains(self) -> tuple[Gain, ...]:
+        """By target and batch size, where both engines answer in time at some rate."""
+        answering = [m for m in self.measurements if m.requests_per_s > 0.0]
+        return tuple(
+            Gain(
+                ours.target, ours.batch, ours.engine, other.engine, ours.requests_per_s / other.requests_per_s
+            )
+            for ours in answering
+            for other in answering
+            if (ours.role, other.role) == (CHOSEN, HIGH_PRECISION)
+            and (ours.target, ours.batch) == (other.target, other.batch)
+        )

@@ -1,0 +1,317 @@
+"""Built engines by what they were built from.
+
+An entry is ``<two digits>/<key>/`` below the cache's directory: ``entry.json`` and ``engine/``. The key is
+the digest of everything that a build depends on (`cache_key`). An entry appears by a rename, as a whole; one
+that is removed is renamed away first. So processes need no lock between them: who reads an entry while
+another removes it finds a file missing, or a digest that is not the one in ``entry.json``, and builds.
+
+Engines are copied in and out, never linked: a file in a run directory is the user's to alter.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+
+from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_file, digest_files, digest_json
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.serde import STRICT
+from loka_onnx.engines.base import Backend
+from loka_onnx.engines.isolation import interrupts_held
+from loka_onnx.engines.publishing import make_staging, replace_directory
+from loka_onnx.engines.request import ENGINE, BuildRequest
+from loka_onnx.errors import OutputError, UserError
+from loka_onnx.graph.storage import model_digest
+
+ENTRY = "entry.json"
+NEW, OLD = ".new-", ".old-"
+"""Prefixes of directories that are not entries yet, or any more."""
+STALE_SECONDS = 86_400.0
+"""Age at which such a directory of another machine is taken for left behind."""
+
+_ELSEWHERE = {"model", "sample", "output", "relative_to", "limits", "target", "plan"}
+"""Fields of a request that are no part of the key, or not as they are."""
+_CODE = ("engines", "sessions", "graph")
+"""Packages of this one whose code decides what is built and what is read from it."""
+
+
+@dataclass(frozen=True)
+class CachedEngine:
+    """One entry.
+
+    Attributes:
+        key: Digest of what it was built from.
+        artifact: What its build returned; the path is relative to the engine's directory.
+        files: SHA-256 of every file of the engine, by path relative to the same.
+        built: When it was built, ISO 8601 in UTC.
+    """
+
+    SCHEMA: ClassVar[str] = "cached-engine/1"
+    __pydantic_config__ = STRICT
+
+    key: str
+    artifact: EngineArtifact
+    files: dict[str, str]
+    built: str
+
+
+def cache_key(backend: Backend, request: BuildRequest) -> str:
+    """Digest of everything that decides what a build makes and what is known of it afterwards.
+
+    These are the model with its weights, what the plan assigns (not the prose of its reasons), the sites, the
+    sample, the architecture, batch sizes and options, the backend with the version of its library, the code
+    of this package that takes part, the instructions of the processor, and the devices here that the engine
+    is run on.
+
+    Raises:
+        ModelError: The model cannot be read.
+    """
+    plain: dict[str, Any] = serde.to_plain(request)
+    availability = backend.availability()
+    runs = not backend.why_not_run(request.architecture)
+    return digest_json(
+        {
+            "model": model_digest(request.model),
+            "plan": _assigned(request.plan),
+            "sample": digest_file(request.sample),
+            "request": {name: value for name, value in plain.items() if name not in _ELSEWHERE},
+            "backend": [backend.name, availability.version],
+            "code": _code_digest(inspect.getsourcefile(type(backend)) or ""),
+            "package": version("loka-onnx"),
+            # Compilers write code for the processor that they run on; a cache may be shared by hosts.
+            "processor": _processor(),
+            # What an engine that was run here is known to do is not known of it elsewhere.
+            "devices": availability.devices if runs else None,
+        }
+    )
+
+
+class EngineCache:
+    """Engines that were built before, up to a size.
+
+    Args:
+        directory: Where entries are; made when it is first written to.
+        limit_bytes: Size beyond which the entries that were not used for longest are removed; 0 keeps none.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        self.directory, self.limit_bytes = directory, limit_bytes
+
+    def build(self, backend: Backend, request: BuildRequest) -> EngineArtifact:
+        """An engine that was built from the same before, or else what `Backend.build` makes, which is kept.
+
+        The artifact's detail says so where it was taken from here; its build seconds are those of its build.
+
+        Raises:
+            UserError: As `Backend.build`.
+        """
+        if self.limit_bytes <= 0 or not request.model.is_file() or not request.sample.is_file():
+            return backend.build(request)
+        if backend.decline(request.plan, request.architecture) or backend.why_not_here(request.architecture):
+            return backend.build(request)
+        key = cache_key(backend, request)
+        found = self._take(key, request)
+        if found is not None:
+            return found
+        built = backend.build(request)
+        if built.is_built:
+            self._keep(key, built, request)
+        return built
+
+    def entries(self) -> list[Path]:
+        """Directories of the entries, the one that was not used for longest first."""
+        found = []
+        for place in self.directory.glob(f"[0-9a-f][0-9a-f]/*/{ENTRY}"):
+            with suppress(OSError):
+                found.append((place.stat().st_mtime_ns, place.parent))
+        return [entry for _, entry in sorted(found)]
+
+    def _entry(self, key: str) -> Path:
+        return self.directory / key[:2] / key
+
+    def _take(self, key: str, request: BuildRequest) -> EngineArtifact | None:
+        """The engine of a key in the place that was asked for; None where there is none that is whole.
+
+        Raises:
+            OutputError: The place cannot be written.
+        """
+        entry = self._entry(key)
+        if not (entry / ENTRY).is_file():
+            return None
+        staging: Path | None = None
+        try:
+            with interrupts_held():
+                staging = make_staging(request.output)
+            cached = self._copy_out(entry, key, staging / ENGINE)
+            if cached is None:
+                self._remove(entry)
+                return None
+            replace_directory(staging / ENGINE, request.output, staging)
+        finally:
+            if staging is not None:
+                with interrupts_held():
+                    shutil.rmtree(staging, ignore_errors=True)
+        with suppress(OSError):
+            os.utime(entry / ENTRY)
+        artifact = cached.artifact
+        said = f"taken from the engine cache, built there in {artifact.build_seconds:.1f} s on {cached.built}"
+        log = request.output.with_name(f"{request.output.name}.log")
+        serde.write_text(f"{said}: {entry}\n", log)
+        inner = artifact.path or Path()
+        return replace(
+            artifact,
+            plan=request.plan.id,
+            target=request.target,
+            path=(request.output / inner).relative_to(request.relative_to or request.output),
+            detail=f"{artifact.detail}; {said}" if artifact.detail else said,
+        )
+
+    def _copy_out(self, entry: Path, key: str, into: Path) -> CachedEngine | None:
+        """Copy an entry's files; None where one is missing, too many or altered."""
+        try:
+            cached = serde.read(CachedEngine, entry / ENTRY)
+            if cached.key != key or set(cached.files) != _files_below(entry / ENGINE):
+                return None
+            for name, digest in cached.files.items():
+                place = into / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(entry / ENGINE / name, place)
+                if digest_file(place) != digest:
+                    return None
+        except (UserError, FileNotFoundError):
+            # Of another version, or removed by another process in this moment.
+            return None
+        except OSError as error:
+            raise OutputError(f"cannot write '{into}'", evidence=str(error)) from error
+        return cached
+
+    def _keep(self, key: str, built: EngineArtifact, request: BuildRequest) -> None:
+        """Copy an engine in. What goes wrong here costs the entry only, and is told in the engine's log."""
+        size = sum((request.output / name).stat().st_size for name in _files_below(request.output))
+        if size > self.limit_bytes:
+            return
+        new: Path | None = None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._remove_stale()
+            with interrupts_held():
+                new = Path(tempfile.mkdtemp(prefix=f"{NEW}{_owner()}-", dir=self.directory))
+            shutil.copytree(request.output, new / ENGINE)
+            names = sorted(_files_below(new / ENGINE))
+            inner = ((request.relative_to or request.output) / (built.path or Path())).relative_to(
+                request.output
+            )
+            document = CachedEngine(
+                key,
+                replace(built, path=inner),
+                {name: digest_file(new / ENGINE / name) for name in names},
+                datetime.now(UTC).isoformat(timespec="seconds"),
+            )
+            serde.write(document, new / ENTRY)
+            new.chmod(0o755)
+            entry = self._entry(key)
+            entry.parent.mkdir(exist_ok=True)
+            # Another process may have built the same: its entry stays.
+            if not entry.exists():
+                new.rename(entry)
+            self._shrink()
+        except (OSError, UserError) as error:
+            log = request.output.with_name(f"{request.output.name}.log")
+            with suppress(OSError), log.open("a", encoding="utf-8") as stream:
+                stream.write(f"not kept in the engine cache '{self.directory}': {error}\n")
+        finally:
+            if new is not None:
+                with interrupts_held():
+                    shutil.rmtree(new, ignore_errors=True)
+
+    def _shrink(self) -> None:
+        sizes = {entry: _bytes_below(entry) for entry in self.entries()}
+        total = sum(sizes.values())
+        for entry, size in sizes.items():
+            if total <= self.limit_bytes:
+                return
+            self._remove(entry)
+            total -= size
+
+    def _remove(self, entry: Path) -> None:
+        gone = self.directory / f"{OLD}{_owner()}-{time.monotonic_ns()}"
+        try:
+            entry.rename(gone)
+        except OSError:
+            # Another process was faster, or the cache may not be written.
+            return
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _remove_stale(self) -> None:
+        """Remove what processes left that were killed while they copied or removed."""
+        for place in (*self.directory.glob(f"{NEW}*"), *self.directory.glob(f"{OLD}*")):
+            host, _, rest = place.name.removeprefix(NEW).removeprefix(OLD).rpartition("@")
+            owner = rest.partition("-")[0]
+            with suppress(OSError):
+                is_here = host == socket.gethostname()
+                is_old = time.time() - place.stat().st_mtime > STALE_SECONDS
+                if is_old or (is_here and owner.isdecimal() and not psutil.pid_exists(int(owner))):
+                    shutil.rmtree(place, ignore_errors=True)
+
+
+def _assigned(plan: PrecisionPlan) -> Mapping[str, Any]:
+    """What a plan assigns, without why, and without its name."""
+    plain: dict[str, Any] = serde.to_plain(plan)
+    prose = {"verdict", "reason"}
+    return {
+        "base": plain["base"],
+        "decisions": [{k: v for k, v in d.items() if k not in prose} for d in plain["decisions"]],
+        "wide": sorted(wide["node"] for wide in plain["wide"]),
+    }
+
+
+@functools.cache
+def _code_digest(source: str) -> str:
+    """Digest of the code that builds: the packages of this one that take part, and a backend's own file."""
+    root = Path(__file__).parents[1]
+    files = [path for name in _CODE for path in sorted((root / name).rglob("*.py"))]
+    return digest_files([*files, *([Path(source)] if source else [])])
+
+
+@functools.cache
+def _processor() -> list[str]:
+    """Kind of the processor, and on Linux the instructions that it has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    return [platform.machine(), *sorted(flags.split())]
+
+
+def _owner() -> str:
+    return f"{socket.gethostname()}@{os.getpid()}"
+
+
+def _files_below(directory: Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+def _bytes_below(directory: Path) -> int:
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total

@@ -1,0 +1,77 @@
+"""One process at a time on the accelerator of this machine.
+
+Builds run side by side, but compilers that time kernels, first inferences and measured latencies must not:
+each would disturb the others. The lock is an flock on a file of this user, so that it also holds between
+runs, and it ends with its process, however that ends. It is one lock for all accelerators of a machine:
+backends name the same device differently (``sm90``, ``cuda``), and every engine is loaded on the first that
+fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from loka_onnx.core.devices import CPU
+from loka_onnx.errors import EngineError
+
+LOCK = "accelerator.lock"
+
+
+@contextlib.contextmanager
+def device_alone(architecture: str, waiting: Path | None = None) -> Iterator[None]:
+    """Hold the accelerator for the block; nothing is held for the CPU, which has room for several.
+
+    A block inside a block of the same process waits forever: hold it once.
+
+    Args:
+        architecture: Architecture of the engine, as its backend names it.
+        waiting: A file that is there while this process waits.
+
+    Raises:
+        EngineError: The place of the lock belongs to another user, or cannot be written.
+    """
+    if architecture == CPU:
+        yield
+        return
+    descriptor = _open()
+    try:
+        _lock(descriptor, waiting)
+        yield
+    finally:
+        # Closing is not enough: a forked child may have the file open still.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _open() -> int:
+    place = Path(tempfile.gettempdir()) / f"loka-onnx-{os.getuid()}"
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+        if place.lstat().st_uid != os.getuid() or place.is_symlink():
+            raise PermissionError(f"'{place}' is not a directory of this user")
+        return os.open(place / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise EngineError(
+            "cannot lock the accelerator",
+            where=str(place),
+            evidence=str(error),
+            remedy="remove it, or set TMPDIR to a directory that this user can write",
+        ) from error
+
+
+def _lock(descriptor: int, waiting: Path | None) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if waiting is not None:
+            waiting.touch()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        finally:
+            if waiting is not None:
+                waiting.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""ONNX graphs lowered to PyTorch and compiled by Inductor."""

@@ -1,0 +1,128 @@
+"""Inductor: the planned graph lowered to PyTorch and compiled ahead of time into one package.
+
+What runs for real where:
+
+- **NVIDIA, sm80 and later**: the base precision of the plan, and FP8 from sm89 on, through `torch._scaled_mm`
+  (cuBLASLt, or a Triton template that won the autotuning) and the operators of `kernels`. Compiled on a host
+  that has the GPU, because kernels are chosen by timing them.
+- **CPU**: FP32, and BF16 and FP16 as PyTorch rounds them, with or without instructions for them. FP8 values
+  are real there too, oneDNN multiplies them, yet no CPU gains by it: accuracy counts, speed does not.
+
+Norms, softmax and other reductions compute in FP32 inside whatever their tensors are; chains of elementwise
+operators that Inductor fuses keep FP32 between them, where the ONNX graph rounds to BF16 after each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from loka_onnx.core.devices import CPU, FLOAT8_FROM, NVIDIA, capability
+from loka_onnx.core.engine import SitePrecision
+from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.engines.base import Availability, Backend
+from loka_onnx.engines.inductor.compile import OPTIONS, compile_engine
+from loka_onnx.engines.inductor.site_precision import read_site_precisions
+from loka_onnx.engines.inductor.toolchain import build_environment, find_compilers
+from loka_onnx.engines.request import BuildRequest
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
+from loka_onnx.sessions.inductor_session import import_torch, open_inductor
+from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.tensorrt_vendors import why_no_gpu
+
+FIRST = 80
+"""Least compute capability that Triton's products and BF16 need."""
+NO_COMPILER = "there is no C++ compiler, which Inductor needs"
+
+
+class InductorBackend(Backend):
+    """AOTInductor of PyTorch."""
+
+    name = "inductor"
+    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {CPU: (CPU,), **NVIDIA}
+    options: ClassVar[Mapping[str, range]] = OPTIONS
+
+    def availability(self) -> Availability:
+        """Whether PyTorch and a C++ compiler are here; the CPU always runs, GPUs where PyTorch uses them."""
+        try:
+            torch = import_torch()
+        except MissingPackage as error:
+            return Availability(False, "", False, False, (), error.what, error.remedy)
+        gpus = tuple(f"{gpu.name} ({gpu.architecture})" for gpu in _usable_gpus())
+        version, devices = str(torch.__version__), (CPU, *gpus)
+        if find_compilers() is None:
+            return Availability(True, version, False, True, devices, NO_COMPILER, "install g++ and gcc")
+        return Availability(True, version, True, True, devices, "", "")
+
+    def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
+        """FP8 needs E4M3FN and, on a GPU, sm89 or later."""
+        if architecture != CPU and plan.fp8_sites and capability(architecture) < FLOAT8_FROM:
+            return f"{architecture} has no FP8 products (sm{FLOAT8_FROM} is the first that has)"
+        for decision in plan.decisions:
+            recipe = decision.recipe
+            if recipe is not None and recipe.format is not Float8.E4M3FN:
+                return f"site '{decision.site}' asks for {recipe.format}; this backend multiplies E4M3FN only"
+        return None
+
+    def why_not_here(self, architecture: str) -> str:
+        """A package for a GPU is compiled on a host that has it."""
+        reason = super().why_not_here(architecture)
+        if reason or architecture == CPU:
+            return reason
+        if any(gpu.architecture == architecture for gpu in _usable_gpus()):
+            return ""
+        here = ", ".join(f"{gpu.name} ({gpu.architecture})" for gpu in _usable_gpus())
+        return (
+            f"inductor builds for {architecture} only on a host with that GPU, and this one has "
+            f"{here or 'no GPU that PyTorch uses'}; build there"
+        )
+
+    def base_precision(self, plan: PrecisionPlan) -> Precision:
+        """The plan's, on the CPU as well: its FP8 engine then answers as the GPU's does."""
+        return plan.base
+
+    def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
+        """On the CPU, FP8 is about accuracy only."""
+        return architecture == CPU and bool(plan.fp8_sites)
+
+    def portability(self, architecture: str) -> str:
+        """One architecture, one release of PyTorch, one processor."""
+        release = ".".join(self.availability().version.split(".")[:2])
+        where = "" if architecture == CPU else f"one GPU architecture ({architecture}), "
+        return f"{where}PyTorch {release}, and a processor with the vector instructions of the build host"
+
+    def compile(self, request: BuildRequest, into: Path) -> Path:
+        """Compile the package; the environment of this process is set for the compilers that it starts.
+
+        Raises:
+            EngineError: There is no C++ compiler.
+        """
+        compilers = find_compilers()
+        if compilers is None:
+            raise EngineError(NO_COMPILER, remedy="install g++ and gcc")
+        os.environ.update(build_environment(compilers))
+        return compile_engine(request, into, compilers)
+
+    def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
+        """Read the exported program that the package describes, and its generated code."""
+        planned = {decision.site: decision.precision for decision in request.plan.decisions}
+        return read_site_precisions(engine, [(site, planned[site.name]) for site in request.planned_sites])
+
+    def why_not_run(self, architecture: str) -> str:
+        """A GPU of the architecture must be here; the CPU is."""
+        reason = "" if architecture == CPU else why_no_gpu(architecture)
+        return f"{reason}; latency and accuracy not measured" if reason else ""
+
+    def load(self, engine: Path, architecture: str) -> Runner:
+        """Load the package on the CPU, or the first GPU of its architecture."""
+        return open_inductor(engine, architecture)
+
+
+def _usable_gpus() -> tuple[CudaDevice, ...]:
+    """GPUs that PyTorch uses and Triton compiles for."""
+    gpus = [gpu for gpu in list_cuda_devices() if capability(gpu.architecture) >= FIRST]
+    return tuple(gpus) if gpus and import_torch().cuda.is_available() else ()

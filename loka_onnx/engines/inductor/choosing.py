@@ -1,0 +1,266 @@
+"""Which kernel computes each FP8 product: measured on the device, on what the site really reads.
+
+For each product of the fused graph the candidates are cuBLASLt with exact and with fast accumulation, what
+follows it fused by the compiler, and the Triton kernel in several tiles, with what follows inside. Each is
+timed in a CUDA graph at every batch size that will be served, and the fastest in sum over the sizes is
+compiled in, if its arithmetic adds little to what quantization costs: Hopper's tensor cores keep about 14
+bits of an FP8 sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), and a plan was judged by a simulation that
+keeps 24.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.engines.inductor.kernels.products import (
+    Epilogue,
+    EpilogueStrategy,
+    Finished,
+    Tile,
+    TiledProduct,
+    library_with,
+)
+from loka_onnx.engines.inductor.lowering.strategies import (
+    FloatProduct,
+    Multiplied,
+    PerSite,
+    ProductStrategy,
+    ScaledMatMul,
+)
+
+TILES = (
+    Tile(128, 128, 128, 3, 8),
+    Tile(128, 128, 128, 4, 4),
+    Tile(128, 256, 128, 3, 8),
+    Tile(64, 128, 128, 4, 4),
+    Tile(128, 64, 128, 4, 4),
+    Tile(64, 64, 128, 4, 4),
+    Tile(64, 256, 128, 3, 8),
+    Tile(32, 64, 256, 4, 4),
+)
+"""Tiles that were fastest at one shape or another on an H100 (`benchmarks`)."""
+LARGEST_ERROR = 2.0**-9
+"""Root mean square error of a kernel over that of the exact product of the same FP8 values. Rounding the two
+factors to E4M3 makes about 2⁻⁵ of it: what is allowed here adds less than a hundredth of that energy."""
+_LAUNCHES = 10
+_REPLAYS = 15
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate at one site.
+
+    Attributes:
+        site: The site.
+        kernel: The candidate.
+        us: Median time by rows of the product, microseconds.
+        error: Root mean square error relative to the exact product of the same FP8 values.
+        obstacle: Why it was not measured or may not be chosen; empty where it may.
+    """
+
+    site: str
+    kernel: str
+    us: Mapping[int, float]
+    error: float
+    obstacle: str = ""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the measurements say.
+
+    Attributes:
+        products: A strategy for each site.
+        measured: Every candidate of every site.
+    """
+
+    products: ProductStrategy
+    measured: tuple[Measured, ...]
+
+
+@dataclass(eq=False)
+class Recorder(EpilogueStrategy):
+    """Computes products by the library, and keeps what each was given.
+
+    Attributes:
+        library: What computes them.
+        seen: By site, the first product and what followed it.
+    """
+
+    library: ProductStrategy
+    seen: dict[str, tuple[FloatProduct, Epilogue]] = field(default_factory=dict)
+
+    def multiply(self, product: FloatProduct) -> Multiplied:
+        """A product that no fusion took: nothing to choose."""
+        return self.library.multiply(product)
+
+    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Finished:
+        """See `EpilogueStrategy.multiply_with`."""
+        self.seen.setdefault(product.site, (product, epilogue))
+        return library_with(self.library, product, epilogue)
+
+
+def candidates(*, fast_accumulation: bool = True) -> dict[str, ProductStrategy]:
+    """By name, what may compute a product.
+
+    Args:
+        fast_accumulation: Whether cuBLASLt may keep its sums in fewer bits.
+    """
+    exact = ScaledMatMul()
+    found: dict[str, ProductStrategy] = {"cublas": exact}
+    if fast_accumulation:
+        found["cublas-fast"] = replace(exact, fast_accumulation=True)
+    return found | {f"triton {tile}": TiledProduct(tile) for tile in TILES}
+
+
+def choose_kernels(
+    seen: Mapping[str, tuple[FloatProduct, Epilogue]],
+    batch: int,
+    sizes: Sequence[int],
+    progress: Progress = silent,
+    *,
+    fast_accumulation: bool = True,
+) -> Chosen:
+    """Measure every candidate at every site and take the fastest that is exact enough.
+
+    Args:
+        seen: By site, a product on real values with what follows it, on a GPU.
+        batch: Rows of the request that these were read from.
+        sizes: Batch sizes that will be served.
+        progress: Called after each site.
+        fast_accumulation: Whether cuBLASLt may keep its sums in fewer bits.
+    """
+    tried = candidates(fast_accumulation=fast_accumulation)
+    choices: dict[str, ProductStrategy] = {}
+    measured: list[Measured] = []
+    known: dict[tuple[object, ...], tuple[Measured, ...]] = {}
+    for number, (site, (product, epilogue)) in enumerate(seen.items()):
+        progress("kernels", number, len(seen))
+        # Sites of one shape and one epilogue take equally long.
+        key = (*product.a.shape[1:], *product.b.shape, product.scale_b.dim(), epilogue.describe())
+        if key not in known:
+            known[key] = tuple(
+                _measure(site, name, strategy, _Case(product, epilogue, batch, tuple(sizes)))
+                for name, strategy in tried.items()
+            )
+        results = tuple(replace(each, site=site) for each in known[key])
+        measured.extend(results)
+        able = [each for each in results if not each.obstacle]
+        if able:
+            best = min(able, key=lambda each: sum(each.us.values()))
+            choices[site] = tried[best.kernel]
+    progress("kernels", len(seen), len(seen))
+    return Chosen(PerSite(choices, ScaledMatMul()), tuple(measured))
+
+
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """A product on real values, and the batch sizes that it will see."""
+
+    product: FloatProduct
+    epilogue: Epilogue
+    batch: int
+    sizes: tuple[int, ...]
+
+    def at(self, size: int) -> tuple[FloatProduct, Epilogue]:
+        """The same with as many rows as a batch of that size has, the real ones over and over."""
+        rows = self.product.a.shape[0] * size // self.batch
+        cross = tuple(_repeated(each, rows) for each in self.epilogue.cross)
+        return replace(self.product, a=_repeated(self.product.a, rows)), replace(self.epilogue, cross=cross)
+
+
+def _repeated(tensor: Tensor, rows: int) -> Tensor:
+    times = -(-rows // tensor.shape[0])
+    # FP8 tensors cannot be repeated as such.
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return raw.repeat(times, *(1,) * (raw.dim() - 1))[:rows].contiguous().view(tensor.dtype)
+
+
+def _measure(site: str, name: str, strategy: ProductStrategy, case: _Case) -> Measured:
+    times: dict[int, float] = {}
+    try:
+        error = _error(strategy, case)
+        if not error <= LARGEST_ERROR:
+            return Measured(
+                site, name, {}, error, f"error {error:.2g}, at most {LARGEST_ERROR:.2g} is allowed"
+            )
+        for size in case.sizes:
+            product, epilogue = case.at(size)
+            times[product.a.shape[:-1].numel()] = _time(strategy, product, epilogue)
+    except Exception as failure:
+        # A tile may need more shared memory than there is, and the compiler raises what it likes then.
+        return Measured(site, name, {}, float("nan"), f"{type(failure).__name__}: {str(failure)[:200]}")
+    return Measured(site, name, times, error)
+
+
+def _time(strategy: ProductStrategy, product: FloatProduct, epilogue: Epilogue) -> float:
+    """Microseconds of a product with what follows it."""
+    if isinstance(strategy, EpilogueStrategy):
+        return time_in_graph(lambda: strategy.multiply_with(product, epilogue).outputs)
+    alone = time_in_graph(lambda: strategy.multiply(product).values)
+    if not (epilogue.relu or epilogue.cross or epilogue.scale is not None):
+        return alone
+    # What follows a library's product is one kernel of the compiler in the engine.
+    value = strategy.multiply(product).values
+
+    def follow(value: Tensor, cross: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return replace(epilogue, cross=cross).apply(value)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(follow, dynamic=False)
+    return alone + time_in_graph(lambda: compiled(value, epilogue.cross))
+
+
+def _error(strategy: ProductStrategy, case: _Case) -> float:
+    """Of the product itself, wide, without what follows."""
+    plain = Epilogue(bias=None, is_wide=True)
+    product = replace(case.product, bias=None, dtype=torch.bfloat16)
+    done = (
+        strategy.multiply_with(product, plain)
+        if isinstance(strategy, EpilogueStrategy)
+        else library_with(strategy, product, plain)
+    )
+    found = done.outputs[0].to(torch.float64)
+    exact = torch.matmul(product.a.to(torch.float64) * product.scale_a, product.b.to(torch.float64))
+    exact = exact * product.scale_b
+    rounded = exact.to(torch.bfloat16).to(torch.float64)
+    norm = exact.norm()
+    # The result is BF16: what its rounding makes is not the kernel's.
+    total, own = (found - exact).norm() / norm, (rounded - exact).norm() / norm
+    return float(torch.sqrt(torch.clamp(total * total - own * own, min=0.0)))
+
+
+def time_in_graph(run: Callable[[], object]) -> float:
+    """Median time of a launch among many in a CUDA graph, microseconds."""
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_LAUNCHES):
+            run()
+    graph.replay()
+    taken: list[float] = []
+    for _ in range(_REPLAYS):
+        begin, end = _event(), _event()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) * 1e3 / _LAUNCHES)
+    return statistics.median(taken)
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,397 @@
+"""From a planned ONNX graph to one package of AOTInductor.
+
+In order: fusions of the ONNX graph (`fusions`), lowering to PyTorch, on a GPU the choice of a kernel for each
+FP8 product (`choosing`), export with a batch that may vary, compilation ahead of time, packaging.
+
+The package holds `engine.json` beside its programs
+(`sessions.inductor_package`), which says what the exported programs multiply.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from loka_onnx.core import serde
+from loka_onnx.core.devices import CPU
+from loka_onnx.engines.device_lock import device_alone
+from loka_onnx.engines.inductor.exported import entering_types, marked, output_types, products_of
+from loka_onnx.engines.inductor.toolchain import Compilers
+from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
+from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.inductor_package import (
+    RECORD,
+    CompiledSite,
+    InductorEngine,
+    InputPort,
+    OutputPort,
+    Program,
+    instruction_sets,
+)
+
+PACKAGE = "engine.pt2"
+MAX_AUTOTUNE, FAST_ACCUMULATION, STATIC = "max_autotune", "fast_accumulation", "static"
+FUSE, CHOOSE = "fuse", "choose"
+OPTIONS: Mapping[str, range] = dict.fromkeys(
+    (MAX_AUTOTUNE, FAST_ACCUMULATION, STATIC, FUSE, CHOOSE), range(2)
+)
+
+_NUMPY_TYPES = {"float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to compile.
+
+    Attributes:
+        max_autotune: Whether products are chosen among every library's by timing them, and launch parameters
+            of generated kernels searched.
+        fast_accumulation: Whether FP8 products may keep their sums in fewer bits than FP32 (Hopper).
+        static: Whether each batch size that is served gets a program of its own.
+        fuse: Whether the graph is fused into the operators of `kernels` where it can be.
+        choose: Whether the kernel of each FP8 product is chosen by timing on a GPU.
+    """
+
+    max_autotune: bool = False
+    fast_accumulation: bool = True
+    static: bool = False
+    fuse: bool = True
+    choose: bool = True
+
+    @classmethod
+    def of(cls, options: Mapping[str, int]) -> Settings:
+        """Settings from options of a request; what is left out has its default."""
+        default = cls()
+        return cls(
+            bool(options.get(MAX_AUTOTUNE, default.max_autotune)),
+            bool(options.get(FAST_ACCUMULATION, default.fast_accumulation)),
+            bool(options.get(STATIC, default.static)),
+            bool(options.get(FUSE, default.fuse)),
+            bool(options.get(CHOOSE, default.choose)),
+        )
+
+    @property
+    def options(self) -> dict[str, int]:
+        """All options, for the record."""
+        return {
+            MAX_AUTOTUNE: int(self.max_autotune),
+            FAST_ACCUMULATION: int(self.fast_accumulation),
+            STATIC: int(self.static),
+            FUSE: int(self.fuse),
+            CHOOSE: int(self.choose),
+        }
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the programs of one engine share.
+
+    Attributes:
+        request: What is asked for.
+        settings: How to compile.
+        compilers: The C++ compiler.
+        inputs: Inputs of the graph.
+        outputs: Outputs of the graph.
+        scratch: Directory for what is only needed while building.
+    """
+
+    request: BuildRequest
+    settings: Settings
+    compilers: Compilers
+    inputs: tuple[InputPort, ...]
+    outputs: tuple[OutputPort, ...]
+    scratch: Path
+
+
+def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> Path:
+    """Build a package; only in a process that may be lost.
+
+    Args:
+        request: What to build.
+        into: Directory for the package.
+        compilers: The C++ compiler, which the environment already names (`toolchain.build_environment`).
+
+    Returns:
+        The package.
+
+    Raises:
+        ModelError: An input or output is of a type or shape that requests cannot have.
+        EngineError: An operator is not lowered, or the model cannot be exported or compiled.
+    """
+    import torch
+    from torch.export.pt2_archive._package import package_pt2
+
+    # FP32 means FP32: TF32 would round the factors of products to 10 bits under that name.
+    torch.set_float32_matmul_precision("highest")
+    settings = Settings.of(request.options)
+    model = fused(request.model, into.parent / "fused") if settings.fuse else request.model
+    graph = onnx.load(os.fspath(model), load_external_data=False).graph
+    scratch = into.parent / "scratch"
+    build = Build(request, settings, compilers, input_ports(graph), output_ports(graph), scratch)
+    module = lower_model(model, chosen_products(build, model))
+    module = module.to(torch_device(request.architecture)).eval()
+    programs, files = [], {}
+    with device_alone(request.architecture) if settings.max_autotune else nullcontext():
+        for program in batch_programs(request.batch, static=settings.static):
+            done, files[program.name] = _compile_program(build, module, program)
+            programs.append(done)
+    engine = InductorEngine(
+        torch=str(torch.__version__),
+        architecture=request.architecture,
+        instruction_sets=instruction_sets(),
+        inputs=build.inputs,
+        outputs=build.outputs,
+        minimum=request.batch.minimum,
+        maximum=request.batch.maximum,
+        sizes=request.batch.sizes,
+        programs=tuple(programs),
+        sites=compiled_sites(module.sites),
+        options=settings.options,
+    )
+    package = into / PACKAGE
+    package_pt2(os.fspath(package), aoti_files=files, extra_files={RECORD: serde.dumps(engine)})
+    return package
+
+
+def fused(model: Path, folder: Path) -> Path:
+    """The model that is lowered: the planned one itself where nothing can be fused.
+
+    Args:
+        model: The planned model.
+        folder: Where another one is written.
+    """
+    from loka_onnx.engines.inductor.fusions import fuse
+    from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+
+    graph = PlannedGraph.load(model)
+    report = fuse(graph)
+    for name, reasons in report.declined.items():
+        print(f"{name}: declined {'; '.join(reasons)}", flush=True)
+    if not report.fused:
+        return model
+    for name, places in report.fused.items():
+        print(f"{name}: {', '.join(place.name for place in places)}", flush=True)
+    target = folder / "model.onnx"
+    graph.save(target)
+    return target
+
+
+def chosen_products(build: Build, model: Path) -> Any:
+    """What computes FP8 products: on a GPU, what was measured to be fastest at each site."""
+    import torch
+
+    from loka_onnx.engines.inductor.choosing import Recorder, choose_kernels
+    from loka_onnx.engines.inductor.lowering.strategies import ScaledMatMul
+
+    request, settings = build.request, build.settings
+    library = ScaledMatMul(fast_accumulation=settings.fast_accumulation)
+    device = torch_device(request.architecture)
+    if not settings.choose or device.type == CPU or not request.plan.fp8_sites:
+        return library
+    recorder = Recorder(ScaledMatMul())
+    rows = request.batch.serve
+    examples = example_rows(request.sample, build.inputs, rows)
+    module = lower_model(model, recorder).to(device).eval()
+    # Programs compile side by side; who times kernels has the device alone.
+    with torch.no_grad(), device_alone(request.architecture):
+        module(*(each.to(device) for each in examples))
+        chosen = choose_kernels(
+            recorder.seen, rows, request.batch.sizes, fast_accumulation=settings.fast_accumulation
+        )
+    for each in chosen.measured:
+        times = ", ".join(f"{us:.2f} µs at M {m}" for m, us in each.us.items())
+        print(f"{each.site}: {each.kernel}: {times or each.obstacle}; error {each.error:.2g}", flush=True)
+    return chosen.products
+
+
+def batch_programs(batch: BatchRange, *, static: bool) -> tuple[Program, ...]:
+    """The programs to compile, without what they hold: one for all sizes, or one for each that is served."""
+    if static or batch.minimum == batch.maximum:
+        return tuple(Program(f"rows{size}", size, size) for size in batch.sizes)
+    return (Program("rows", batch.minimum, batch.maximum),)
+
+
+def input_ports(graph: onnx.GraphProto) -> tuple[InputPort, ...]:
+    """Inputs of a graph.
+
+    Raises:
+        ModelError: One has another dynamic axis than the batch, or a type that NumPy lacks.
+    """
+    ports = []
+    for value in graph.input:
+        kind = value.type.tensor_type
+        dtype = str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
+        shape = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
+        if not shape or None in shape[1:]:
+            raise ModelError(
+                f"input '{value.name}' has a dynamic axis besides the batch",
+                evidence=f"shape {shape}",
+                remedy="fix every axis but axis 0 when exporting",
+            )
+        if dtype not in _NUMPY_TYPES:
+            raise ModelError(
+                f"requests cannot hold input '{value.name}'",
+                evidence=f"its type is {dtype}",
+                remedy=f"cast it inside the model from one of {', '.join(sorted(_NUMPY_TYPES))}",
+            )
+        ports.append(InputPort(value.name, dtype, tuple(size or 0 for size in shape[1:])))
+    return tuple(ports)
+
+
+def output_ports(graph: onnx.GraphProto) -> tuple[OutputPort, ...]:
+    """Outputs of a graph; those whose first axis has no fixed length follow the batch."""
+    first = {value.name: list(value.type.tensor_type.shape.dim)[:1] for value in graph.output}
+    return tuple(
+        OutputPort(name, bool(dims) and not dims[0].HasField("dim_value")) for name, dims in first.items()
+    )
+
+
+def lower_model(model: Path, products: Any) -> Any:
+    """The model as a PyTorch module whose operators carry the names of the nodes that they come from.
+
+    Args:
+        model: The planned model, fused or not.
+        products: `ProductStrategy` of its FP8 products.
+    """
+    import loka_onnx.engines.inductor.kernels.operators  # noqa: F401 (registers what fusions write)
+    from loka_onnx.engines.inductor.lowering.model import LoweringOptions, lower
+    from loka_onnx.engines.inductor.lowering.registry import OPERATORS
+
+    registry = OPERATORS.copy()
+    for key, operator in registry.operators.items():
+        registry.operators[key] = replace(operator, lower=_marking(operator.lower))
+    return lower(model, LoweringOptions(products=products, operators=registry))
+
+
+def _marking(lower: Callable[..., Any]) -> Callable[..., Any]:
+    def lower_marked(node: Any, *values: Any) -> Any:
+        return marked(node.name, lower, node, *values)
+
+    return lower_marked
+
+
+def torch_device(architecture: str) -> Any:
+    """The device to compile on: the first GPU of an architecture, or the CPU.
+
+    Raises:
+        EngineError: There is no such GPU here.
+    """
+    import torch
+
+    if architecture == CPU:
+        return torch.device("cpu")
+    for gpu in list_cuda_devices():
+        if gpu.architecture == architecture:
+            # Programs are compiled for, and tuned on, the current device.
+            torch.cuda.set_device(gpu.index)
+            return torch.device("cuda", gpu.index)
+    raise EngineError(f"there is no GPU of architecture {architecture} here to compile on")
+
+
+def compiled_sites(sites: Mapping[str, Any]) -> tuple[CompiledSite, ...]:
+    """What the lowering says of each product, by node."""
+    return tuple(
+        CompiledSite(name, site.kernel, tuple(site.operands), site.engaged, site.reason)
+        for name, site in sites.items()
+    )
+
+
+def example_rows(sample: Path, inputs: Sequence[InputPort], rows: int) -> tuple[Any, ...]:
+    """Tensors of a number of rows to export with: those of the sample, again and again.
+
+    Raises:
+        DataError: The sample lacks an input, or has no rows.
+    """
+    import torch
+
+    examples = []
+    with np.load(sample, allow_pickle=False) as arrays:
+        for port in inputs:
+            value = arrays[port.name] if port.name in arrays.files else np.empty((0,))
+            if not len(value):
+                raise DataError(f"the sample has no rows of input '{port.name}'", where=str(sample))
+            taken = np.take(value, np.arange(rows) % len(value), axis=0).astype(port.dtype, copy=False)
+            examples.append(torch.from_numpy(np.ascontiguousarray(taken)))
+    return tuple(examples)
+
+
+def inductor_options(settings: Settings, compilers: Compilers, output: Path) -> dict[str, Any]:
+    """Settings of Inductor (`torch._inductor.config`) for a program.
+
+    Args:
+        settings: How to compile.
+        compilers: The C++ compiler.
+        output: Where its files are put together, weights included; elsewhere they would stay in the cache.
+    """
+    return {
+        "aot_inductor.package": True,
+        "aot_inductor.output_path": os.fspath(output),
+        "cpp.cxx": (None, compilers.cxx),
+        # A serving host need not have as many cores as this one.
+        "cpp.dynamic_threads": True,
+        "max_autotune": settings.max_autotune,
+        "coordinate_descent_tuning": settings.max_autotune,
+    }
+
+
+def _compile_program(build: Build, module: Any, program: Program) -> tuple[Program, list[Any]]:
+    """A program with what it holds, and its files."""
+    import torch
+
+    exported = _export(build, module, program)
+    for output, dtype in zip(build.outputs, output_types(exported.graph), strict=True):
+        if dtype not in _NUMPY_TYPES:
+            raise ModelError(
+                f"answers cannot hold output '{output.name}'",
+                evidence=f"its type is {dtype}",
+                remedy="cast it inside the model to float32",
+            )
+    args, kwargs = exported.example_inputs
+    files: Any = torch._inductor.aot_compile(
+        exported.module(check_guards=False),
+        args,
+        kwargs,
+        options=inductor_options(build.settings, build.compilers, build.scratch / program.name),
+    )
+    names = {site.name for site in build.request.planned_sites}
+    entering = entering_types(exported.graph, names)
+    return replace(program, products=products_of(exported.graph), entering=entering), list(files)
+
+
+def _export(build: Build, module: Any, program: Program) -> Any:
+    """`torch.export.ExportedProgram` of the module for the batch sizes of a program."""
+    import torch
+
+    request = build.request
+    dynamic = program.minimum != program.maximum
+    # Launch parameters are tuned for what is served; but export takes an axis of length 1 for one that is
+    # broadcast.
+    rows = max(2, request.batch.serve) if dynamic else program.minimum
+    device = torch_device(request.architecture)
+    examples = tuple(each.to(device) for each in example_rows(request.sample, build.inputs, rows))
+    shapes = None
+    if dynamic:
+        batch = torch.export.Dim("batch", min=program.minimum, max=program.maximum)
+        shapes = module.dynamic_shapes(batch)
+    try:
+        # The marks of nodes are dropped unless this is on (`torch.fx.traceback`).
+        with torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+            return torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
+    except LokaError:
+        raise
+    except Exception as error:
+        # torch.export raises a family of unrelated types.
+        raise EngineError(
+            "PyTorch cannot export the lowered model",
+            where=f"for {program.minimum} to {program.maximum} rows",
+            evidence=str(error)[:600],
+            remedy="shapes must follow from the batch alone; let another backend build this model",
+        ) from error

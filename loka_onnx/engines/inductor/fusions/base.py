@@ -1,0 +1,113 @@
+"""What fusions share: their domain, their result, and how they look through casts and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import onnx
+
+from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
+
+DOMAIN = "loka"
+"""Of nodes that only the lowering of this backend knows."""
+HALVES = frozenset({onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT16})
+"""Types that the kernels multiply."""
+MOST_ELEMENTS = 1 << 15
+"""Of one operand of a kernel that holds a whole example in registers and shared memory."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One place that became one kernel.
+
+    Attributes:
+        name: Name of the new node.
+        sites: Sites that the kernel computes.
+    """
+
+    name: str
+    sites: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What was fused and what looked alike and was not.
+
+    Attributes:
+        fused: By name of the fusion.
+        declined: By name of the fusion, the node and the reason.
+    """
+
+    fused: dict[str, tuple[Fused, ...]]
+    declined: dict[str, tuple[str, ...]]
+
+
+class DeclinedFusion(Exception):
+    """A place that looks alike and cannot be fused; the reason is its message."""
+
+
+@dataclass
+class Findings:
+    """What one fusion did, as it goes along."""
+
+    fused: list[Fused]
+    declined: list[str]
+
+
+Fusion = Callable[[PlannedGraph], Findings]
+
+
+def attributes(norm: Node, products: tuple[str, ...]) -> dict[str, object]:
+    """Attributes of a node that computes products and the norm behind them.
+
+    ``norm_type`` is what the plan gave the norm, which is computed in FP32 inside the kernel in any case.
+    """
+    return {
+        "epsilon": float(norm.attrs.get("epsilon", 1e-5)),
+        "products": list(products),
+        "norm": norm.name,
+        "norm_type": norm.outputs[0].kind,
+    }
+
+
+def padded(size: int) -> int:
+    """Length of a tile's side that holds `size`: a power of two, at least 16 as matrix units want."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def made_by(tensor: Tensor, op: str) -> Node | None:
+    """The node of that kind which computes a tensor, seen through casts to FP32."""
+    node = through_casts(tensor).producer
+    return node if node is not None and node.op == op and not node.domain else None
+
+
+def through_casts(tensor: Tensor) -> Tensor:
+    """What a tensor is widened to FP32 from, which kernels do as they load; itself where it is not."""
+    node = tensor.producer
+    while node is not None and node.op == "Cast" and node.reads(0).kind in HALVES:
+        if tensor.kind != onnx.TensorProto.FLOAT:
+            break
+        tensor = node.reads(0)
+        node = tensor.producer
+    return tensor
+
+
+def only_reader(graph: PlannedGraph, tensor: Tensor) -> Node | None:
+    """The one node that reads a tensor; None when there are several, or the graph hands it out."""
+    readers = [node for node in tensor.readers if node.outputs]
+    return readers[0] if len(readers) == 1 and not graph.is_output(tensor) else None
+
+
+def static(tensor: Tensor, rank: int) -> tuple[int, ...] | None:
+    """The lengths of all axes but the first; None when one is not known, or the rank is another."""
+    shape = tensor.shape
+    if shape is None or len(shape) != rank:
+        return None
+    lengths = tuple(length for length in shape[1:] if length is not None)
+    return lengths if len(lengths) == rank - 1 else None
+
+
+def is_quantize_per_tensor(node: Node) -> bool:
+    """Whether a node is a Q with one constant scale."""
+    return node.op == "QuantizeLinear" and node.reads(1).is_constant and node.reads(1).values.size == 1

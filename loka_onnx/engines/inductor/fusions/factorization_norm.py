@@ -1,0 +1,104 @@
+"""The interaction half of a factorization machine block, with the norm behind it and the Q behind that.
+
+With tokens X (batch, n, d) and a learned Y (n, k) (Wukong, arXiv 2403.02545, section 3)::
+
+    Q?(LN(flatten(X · (Xᵀ · Y))))   →   one kernel that reads X once
+
+The kernel normalizes in FP32 what the product accumulated in FP32, which the graph rounds in between.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loka_onnx.engines.inductor.fusions.base import (
+    DOMAIN,
+    HALVES,
+    MOST_ELEMENTS,
+    DeclinedFusion,
+    Findings,
+    Fused,
+    attributes,
+    is_quantize_per_tensor,
+    made_by,
+    only_reader,
+    padded,
+    static,
+    through_casts,
+)
+from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
+from loka_onnx.engines.inductor.fusions.tokens import TokenMix, token_mix
+
+OP = f"{DOMAIN}::FactorizationNorm"
+
+
+def fuse_factorization_norm(graph: PlannedGraph) -> Findings:
+    """Fuse every such block; see the module."""
+    found = Findings([], [])
+    for norm in list(graph.nodes):
+        if norm.op != "LayerNormalization" or not norm.outputs:
+            continue
+        product = _interaction(norm)
+        mix = None if product is None else token_mix(product.reads(1))
+        if product is None or mix is None or through_casts(product.reads(0)) is not mix.x:
+            continue
+        try:
+            found.fused.append(_fuse(graph, norm, product, mix))
+        except DeclinedFusion as reason:
+            found.declined.append(f"{norm.name}: {reason}")
+    return found
+
+
+def _interaction(norm: Node) -> Node | None:
+    """X · P behind the norm's flattened input."""
+    for op in ("Reshape", "Flatten"):
+        flat = made_by(norm.reads(0), op)
+        if flat is not None:
+            return made_by(flat.reads(0), "MatMul")
+    return None
+
+
+def _fuse(graph: PlannedGraph, norm: Node, product: Node, mix: TokenMix) -> Fused:
+    x, (n, k) = mix.x, mix.weight.shape
+    lengths = static(x, 3)
+    if lengths is None or lengths[0] != n:
+        raise DeclinedFusion("the shape of the tokens is not known")
+    if x.kind not in HALVES:
+        raise DeclinedFusion("the kernel multiplies BF16 and FP16")
+    d = lengths[1]
+    if padded(n) * max(padded(d), padded(k)) > MOST_ELEMENTS or padded(d) * padded(k) > MOST_ELEMENTS:
+        raise DeclinedFusion(f"{n}×{d} tokens and rank {k} are too large for one program")
+    affine = [tensor for tensor in norm.inputs[1:] if tensor is not None]
+    if not all(tensor.is_constant and tensor.values.size == n * k for tensor in affine):
+        raise DeclinedFusion("it does not normalize over all of the flattened product")
+    scale = affine[0].values
+    shift = affine[1].values if len(affine) > 1 else np.zeros_like(scale)
+    name = graph.fresh_name(f"{norm.name}/factorization")
+    weight = np.ascontiguousarray(mix.weight)
+    inputs = [
+        x,
+        graph.constant(f"{name}.y", weight),
+        graph.constant(f"{name}.gamma", scale.reshape(-1)),
+        graph.constant(f"{name}.beta", shift.reshape(-1)),
+    ]
+    products = (mix.product.name, product.name)
+    attrs = attributes(norm, products)
+    replaced, quantize = _end(graph, norm, x)
+    if quantize is not None:
+        inputs.append(quantize.reads(1))
+    graph.replace(OP, name, inputs, [replaced], attrs)
+    return Fused(name, (*products, norm.name))
+
+
+def _end(graph: PlannedGraph, norm: Node, x: Tensor) -> tuple[Tensor, Node | None]:
+    """What the kernel computes in place of the norm's output: what a Q or a cast makes of it, or itself."""
+    out = norm.outputs[0]
+    reader = only_reader(graph, out)
+    if reader is not None and reader.op == "Cast" and reader.outputs[0].kind == x.kind:
+        out = reader.outputs[0]
+        reader = only_reader(graph, out)
+    if reader is not None and is_quantize_per_tensor(reader):
+        return reader.outputs[0], reader
+    if out.kind != x.kind:
+        raise DeclinedFusion("its output is read in another precision than that of the tokens")
+    return out, None

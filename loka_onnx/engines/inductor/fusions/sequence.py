@@ -1,0 +1,31 @@
+"""All fusions in the order in which they are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loka_onnx.engines.inductor.fusions.base import Findings, Fusion, FusionReport
+from loka_onnx.engines.inductor.fusions.factorization_norm import fuse_factorization_norm
+from loka_onnx.engines.inductor.fusions.float8_product import fuse_float8_product
+from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+from loka_onnx.engines.inductor.fusions.token_residual_norm import fuse_token_residual_norm
+
+FUSIONS: Mapping[str, Fusion] = {
+    "factorization-norm": fuse_factorization_norm,
+    "token-residual-norm": fuse_token_residual_norm,
+    "float8-product": fuse_float8_product,
+}
+"""By name. Products come last: a Q that a norm takes along is not theirs."""
+
+
+def fuse(graph: PlannedGraph) -> FusionReport:
+    """Fuse whatever can be fused; edits the graph.
+
+    Args:
+        graph: A planned model, in the precision that it runs in.
+    """
+    found: dict[str, Findings] = {name: fusion(graph) for name, fusion in FUSIONS.items()}
+    return FusionReport(
+        {name: tuple(each.fused) for name, each in found.items() if each.fused},
+        {name: tuple(each.declined) for name, each in found.items() if each.declined},
+    )

@@ -1,0 +1,66 @@
+"""Products of tokens with a learned matrix, as they stand in a graph.
+
+X (batch, n, d) holds tokens. Exporters write a learned mix of tokens as Xᵀ · W, with W (n, m), and mods merge
+several that read the same Xᵀ into one product with a Split behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.engines.inductor.fusions.base import made_by, through_casts
+from loka_onnx.engines.inductor.fusions.planned import Node, Tensor
+
+
+@dataclass(frozen=True)
+class TokenMix:
+    """Xᵀ · W.
+
+    Attributes:
+        x: X.
+        weight: W, (n, m).
+        product: The node that computes it, perhaps together with others.
+    """
+
+    x: Tensor
+    weight: npt.NDArray[Any]
+    product: Node
+
+
+def token_mix(tensor: Tensor) -> TokenMix | None:
+    """How a tensor (batch, d, m) is Xᵀ · W; None when it is not."""
+    tensor = through_casts(tensor)
+    node, columns = tensor.producer, slice(None)
+    if node is not None and node.op == "Split":
+        part = _part(node, tensor)
+        if part is None:
+            return None
+        columns, node = part, node.reads(0).producer
+    if node is None or node.op != "MatMul" or not node.reads(1).is_constant:
+        return None
+    weight = node.reads(1).values
+    x = transposed(node.reads(0))
+    if x is None or weight.ndim != 2:
+        return None
+    return TokenMix(x, weight[:, columns], node)
+
+
+def transposed(tensor: Tensor) -> Tensor | None:
+    """What a tensor of rank 3 is the transpose of, in its last two axes; None when it is none."""
+    node = made_by(tensor, "Transpose")
+    if node is None or list(node.attrs.get("perm", ())) != [0, 2, 1]:
+        return None
+    return through_casts(node.reads(0))
+
+
+def _part(split: Node, tensor: Tensor) -> slice | None:
+    """The columns that one output of a Split along the last axis holds."""
+    if split.attrs.get("axis", 0) not in {-1, 2} or not split.has(1) or not split.reads(1).is_constant:
+        return None
+    ends = np.cumsum(split.reads(1).values)
+    position = next(i for i, output in enumerate(split.outputs) if output is tensor)
+    return slice(int(ends[position - 1]) if position else 0, int(ends[position]))

@@ -1,0 +1,125 @@
+"""How the nodes that fusions write are lowered: to a kernel on CUDA, to the same arithmetic elsewhere.
+
+Importing this module registers them (`lowering.registry`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from loka_onnx.engines.inductor.fusions.base import DOMAIN
+from loka_onnx.engines.inductor.kernels.products import (
+    Epilogue,
+    EpilogueStrategy,
+    library_with,
+    to_float8,
+)
+from loka_onnx.engines.inductor.lowering.node import Node
+from loka_onnx.engines.inductor.lowering.registry import OPERATORS
+from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, LoweredSite, PerSite
+from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, short_name
+from loka_onnx.engines.inductor.lowering.values import Constant, Value
+
+
+def _record(node: Node, x: Tensor) -> None:
+    """Note what became of the sites that a kernel computes together."""
+    kernel = f"fused {node.op_type}"
+    names: list[str] = node.get("products", [])
+    for name in names:
+        types = (short_name(x.dtype),) * 2
+        node.scope.sites[name] = LoweredSite(name, node.op_type, kernel, types, engaged=False)
+    norm = str(node.get("norm", ""))
+    kind = short_name(TORCH_TYPES[int(node.get("norm_type", 1))])
+    # Whatever its tensors are, the norm is computed in FP32.
+    node.scope.sites[norm] = LoweredSite(norm, node.op_type, kernel, (kind,), engaged=False)
+
+
+@OPERATORS.operator("FactorizationNorm", domain=DOMAIN, raw=True)
+def factorization_norm(
+    node: Node, x: Value, y: Value, gamma: Value, beta: Value, scale: Value = None
+) -> Tensor:
+    """`triton_factorization`."""
+    tokens, weight, factor, shift = (node.tensor(each) for each in (x, y, gamma, beta))
+    epsilon = float(node.get("epsilon", 1e-5))
+    _record(node, tokens)
+    if tokens.is_cuda:
+        from loka_onnx.engines.inductor.kernels import triton_factorization as kernel
+
+        inverse = 0.0 if scale is None else 1.0 / _number(node, scale)
+        made: Tensor = kernel.factorization_norm(
+            tokens.contiguous(), weight, factor, shift, epsilon, inverse, scale is not None
+        )
+        return made
+    product = torch.matmul(tokens, torch.matmul(tokens.transpose(1, 2), weight))
+    flat = product.reshape(tokens.shape[0], -1).to(torch.float32)
+    out = functional.layer_norm(
+        flat, flat.shape[1:], factor.to(torch.float32), shift.to(torch.float32), epsilon
+    )
+    if scale is None:
+        return out.to(tokens.dtype)
+    return to_float8(out, _number(node, scale))
+
+
+@OPERATORS.operator("TokenResidualNorm", domain=DOMAIN)
+def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    """`triton_token_norm`."""
+    epsilon = float(node.get("epsilon", 1e-5))
+    _record(node, x)
+    if x.is_cuda:
+        from loka_onnx.engines.inductor.kernels import triton_token_norm as kernel
+
+        made: Tensor = kernel.token_residual_norm(x.contiguous(), f.contiguous(), w, gamma, beta, epsilon)
+        return made
+    joined = torch.cat([f, torch.matmul(w, x)], dim=1).to(torch.float32) + x.to(torch.float32)
+    wide = (gamma.to(torch.float32), beta.to(torch.float32))
+    return functional.layer_norm(joined, joined.shape[-1:], *wide, epsilon).to(x.dtype)
+
+
+@OPERATORS.operator("Float8Product", domain=DOMAIN, raw=True)
+def float8_product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
+    """A product of FP8 factors and what follows it (`fusions.float8_product`)."""
+    missing: list[Value] = [None] * (8 - len(inputs))
+    a, scale_a, b, scale_b, bias, x0, x, out_scale = [*inputs, *missing]
+    parts = Epilogue(
+        bias=None if bias is None else node.tensor(bias).reshape(-1),
+        cross=() if x0 is None or x is None else (node.tensor(x0), node.tensor(x)),
+        relu=bool(node.get("relu", 0)),
+        scale=None if out_scale is None else _number(node, out_scale),
+        is_wide=bool(node.get("wide", 1)),
+    )
+    weight_scale = node.tensor(scale_b).to(torch.float32)
+    product = FloatProduct(
+        site=node.name,
+        a=node.tensor(a),
+        scale_a=node.tensor(scale_a).to(torch.float32).reshape(()),
+        b=node.tensor(b).t(),
+        scale_b=weight_scale.reshape(()) if weight_scale.numel() == 1 else weight_scale.reshape(-1),
+        bias=parts.bias,
+        dtype=TORCH_TYPES[int(node.get("base", 1))],
+    )
+    strategy = node.scope.products
+    if isinstance(strategy, PerSite):
+        strategy = strategy.choices.get(product.site, strategy.otherwise)
+    done = (
+        strategy.multiply_with(product, parts)
+        if isinstance(strategy, EpilogueStrategy)
+        else library_with(strategy, product, parts)
+    )
+    # One name for the product in the plan, in the graph and here.
+    node.scope.sites[product.site] = LoweredSite(
+        product.site, node.op_type, done.kernel, done.operands, done.engaged, done.reason
+    )
+    return done.outputs
+
+
+def _number(node: Node, value: Value) -> float:
+    """A constant scale as a number.
+
+    Raises:
+        EngineError: It is computed, so that no kernel could be compiled for it.
+    """
+    if isinstance(value, Constant) and value.array is not None and value.array.size == 1:
+        return float(value.array.reshape(())[()])
+    raise node.error("a scale is not a constant number", f"it is {type(value).__name__}")

@@ -1,0 +1,104 @@
+"""Runs one node on the values of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from loka_onnx.engines.inductor.lowering.node import Node
+from loka_onnx.engines.inductor.lowering.registry import Operator
+from loka_onnx.engines.inductor.lowering.values import (
+    Constant,
+    Dequantized,
+    ShapeValue,
+    Value,
+    numbers_of,
+)
+from loka_onnx.errors import LokaError
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node and its function.
+
+    Attributes:
+        node: The node.
+        operator: How it is lowered.
+        last_uses: Tensors that nothing reads after it.
+    """
+
+    node: Node
+    operator: Operator
+    last_uses: tuple[str, ...] = ()
+
+
+def evaluate(step: Step, inputs: Sequence[Value]) -> tuple[Value, ...]:
+    """The outputs of a node.
+
+    Raises:
+        EngineError: The node cannot be lowered, or torch refuses it.
+    """
+    try:
+        done = _apply(step.node, step.operator, inputs)
+    except LokaError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+        what = f"torch refuses the node: {type(error).__name__}: {error}"
+        raise step.node.error(what, _describe(step.node, inputs)) from error
+    return done if isinstance(done, tuple) else (done,)
+
+
+def _apply(node: Node, operator: Operator, inputs: Sequence[Value]) -> Any:
+    if operator.on_shapes is not None:
+        numbers = _numbers(inputs)
+        if numbers is not None:
+            done = operator.on_shapes(node, *numbers)
+            if done is not NotImplemented:
+                return done
+    first = inputs[0] if inputs else None
+    if not operator.moves or not isinstance(first, Dequantized) or first.axis is not None:
+        return operator.lower(node, *_given(node, operator, inputs))
+    moved = operator.lower(node, *_given(node, operator, [first.values, *inputs[1:]]))
+    if isinstance(moved, tuple):
+        return tuple(replace(first, values=part) for part in moved)
+    return replace(first, values=moved)
+
+
+def _numbers(inputs: Sequence[Value]) -> list[ShapeValue | None] | None:
+    """All inputs as numbers, if one of them comes from a shape and the others can be."""
+    if not any(isinstance(value, ShapeValue) for value in inputs):
+        return None
+    numbers = [numbers_of(value) if isinstance(value, Constant) else value for value in inputs]
+    for number, value in zip(numbers, inputs, strict=True):
+        if value is not None and not isinstance(number, ShapeValue):
+            return None
+    return numbers  # type: ignore[return-value]
+
+
+def _given(node: Node, operator: Operator, inputs: Sequence[Value]) -> list[Value]:
+    """Values as the function of an operator takes them."""
+    if operator.raw:
+        return list(inputs)
+    given: list[Value] = []
+    for position, value in enumerate(inputs):
+        numbers = numbers_of(value) if isinstance(value, Constant) else value
+        is_number = isinstance(numbers, ShapeValue) and (
+            position in operator.numbers or (position in operator.scalars and numbers.scalar)
+        )
+        given.append(numbers if value is None or is_number else node.tensor(value))
+    return given
+
+
+def _describe(node: Node, inputs: Sequence[Value]) -> str:
+    """Types and shapes of a node's inputs."""
+    parts = []
+    for name, value in zip(node.inputs, inputs, strict=False):
+        if value is None:
+            continue
+        held = value.values if isinstance(value, Dequantized) else value
+        if isinstance(held, ShapeValue):
+            parts.append(f"'{name}' {list(held.entries)}")
+        else:
+            parts.append(f"'{name}' {str(held.dtype).removeprefix('torch.')}{list(held.shape)}")
+    return f"inputs {', '.join(parts) or 'none'}"

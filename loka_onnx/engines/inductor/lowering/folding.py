@@ -1,0 +1,147 @@
+"""What is done before a graph runs: constant nodes are computed, and constants become buffers.
+
+A buffer is laid out as its reader takes it. An FP8 weight that a product reads as its right factor (K, N) is
+stored as (N, K) and read transposed: cuBLASLt multiplies by columns that are contiguous. The scale of a Q/DQ
+pair is stored in FP32, which it is computed with in a BF16 graph too: no kernel converts it at run time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loka_onnx.engines.inductor.lowering.evaluating import Step, evaluate
+from loka_onnx.engines.inductor.lowering.node import Node
+from loka_onnx.engines.inductor.lowering.reading import constant_of
+from loka_onnx.engines.inductor.lowering.registry import Operator
+from loka_onnx.engines.inductor.lowering.types import FLOAT8, to_numpy, to_torch
+from loka_onnx.engines.inductor.lowering.values import Constant, numbers_of
+
+_LARGEST_GROWTH = 4
+"""Elements of a folded result over those of its inputs, beyond which it is computed at run time."""
+_SMALL = 1 << 14
+"""Elements that are folded however small the inputs."""
+_QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_SHAPES = frozenset({"Shape", "Size"})
+
+
+def fold(nodes: Iterable[tuple[Node, Operator]], constants: dict[str, Constant]) -> list[Step]:
+    """Compute the nodes that read nothing but constants; edits `constants`, to which their results go.
+
+    Returns:
+        The other nodes.
+    """
+    steps = []
+    for node, operator in nodes:
+        results = _folded(node, operator, constants)
+        if results is None:
+            steps.append(Step(node, operator))
+        else:
+            constants |= results
+    return steps
+
+
+def _folded(node: Node, operator: Operator, constants: Mapping[str, Constant]) -> dict[str, Constant] | None:
+    if node.op_type == "Constant" and not node.domain:
+        held = constant_of(node)
+        return None if held is None else {node.outputs[0]: held}
+    # Dequantized weights stay FP8; operators of other domains may be kernels of one device.
+    if node.domain or node.op_type == "DequantizeLinear":
+        return None
+    inputs = [constants.get(name) if name else None for name in node.inputs]
+    if any(name and value is None for name, value in zip(node.inputs, inputs, strict=True)):
+        return None
+    done = evaluate(Step(node, operator), inputs)
+    results = {}
+    for name, value in zip(node.outputs, done, strict=False):
+        if isinstance(value, Constant):
+            results[name] = value
+            continue
+        tensor = node.tensor(value)
+        read = sum(
+            len(constant.array.reshape(-1)) for constant in inputs if constant and constant.array is not None
+        )
+        if tensor.numel() > max(_SMALL, _LARGEST_GROWTH * read):
+            return None
+        results[name] = Constant(name, tensor.dtype, tuple(tensor.shape), to_numpy(tensor))
+    return results
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a constant is stored.
+
+    Attributes:
+        tensor: Its buffer.
+        columns: Whether that holds the transpose.
+    """
+
+    tensor: torch.Tensor
+    columns: bool
+
+
+def store(
+    steps: Sequence[Step], constants: Mapping[str, Constant], outputs: Sequence[str]
+) -> dict[str, Stored]:
+    """A tensor for each constant that is read as one, by the name of the constant."""
+    readers: dict[str, list[tuple[Step, int]]] = defaultdict(list)
+    for step, position, constant in _reads(steps, constants):
+        readers[constant.name].append((step, position))
+    for name in outputs:
+        if name in constants:
+            readers.setdefault(constants[name].name, [])
+    right = _right_factors(steps)
+    found = {constant.name: constant for constant in constants.values()}
+    stored = {}
+    for name, reads in readers.items():
+        constant = found[name]
+        if constant.array is None:
+            continue
+        tensor = to_torch(constant.array)
+        is_wide = all(position in step.operator.wide for step, position in reads)
+        columns = (
+            tensor.dim() == 2
+            and tensor.dtype in FLOAT8
+            and any(position == 0 and step.node.outputs[0] in right for step, position in reads)
+        )
+        if reads and is_wide and tensor.is_floating_point():
+            tensor = tensor.to(torch.float32)
+        stored[name] = Stored(tensor.t().contiguous() if columns else tensor, columns)
+    return stored
+
+
+def _reads(steps: Sequence[Step], constants: Mapping[str, Constant]) -> Iterable[tuple[Step, int, Constant]]:
+    """Every place where a node reads the elements of a constant."""
+    shapes: set[str] = set()
+    for step in steps:
+        node, operator = step.node, step.operator
+        inputs = [constants.get(name) for name in node.inputs]
+        if node.op_type in _SHAPES or (
+            operator.on_shapes is not None
+            and any(name in shapes for name in node.inputs)
+            and all(
+                not name or name in shapes or (constant is not None and numbers_of(constant) is not None)
+                for name, constant in zip(node.inputs, inputs, strict=True)
+            )
+        ):
+            shapes |= set(node.outputs)
+            continue
+        for position, constant in enumerate(inputs):
+            if constant is None or position in operator.numbers:
+                continue
+            is_scalar = position in operator.scalars and constant.is_number
+            is_zero = position == 2 and node.op_type in _QUANTIZERS and constant.dtype in FLOAT8
+            if not is_scalar and not is_zero:
+                yield step, position, constant
+
+
+def _right_factors(steps: Sequence[Step]) -> set[str]:
+    """Tensors that a product reads as its right factor, as they are."""
+    return {
+        step.node.inputs[1]
+        for step in steps
+        if step.node.op_type == "MatMul" or (step.node.op_type == "Gemm" and not step.node.get("transB", 0))
+    }

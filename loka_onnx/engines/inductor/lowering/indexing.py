@@ -1,0 +1,116 @@
+"""Operators that read or write elements at computed positions.
+
+ONNX counts negative positions from the end everywhere here. torch's indexing does so too, gather and
+scatter do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from loka_onnx.engines.inductor.lowering.node import Node
+from loka_onnx.engines.inductor.lowering.registry import OPERATORS
+from loka_onnx.engines.inductor.lowering.values import ShapeValue, Value
+
+Tensor = torch.Tensor
+_REDUCTIONS = {"add": "sum", "mul": "prod", "min": "amin", "max": "amax"}
+
+
+@OPERATORS.operator("Gather", scalars=(1,), moves=True)
+def gather(node: Node, data: Tensor, indices: Value) -> Tensor:
+    """Slices along an axis, in the shape of the positions."""
+    axis = node.get("axis", 0) % data.dim()
+    if isinstance(indices, ShapeValue):
+        position: Any = indices.entries[0]
+        return data.select(axis, position)
+    index = (slice(None),) * axis + (node.tensor(indices),)
+    return data[index]
+
+
+@OPERATORS.operator("GatherElements")
+def gather_elements(node: Node, data: Tensor, indices: Tensor) -> Tensor:
+    """An element for each position, the other axes being equal."""
+    axis = node.get("axis", 0) % data.dim()
+    return torch.gather(data, axis, _from_start(indices, data.shape[axis]))
+
+
+@OPERATORS.operator("GatherND")
+def gather_nd(node: Node, data: Tensor, indices: Tensor) -> Tensor:
+    """Slices at tuples of positions, behind axes that both share."""
+    shared = node.get("batch_dims", 0)
+    parts: list[Tensor] = []
+    for axis in range(shared):
+        steps = torch.arange(data.shape[axis], device=data.device)
+        parts.append(steps.reshape([-1 if i == axis else 1 for i in range(indices.dim() - 1)]))
+    parts += [part.to(torch.int64) for part in indices.unbind(-1)]
+    return data[tuple(parts)]
+
+
+@OPERATORS.operator("ScatterElements", "Scatter")
+def scatter_elements(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    """A copy with elements set, or combined with others."""
+    axis = node.get("axis", 0) % data.dim()
+    positions = _from_start(indices, data.shape[axis])
+    reduction = node.get("reduction", "none")
+    if reduction == "none":
+        return torch.scatter(data, axis, positions, updates)
+    return torch.scatter_reduce(data, axis, positions, updates, _REDUCTIONS[reduction], include_self=True)
+
+
+@OPERATORS.operator("ScatterND")
+def scatter_nd(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    """A copy with slices set, or combined with others, at tuples of positions."""
+    depth = indices.shape[-1]
+    rows: Any = 0
+    for axis, part in enumerate(indices.to(torch.int64).unbind(-1)):
+        rows = rows * data.shape[axis] + torch.where(part < 0, part + data.shape[axis], part)
+    flat = data.reshape(-1, *data.shape[depth:])
+    rows = rows.reshape([-1] + [1] * (data.dim() - depth))
+    written = updates.reshape(-1, *data.shape[depth:])
+    positions = rows.expand_as(written)
+    reduction = node.get("reduction", "none")
+    if reduction == "none":
+        return torch.scatter(flat, 0, positions, written).reshape(data.shape)
+    name = _REDUCTIONS[reduction]
+    return torch.scatter_reduce(flat, 0, positions, written, name, include_self=True).reshape(data.shape)
+
+
+@OPERATORS.operator("OneHot", numbers=(1,))
+def one_hot(node: Node, indices: Tensor, depth: Value, values: Tensor) -> Tensor:
+    """``values[1]`` at each position of a new axis, ``values[0]`` elsewhere and for positions beyond it."""
+    length = int(node.number(depth, "depth"))
+    rank = indices.dim() + 1
+    axis = node.get("axis", -1) % rank
+    positions = torch.arange(length, device=indices.device)
+    positions = positions.reshape([-1 if i == axis else 1 for i in range(rank)])
+    chosen = _from_start(indices.to(torch.int64), length).unsqueeze(axis)
+    off, on = values.unbind(0)
+    return torch.where(chosen == positions, on, off)
+
+
+@OPERATORS.operator("TopK", numbers=(1,))
+def top_k(node: Node, x: Tensor, count: Value = None) -> tuple[Tensor, Tensor]:
+    """The largest or smallest elements along an axis, and their positions."""
+    k = node.attributes["k"] if count is None else node.number(count, "K")
+    largest, ordered = bool(node.get("largest", 1)), bool(node.get("sorted", 1))
+    values, positions = torch.topk(x, k, node.get("axis", -1), largest, ordered)
+    return values, positions
+
+
+@OPERATORS.operator("CumSum", numbers=(1,))
+def cum_sum(node: Node, x: Tensor, axis: Value) -> Tensor:
+    """Running sums along an axis, from either end, with or without the element itself."""
+    dim = int(node.number(axis, "axis"))
+    x = x.flip(dim) if node.get("reverse", 0) else x
+    if node.get("exclusive", 0):
+        first = torch.zeros_like(x.narrow(dim, 0, 1))
+        x = torch.cat([first, x.narrow(dim, 0, x.shape[dim] - 1)], dim)
+    total = torch.cumsum(x, dim, dtype=x.dtype)
+    return total.flip(dim) if node.get("reverse", 0) else total
+
+
+def _from_start(indices: Tensor, length: Any) -> Tensor:
+    indices = indices.to(torch.int64)
+    return torch.where(indices < 0, indices + length, indices)

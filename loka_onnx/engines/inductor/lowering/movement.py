@@ -1,0 +1,230 @@
+"""Operators that move, repeat or drop elements and change none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from loka_onnx.engines.inductor.lowering.node import Node
+from loka_onnx.engines.inductor.lowering.registry import OPERATORS
+from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, ShapeValue, Value, numbers_of
+
+Tensor = torch.Tensor
+
+
+@OPERATORS.operator("Identity", raw=True)
+def identity(node: Node, x: Value) -> Value:
+    """The same value, whatever its kind."""
+    return x
+
+
+@OPERATORS.operator("Constant")
+def constant(node: Node) -> Any:
+    """A tensor that is an attribute."""
+    raise node.error(
+        "a constant of this kind is not lowered", f"its attributes are {sorted(node.attributes)}"
+    )
+
+
+@OPERATORS.operator("Reshape", numbers=(1,), moves=True)
+def reshape(node: Node, x: Tensor, shape: Value = None) -> Tensor:
+    """Another shape; 0 stands for the length before unless ``allowzero``, one -1 for the rest."""
+    target = node.attributes["shape"] if shape is None else node.numbers(shape, "shape")
+    if not node.get("allowzero", 0):
+        target = [x.shape[i] if isinstance(n, int) and n == 0 else n for i, n in enumerate(target)]
+    return x.reshape(target)
+
+
+@OPERATORS.operator("Flatten", moves=True)
+def flatten(node: Node, x: Tensor) -> Tensor:
+    """A matrix: the axes before ``axis`` and those from it on."""
+    axis = node.get("axis", 1)
+    axis += x.dim() if axis < 0 else 0
+    if axis == 1 and x.dim() > 1:
+        return x.flatten(1) if x.dim() > 2 else x
+    columns = 1
+    for length in x.shape[axis:]:
+        columns = columns * length
+    rows = 1
+    for length in x.shape[:axis]:
+        rows = rows * length
+    return x.reshape(rows, columns)
+
+
+@OPERATORS.operator("Transpose", raw=True)
+def transpose(node: Node, x: Value) -> Value:
+    """Axes in another order; the channel axis of FP8 values moves along."""
+    if isinstance(x, Dequantized):
+        order = _order(node, x.values.dim())
+        axis = None if x.axis is None else order.index(x.axis)
+        return replace(x, values=x.values.permute(order), axis=axis)
+    tensor = node.tensor(x)
+    return tensor.permute(_order(node, tensor.dim()))
+
+
+def _order(node: Node, rank: int) -> list[int]:
+    order: list[int] = node.get("perm", list(reversed(range(rank))))
+    return order
+
+
+@OPERATORS.operator("Squeeze", numbers=(1,), moves=True)
+def squeeze(node: Node, x: Tensor, axes: Value = None) -> Tensor:
+    """Axes of length 1 taken out; all of them when none are named."""
+    chosen = node.axes(axes)
+    if chosen is None:
+        chosen = [axis for axis, length in enumerate(x.shape) if isinstance(length, int) and length == 1]
+    return x.squeeze(tuple(axis % x.dim() for axis in chosen)) if chosen else x
+
+
+@OPERATORS.operator("Unsqueeze", numbers=(1,), moves=True)
+def unsqueeze(node: Node, x: Tensor, axes: Value = None) -> Tensor:
+    """Axes of length 1 put in, at positions in the result."""
+    chosen = node.axes(axes) or []
+    rank = x.dim() + len(chosen)
+    for axis in sorted(axis % rank for axis in chosen):
+        x = x.unsqueeze(axis)
+    return x
+
+
+@OPERATORS.operator("Concat", raw=True)
+def concat(node: Node, *parts: Value) -> Value:
+    """Tensors side by side; FP8 values of one scale stay FP8."""
+    axis = node.get("axis", 1)
+    narrow = [part for part in parts if isinstance(part, Dequantized)]
+    first = narrow[0] if narrow else None
+    if first is not None and len(narrow) == len(parts) and all(first.has_scale_of(part) for part in narrow):
+        return replace(first, values=torch.cat([part.values for part in narrow], axis))
+    return torch.cat([node.tensor(part) for part in parts], axis)
+
+
+@OPERATORS.operator("Split", numbers=(1,), moves=True)
+def split(node: Node, x: Tensor, sizes: Value = None) -> tuple[Tensor, ...]:
+    """Parts along an axis, of given sizes or of equal ones with a smaller last one."""
+    axis = node.get("axis", 0)
+    if sizes is not None:
+        return torch.split(x, node.numbers(sizes, "split"), axis)
+    if "split" in node.attributes:
+        return torch.split(x, node.attributes["split"], axis)
+    parts = node.get("num_outputs", len(node.outputs))
+    return torch.split(x, -(-x.shape[axis] // parts), axis)
+
+
+@OPERATORS.operator("Slice", numbers=(1, 2, 3, 4), moves=True)
+def slice_(
+    node: Node,
+    x: Tensor,
+    starts: Value = None,
+    ends: Value = None,
+    axes: Value = None,
+    steps: Value = None,
+) -> Tensor:
+    """Every n-th element between two positions, along some axes."""
+    first = node.attributes["starts"] if starts is None else node.numbers(starts, "starts")
+    last = node.attributes["ends"] if ends is None else node.numbers(ends, "ends")
+    chosen = node.axes(axes)
+    stride = [1] * len(first) if steps is None else node.numbers(steps, "steps")
+    for position, axis in enumerate(range(len(first)) if chosen is None else chosen):
+        begin, end, step = first[position], last[position], stride[position]
+        if step > 0:
+            index = (slice(None),) * (axis % x.dim()) + (slice(begin, end, step),)
+            x = x[index]
+        else:
+            x = torch.index_select(x, axis, _backwards(x, axis, (begin, end, step)))
+    return x
+
+
+def _backwards(x: Tensor, axis: int, bounds: tuple[Any, Any, Any]) -> Tensor:
+    """Positions of a slice with a negative step; ONNX clamps its bounds to [0, n−1] and [−1, n−1]."""
+    length = x.shape[axis]
+    begin, end, step = bounds
+    begin = min(begin + length if begin < 0 else begin, length - 1)
+    end = max(end + length, -1) if end < 0 else min(end, length - 1)
+    return torch.arange(begin, end, step, device=x.device)
+
+
+@OPERATORS.operator("Expand", numbers=(1,), moves=True)
+def expand(node: Node, x: Tensor, shape: Value) -> Tensor:
+    """Axes of length 1 repeated; a target length of 1 keeps the length of the tensor."""
+    target = node.numbers(shape, "shape")
+    rank = max(len(target), x.dim())
+    target = [1] * (rank - len(target)) + target
+    x = x.reshape([1] * (rank - x.dim()) + list(x.shape)) if rank > x.dim() else x
+    kept = [-1 if isinstance(length, int) and length == 1 else length for length in target]
+    return x.expand(kept)
+
+
+@OPERATORS.operator("Tile", numbers=(1,), moves=True)
+def tile(node: Node, x: Tensor, repeats: Value) -> Tensor:
+    """A tensor repeated along its axes."""
+    return x.repeat(node.numbers(repeats, "repeats"))
+
+
+@OPERATORS.operator("Trilu", numbers=(1,))
+def trilu(node: Node, x: Tensor, diagonal: Value = None) -> Tensor:
+    """The upper or lower triangle of matrices."""
+    k = 0 if diagonal is None else int(node.number(diagonal, "k"))
+    return torch.triu(x, k) if node.get("upper", 1) else torch.tril(x, k)
+
+
+@OPERATORS.operator("DepthToSpace")
+def depth_to_space(node: Node, x: Tensor) -> Tensor:
+    """Blocks of channels laid out in space."""
+    batch, channels, height, width = x.shape
+    block = node.attributes["blocksize"]
+    inner = channels // block**2
+    if node.get("mode", "DCR") == "DCR":
+        parts = x.reshape(batch, block, block, inner, height, width).permute(0, 3, 4, 1, 5, 2)
+    else:
+        parts = x.reshape(batch, inner, block, block, height, width).permute(0, 1, 4, 2, 5, 3)
+    return parts.reshape(batch, inner, height * block, width * block)
+
+
+@OPERATORS.operator("Shape", raw=True)
+def shape_of(node: Node, x: Value) -> ShapeValue:
+    """The lengths of a tensor, as numbers."""
+    lengths = _lengths(node, x)
+    return ShapeValue(tuple(lengths[node.get("start", 0) : node.get("end", len(lengths))]))
+
+
+@OPERATORS.operator("Size", raw=True)
+def size_of(node: Node, x: Value) -> ShapeValue:
+    """The number of elements of a tensor, as a number."""
+    product: Any = 1
+    for length in _lengths(node, x):
+        product = product * length
+    return ShapeValue((product,), scalar=True)
+
+
+def _lengths(node: Node, x: Value) -> list[Any]:
+    if isinstance(x, ShapeValue):
+        return [] if x.scalar else [len(x.entries)]
+    if isinstance(x, Constant):
+        return list(x.shape)
+    return list((x.values if isinstance(x, Dequantized) else node.tensor(x)).shape)
+
+
+_MOST_NUMBERS = 64
+"""Elements of a filled vector that may itself be a shape; more are data."""
+
+
+@OPERATORS.operator("ConstantOfShape", numbers=(0,))
+def constant_of_shape(node: Node, shape: Value) -> Value:
+    """A tensor of one value; a short vector of integers stays numbers, for it may be a shape."""
+    lengths = node.numbers(shape, "shape")
+    fill = node.attributes.get("value")
+    known = None if fill is None else numbers_of(fill)
+    value, dtype = (0.0, torch.float32) if known is None else (known.entries[0], known.dtype)
+    is_short = len(lengths) == 1 and isinstance(lengths[0], int) and lengths[0] <= _MOST_NUMBERS
+    if is_short and dtype is torch.int64:
+        return ShapeValue((value,) * lengths[0])
+    return torch.full(lengths, value, dtype=dtype, device=node.scope.device)  # type: ignore[arg-type]
+
+
+@OPERATORS.operator("Range", numbers=(0, 1, 2))
+def range_(node: Node, start: Value, limit: Value, delta: Value) -> Tensor:
+    """Numbers from a start up to a limit that is left out."""
+    begin, end = node.number(start, "start"), node.number(limit, "limit")
+    dtype = start.dtype if isinstance(start, ShapeValue) else torch.int64
+    return torch.arange(begin, end, node.number(delta, "delta"), dtype=dtype, device=node.scope.device)

@@ -1,0 +1,127 @@
+"""A node as its lowering sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from loka_onnx.engines.inductor.lowering.strategies import LoweredSite, ProductStrategy
+from loka_onnx.engines.inductor.lowering.types import to_torch
+from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, ShapeValue, Value
+from loka_onnx.errors import EngineError, InternalError
+
+T = TypeVar("T")
+REMEDY = "let another backend build this model"
+
+
+def load_directly(constant: Constant) -> torch.Tensor:
+    """The tensor of a constant that has no buffer, on the CPU."""
+    if constant.array is None:
+        raise InternalError(f"constant '{constant.name}' has neither values nor a buffer")
+    return to_torch(constant.array)
+
+
+@dataclass
+class Scope:
+    """What the nodes of one module share.
+
+    Attributes:
+        products: How FP8 products are computed.
+        load: Finds the tensor of a constant.
+        device: Where tensors are made that depend on no other.
+        sites: What each product became, by node name; filled as the module runs or is traced.
+    """
+
+    products: ProductStrategy
+    load: Callable[[Constant], torch.Tensor] = field(default_factory=lambda: load_directly)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sites: dict[str, LoweredSite] = field(default_factory=dict)
+
+    def tensor(self, value: Value) -> torch.Tensor:
+        """The tensor that a value stands for."""
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, Constant):
+            return self.load(value)
+        if isinstance(value, ShapeValue):
+            return value.materialize(self.device)
+        if isinstance(value, Dequantized):
+            return value.materialize()
+        raise TypeError("an input that is left out has no tensor")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of the graph.
+
+    Attributes:
+        op_type: Operator.
+        domain: Its domain; empty for ONNX's own.
+        name: Name of the node, or of its first output where it has none.
+        attributes: Attributes as Python values; text is `str`, tensors are arrays.
+        opset: Version of its domain that the model imports.
+        inputs: Names of the tensors it reads; empty for an optional one that is left out.
+        outputs: Names of the tensors it makes; empty for one that nothing reads.
+        scope: What it shares with the other nodes.
+    """
+
+    op_type: str
+    domain: str
+    name: str
+    attributes: Mapping[str, Any]
+    opset: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    scope: Scope
+
+    def get(self, name: str, default: T) -> T:
+        """An attribute, or what stands for it where it is left out."""
+        value: T = self.attributes.get(name, default)
+        return value
+
+    def tensor(self, value: Value) -> torch.Tensor:
+        """The tensor that a value stands for."""
+        return self.scope.tensor(value)
+
+    def wants(self, output: int) -> bool:
+        """Whether something may read an output."""
+        return output < len(self.outputs) and bool(self.outputs[output])
+
+    def error(self, what: str, evidence: str, remedy: str = REMEDY) -> EngineError:
+        """An error about this node."""
+        op = f"{self.domain}.{self.op_type}" if self.domain else self.op_type
+        return EngineError(what, where=f"node '{self.name}' ({op})", evidence=evidence, remedy=remedy)
+
+    def numbers(self, value: Value, what: str) -> list[Any]:
+        """Numbers, plain or symbolic, of an input that must be known before the module runs.
+
+        Raises:
+            EngineError: They are computed from the elements of tensors.
+        """
+        if isinstance(value, ShapeValue):
+            return list(value.entries)
+        raise self.error(
+            f"'{what}' depends on the elements of a tensor",
+            "shapes of a compiled module follow from the shapes of its inputs alone",
+            f"export the model with shapes that follow from its inputs, or {REMEDY}",
+        )
+
+    def number(self, value: Value, what: str) -> Any:
+        """The one number of such an input.
+
+        Raises:
+            EngineError: It is computed from the elements of tensors, or is not one number.
+        """
+        entries = self.numbers(value, what)
+        if len(entries) != 1:
+            raise self.error(f"'{what}' must be one number", f"it has {len(entries)}", "export it again")
+        return entries[0]
+
+    def axes(self, value: Value, what: str = "axes") -> list[int] | None:
+        """Axes from the attribute of that name or, in newer operator sets, an input; None where left out."""
+        if what in self.attributes:
+            return [int(axis) for axis in self.attributes[what]]
+        return None if value is None else [int(axis) for axis in self.numbers(value, what)]

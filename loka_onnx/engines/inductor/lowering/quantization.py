@@ -1,0 +1,113 @@
+"""QuantizeLinear and DequantizeLinear.
+
+Source: ONNX operators, `QuantizeLinear-23` and `DequantizeLinear-23`::
+
+    Q(x)  = saturate(round(x / s) + z)      rounding half to even, saturating at the format's largest numbers
+    DQ(q) = (q − z) · s
+
+FP8 saturates infinities as well, NaN stays NaN, and z is 0. The quotient is taken in FP32 in a BF16 or FP16
+graph too: that is the ``precision`` that FP8 plans are measured with.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from loka_onnx.engines.inductor.lowering.node import Node
+from loka_onnx.engines.inductor.lowering.registry import OPERATORS
+from loka_onnx.engines.inductor.lowering.types import FLOAT8, TORCH_TYPES, type_name
+from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, Value, along_axis
+
+Tensor = torch.Tensor
+_INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16}
+
+
+@OPERATORS.operator("QuantizeLinear", raw=True)
+def quantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Tensor:
+    """Values of a narrow type, rounded half to even and saturated."""
+    values, factor = node.tensor(x), _scale(node, scale)
+    target = _target(node, zero_point)
+    spread = _spread(node, factor, values)
+    if target in _INTEGERS:
+        bounds = torch.iinfo(target)
+        quotient = torch.round(values.to(torch.float32) / spread)
+        if zero_point is not None:
+            quotient = quotient + _spread(node, node.tensor(zero_point).to(torch.float32), values)
+        return quotient.clamp(bounds.min, bounds.max).to(target)
+    if not node.get("saturate", 1):
+        raise node.error("FP8 without saturation is not lowered", "saturate is 0")
+    _check_zero(node, zero_point)
+    return saturated(values.to(torch.float32) / spread, target)
+
+
+def saturated(values: Tensor, target: torch.dtype) -> Tensor:
+    """Values rounded to an FP8 type, with everything beyond its range at its largest numbers; NaN is kept."""
+    limit = torch.finfo(target).max
+    return values.clamp(-limit, limit).to(target)
+
+
+@OPERATORS.operator("DequantizeLinear", raw=True)
+def dequantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Value:
+    """FP8 values with their scale, which a product may take as they are; integers become floats at once."""
+    values, factor = node.tensor(x), _scale(node, scale)
+    wide = TORCH_TYPES[node.attributes["output_dtype"]] if node.get("output_dtype", 0) else _type_of(scale)
+    if values.dtype in FLOAT8:
+        _check_zero(node, zero_point)
+        origin = scale if isinstance(scale, Constant) else None
+        if factor.numel() == 1:
+            return Dequantized(values, factor.reshape(()), wide, None, origin)
+        if not node.get("block_size", 0):
+            axis = node.get("axis", 1) % values.dim()
+            return Dequantized(values, factor, wide, axis, origin)
+    numbers = values.to(torch.float32)
+    if zero_point is not None and values.dtype not in FLOAT8:
+        numbers = numbers - _spread(node, node.tensor(zero_point).to(torch.float32), values)
+    return (numbers * _spread(node, factor, values)).to(wide)
+
+
+OPERATORS.store_in_float32("QuantizeLinear", "DequantizeLinear", positions=(1,))
+
+
+def _target(node: Node, zero_point: Value) -> torch.dtype:
+    if zero_point is not None:
+        target = _type_of(zero_point)
+    else:
+        onnx_type = node.get("output_dtype", 0)
+        target = TORCH_TYPES.get(onnx_type, torch.bool) if onnx_type else torch.uint8
+        if target is torch.bool:
+            raise node.error(
+                f"values of type {type_name(onnx_type)} are not lowered",
+                "E4M3FN, E5M2 and integers of 8 and 16 bits are",
+            )
+    if target not in FLOAT8 and target not in _INTEGERS:
+        raise node.error(f"values of type {target} are not lowered", "E4M3FN, E5M2 and integers are")
+    return target
+
+
+def _check_zero(node: Node, zero_point: Value) -> None:
+    if isinstance(zero_point, Constant) and zero_point.array is not None:
+        offset = zero_point.array.astype("float32")
+        if offset.any():
+            raise node.error("the zero point of an FP8 tensor must be 0", f"it is {float(offset.max()):g}")
+
+
+def _type_of(value: Value) -> torch.dtype:
+    """Element type in the graph: the buffer of a scale is wider."""
+    if isinstance(value, Constant | torch.Tensor):
+        return value.dtype
+    raise TypeError(f"{type(value).__name__} has no element type of its own")
+
+
+def _scale(node: Node, scale: Value) -> Tensor:
+    return node.tensor(scale).to(torch.float32)
+
+
+def _spread(node: Node, scale: Tensor, values: Tensor) -> Tensor:
+    """A scale or zero point as it is broadcast: one for all, for each index of an axis, or for blocks."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    axis = node.get("axis", 1) % values.dim()
+    block = node.get("block_size", 0)
+    if block:
+        return torch.repeat_interleave(scale, block, dim=axis).narrow(axis, 0, values.shape[axis])
+    return along_axis(scale, axis, values.dim())

@@ -1,0 +1,132 @@
+"""What a model file holds, as values: constants, nodes, the names of inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.inliner
+from onnx.external_data_helper import uses_external_data
+
+from loka_onnx.engines.inductor.lowering.node import REMEDY, Node, Scope
+from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, read_array, type_name
+from loka_onnx.engines.inductor.lowering.values import Constant
+from loka_onnx.errors import EngineError
+from loka_onnx.graph.storage import check_external_files, read_external, read_proto
+
+
+@dataclass(frozen=True)
+class SourceGraph:
+    """The main graph of a model.
+
+    Attributes:
+        inputs: Names of its inputs.
+        batched: Those whose first axis has no fixed length.
+        outputs: Names of its outputs.
+        constants: Its initializers, by name.
+        nodes: Its nodes, producers before consumers.
+    """
+
+    inputs: tuple[str, ...]
+    batched: frozenset[str]
+    outputs: tuple[str, ...]
+    constants: dict[str, Constant]
+    nodes: tuple[Node, ...]
+
+
+def read_graph(model: Path, scope: Scope) -> SourceGraph:
+    """Read a model and what it keeps outside.
+
+    Raises:
+        ModelError: The file is missing, truncated or not an ONNX model, or its external data are.
+        EngineError: A tensor is of a type that is not lowered.
+    """
+    proto = read_proto(model)
+    check_external_files(proto, model)
+    if proto.functions:
+        proto = onnx.inliner.inline_local_functions(proto)
+    graph = proto.graph
+    constants = {tensor.name: _constant(tensor, model.parent) for tensor in graph.initializer}
+    inputs = [info for info in graph.input if info.name not in constants]
+    for info in inputs:
+        _check_type(info.name, info.type.tensor_type.elem_type)
+    opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
+    return SourceGraph(
+        tuple(info.name for info in inputs),
+        frozenset(info.name for info in inputs if _is_batched(info)),
+        tuple(info.name for info in graph.output),
+        constants,
+        _nodes(graph.node, opsets, scope),
+    )
+
+
+def _is_batched(info: onnx.ValueInfoProto) -> bool:
+    shape = info.type.tensor_type.shape
+    if not info.type.tensor_type.HasField("shape"):
+        return True
+    return bool(shape.dim) and not shape.dim[0].HasField("dim_value")
+
+
+def _nodes(protos: Sequence[onnx.NodeProto], opsets: dict[str, int], scope: Scope) -> tuple[Node, ...]:
+    nodes, names = [], set[str]()
+    for proto in protos:
+        # Two nodes of one name are legal; what became of a product is kept by name.
+        name = proto.name if proto.name and proto.name not in names else proto.output[0]
+        names.add(name)
+        domain = _domain(proto.domain)
+        attributes = {attribute.name: _attribute(attribute) for attribute in proto.attribute}
+        opset = opsets.get(domain, 1)
+        places = (tuple(proto.input), tuple(proto.output))
+        nodes.append(Node(proto.op_type, domain, name, attributes, opset, *places, scope))
+    return tuple(nodes)
+
+
+def constant_of(node: Node) -> Constant | None:
+    """What a node of type Constant holds; None for text and sparse tensors."""
+    name = node.outputs[0]
+    for key, value in node.attributes.items():
+        if isinstance(value, Constant):
+            return Constant(name, value.dtype, value.shape, value.array)
+        if key in {"value_float", "value_floats", "value_int", "value_ints"}:
+            array = np.array(value, np.float32 if "float" in key else np.int64)
+            kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+            return Constant(name, TORCH_TYPES[kind], array.shape, array)
+    return None
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+def _attribute(attribute: onnx.AttributeProto) -> Any:
+    value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, onnx.TensorProto):
+        return _constant(value, Path())
+    return list(value) if attribute.type in _LISTS else value
+
+
+_LISTS = (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS)
+
+
+def _constant(tensor: onnx.TensorProto, directory: Path) -> Constant:
+    _check_type(tensor.name, tensor.data_type)
+    if uses_external_data(tensor):
+        read_external(tensor, directory)
+    array = read_array(tensor)
+    return Constant(tensor.name, TORCH_TYPES[tensor.data_type], array.shape, array)
+
+
+def _check_type(name: str, onnx_type: int) -> None:
+    if onnx_type not in TORCH_TYPES:
+        raise EngineError(
+            f"values of type {type_name(onnx_type)} are not lowered",
+            where=f"tensor '{name}'",
+            evidence="of the FP8 types, torch multiplies E4M3FN and E5M2",
+            remedy=REMEDY,
+        )

@@ -1,0 +1,243 @@
+"""How the FP8 products of a lowered graph are computed.
+
+A product of two dequantized factors, with one activation scale sₐ and a weight scale s_b for all
+columns or for each::
+
+    (A·sₐ)(B·s_b) + c = (A B)·sₐ·s_b + c
+
+so that a matrix product of the FP8 values, summed in FP32, followed by a multiplication gives what Q/DQ
+around a product of floats stands for; only the order of sums differs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import torch
+
+from loka_onnx.engines.inductor.lowering.types import short_name
+from loka_onnx.engines.inductor.lowering.values import along_axis
+
+MULTIPLE = 16
+"""cuBLASLt takes FP8 matrices of which K and N are multiples of it (`torch._scaled_mm`)."""
+_OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class LoweredSite:
+    """What a product of the graph became.
+
+    Attributes:
+        name: Node, which is also the site.
+        op_type: Its operator.
+        kernel: ``scaled_mm`` or what a strategy calls its own, ``dequantized`` for FP8 factors that are
+            multiplied as floats, ``dense`` for factors that are floats.
+        operands: Element types that the kernel multiplies.
+        engaged: Whether it multiplies FP8.
+        reason: Why it does not though a factor is FP8; how it does where that is not plain.
+    """
+
+    name: str
+    op_type: str
+    kernel: str
+    operands: tuple[str, ...]
+    engaged: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class FloatProduct:
+    """A product of FP8 factors.
+
+    Attributes:
+        site: Name of the node.
+        a: Left factor (…, M, K), FP8.
+        scale_a: Its scale in FP32, of rank 0 or, one for each row, (M,).
+        b: Right factor (…, K, N), FP8; a weight has its columns contiguous, as cuBLASLt takes it.
+        scale_b: Its scale in FP32, of rank 0 or, one for each column, (N,).
+        bias: Added to the result, (N,); None for nothing.
+        dtype: Element type of the result, and of the bias.
+    """
+
+    site: str
+    a: torch.Tensor
+    scale_a: torch.Tensor
+    b: torch.Tensor
+    scale_b: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+
+    def swapped(self) -> FloatProduct:
+        """(Bᵀ Aᵀ), the transpose of the product; without its bias, which then belongs to the rows."""
+        a, b = self.b.transpose(-1, -2), self.a.transpose(-1, -2)
+        return replace(self, a=a, scale_a=self.scale_b, b=b, scale_b=self.scale_a, bias=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Multiplied:
+    """A product, computed.
+
+    Attributes:
+        values: The result, (…, M, N).
+        kernel: What computed it, as in `LoweredSite.kernel`.
+        operands: Element types that were multiplied.
+        engaged: Whether these are FP8.
+        reason: Why not, or what is particular about it.
+    """
+
+    values: torch.Tensor
+    kernel: str
+    operands: tuple[str, ...]
+    engaged: bool
+    reason: str = ""
+
+
+class ProductStrategy(ABC):
+    """Computes products of FP8 factors; runs while the module is traced, so it must not read elements."""
+
+    @abstractmethod
+    def multiply(self, product: FloatProduct) -> Multiplied:
+        """Compute a product, or fall back to `multiply_dequantized` with the reason."""
+
+
+@dataclass(frozen=True)
+class PerSite(ProductStrategy):
+    """A strategy of its own for some sites.
+
+    Attributes:
+        choices: Strategies by site.
+        otherwise: The strategy of every other site.
+    """
+
+    choices: Mapping[str, ProductStrategy]
+    otherwise: ProductStrategy
+
+    def multiply(self, product: FloatProduct) -> Multiplied:
+        """Compute a product by the strategy of its site."""
+        return self.choices.get(product.site, self.otherwise).multiply(product)
+
+
+class ChannelScales(StrEnum):
+    """Where the scales of a per-channel weight are multiplied in."""
+
+    AUTO = "auto"
+    """Row-wise on CUDA with a BF16 result, behind the product otherwise."""
+    ROW_WISE = "row_wise"
+    """In the product: `torch._scaled_mm` with scales (M, 1) and (1, N); its result is BF16."""
+    BEHIND = "behind"
+    """In a multiplication behind a product whose result is FP32."""
+
+
+@dataclass(frozen=True)
+class ScaledMatMul(ProductStrategy):
+    """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU.
+
+    Attributes:
+        fast_accumulation: Whether Hopper may keep its partial sums in fewer bits than FP32
+            (``use_fast_accum``): faster, and less exact than the simulation that the plan was judged by.
+        channel_scales: Where the scales of a per-channel weight are multiplied in.
+    """
+
+    fast_accumulation: bool = False
+    channel_scales: ChannelScales = field(default=ChannelScales.AUTO)
+
+    def multiply(self, product: FloatProduct) -> Multiplied:
+        """Compute a product; that of a weight on the left as its transpose, (Bᵀ Aᵀ)ᵀ."""
+        turned = (
+            product.a.dim() == 2
+            and (product.b.dim() > 2 or product.scale_a.dim() > 0)
+            and product.scale_b.dim() == 0
+        )
+        oriented = product.swapped() if turned else product
+        reason = _why_not(oriented)
+        if reason:
+            return multiply_dequantized(product, reason)
+        k, n = oriented.b.shape
+        rows = oriented.a.reshape(-1, k).contiguous()
+        flat = self._multiply_matrices(replace(oriented, a=rows, b=_column_major(oriented.b)))
+        values = flat.reshape(*oriented.a.shape[:-1], n)
+        if turned:
+            values = values.transpose(-1, -2)
+            values = values if product.bias is None else values + product.bias
+        operands = (short_name(product.a.dtype), short_name(product.b.dtype))
+        how = "weight on the left: the transposed product is computed" if turned else ""
+        return Multiplied(values, "scaled_mm", operands, engaged=True, reason=how)
+
+    def _multiply_matrices(self, product: FloatProduct) -> torch.Tensor:
+        """Product of (M, K) and (K, N) under its scales, with its bias, (M, N)."""
+        bias, dtype = product.bias, product.dtype
+        if product.scale_b.dim() == 0:
+            # cuBLASLt adds a bias of the type of its result, if that is not FP32.
+            fused = bias if dtype is not torch.float32 else None
+            values = self._scaled_mm(product, dtype, fused)
+            return values if bias is None or fused is not None else values + bias
+        if self._is_row_wise(product):
+            m, n = product.a.shape[0], product.b.shape[1]
+            spread = replace(
+                product,
+                scale_a=product.scale_a.reshape(1, 1).expand(m, 1).contiguous(),
+                scale_b=product.scale_b.reshape(1, n),
+            )
+            return self._scaled_mm(spread, dtype, bias)
+        unscaled = replace(product, scale_b=torch.ones_like(product.scale_a))
+        values = self._scaled_mm(unscaled, torch.float32, None) * product.scale_b
+        return (values if bias is None else values + bias).to(dtype)
+
+    def _is_row_wise(self, product: FloatProduct) -> bool:
+        if self.channel_scales is ChannelScales.AUTO:
+            return product.a.device.type == "cuda" and product.dtype is torch.bfloat16
+        return self.channel_scales is ChannelScales.ROW_WISE and product.dtype is torch.bfloat16
+
+    def _scaled_mm(
+        self, product: FloatProduct, dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        # The CPU sums in FP32 and refuses nothing; the flag is cuBLASLt's.
+        fast = self.fast_accumulation and product.a.device.type == "cuda"
+        return torch._scaled_mm(
+            product.a,
+            product.b,
+            product.scale_a,
+            product.scale_b,
+            bias=bias,
+            out_dtype=dtype,
+            use_fast_accum=fast,
+        )
+
+
+def multiply_dequantized(product: FloatProduct, reason: str) -> Multiplied:
+    """Multiply ``values · scale`` of both factors as floats of the result's type."""
+    a = product.a.to(torch.float32) * _beside(product.scale_a, product.a, -2)
+    b = product.b.to(torch.float32) * _beside(product.scale_b, product.b, -1)
+    values = torch.matmul(a.to(product.dtype), b.to(product.dtype))
+    if product.bias is not None:
+        values = values + product.bias
+    return Multiplied(values, "dequantized", (short_name(product.dtype),) * 2, engaged=False, reason=reason)
+
+
+def _beside(scale: torch.Tensor, factor: torch.Tensor, axis: int) -> torch.Tensor:
+    return scale if scale.dim() == 0 else along_axis(scale, axis % factor.dim(), factor.dim())
+
+
+def _column_major(matrix: torch.Tensor) -> torch.Tensor:
+    """The same (K, N) with K contiguous; weights are stored so, nothing is copied then."""
+    return matrix.t().contiguous().t()
+
+
+def _why_not(product: FloatProduct) -> str:
+    """Why `torch._scaled_mm` does not compute a product; empty when it does."""
+    if product.b.dim() != 2 or product.a.dim() < 2:
+        ranks = f"ranks {product.a.dim()} and {product.b.dim()}"
+        return f"torch._scaled_mm multiplies by a matrix, these factors have {ranks}"
+    if product.scale_a.dim():
+        return "torch._scaled_mm takes one scale of a left factor that is not constant"
+    k, n = product.b.shape
+    if k % MULTIPLE or n % MULTIPLE:
+        return f"K {k} and N {n} are not both multiples of {MULTIPLE}"
+    if product.a.dtype == product.b.dtype == torch.float8_e5m2:
+        return "torch._scaled_mm does not multiply E5M2 by E5M2"
+    if product.dtype not in _OUTPUTS:
+        return f"torch._scaled_mm gives no {short_name(product.dtype)}"
+    return ""

@@ -1,0 +1,145 @@
+"""AMD MIGraphX 2.15 and 2.16: FP8 engines for Instinct and Radeon GPUs.
+
+An engine is one program for each batch size that is served, each with its own copy of the weights, and a
+document that says for which GPU and by which release they were compiled. Compiling needs the GPU. `dialect`
+says in which form FP8 is handed over and why; `site_precision`, how it is read back.
+
+Without a GPU, the device ``cpu`` compiles for MIGraphX's reference target: every operator one by one, FP8 as
+Q/DQ around a product in FP32. Such an engine is a simulation: its accuracy counts, its speed never does.
+
+What was seen in the library itself is listed in `dialect`; kernels on GPUs were never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from loka_onnx.core.cache_directory import cache_directory
+from loka_onnx.core.devices import AMD, CPU
+from loka_onnx.core.engine import SitePrecision
+from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.engines.base import Availability, Backend
+from loka_onnx.engines.migraphx.build import (
+    EXHAUSTIVE_TUNE,
+    FAST_MATH,
+    BuildSettings,
+    build_engine,
+)
+from loka_onnx.engines.migraphx.dialect import FORMS
+from loka_onnx.engines.migraphx.program_text import parse_program
+from loka_onnx.engines.migraphx.site_precision import PlannedSite, site_precisions
+from loka_onnx.engines.request import BuildRequest
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.migraphx_api import (
+    GPU,
+    import_migraphx,
+    load_program,
+    text_of,
+    version_of,
+    why_no_target,
+)
+from loka_onnx.sessions.migraphx_session import open_migraphx, read_engine, why_not_run
+from loka_onnx.sessions.providers import list_amd_architectures
+from loka_onnx.sessions.runner import Runner
+
+
+class MigraphxBackend(Backend):
+    """MIGraphX."""
+
+    name = "migraphx"
+    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {**AMD, CPU: (CPU,)}
+    options: ClassVar[Mapping[str, range]] = {EXHAUSTIVE_TUNE: range(2), FAST_MATH: range(2)}
+    times_kernels: ClassVar[bool] = True
+
+    def availability(self) -> Availability:
+        """Whether the library is installed, and which GPUs here it can build for and run on."""
+        try:
+            migraphx = import_migraphx()
+        except MissingPackage as error:
+            return Availability(False, "", False, False, (), error.what, error.remedy)
+        version = version_of(migraphx)
+        gpus = list_amd_architectures()
+        if gpus and not why_no_target(migraphx, GPU):
+            return Availability(True, version, True, True, (*gpus, CPU), "", "")
+        return Availability(True, version, True, True, (CPU,), "", "")
+
+    def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
+        """FP8 needs E4M3FN and an architecture that multiplies it."""
+        for decision in plan.decisions:
+            recipe = decision.recipe
+            if recipe is not None and recipe.format is not Float8.E4M3FN:
+                return f"site '{decision.site}' asks for {recipe.format}; MIGraphX is given E4M3FN only"
+        if plan.fp8_sites and architecture not in FORMS:
+            return f"{architecture} has no FP8 products: MIGraphX multiplies FP32 there without a word"
+        return None
+
+    def why_not_here(self, architecture: str) -> str:
+        """The GPU has to be here: the library compiles for the one that it runs on."""
+        reason = super().why_not_here(architecture)
+        if reason or architecture == CPU:
+            return reason
+        missing = why_not_run(architecture) or why_no_target(import_migraphx(), GPU)
+        return f"MIGraphX compiles on the GPU that it compiles for: {missing}" if missing else ""
+
+    def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
+        """Whatever the reference target runs, whether it holds FP8 or not."""
+        return architecture == CPU
+
+    def base_precision(self, plan: PrecisionPlan) -> Precision:
+        """The plan's."""
+        return plan.base
+
+    def portability(self, architecture: str) -> str:
+        """One architecture, one version."""
+        version = self.availability().version
+        where = "any host" if architecture == CPU else f"one GPU architecture ({architecture})"
+        return f"{where}, one MIGraphX version ({version}); programs for the batch sizes that were asked for"
+
+    def why_not_run(self, architecture: str) -> str:
+        """A GPU of the architecture must be here."""
+        reason = why_not_run(architecture)
+        return f"{reason}; latency and accuracy not measured" if reason else ""
+
+    def compile(self, request: BuildRequest, into: Path) -> Path:
+        """Build a program for each batch size."""
+        migraphx = import_migraphx()
+        architecture = request.architecture
+        cache = cache_directory() / "timing" / f"migraphx-{version_of(migraphx)}" / f"{architecture}.json"
+        settings = BuildSettings(
+            architecture,
+            request.batch,
+            exhaustive_tune=bool(request.options.get(EXHAUSTIVE_TUNE, 0)),
+            fast_math=bool(request.options.get(FAST_MATH, 1)),
+            holds_float8=bool(request.plan.fp8_sites),
+            problem_cache=cache,
+        )
+        return build_engine(migraphx, request.model, settings, into)
+
+    def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
+        """Read the compiled programs, as they were written.
+
+        Raises:
+            EngineError: A program does not load.
+        """
+        migraphx = import_migraphx()
+        programs = [
+            load_program(migraphx, engine.parent / each.file) for each in read_engine(engine).programs
+        ]
+        planned = {decision.site: decision.precision for decision in request.plan.decisions}
+        sites = [PlannedSite(site, planned[site.name]) for site in request.planned_sites]
+        return site_precisions([parse_program(text_of(program)) for program in programs], sites)
+
+    def load(self, engine: Path, architecture: str) -> Runner:
+        """Load the programs."""
+        return open_migraphx(engine, architecture)
+
+    def files(self, engine: Path) -> tuple[Path, ...]:
+        """The document and its programs; the document alone when it is none, as its digest shows."""
+        try:
+            programs = read_engine(engine).programs
+        except EngineError:
+            return (engine,)
+        return (engine, *(engine.parent / program.file for program in programs))

@@ -1,0 +1,176 @@
+"""Builds an engine: the model in the dialect, a program for each batch size, and the document beside them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from loka_onnx.core import serde
+from loka_onnx.engines.migraphx.dialect import FORMS, Float8Form, write_dialect
+from loka_onnx.engines.request import BatchRange
+from loka_onnx.errors import ModelError
+from loka_onnx.graph.storage import INLINE_LIMIT_BYTES, external_files
+from loka_onnx.sessions.migraphx_api import (
+    PROBLEM_CACHE,
+    Compilation,
+    compile_program,
+    parse_onnx,
+    reread_float8,
+    save_program,
+    version_of,
+)
+from loka_onnx.sessions.migraphx_session import (
+    MigraphxEngine,
+    ProgramFile,
+    ProgramInput,
+    ProgramOutput,
+    target_of,
+)
+
+ENGINE_FILE = "engine.json"
+DIALECT_FILE = "dialect.onnx"
+EXHAUSTIVE_TUNE, FAST_MATH = "exhaustive_tune", "fast_math"
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """How to build.
+
+    Attributes:
+        architecture: LLVM target, for example ``gfx942``, or ``cpu`` for the reference target.
+        batch: Rows per request; a program is compiled for each size that is served.
+        exhaustive_tune: Whether every kernel is timed.
+        fast_math: Whether functions may be approximated.
+        holds_float8: Whether the plan has FP8 sites.
+        problem_cache: File that keeps what tuning found; only for the device and version in its name.
+    """
+
+    architecture: str
+    batch: BatchRange
+    exhaustive_tune: bool = False
+    fast_math: bool = True
+    holds_float8: bool = True
+    problem_cache: Path | None = None
+
+    @property
+    def form(self) -> Float8Form:
+        """How FP8 reaches the device."""
+        return FORMS.get(self.architecture, Float8Form.FNUZ)
+
+
+def build_engine(migraphx: Any, model: Path, settings: BuildSettings, into: Path) -> Path:
+    """Build and write the programs and their document.
+
+    Args:
+        migraphx: The vendor module.
+        model: The planned model; external data is read from beside it.
+        settings: How to build.
+        into: Directory for the engine.
+
+    Returns:
+        The document.
+
+    Raises:
+        ModelError: A rule of the dialect does not apply, or the parser refuses the model.
+        EngineError: A program cannot be compiled.
+    """
+    if settings.exhaustive_tune and settings.problem_cache is not None:
+        settings.problem_cache.parent.mkdir(parents=True, exist_ok=True)
+        # What the user has set wins; this process builds one engine and ends.
+        os.environ.setdefault(PROBLEM_CACHE, os.fspath(settings.problem_cache))
+    folder = into / "dialect"
+    folder.mkdir()
+    planned = onnx.load(os.fspath(model), load_external_data=False)
+    inputs = inputs_of(planned)
+    written = save_dialect(write_dialect(planned, model.parent, settings.form), model.parent, folder)
+    programs = []
+    for rows in settings.batch.sizes:
+        program = ProgramFile(rows, f"rows-{rows}.mxr")
+        _build_program(migraphx, written, inputs, settings, into / program.file, rows=rows)
+        programs.append(program)
+    shutil.rmtree(folder)
+    document = MigraphxEngine(
+        settings.architecture, version_of(migraphx), tuple(programs), inputs, outputs_of(planned)
+    )
+    serde.write(document, into / ENGINE_FILE)
+    return into / ENGINE_FILE
+
+
+def _build_program(
+    migraphx: Any,
+    model: Path,
+    inputs: tuple[ProgramInput, ...],
+    settings: BuildSettings,
+    target: Path,
+    *,
+    rows: int,
+) -> None:
+    program = parse_onnx(migraphx, model, {spec.name: (rows, *spec.shape) for spec in inputs})
+    if settings.holds_float8 and settings.form is Float8Form.CARRIER:
+        program = reread_float8(migraphx, program)
+    how = Compilation(target_of(settings.architecture), settings.exhaustive_tune, settings.fast_math)
+    compile_program(migraphx, program, how)
+    save_program(migraphx, program, target)
+    print(f"compiled for {rows} rows: {target.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+def inputs_of(model: onnx.ModelProto) -> tuple[ProgramInput, ...]:
+    """The inputs of a model.
+
+    Raises:
+        ModelError: One has no batch axis, or another dynamic axis.
+    """
+    constants = {tensor.name for tensor in model.graph.initializer}
+    return tuple(_input(value) for value in model.graph.input if value.name not in constants)
+
+
+def _input(value: onnx.ValueInfoProto) -> ProgramInput:
+    kind = value.type.tensor_type
+    fixed = [dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim]
+    shape = tuple(dim for dim in fixed[1:] if dim is not None)
+    if not fixed or len(shape) < len(fixed) - 1:
+        raise ModelError(
+            f"input '{value.name}' has a dynamic axis besides the batch, or no batch",
+            evidence=f"shape {tuple(fixed)}; MIGraphX compiles fixed shapes",
+            remedy="fix every axis but axis 0 when exporting",
+        )
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+    return ProgramInput(value.name, str(dtype), shape)
+
+
+def outputs_of(model: onnx.ModelProto) -> tuple[ProgramOutput, ...]:
+    """The outputs of a model; one whose first axis is not fixed follows the batch."""
+    first = ((output.name, output.type.tensor_type.shape.dim[:1]) for output in model.graph.output)
+    return tuple(
+        ProgramOutput(name, bool(dims) and not dims[0].HasField("dim_value")) for name, dims in first
+    )
+
+
+def save_dialect(model: onnx.ModelProto, source: Path, folder: Path) -> Path:
+    """Write a model in the dialect; what it still keeps outside is linked from beside the planned model.
+
+    Args:
+        model: In the dialect.
+        source: Directory of the planned model.
+        folder: Directory to write into; empty.
+    """
+    for name in external_files(model):
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link((source / name).resolve(), place)
+        except OSError:
+            shutil.copyfile(source / name, place)
+    target = folder / DIALECT_FILE
+    inline = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    if inline > INLINE_LIMIT_BYTES:
+        data = f"{DIALECT_FILE}.data"
+        onnx.save(model, os.fspath(target), save_as_external_data=True, location=data, size_threshold=1024)
+    else:
+        onnx.save(model, os.fspath(target))
+    return target

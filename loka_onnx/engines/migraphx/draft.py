@@ -1,0 +1,195 @@
+"""A planned graph while its dialect is written: nodes in order, constants by name, small edits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper
+from onnx.external_data_helper import uses_external_data
+
+from loka_onnx.errors import InternalError
+from loka_onnx.graph.storage import read_external
+
+Array = npt.NDArray[Any]
+FLOAT8_TYPES: frozenset[int] = frozenset(
+    {
+        onnx.TensorProto.FLOAT8E4M3FN,
+        onnx.TensorProto.FLOAT8E4M3FNUZ,
+        onnx.TensorProto.FLOAT8E5M2,
+        onnx.TensorProto.FLOAT8E5M2FNUZ,
+    }
+)
+PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
+LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+"""Operators that MIGraphX looks through between a DQ and a product."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A node that reads a tensor, and as which of its inputs."""
+
+    node: onnx.NodeProto
+    index: int
+
+
+class GraphDraft:
+    """A copy of a model's main graph that the rules of the dialect edit.
+
+    Args:
+        model: The planned model; not changed.
+        folder: Where its external data is.
+    """
+
+    def __init__(self, model: onnx.ModelProto, folder: Path) -> None:
+        self._model = onnx.ModelProto()
+        self._model.CopyFrom(model)
+        self._folder = folder
+        graph = self._model.graph
+        self.nodes: list[onnx.NodeProto] = list(graph.node)
+        self._constants: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
+        self._outputs = {output.name for output in graph.output}
+        self._names = {name for node in self.nodes for name in (*node.input, *node.output)}
+        self._names |= {*self._constants, *(value.name for value in graph.input), *self._outputs}
+
+    @property
+    def opset(self) -> int:
+        """Version of the default operator set."""
+        return next(int(each.version) for each in self._model.opset_import if each.domain in {"", "ai.onnx"})
+
+    def producer(self, tensor: str) -> onnx.NodeProto | None:
+        """The node that computes a tensor; None for inputs and constants."""
+        return next((node for node in self.nodes if tensor in node.output), None)
+
+    def readers(self, tensor: str) -> tuple[Reader, ...]:
+        """Everything that reads a tensor, once for each input."""
+        return tuple(
+            Reader(node, index)
+            for node in self.nodes
+            for index, name in enumerate(node.input)
+            if name == tensor
+        )
+
+    def is_output(self, tensor: str) -> bool:
+        """Whether the tensor leaves the graph."""
+        return tensor in self._outputs
+
+    def is_constant(self, tensor: str) -> bool:
+        """Whether the tensor is an initializer."""
+        return tensor in self._constants
+
+    def kind(self, constant: str) -> int:
+        """ONNX element type of an initializer."""
+        return int(self._constants[constant].data_type)
+
+    def values(self, constant: str) -> Array:
+        """Values of an initializer, in the ml_dtypes type for those that NumPy lacks."""
+        tensor = self._constants[constant]
+        if uses_external_data(tensor):
+            read_external(tensor, self._folder)
+        return numpy_helper.to_array(tensor)
+
+    def add_constant(self, name: str, values: Array) -> str:
+        """Add an initializer, its values in ``raw_data``; one of equal name and values is used again.
+
+        MIGraphX reads FP8 values that stand in ``int32_data`` as numbers, not as bits.
+
+        Returns:
+            Its name, which differs from the one asked for where that is taken by something else.
+        """
+        data = np.ascontiguousarray(values).tobytes()
+        kind = int(helper.np_dtype_to_tensor_dtype(values.dtype))
+        tensor = helper.make_tensor(name, kind, values.shape, data, raw=True)
+        if name in self._constants and self._constants[name] == tensor:
+            return name
+        tensor.name = self._fresh(name)
+        self._constants[tensor.name] = tensor
+        return str(tensor.name)
+
+    def insert(self, before: onnx.NodeProto, op: str, inputs: list[str], name: str, **attributes: Any) -> str:
+        """Add a node in front of another; its one output's name is returned."""
+        node = helper.make_node(op, inputs, [self._fresh(f"{name}:0")], name, **attributes)
+        self.nodes.insert(self._position(before), node)
+        return str(node.output[0])
+
+    def follow(
+        self, node: onnx.NodeProto, op: str, others: list[str], name: str, **attributes: Any
+    ) -> onnx.NodeProto:
+        """Put an operator behind a node: it reads the node's result, and its own takes the result's name."""
+        result = node.output[0]
+        node.output[0] = self._fresh(f"{node.name}/bare")
+        behind = helper.make_node(op, [node.output[0], *others], [result], name, **attributes)
+        self.nodes.insert(self._position(node) + 1, behind)
+        return behind
+
+    def remove(self, node: onnx.NodeProto) -> None:
+        """Take a node out."""
+        del self.nodes[self._position(node)]
+
+    def finished(self) -> onnx.ModelProto:
+        """The model without what nothing reads any more; types and shapes in between are forgotten."""
+        self._drop_unread()
+        read = {name for node in self.nodes for name in _read_by(node)}
+        graph = self._model.graph
+        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in self.nodes]
+        constants = [t for t in self._constants.values() if t.name in read or self.is_output(t.name)]
+        constants = [onnx.TensorProto.FromString(t.SerializeToString()) for t in constants]
+        for field in ("node", "initializer", "value_info"):
+            graph.ClearField(field)
+        graph.node.extend(nodes)
+        graph.initializer.extend(constants)
+        return self._model
+
+    def rank(self, tensor: str) -> int | None:
+        """Rank of a tensor of the planned model; None where the model does not say."""
+        graph = self._model.graph
+        for value in (*graph.value_info, *graph.input, *graph.output):
+            if value.name == tensor and value.type.tensor_type.HasField("shape"):
+                return len(value.type.tensor_type.shape.dim)
+        return None
+
+    def _drop_unread(self) -> None:
+        live: list[onnx.NodeProto] = []
+        read = set(self._outputs)
+        for node in reversed(self.nodes):
+            if read.intersection(node.output):
+                live.append(node)
+                read.update(_read_by(node))
+        self.nodes = live[::-1]
+
+    def _position(self, node: onnx.NodeProto) -> int:
+        for position, each in enumerate(self.nodes):
+            if each is node:
+                return position
+        raise InternalError("a node is no part of the draft", where=str(node.name))
+
+    def _fresh(self, name: str) -> str:
+        """A tensor name that is not taken; it is taken afterwards."""
+        found, number = name, 1
+        while found in self._names:
+            found, number = f"{name}.{number}", number + 1
+        self._names.add(found)
+        return found
+
+
+def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    """Value of an attribute."""
+    for each in node.attribute:
+        if each.name == name:
+            return helper.get_attribute_value(each)
+    return default
+
+
+def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """Tensors that a node reads, those of the graphs in its attributes included."""
+    yield from node.input
+    for each in node.attribute:
+        for graph in (each.g, *each.graphs):
+            for inner in graph.node:
+                yield from _read_by(inner)
+            yield from (output.name for output in graph.output)

@@ -1,0 +1,221 @@
+"""The Q/DQ pairs of a planned graph in the form, and the FP8 format, that MIGraphX takes.
+
+MIGraphX's ONNX parser knows FLOAT8E4M3FNUZ and no other FP8 type ("Prototensor data type 17 not supported"),
+while the plans are made in E4M3FN. Which way leads there depends on the device, see `to_fnuz` and
+`to_carrier`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import onnx
+
+from loka_onnx.engines.migraphx.draft import FLOAT8_TYPES, Array, GraphDraft, attribute
+from loka_onnx.engines.migraphx.products import is_float8
+from loka_onnx.errors import ModelError
+
+E4M3FN, FNUZ = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e4m3fnuz)
+QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+Node = onnx.NodeProto
+
+
+def float8_nodes(draft: GraphDraft) -> Iterator[Node]:
+    """Every Q and DQ of FP8.
+
+    Raises:
+        ModelError: One has a scale or a zero point that is computed, or a zero point other than zero.
+    """
+    for node in list(draft.nodes):
+        if node.op_type not in QUANTIZERS or not is_float8(draft, node):
+            continue
+        given = [name for name in node.input[1:3] if name]
+        if not all(draft.is_constant(name) for name in given):
+            raise ModelError(
+                "MIGraphX drops Q/DQ pairs whose scale is not a constant",
+                where=f"node '{node.name}'",
+                evidence=f"inputs {', '.join(given)}",
+                remedy="plan the model again: plans write scales as constants",
+            )
+        if len(given) > 1 and np.any(draft.values(given[1]).astype(np.float32)):
+            raise ModelError(
+                "an FP8 zero point must be zero",
+                where=f"node '{node.name}'",
+                evidence=f"'{given[1]}' is not",
+                remedy="plan the model again: plans quantize symmetrically",
+            )
+        yield node
+
+
+def explicit_zero_points(draft: GraphDraft) -> None:
+    """Give every FP8 Q and DQ the zero point that ONNX assumes where there is none.
+
+    ::
+
+        Q(x, s) = Q(x, s, 0)        DQ(q, s) = DQ(q, s, 0)
+
+    Without one MIGraphX does not recognise the pair, deletes it, and computes in high precision.
+    """
+    for node in float8_nodes(draft):
+        if len(node.input) < 3 or not node.input[2]:
+            scale, dtype = draft.values(node.input[1]), _quantized_dtype(draft, node)
+            zero = draft.add_constant(f"{node.name}/zero_point", np.zeros(scale.shape, dtype))
+            del node.input[2:]
+            node.input.append(zero)
+        kept = [each for each in node.attribute if each.name != "output_dtype"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+
+
+def _quantized_dtype(draft: GraphDraft, node: Node) -> np.dtype[np.generic]:
+    if node.op_type == "QuantizeLinear":
+        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(attribute(node, "output_dtype", 0)))
+    if draft.is_constant(node.input[0]):
+        return draft.values(node.input[0]).dtype
+    quantize = next(
+        each for each in draft.nodes if each.op_type == "QuantizeLinear" and node.input[0] in each.output
+    )
+    return draft.values(quantize.input[2]).dtype
+
+
+def rank_0_scales(draft: GraphDraft) -> None:
+    """Store scales and zero points of a whole tensor with rank 0, in ``raw_data``.
+
+    ::
+
+        s of shape (1,), (1, 1), …  =  s of shape ()
+
+    MIGraphX throws in a broadcast at a scale of shape (1,); it reads FP8 values in ``int32_data`` as numbers.
+    """
+    for node in float8_nodes(draft):
+        for index in (1, 2):
+            values = draft.values(node.input[index])
+            if values.size == 1:
+                name = node.input[index]
+                node.input[index] = draft.add_constant(
+                    f"{name}/rank_0" if values.ndim else name, values.reshape(())
+                )
+        if draft.values(node.input[1]).ndim == 0:
+            kept = [each for each in node.attribute if each.name not in {"axis", "block_size"}]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+
+
+def separate_sources(draft: GraphDraft) -> None:
+    """Quantize a tensor that something else reads as well through a copy of twice its size.
+
+    ::
+
+        Q(x, s) = Q(2·x, 2·s)
+
+    exactly: doubling changes the exponent only, and the quotient is the same real number. (Where 2·x
+    overflows FP32, x/s is beyond FP8's range for every scale below 2¹¹⁸, and both saturate.) MIGraphX
+    replaces x by DQ(Q(x)) in the one pointwise operator that reads x beside the Q: a residual sum would add
+    rounded values. The copy is read by Q only, so nothing is replaced; the multiplication joins the kernel
+    that quantizes. A multiplication by 1 would be taken out.
+
+    A cast in front of the Q counts as the tensor itself: equal casts are merged.
+    """
+    copies: dict[str, str] = {}
+    for node in float8_nodes(draft):
+        if node.op_type != "QuantizeLinear" or not _is_shared(draft, node):
+            continue
+        source, scale = node.input[0], draft.values(node.input[1])
+        if source not in copies:
+            two = draft.add_constant(f"two/{scale.dtype.name}", np.array(2, scale.dtype))
+            copies[source] = draft.insert(node, "Mul", [source, two], f"{node.name}/copy")
+        node.input[0] = copies[source]
+        node.input[1] = draft.add_constant(f"{node.input[1]}/doubled", (scale * 2).astype(scale.dtype))
+
+
+def _is_shared(draft: GraphDraft, quantize: Node) -> bool:
+    source = quantize.input[0]
+    cast = draft.producer(source)
+    names = [source, *([cast.input[0]] if cast is not None and cast.op_type == "Cast" else [])]
+    return any(len(draft.readers(name)) > 1 or draft.is_output(name) for name in names)
+
+
+def to_fnuz(draft: GraphDraft) -> None:
+    """Store E4M3FN values as E4M3FNUZ of half the size, under scales of twice the size: for gfx94x.
+
+    ::
+
+        v·s = (v/2)·(2·s)                for every stored value v
+        Q:  FNUZ(x / (2·s)) = E4M3FN(x / s) / 2
+
+    The exponent of E4M3FNUZ is biased by 8 where that of E4M3FN is biased by 7, so v/2 has the bits of v:
+    every finite value of E4M3FN, ±448 and the subnormals included, has its half in E4M3FNUZ exactly, and the
+    rounding points of the one are half those of the other ("8-bit Numerical Formats for Deep Neural
+    Networks", arXiv 2206.02915). −0 becomes 0: its bits are those of NaN there.
+
+    A scale that was chosen so that the largest value meets 448 thereby meets 224, inside FNUZ's 240. One step
+    is left above: what saturated at 448·s in E4M3FN is rounded to 448·s up to 464·s, and saturates at 480·s
+    beyond. Values that did not saturate are the same; those that did are nearer to what they stand for.
+
+    Raises:
+        ModelError: A stored value is NaN, or a scale has no double.
+    """
+    for node in float8_nodes(draft):
+        _check_format(draft, node)
+        scale = draft.values(node.input[1])
+        with np.errstate(over="ignore"):
+            doubled = (scale * 2).astype(scale.dtype)
+        if not np.isfinite(doubled.astype(np.float64)).all():
+            raise ModelError(
+                "a scale is too large for E4M3FNUZ",
+                where=f"node '{node.name}'",
+                evidence=f"its double overflows {scale.dtype.name}",
+            )
+        node.input[1] = draft.add_constant(f"{node.input[1]}/fnuz", doubled)
+        node.input[2] = draft.add_constant("zero_point/fnuz", np.zeros(scale.shape, FNUZ))
+        if draft.is_constant(node.input[0]):
+            halved = draft.values(node.input[0]).astype(np.float32) / 2
+            if np.isnan(halved).any():
+                raise ModelError(
+                    "a stored FP8 weight is NaN", where=f"node '{node.name}'", remedy="check the checkpoint"
+                )
+            node.input[0] = draft.add_constant(f"{node.input[0]}/fnuz", halved.astype(FNUZ))
+
+
+def to_carrier(draft: GraphDraft) -> None:
+    """Write E4M3FN bits under the name of E4M3FNUZ: for gfx950 and gfx12, which multiply E4M3FN.
+
+    ::
+
+        bits(v) as E4M3FNUZ, scale s         parsed, then read as E4M3FN again, gives v·s
+
+    The parser takes bits as they are and computes with none of them. Between parsing and compiling,
+    `reread_float8` gives every FP8 constant of the program its own type back, zero points included, from
+    which the other types follow. Until then the file's numbers are half of what they stand for (`to_fnuz`):
+    it is never run as it is.
+    """
+    for node in float8_nodes(draft):
+        _check_format(draft, node)
+        for index in (0, 2):
+            name = node.input[index]
+            if draft.is_constant(name):
+                node.input[index] = draft.add_constant(
+                    f"{name}/carrier", _bits(draft.values(name)).view(FNUZ)
+                )
+
+
+def _bits(values: Array) -> Array:
+    # `ascontiguousarray` would give a zero point an axis.
+    return np.array(values, order="C").view(np.uint8)
+
+
+def _check_format(draft: GraphDraft, node: Node) -> None:
+    for name in (node.input[0], node.input[2]):
+        if (
+            draft.is_constant(name)
+            and draft.kind(name) in FLOAT8_TYPES
+            and draft.values(name).dtype != E4M3FN
+        ):
+            raise ModelError(
+                "MIGraphX multiplies FP8 of E4M3FN plans only",
+                where=f"node '{node.name}'",
+                evidence=f"'{name}' is {draft.values(name).dtype.name}",
+                remedy="plan with the format E4M3FN",
+            )

@@ -1,0 +1,297 @@
+"""The products of a planned graph in the form that MIGraphX multiplies in FP8.
+
+MIGraphX turns ``dot(DQ(a), DQ(b))`` into ``quant_dot(a, b)``, FP8 × FP8 with FP32 sums, followed by one
+multiplication with both scales. It does so only where both factors come straight from a DQ with an explicit
+zero point, and each scale is one FP32 number; of anything else it deletes the pairs, silently. The rules here
+bring every planned product into that form, one after the other; each keeps the real numbers that the graph
+computes, up to the rounding that its docstring states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from loka_onnx.engines.migraphx.draft import (
+    FLOAT8_TYPES,
+    LAYOUT_OPS,
+    PRODUCT_OPS,
+    Array,
+    GraphDraft,
+    attribute,
+)
+from loka_onnx.errors import ModelError
+
+FLOAT = int(onnx.TensorProto.FLOAT)
+Node = onnx.NodeProto
+
+
+@dataclass
+class Product:
+    """A product of two FP8 factors while it is rewritten.
+
+    Attributes:
+        node: The MatMul, which keeps the site's name.
+        tail: The last of the operators that stand for the site: scale, bias.
+    """
+
+    node: Node
+    tail: Node
+
+
+def gemm_to_matmul(draft: GraphDraft) -> tuple[Product, ...]:
+    """Write ``α·op(A)·op(B) + β·C`` as a MatMul, a Mul and an Add where both factors are dequantized FP8.
+
+    ::
+
+        Gemm(A, B, C) = MatMul(A', B')·α + β·C
+
+    A' and B' are the factors, transposed where ``transA`` and ``transB`` say so: constants as they are
+    stored, so that nothing stands between their DQ and the product, others behind their DQ. α and β are
+    exact where they are 1, as in every exported layer; β is multiplied into a constant C in float64. Where
+    the graph is not FP32 the sum is rounded more often than Gemm's, which `float32_products` takes back.
+
+    Returns:
+        Every product of two dequantized factors, MatMul from the beginning included.
+    """
+    products = []
+    for node in list(draft.nodes):
+        if node.op_type not in PRODUCT_OPS or not _multiplies_float8(draft, node):
+            continue
+        tail = _ungemmed(draft, node) if node.op_type == "Gemm" else node
+        products.append(Product(node, tail))
+    return tuple(products)
+
+
+def _ungemmed(draft: GraphDraft, node: Node) -> Node:
+    alpha, beta = (float(attribute(node, name, 1.0)) for name in ("alpha", "beta"))
+    transposed = [bool(attribute(node, name, 0)) for name in ("transA", "transB")]
+    bias = list(node.input[2:3])
+    for index, is_transposed in enumerate(transposed):
+        if is_transposed:
+            node.input[index] = _transposed(draft, node, index)
+    node.op_type = "MatMul"
+    del node.attribute[:]
+    del node.input[2:]
+    tail = node
+    if alpha != 1.0:
+        kind = _result_kind(draft, node)
+        tail = draft.follow(
+            tail, "Mul", [_number(draft, f"{node.name}/alpha", alpha, kind)], f"{node.name}/by_alpha"
+        )
+    if bias and bias[0]:
+        tail = draft.follow(tail, "Add", [_weighted(draft, node, bias[0], beta)], f"{node.name}/bias")
+    return tail
+
+
+def _transposed(draft: GraphDraft, node: Node, index: int) -> str:
+    """A factor with its two axes exchanged: of a constant its stored values, else behind its DQ."""
+    source = node.input[index]
+    dequantize = draft.producer(source)
+    if (
+        dequantize is None
+        or dequantize.op_type != "DequantizeLinear"
+        or not draft.is_constant(dequantize.input[0])
+    ):
+        return draft.insert(node, "Transpose", [source], f"{node.name}/in{index}/transposed", perm=[1, 0])
+    stored = dequantize.input[0]
+    values = draft.add_constant(f"{stored}/transposed", draft.values(stored).T)
+    # A scale for each row is one for each column of the transposed matrix.
+    axis = 1 - attribute(dequantize, "axis", 1) % 2
+    inputs = [values, *dequantize.input[1:]]
+    return draft.insert(node, "DequantizeLinear", inputs, f"{node.name}/in{index}/dq", axis=axis)
+
+
+def _weighted(draft: GraphDraft, node: Node, bias: str, beta: float) -> str:
+    if beta == 1.0:
+        return bias
+    if draft.is_constant(bias):
+        values = draft.values(bias)
+        return draft.add_constant(f"{bias}/by_beta", (values.astype(np.float64) * beta).astype(values.dtype))
+    factor = _number(draft, f"{node.name}/beta", beta, _result_kind(draft, node))
+    return draft.insert(node, "Mul", [bias, factor], f"{node.name}/by_beta")
+
+
+def scales_behind_products(draft: GraphDraft, products: Iterable[Product]) -> None:
+    """Multiply by the scales of a weight's channels behind the product instead of in its DQ.
+
+    ::
+
+        x · (W₈ · diag(s)) = (x · W₈) · s         s along the columns of W₈, shape (N,)
+        (diag(s) · W₈) · x = (W₈ · x) · s         s along the rows, with an axis behind it
+
+    The DQ of the weight keeps the scale 1. Release 2.15 matches scales with axes by their number only, and
+    takes the wrong axis of a square weight without a word; 2.16 throws. In FP32 the two sides differ by one
+    rounding of a product with s instead of one for each weight (2⁻²⁴ relative each).
+
+    Raises:
+        ModelError: The scales lie along the axis that the product sums over.
+    """
+    for product in products:
+        for index in (0, 1):
+            scale = _channel_scale(draft, product.node, index)
+            if scale is None:
+                continue
+            behind = draft.follow(product.node, "Mul", [scale], f"{product.node.name}/in{index}/by_scale")
+            if product.tail is product.node:
+                product.tail = behind
+
+
+def _channel_scale(draft: GraphDraft, product: Node, index: int) -> str | None:
+    """Take a scale with an axis out of a factor's DQ; what to multiply by instead, None for a plain scale."""
+    dequantize = draft.producer(product.input[index])
+    if (
+        dequantize is None
+        or dequantize.op_type != "DequantizeLinear"
+        or not draft.is_constant(dequantize.input[1])
+    ):
+        return None
+    scale = draft.values(dequantize.input[1])
+    if scale.size == 1:
+        return None
+    stored = dequantize.input[0]
+    rank = draft.values(stored).ndim if draft.is_constant(stored) else draft.rank(stored) or 2
+    axis = attribute(dequantize, "axis", 1) % rank
+    outer = rank - 1 if index == 1 else rank - 2
+    if scale.ndim != 1 or axis != outer:
+        raise ModelError(
+            "MIGraphX cannot multiply an FP8 weight whose scales lie along the axis that is summed over",
+            where=f"site '{product.name}'",
+            evidence=f"scales {scale.shape} along axis {axis} of input {index}",
+            remedy="plan the site with one scale for the tensor, or for each output channel",
+        )
+    one = draft.add_constant("one", np.ones((), scale.dtype))
+    zero_kind = (
+        draft.values(dequantize.input[2]).dtype if len(dequantize.input) > 2 else draft.values(stored).dtype
+    )
+    zero = draft.add_constant("zero_point", np.zeros((), zero_kind))
+    product.input[index] = draft.insert(
+        product, "DequantizeLinear", [stored, one, zero], f"{product.name}/in{index}/dq"
+    )
+    return draft.add_constant(f"{product.name}/in{index}/scale", scale if index == 1 else scale[:, None])
+
+
+def float32_products(draft: GraphDraft, products: Iterable[Product]) -> None:
+    """Let every Q, DQ and product of dequantized factors compute in FP32 within a BF16 or FP16 graph.
+
+    ::
+
+        x₁₆ → Q₁₆ → DQ₁₆ → product₁₆ → y₁₆      becomes
+        x₁₆ → Cast → Q₃₂ → DQ₃₂ → product₃₂ → scale, bias → Cast → y₁₆
+
+    Every BF16 and FP16 number is an FP32 number, so values, scales and biases are kept; the division of Q
+    and the sum are rounded once, in FP32, instead of in 16 bits. MIGraphX computes garbage with FP16 scales,
+    wants one type of x and scale, and throws when the factors of an FP8 product are cast to BF16. The cast
+    stands behind the scales of the channels because sums of unscaled FP8 weights do not fit FP16.
+
+    What reads dequantized values and is no such product gets them in the type that it had.
+
+    Raises:
+        ModelError: Dequantized values leave a graph that is not FP32.
+    """
+    base = _make_pairs_float32(draft)
+    for product in products:
+        kind = next((base[name] for name in product.node.input if name in base), FLOAT)
+        if kind == FLOAT:
+            continue
+        _widen_tail(draft, product)
+        draft.follow(product.tail, "Cast", [], f"{product.node.name}/to_base", to=kind)
+    _narrow_other_readers(draft, base, {id(product.node) for product in products})
+
+
+def _make_pairs_float32(draft: GraphDraft) -> dict[str, int]:
+    """Give every FP8 Q and DQ an FP32 scale.
+
+    Returns:
+        Tensors that are FP32 now, with the type they had.
+    """
+    base: dict[str, int] = {}
+    for node in list(draft.nodes):
+        if node.op_type not in {"QuantizeLinear", "DequantizeLinear"} or not is_float8(draft, node):
+            continue
+        kind = draft.kind(node.input[1])
+        if kind == FLOAT:
+            continue
+        scale = draft.values(node.input[1]).astype(np.float32)
+        node.input[1] = draft.add_constant(f"{node.input[1]}/fp32", scale)
+        if node.op_type == "QuantizeLinear":
+            node.input[0] = draft.insert(node, "Cast", [node.input[0]], f"{node.name}/to_fp32", to=FLOAT)
+        else:
+            base[node.output[0]] = kind
+    for node in draft.nodes:
+        if node.op_type in LAYOUT_OPS and node.input[0] in base:
+            base[node.output[0]] = base[node.input[0]]
+    return base
+
+
+def _widen_tail(draft: GraphDraft, product: Product) -> None:
+    """Cast what the operators behind a product read besides its result."""
+    node = product.node
+    while node is not product.tail:
+        (reader,) = draft.readers(node.output[0])
+        node = reader.node
+        for index, name in enumerate(node.input):
+            if index == reader.index or (draft.is_constant(name) and draft.kind(name) == FLOAT):
+                continue
+            if draft.is_constant(name):
+                wide = draft.values(name).astype(np.float32)
+                node.input[index] = draft.add_constant(f"{name}/fp32", wide)
+            else:
+                node.input[index] = draft.insert(node, "Cast", [name], f"{node.name}/to_fp32", to=FLOAT)
+
+
+def _narrow_other_readers(draft: GraphDraft, base: Mapping[str, int], products: set[int]) -> None:
+    for name, kind in base.items():
+        if draft.is_output(name):
+            raise ModelError(
+                "dequantized values leave the graph",
+                where=f"output '{name}'",
+                remedy="plan this model for MIGraphX with the base precision fp32",
+            )
+        casts: list[str] = []
+        for reader in draft.readers(name):
+            if id(reader.node) in products or (reader.node.op_type in LAYOUT_OPS and reader.index == 0):
+                continue
+            if not casts:
+                casts.append(draft.insert(reader.node, "Cast", [name], f"{name}/to_base", to=kind))
+            reader.node.input[reader.index] = casts[0]
+
+
+def is_float8(draft: GraphDraft, node: Node) -> bool:
+    """Whether a Q or a DQ quantizes to FP8: by its zero point, its stored values, or its attribute."""
+    known = [name for name in (*node.input[2:3], node.input[0]) if name and draft.is_constant(name)]
+    if any(draft.kind(name) in FLOAT8_TYPES for name in known):
+        return True
+    if node.op_type == "QuantizeLinear":
+        return attribute(node, "output_dtype", 0) in FLOAT8_TYPES
+    quantize = draft.producer(node.input[0])
+    while quantize is not None and quantize.op_type in LAYOUT_OPS:
+        quantize = draft.producer(quantize.input[0])
+    return quantize is not None and quantize.op_type == "QuantizeLinear" and is_float8(draft, quantize)
+
+
+def _multiplies_float8(draft: GraphDraft, node: Node) -> bool:
+    """Whether both factors come from a DQ of FP8, with at most a change of layout between."""
+    for name in node.input[:2]:
+        maker = draft.producer(name)
+        while maker is not None and maker.op_type in LAYOUT_OPS:
+            maker = draft.producer(maker.input[0])
+        if maker is None or maker.op_type != "DequantizeLinear" or not is_float8(draft, maker):
+            return False
+    return True
+
+
+def _result_kind(draft: GraphDraft, product: Node) -> int:
+    """Type of a product of dequantized factors: that of their scales."""
+    maker = draft.producer(product.input[0])
+    while maker is not None and maker.op_type in LAYOUT_OPS:
+        maker = draft.producer(maker.input[0])
+    return FLOAT if maker is None else draft.kind(maker.input[1])
+
+
+def _number(draft: GraphDraft, name: str, value: float, kind: int) -> str:
+    values: Array = np.array(value, np.float64).astype(onnx.helper.tensor_dtype_to_np_dtype(kind))
+    return draft.add_constant(name, values)

@@ -1,0 +1,77 @@
+"""The ONNX file of an engine, and the weights beside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+from loka_onnx.errors import ModelError
+
+ENGINE_FILE = "engine.onnx"
+
+
+def copy_model(model: Path, into: Path) -> Path:
+    """Copy a model; its external data is hard-linked where the file system allows it.
+
+    Args:
+        model: The ONNX file.
+        into: Directory of the copy.
+
+    Returns:
+        The copy, `ENGINE_FILE`.
+
+    Raises:
+        ModelError: External data is missing or lies outside the model's directory.
+    """
+    engine = into / ENGINE_FILE
+    shutil.copyfile(model, engine)
+    source = model.parent.resolve()
+    for location in external_locations(onnx.load(os.fspath(model), load_external_data=False)):
+        data = (source / location).resolve()
+        if not data.is_relative_to(source) or not data.is_file() or Path(location).name == ENGINE_FILE:
+            raise ModelError(
+                "external data is missing, or outside the model's directory",
+                where=str(model),
+                evidence=f"location '{location}'",
+                remedy="export the model again",
+            )
+        place = into / location
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(data, place)
+        except OSError:
+            shutil.copyfile(data, place)
+    return engine
+
+
+def model_files(engine: Path) -> tuple[Path, ...]:
+    """The ONNX file and its external data; the file alone when it is not ONNX, as its digest shows."""
+    try:
+        locations = sorted(external_locations(onnx.load(os.fspath(engine), load_external_data=False)))
+    except Exception:
+        # Which exception is up to the protobuf implementation.
+        return (engine,)
+    return (engine, *(engine.parent / location for location in locations))
+
+
+def external_locations(model: onnx.ModelProto) -> frozenset[str]:
+    """Files that hold a model's external data, relative to it."""
+    return frozenset(
+        ExternalDataInfo(tensor).location for tensor in _tensors(model.graph) if uses_external_data(tensor)
+    )
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from attribute.tensors
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                yield attribute.t
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _tensors(inner)

@@ -1,0 +1,53 @@
+"""A directory that appears as a whole or not at all: it is made beside its place, then renamed."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from loka_onnx.errors import OutputError
+
+
+def make_staging(output: Path) -> Path:
+    """A directory beside the output to build in; those of processes that no longer exist are removed.
+
+    A process that was killed could not remove its own.
+
+    Raises:
+        OutputError: The place cannot be written.
+    """
+    prefix = f".{output.name}.building-"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        for stale in output.parent.glob(f"{glob.escape(prefix)}*"):
+            owner = stale.name.removeprefix(prefix).partition("-")[0]
+            if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(stale, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
+    except OSError as error:
+        raise OutputError(f"cannot write '{output}'", evidence=str(error)) from error
+
+
+def replace_directory(source: Path, target: Path, staging: Path) -> None:
+    """Move a finished directory into place; an earlier one is set aside first, into the staging directory.
+
+    Raises:
+        OutputError: The place cannot be written.
+    """
+    replaced = staging / "replaced"
+    try:
+        if target.exists():
+            target.rename(replaced)
+        try:
+            source.rename(target)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(target)
+            raise
+    except OSError as error:
+        raise OutputError(f"cannot write '{target}'", evidence=str(error)) from error

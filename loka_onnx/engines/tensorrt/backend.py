@@ -1,0 +1,97 @@
+"""TensorRT: FP8 engines for NVIDIA GPUs, each built on a GPU of the architecture that it is for.
+
+The builder times tactics, so it has the device for itself, and what it measured is kept for the next build
+(`timing_cache`). Which sites engage FP8 is not assumed but read from each engine (`layer_precision`): scales
+for each output channel are accepted, and were seen to fall back in some versions.
+
+The graph has the plan's own form: what `dialect` and `merged_heads` change is known of TensorRT for RTX
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from loka_onnx.core.devices import NVIDIA
+from loka_onnx.core.engine import SitePrecision
+from loka_onnx.engines.base import Availability
+from loka_onnx.engines.request import BuildRequest
+from loka_onnx.engines.tensorrt.build import BuildSettings
+from loka_onnx.engines.tensorrt.family import TensorRtFamily, asked_settings
+from loka_onnx.engines.tensorrt.inspector import read_layers
+from loka_onnx.engines.tensorrt.layer_precision import layer_precisions
+from loka_onnx.engines.tensorrt.timing_cache import timing_cache_file
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.cuda import CudaContext, list_cuda_devices
+from loka_onnx.sessions.tensorrt_vendors import TENSORRT, first_gpu, why_no_gpu
+
+
+class TensorRtBackend(TensorRtFamily):
+    """TensorRT 10 and 11."""
+
+    name = "tensorrt"
+    vendor = TENSORRT
+    devices: ClassVar[Mapping[str, tuple[str, ...]]] = NVIDIA
+    times_kernels: ClassVar[bool] = True
+
+    def availability(self) -> Availability:
+        """Whether the library is installed, and the GPUs here that it builds for."""
+        try:
+            trt = self.vendor.load()
+        except MissingPackage as error:
+            return Availability(False, "", False, False, (), error.what, error.remedy)
+        version = str(trt.__version__)
+        known = {architecture for several in self.devices.values() for architecture in several}
+        gpus = [gpu for gpu in list_cuda_devices() if gpu.architecture in known]
+        if gpus:
+            names = tuple(f"{gpu.name} ({gpu.architecture})" for gpu in gpus)
+            return Availability(True, version, True, True, names, "", "")
+        return Availability(
+            True,
+            version,
+            False,
+            False,
+            (),
+            "TensorRT builds on the GPU that its engine is for, and none is here",
+            f"build on a machine with one of {', '.join(sorted(known))}",
+        )
+
+    def why_not_here(self, architecture: str) -> str:
+        """A GPU of the architecture must be here: tactics are timed on it."""
+        return super().why_not_here(architecture) or why_no_gpu(architecture)
+
+    def settings(self, trt: Any, request: BuildRequest) -> BuildSettings:
+        """A profile for each size that is served, and the timing cache of this device and version."""
+        device = first_gpu(request.architecture)
+        cache = timing_cache_file(trt.__name__, str(trt.__version__), device.name, device.architecture)
+        return asked_settings(request, timing_cache=cache, profile_each_size=True, rtx_dialect=False)
+
+    def compile(self, request: BuildRequest, into: Path) -> Path:
+        """Build the serialized engine on the first GPU of the architecture."""
+        device = CudaContext(first_gpu(request.architecture).index)
+        try:
+            return super().compile(request, into)
+        finally:
+            device.close()
+
+    def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
+        """Ask the engine inspector.
+
+        Raises:
+            EngineError: The engine does not load, or its layers are not told.
+        """
+        trt = self.vendor.load()
+        device = CudaContext(first_gpu(request.architecture).index)
+        try:
+            runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+            loaded = runtime.deserialize_cuda_engine(engine.read_bytes())
+            if loaded is None:
+                raise EngineError(f"{trt.__name__} does not load the engine it has just built")
+            layers = read_layers(trt, loaded, device.stream)
+            del loaded, runtime
+        finally:
+            device.close()
+        planned = {decision.site: decision.precision for decision in request.plan.decisions}
+        return layer_precisions(layers, [(site, planned[site.name]) for site in request.planned_sites])

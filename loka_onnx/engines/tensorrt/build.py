@@ -1,0 +1,257 @@
+"""Builds a strongly typed engine through the TensorRT API.
+
+`build_engine` takes the vendor module as a parameter: the same calls exist in `tensorrt_rtx` and in
+`tensorrt` 10 and 11. What only some of them have is detected by attribute, never by version
+(`STRONGLY_TYPED` is required by 10 and gone from others; compute capabilities are chosen only in TensorRT
+for RTX). Precision flags are never set: precision comes from the graph alone.
+
+Profiles: the first optimization profile covers every batch size from the smallest to the largest, tuned for
+the one served most. TensorRT measures tactics for the tuned size, and for a fixed size it can also fold what
+depends on the batch; so with `profile_each_size` each size that will be served has a profile of its own
+behind the first. Each costs as much build time as the first. The session takes the size's own where there is
+one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from loka_onnx.engines.request import BatchRange
+from loka_onnx.engines.tensorrt.dialect import keep_tables_once
+from loka_onnx.engines.tensorrt.merged_heads import split_by_heads
+from loka_onnx.engines.tensorrt.timing_cache import TimingCache
+from loka_onnx.errors import EngineError, ModelError
+
+MAX_MESSAGES = 8
+OPTIMIZATION_LEVEL = "optimization_level"
+WORKSPACE_MIB = "workspace_mib"
+MAX_TACTICS = "max_tactics"
+TILING_LEVEL = "tiling_level"
+TILING_LEVELS = ("NONE", "FAST", "MODERATE", "FULL")
+OPTIONS = {
+    OPTIMIZATION_LEVEL: range(6),
+    WORKSPACE_MIB: range(1, 1 << 20),
+    MAX_TACTICS: range(1, 1001),
+    TILING_LEVEL: range(len(TILING_LEVELS)),
+}
+"""Options of a build, and their values."""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """How to build.
+
+    Attributes:
+        architecture: Target, for example ``sm89``.
+        batch: Rows per request; becomes the optimization profiles.
+        optimization_level: 0 to 5, how long the builder searches; None for its default.
+        workspace_mib: Most scratch memory of a tactic; None for all that the device has.
+        max_tactics: Most tactics that are measured for a layer; None for the builder's default.
+        tiling_level: Index into `TILING_LEVELS`, how long the builder searches for tilings across layers;
+            None for its default.
+        timing_cache: File of the timing cache; None to keep none.
+        profile_each_size: Whether each of `batch.sizes` has a profile of its own.
+        rtx_dialect: Whether the model is brought into the form that TensorRT for RTX needs: `dialect` and
+            `merged_heads`.
+    """
+
+    architecture: str
+    batch: BatchRange
+    optimization_level: int | None = None
+    workspace_mib: int | None = None
+    max_tactics: int | None = None
+    tiling_level: int | None = None
+    timing_cache: Path | None = None
+    profile_each_size: bool = False
+    rtx_dialect: bool = True
+
+
+def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -> None:
+    """Build and write one serialized engine.
+
+    Args:
+        trt: The vendor module, `tensorrt_rtx` or `tensorrt`.
+        model: ONNX file; external data is read from beside it.
+        settings: How to build.
+        target: File to write.
+
+    Raises:
+        ModelError: The parser refuses the model.
+        EngineError: The builder fails, or lacks a setting that was asked for.
+    """
+    logger = _make_logger(trt)
+    builder = trt.Builder(logger)
+    network = builder.create_network(_network_flags(trt))
+    parser = trt.OnnxParser(network, logger)
+    if not _parse(parser, model, rtx_dialect=settings.rtx_dialect):
+        raise ModelError(
+            f"the ONNX parser of {trt.__name__} refuses the model",
+            where=str(model),
+            evidence=_parser_errors(parser) or logger.said(),
+            remedy="keep the site in the base precision, or choose another backend",
+        )
+    config = builder.create_builder_config()
+    _configure(trt, config, settings)
+    _choose_architecture(trt, config, settings.architecture)
+    for sizes in _profile_sizes(settings):
+        config.add_optimization_profile(_profile(builder, network, sizes))
+    cache = TimingCache(settings.timing_cache) if settings.timing_cache is not None else None
+    if cache is not None:
+        cache.attach(config)
+    serialized = builder.build_serialized_network(network, config)
+    if serialized is None:
+        raise EngineError(
+            f"{trt.__name__} could not build the engine",
+            where=f"architecture {settings.architecture}",
+            evidence=logger.said() or "the builder gave no reason",
+            remedy="the log of the build has every message",
+        )
+    if cache is not None:
+        cache.keep(config)
+    with target.open("wb") as stream:
+        stream.write(serialized)
+
+
+def known_capabilities(trt: Any) -> frozenset[str]:
+    """Architectures that the module can be told to build for, in lower case; empty when it has no choice."""
+    kinds = getattr(trt, "ComputeCapability", None)
+    members = getattr(kinds, "__members__", {}) if kinds is not None else {}
+    return frozenset(name.lower() for name in map(str, members) if name.startswith("SM"))
+
+
+def _parse(parser: Any, model: Path, *, rtx_dialect: bool) -> bool:
+    """Hand the model over in the dialect; external data is read from beside the file either way."""
+    if rtx_dialect:
+        proto = onnx.load(os.fspath(model), load_external_data=False)
+        if [*keep_tables_once(proto), *split_by_heads(proto)]:
+            return bool(parser.parse(proto.SerializeToString(), os.fspath(model)))
+    return bool(parser.parse_from_file(os.fspath(model)))
+
+
+def _make_logger(trt: Any) -> Any:
+    """A logger that prints to the log of the child process and keeps what matters for a failure."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc]  # the base exists only at run time
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.messages: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            name = str(severity).rpartition(".")[2]
+            if name in {"INTERNAL_ERROR", "ERROR", "WARNING"}:
+                print(f"[{name}] {message}", flush=True)
+            if name in {"INTERNAL_ERROR", "ERROR"}:
+                self.messages.append(message)
+
+        def said(self) -> str:
+            return "; ".join(self.messages[:MAX_MESSAGES])
+
+    return Logger()
+
+
+def _network_flags(trt: Any) -> int:
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    return 0 if flag is None else 1 << int(flag)
+
+
+def _parser_errors(parser: Any) -> str:
+    errors = []
+    for index in range(min(parser.num_errors, MAX_MESSAGES)):
+        error = parser.get_error(index)
+        # Parsers before TensorRT 10 do not name the node.
+        named = hasattr(error, "node_name") and hasattr(error, "node_operator")
+        where = f"{error.node_operator()} '{error.node_name()}': " if named and error.node_name() else ""
+        errors.append(f"{where}{error.desc()}")
+    return "; ".join(errors)
+
+
+def _configure(trt: Any, config: Any, settings: BuildSettings) -> None:
+    """Set what was asked for.
+
+    Raises:
+        EngineError: The module lacks a setting: an option that is silently not honoured would be reported as
+            one that was.
+    """
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if hasattr(trt.BuilderFlag, "TF32"):
+        # On by default; it would round the operands of FP32 products to 10 bits under the name FP32.
+        config.clear_flag(trt.BuilderFlag.TF32)
+    if settings.workspace_mib is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_mib * MIB)
+    if settings.optimization_level is not None:
+        if not hasattr(config, "builder_optimization_level"):
+            raise _lacks(trt, OPTIMIZATION_LEVEL)
+        config.builder_optimization_level = settings.optimization_level
+    if settings.max_tactics is not None:
+        if not hasattr(config, "max_num_tactics"):
+            raise _lacks(trt, MAX_TACTICS)
+        config.max_num_tactics = settings.max_tactics
+    if settings.tiling_level is not None:
+        levels = getattr(trt, "TilingOptimizationLevel", None)
+        if levels is None or not hasattr(config, "tiling_optimization_level"):
+            raise _lacks(trt, TILING_LEVEL)
+        config.tiling_optimization_level = getattr(levels, TILING_LEVELS[settings.tiling_level])
+
+
+def _lacks(trt: Any, option: str) -> EngineError:
+    return EngineError(
+        f"this version of {trt.__name__} has no option '{option}'",
+        evidence=f"version {trt.__version__}",
+        remedy="leave the option out",
+    )
+
+
+def _choose_architecture(trt: Any, config: Any, architecture: str) -> None:
+    """Select the target GPU, where the module lets one choose; others build for the GPU they run on.
+
+    Raises:
+        EngineError: The module does not know the architecture.
+    """
+    if not hasattr(config, "num_compute_capabilities") or not hasattr(config, "set_compute_capability"):
+        return
+    kinds, known = getattr(trt, "ComputeCapability", None), known_capabilities(trt)
+    if architecture not in known:
+        raise EngineError(
+            f"this version of {trt.__name__} cannot build for '{architecture}'",
+            evidence=f"it builds for {', '.join(sorted(known))}",
+            remedy=f"install another version of {trt.__name__}",
+        )
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(getattr(kinds, architecture.upper()), 0)
+
+
+def _profile_sizes(settings: BuildSettings) -> Iterator[tuple[int, int, int]]:
+    """Least, tuned and largest batch of each optimization profile; the one for every size comes first."""
+    batch = settings.batch
+    yield batch.minimum, batch.serve, batch.maximum
+    if settings.profile_each_size and batch.minimum < batch.maximum:
+        for size in batch.sizes:
+            yield size, size, size
+
+
+def _profile(builder: Any, network: Any, sizes: tuple[int, int, int]) -> Any:
+    """One optimization profile over axis 0 of every input.
+
+    Raises:
+        ModelError: An input has another dynamic axis.
+    """
+    profile = builder.create_optimization_profile()
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        shape = tuple(int(size) for size in tensor.shape)
+        if any(size < 0 for size in shape[1:]):
+            raise ModelError(
+                f"input '{tensor.name}' has a dynamic axis besides the batch",
+                evidence=f"shape {shape}",
+                remedy="fix every axis but axis 0 when exporting",
+            )
+        if shape and shape[0] < 0:
+            profile.set_shape(tensor.name, *[(size, *shape[1:]) for size in sizes])
+    return profile

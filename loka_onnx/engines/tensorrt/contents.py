@@ -1,0 +1,82 @@
+"""What the bytes of a serialized engine are: constants, source of generated kernels, compiled graphs.
+
+Seen in TensorRT for RTX 1.7.1, and repeated by ``benchmarks/micro/engine_size.py``:
+
+* Constants are stored once, in the type that is computed with. An FP8 plan saves one byte a weight of its
+  sites against BF16, to 1 %.
+* Every generated kernel is stored as CUDA source of 0.13 to 0.2 MB, of which 0.13 MB is the same preamble.
+  Kernels that differ in nothing but a literal argument, such as the scale of a Q, are stored apiece.
+* An FP8 product has a generated kernel of its own for what follows it, where a BF16 product becomes a fusion
+  described in 3 kB. So a plan with few weights makes the file larger: about 0.15 MB a site.
+* No build setting changes any of this: profiling verbosity, auxiliary streams, optimization and tiling level,
+  timing and compilation cache, weight streaming. Stripped and refittable engines cannot be built without a
+  GPU.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka_onnx.engines.tensorrt.compiled_graph import compiled_graph_texts, parse_compiled_graph
+
+SOURCE = re.compile(rb"#(?:undef|ifdef) __HAS_FP8\n[\t\n\r\x20-\x7e]+")
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class EngineContents:
+    """What an engine file holds, in bytes.
+
+    Attributes:
+        total: Size of the file.
+        constants: Size of the constants by element type, as the compiler spells it: ``fp8_e4m3``, ``bf16``, …
+        kernels: Number of generated kernels.
+        sources: Size of their source.
+        graphs: Size of the compiled graphs, as text.
+    """
+
+    total: int
+    constants: Mapping[str, int]
+    kernels: int
+    sources: int
+    graphs: int
+
+    @property
+    def rest(self) -> int:
+        """What none of these accounts for."""
+        return self.total - sum(self.constants.values()) - self.sources - self.graphs
+
+    def describe(self) -> str:
+        """One line, for a log."""
+        constants = " + ".join(f"{size / MB:.2f} {kind}" for kind, size in sorted(self.constants.items()))
+        return (
+            f"engine of {self.total / MB:.2f} MB: constants {constants or 0}, source of {self.kernels} "
+            f"generated kernels {self.sources / MB:.2f}, compiled graphs {self.graphs / MB:.2f}"
+        )
+
+
+def read_contents(engine: Path) -> EngineContents:
+    """Account for the bytes of a serialized engine.
+
+    Raises:
+        EngineError: A compiled graph in it cannot be parsed.
+    """
+    with engine.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        sources = [match.end() - match.start() for match in SOURCE.finditer(data)]
+    texts = compiled_graph_texts(engine)
+    constants: Counter[str] = Counter()
+    for text in texts:
+        for tensor in parse_compiled_graph(text).tensors.values():
+            constants[tensor.type] += tensor.constant_bytes
+    return EngineContents(
+        total=engine.stat().st_size,
+        constants={kind: size for kind, size in constants.items() if size},
+        kernels=len(sources),
+        sources=sum(sources),
+        graphs=sum(map(len, texts)),
+    )

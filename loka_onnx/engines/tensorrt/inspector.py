@@ -1,0 +1,205 @@
+r"""Reads what the engine inspector of TensorRT says of an engine.
+
+An engine built with `ProfilingVerbosity.DETAILED` describes its layers as JSON. Dimensions and formats
+depend on the batch, so they are asked of an execution context whose shapes are set, one for each
+optimization profile (NVIDIA's developer guide, "Engine Inspector").
+
+TensorRT 10 writes (a layer of the issues NVIDIA/TensorRT #4397 and #4020)::
+
+    {"Layers": [{"Name": "…_myl0_7", "LayerType": "gemm",
+                 "Inputs": [{"Name": "…", "Dimensions": [1,40,1024], "Format/Datatype": "Half"}],
+                 "Outputs": […], "TacticName": "sm80_xmma_gemm_f16f16_f16f16_f16_nn_n_…",
+                 "Metadata": "[ONNX Layer: /pos_ff/output/MatMul]\u001f[ONNX Layer: /pos_ff/output/Add]"}],
+     "Bindings": ["input_0", "output_0"]}
+
+TensorRT 11 has `I/O Tensors`, objects instead of names, in place of `Bindings`, and `Format` and `Datatype`
+in place of `Format/Datatype` (its page "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x"). Both
+may list the weights of a layer as `Constants`, in the form of its inputs; layers that are no part of the
+graph compiler have ``"Weights": {"Type": "Half", "Count": 131072}`` instead.
+
+The types of the graph compiler are bare words (``Half``, ``FP8``); those of other layers stand in a
+description of the layout (``Row major linear FP8 format``). TREx
+(`tools/experimental/trt-engine-explorer/trex/activations.py`) lists both kinds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loka_onnx.errors import EngineError
+
+TYPES = {
+    "fp8": "fp8_e4m3",
+    "fp8e4m3": "fp8_e4m3",
+    "e4m3": "fp8_e4m3",
+    "e4m3fn": "fp8_e4m3",
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "half": "half",
+    "fp16": "half",
+    "float": "float",
+    "fp32": "float",
+    "tf32": "tf32",
+    "int8": "int8",
+    "int32": "int32",
+    "int64": "int64",
+    "uint8": "uint8",
+    "bool": "bool",
+    "fp4": "fp4",
+}
+"""Words for element types, in lower case, and what the compiler of TensorRT for RTX calls the same.
+
+TensorRT has one FP8 type, E4M3 (`DataType.FP8`)."""
+PROFILE = re.compile(r"\[profile +(\d+)\]")
+ONNX_NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|$|\[ONNX Layer: )", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class LayerTensor:
+    """A tensor that a layer reads, writes or holds.
+
+    Attributes:
+        name: Its name in the engine; empty for a weight that has none.
+        type: Element type, one of the values of `TYPES`, or what the inspector says.
+        shape: Dimensions; empty when it is a scalar or they are not told.
+        elements: Number of elements; None when a dimension is not known.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    elements: int | None
+
+
+@dataclass(frozen=True)
+class EngineLayer:
+    """A layer of an engine: one kernel, or a call of a library.
+
+    Attributes:
+        name: Its name.
+        kind: ``gemm``, ``kgen``, ``CaskConvolution``, …
+        tactic: Name of the kernel; empty when it is not told.
+        inputs: Tensors it reads.
+        constants: Weights it holds.
+        outputs: Tensors it writes.
+        nodes: Names of the ONNX nodes behind it.
+    """
+
+    name: str
+    kind: str
+    tactic: str
+    inputs: tuple[LayerTensor, ...]
+    constants: tuple[LayerTensor, ...]
+    outputs: tuple[LayerTensor, ...]
+    nodes: tuple[str, ...]
+
+    @property
+    def profile(self) -> int:
+        """Number of its optimization profile, which is part of its name for all but the first."""
+        found = PROFILE.search(self.name)
+        return int(found.group(1)) if found is not None else 0
+
+
+def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
+    """The layers of an engine, those of each optimization profile at the batch that it is tuned for.
+
+    Args:
+        trt: The vendor module.
+        engine: A deserialized engine.
+        stream: Handle of a CUDA stream of the device that the engine is on.
+
+    Raises:
+        EngineError: The engine was not built with its layers' details, or says something unexpected.
+    """
+    layers: list[EngineLayer] = []
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+    for profile in range(engine.num_optimization_profiles):
+        context = engine.create_execution_context()
+        if context is None or (profile and not context.set_optimization_profile_async(profile, stream)):
+            raise EngineError(
+                f"{trt.__name__} makes no execution context to inspect",
+                where=f"optimization profile {profile}",
+                evidence="the device may lack memory",
+            )
+        for name in inputs:
+            _, tuned, _ = engine.get_tensor_profile_shape(name, profile)
+            context.set_input_shape(name, tuned)
+        inspector = engine.create_engine_inspector()
+        inspector.execution_context = context
+        told = parse_layers(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+        # The inspector points to the context, so it goes first.
+        del inspector, context
+        layers += [layer for layer in told if layer.profile == profile] or told
+    return tuple(dict.fromkeys(layers))
+
+
+def parse_layers(text: str) -> tuple[EngineLayer, ...]:
+    """Parse the JSON of `get_engine_information`.
+
+    Raises:
+        EngineError: It is not that, or the layers are names only.
+    """
+    try:
+        document = json.loads(text, strict=False)
+    except json.JSONDecodeError as error:
+        raise EngineError("the engine inspector does not speak JSON", evidence=str(error)) from error
+    layers = document.get("Layers") if isinstance(document, dict) else None
+    if not isinstance(layers, list):
+        raise EngineError(
+            "the engine inspector lists no layers",
+            evidence=f"its answer begins {text[:80]!r}",
+            remedy="this version of TensorRT writes another form; its precision cannot be verified",
+        )
+    if any(not isinstance(layer, dict) for layer in layers):
+        raise EngineError(
+            "the engine inspector tells names of layers only",
+            evidence=f"the first is {str(layers[0])[:80]!r}",
+            remedy="build the engine with ProfilingVerbosity.DETAILED",
+        )
+    return tuple(_layer(layer) for layer in layers)
+
+
+def _layer(value: Mapping[str, Any]) -> EngineLayer:
+    constants = [*_tensors(value.get("Constants")), *_counted(value.get("Weights"))]
+    return EngineLayer(
+        name=str(value.get("Name", "")),
+        kind=str(value.get("LayerType", "")),
+        tactic=str(value.get("TacticName", "")),
+        inputs=tuple(_tensors(value.get("Inputs"))),
+        constants=tuple(constants),
+        outputs=tuple(_tensors(value.get("Outputs"))),
+        nodes=tuple(ONNX_NODE.findall(str(value.get("Metadata", "")))),
+    )
+
+
+def _tensors(values: object) -> Iterator[LayerTensor]:
+    for value in values if isinstance(values, list) else ():
+        if isinstance(value, dict):
+            shape = tuple(int(size) for size in value.get("Dimensions", ()))
+            known = all(size >= 0 for size in shape) and "Dimensions" in value
+            yield LayerTensor(
+                str(value.get("Name", "")), _type(value), shape, math.prod(shape) if known else None
+            )
+
+
+def _counted(value: object) -> Iterator[LayerTensor]:
+    """A weight of which only type and number of elements are told."""
+    if isinstance(value, dict) and value.get("Count"):
+        yield LayerTensor("", _word(str(value.get("Type", ""))), (), int(value["Count"]))
+
+
+def _type(value: Mapping[str, Any]) -> str:
+    """Element type: `Datatype` where there is such a field, else a word of `Format/Datatype`."""
+    fields = {key.lower(): str(text) for key, text in value.items() if isinstance(text, str)}
+    return _word(fields.get("datatype") or fields.get("format/datatype") or fields.get("format") or "")
+
+
+def _word(text: str) -> str:
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    return next((TYPES[word] for word in words if word in TYPES), text.strip().lower() or "unknown")

@@ -1,0 +1,118 @@
+"""TensorRT for RTX: FP8 engines for RTX GPUs, built without one.
+
+Which sites engage FP8 was read from compiled graphs of TensorRT for RTX 1.7.1 for sm89 and sm120, with BF16,
+FP16 and FP32 as base (the tests repeat it):
+
+==========================================================  =============================================
+site                                                        compiled product
+==========================================================  =============================================
+Gemm or MatMul, weight scale per tensor                     FP8 × FP8
+weight scale per output channel (Gemm ``transB`` included)  FP8 × FP8, scale applied in the kernel after it
+weight scale along K                                        **fallback**: both converted, base × base
+activations of rank 3, constant on the left (W·X)           FP8 × FP8
+interaction, both operands with Q/DQ                        FP8 × FP8
+several sites on one Q/DQ                                   FP8 × FP8, merged into one product
+N = 1, K = 8, K = 13, sizes not multiples of 16             FP8 × FP8, padded
+Transpose or Flatten between DQ and product                 FP8 × FP8
+LayerNormalization → Q                                      Q is part of the norm's kernel
+Q/DQ missing on one operand                                 **fallback**: the other is converted
+==========================================================  =============================================
+
+What else the compiler does, seen there:
+
+* An FP8 product stands alone: bias, activation function and the next quantization form a second kernel, where
+  a BF16 product absorbs them (``FcAddRelu``). So a small site pays one more pass over its output in FP8.
+* Q directly behind a product becomes part of it. If the product is several merged sites, their sums are
+  written in FP8, then rescaled from FP8 to FP8: a rounding more than the ONNX graph has. The evidence of such
+  sites says so.
+* Q behind Concat or Gather moves in front of it: an embedding table that feeds only FP8 sites is stored in
+  FP8, half the bytes. One that also feeds something else would be stored twice; `dialect` prevents that.
+* A merged query, key and value with a scale for each output channel is cut apart again, and leaves FP8, when
+  its parts are read by heads directly behind its Split; `merged_heads` prevents that.
+* BF16 attention becomes one kernel; FP8 attention (Q/DQ on Q, K, V and the softmax) becomes separate
+  products, and with Q/DQ on half of the products that kernel is lost as well.
+* Generated kernels are stored as source text, about 0.15 MB apiece; `contents` says what that does to the
+  size of an FP8 engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from loka_onnx.core.engine import SitePrecision
+from loka_onnx.engines.base import Availability
+from loka_onnx.engines.request import BuildRequest
+from loka_onnx.engines.tensorrt.build import BuildSettings, known_capabilities
+from loka_onnx.engines.tensorrt.compiled_graph import ANY_ARCHITECTURE, read_compiled_graphs
+from loka_onnx.engines.tensorrt.contents import read_contents
+from loka_onnx.engines.tensorrt.family import TensorRtFamily, asked_settings
+from loka_onnx.engines.tensorrt.site_precision import site_precisions
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.tensorrt_vendors import TENSORRT_RTX
+
+
+class TensorRtRtxBackend(TensorRtFamily):
+    """TensorRT for RTX."""
+
+    name = "tensorrt_rtx"
+    vendor = TENSORRT_RTX
+    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "nvidia-rtx-turing": ("sm75",),
+        "nvidia-rtx-ampere": ("sm86",),
+        "nvidia-rtx-ada": ("sm89",),
+        "nvidia-rtx-blackwell": ("sm120",),
+        "nvidia-gb10": ("sm121",),
+        "nvidia-rtx": ("sm89", "sm120"),
+    }
+
+    def availability(self) -> Availability:
+        """Whether the library is installed, and which GPUs here its engines can run on."""
+        try:
+            trt = self.vendor.load()
+        except MissingPackage as error:
+            return Availability(False, "", False, False, (), error.what, error.remedy)
+        version = str(trt.__version__)
+        capabilities = known_capabilities(trt)
+        gpus = [gpu for gpu in list_cuda_devices() if gpu.architecture in capabilities]
+        if gpus:
+            names = tuple(f"{gpu.name} ({gpu.architecture})" for gpu in gpus)
+            return Availability(True, version, True, True, names, "", "")
+        return Availability(
+            True,
+            version,
+            True,
+            False,
+            (),
+            "engines are built but cannot run: no GPU of a supported architecture here",
+            f"run them on a machine with one of {', '.join(sorted(capabilities))}",
+        )
+
+    def settings(self, trt: Any, request: BuildRequest) -> BuildSettings:
+        """One profile and no timing cache: nothing is timed before the engine is loaded."""
+        return asked_settings(request)
+
+    def compile(self, request: BuildRequest, into: Path) -> Path:
+        """Build the serialized engine; what its bytes are goes to the log."""
+        engine = super().compile(request, into)
+        print(read_contents(engine).describe(), flush=True)
+        return engine
+
+    def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
+        """Read the compiled graph in the engine.
+
+        Raises:
+            EngineError: The engine was compiled for another architecture than the one asked for.
+        """
+        graphs = read_compiled_graphs(engine)
+        compiled_for = {architecture for graph in graphs for architecture in graph.architectures}
+        compiled_for.discard(ANY_ARCHITECTURE)
+        if compiled_for - {request.architecture}:
+            raise EngineError(
+                "the engine was compiled for another architecture",
+                evidence=f"asked for {request.architecture}, found {', '.join(sorted(compiled_for))}",
+            )
+        planned = {decision.site: decision.precision for decision in request.plan.decisions}
+        return site_precisions(graphs, [(site, planned[site.name]) for site in request.planned_sites])

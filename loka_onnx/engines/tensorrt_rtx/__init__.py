@@ -1,1 +1,0 @@
-"""TensorRT for RTX: builds for a GPU that need not be present, and says what it compiled."""

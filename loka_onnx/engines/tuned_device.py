@@ -1,0 +1,132 @@
+"""The accelerator that kernels are timed on: its name, its clocks, and how torch calls it."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+
+from loka_onnx.core.devices import AMD, CPU, NVIDIA
+from loka_onnx.errors import ConfigError, MissingPackage
+
+CUDA = "cuda"
+"""How torch calls an accelerator, AMD's as well."""
+_QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
+
+
+def torch_device(device: str | None) -> str:
+    """How torch calls a device: `CUDA` or ``cpu``.
+
+    Args:
+        device: As run files name it; None for the accelerator where there is one, else the CPU.
+
+    Raises:
+        MissingPackage: torch is not installed.
+        ConfigError: The device is an accelerator, and torch sees none.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingPackage(
+            "kernels are timed with torch, which is not installed",
+            evidence=str(error),
+            remedy="pip install 'loka-onnx[export]'",
+        ) from error
+    if device == CPU or (device is None and not torch.cuda.is_available()):
+        return CPU
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"this machine has no '{device}'",
+            evidence=f"torch {torch.__version__} sees no GPU",
+            remedy="tune on that device, and bring its times with --export and --import",
+        )
+    return CUDA
+
+
+def device_to_time(device: str | None) -> str:
+    """The device that kernels are timed on, as run files name it.
+
+    Args:
+        device: The one that was asked for; None for what is found.
+
+    Raises:
+        MissingPackage: torch is not installed.
+        ConfigError: The device is not that of this machine, or has no name that run files know.
+    """
+    if torch_device(device) == CPU:
+        return CPU
+    found = device_here()
+    if not (device or found):
+        raise ConfigError(
+            "this GPU has no name that run files know",
+            evidence=f"its driver calls it '{device_name()}'",
+            remedy="name it with --device",
+        )
+    if device and found and device != found:
+        raise ConfigError(
+            f"this machine has no '{device}'",
+            evidence=f"it has '{found}'",
+            remedy="tune on that device, and bring its times with --export and --import",
+        )
+    return device or found
+
+
+def device_here() -> str:
+    """The accelerator of this machine as run files name it; empty where none is known."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    major, minor = torch.cuda.get_device_capability(0)
+    return device_called(device_name(), "" if torch.version.hip else f"sm{major}{minor}")
+
+
+def device_called(name: str, architecture: str) -> str:
+    """The device of a driver's name, as run files name it; empty where none is known.
+
+    Args:
+        name: As the driver names it, for example ``NVIDIA H100 80GB HBM3``.
+        architecture: Compute capability of an NVIDIA device (``sm90``), empty for others.
+    """
+    words = name.upper().replace("-", " ").split()
+    # A generation of several models has no number of its own: it follows from the architecture.
+    generations = {device for device in NVIDIA if "-rtx-" in device}
+    for device in (*NVIDIA, *AMD):
+        if device not in generations and device.rpartition("-")[2].upper() in words:
+            return device
+    matching = (device for device in sorted(generations) if architecture in NVIDIA[device])
+    return next(matching, "") if {"RTX", "GEFORCE"} & {*words} else ""
+
+
+def device_name() -> str:
+    """The accelerator as its driver names it; the processor where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    return platform.processor() or platform.machine()
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what runs the kernels."""
+    found = {"python": platform.python_version()}
+    for name in ("loka-onnx", "torch", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def clocks() -> str:
+    """Clocks, their limits and the driver as nvidia-smi tells them now; empty where it cannot be asked."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    command = [tool, f"--query-gpu={_QUERY}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f"{_QUERY}: {done.stdout.strip()}"

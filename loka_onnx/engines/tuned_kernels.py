@@ -1,0 +1,237 @@
+"""The kernels that are timed, and the operands that they get.
+
+All of them are what engines of the backend ``inductor`` run: `torch.matmul` in BF16, `torch._scaled_mm`
+in FP8 (cuBLASLt on NVIDIA, hipBLASLt on AMD, oneDNN on the CPU), and the cast of an activation to
+FP8 by itself. What an engine makes once, when it is built, is made before the clock starts: rounded
+weights with K contiguous, and scales in the shape that the library wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.devices import CPU
+from loka_onnx.core.formats import FLOAT8_SPECS, Float8, Precision
+from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+BACKEND = "inductor"
+"""Whose kernels are timed."""
+FAST = "-fast"
+"""Ends the name of a kernel that may sum in fewer bits than FP32 (``use_fast_accum``)."""
+ROW_WISE = "scaled_mm-row_wise"
+"""Scales (M, 1) and (1, N) inside of the product."""
+
+Run = Callable[[], "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a product multiplies, before it is rounded.
+
+    Attributes:
+        activation: (M, K), FP32.
+        weight: (K, N), FP32; None where only the activation is quantized.
+    """
+
+    activation: npt.NDArray[np.float32]
+    weight: npt.NDArray[np.float32] | None
+
+    @classmethod
+    def generated(cls, shape: Shape, seed: int) -> Operands:
+        """Standard normal numbers; the weight over √K, so that the product has variance 1."""
+        random = np.random.default_rng([seed, shape.m, shape.n, shape.k])
+        activation = random.standard_normal((shape.m, shape.k), dtype=np.float32)
+        if shape.n == 0:
+            return cls(activation, None)
+        weight = random.standard_normal((shape.k, shape.n), dtype=np.float32)
+        return cls(activation, weight * np.float32(shape.k**-0.5))
+
+    @property
+    def shape(self) -> Shape:
+        """Of the product."""
+        rows, k = self.activation.shape
+        return Shape(rows, 0 if self.weight is None else self.weight.shape[1], k)
+
+
+def kernels_of(device: str) -> tuple[Kernel, ...]:
+    """Every kernel that is timed on a device; the quantize step last.
+
+    Args:
+        device: As run files name it.
+    """
+    # The CPU sums in FP32 whatever the flag says.
+    endings = ("",) if device == CPU else ("", FAST)
+    float8 = (
+        Kernel(device, BACKEND, f"{name}{ending}", Precision.FP8, scales)
+        for name, scales in (("scaled_mm", Granularity.PER_TENSOR), (ROW_WISE, Granularity.PER_CHANNEL))
+        for ending in endings
+    )
+    wide = Kernel(device, BACKEND, "mm", Precision.BF16)
+    return (wide, *float8, Kernel(device, BACKEND, QUANTIZE, Precision.FP8))
+
+
+class PreparedOperands:
+    """Operands on a device, rounded once for all kernels.
+
+    Args:
+        operands: Before rounding.
+        torch_device: Where, as torch calls it.
+    """
+
+    def __init__(self, operands: Operands, torch_device: str) -> None:
+        self.shape, self._operands, self._device = operands.shape, operands, torch_device
+
+    def run_of(self, kernel: Kernel) -> Run:
+        """What calls a kernel once.
+
+        Raises:
+            ValueError: There is nothing to multiply by.
+        """
+        import torch
+
+        if kernel.name == QUANTIZE:
+            cast, value, scale = _cast(self._device), self._wide_activation, self._activation_scale
+            return lambda: cast(value, scale)
+        if kernel.precision is not Precision.FP8:
+            activation, weight = self._wide_activation, self._wide_weight
+            return lambda: torch.matmul(activation, weight)
+        a, b = self._activation_in_float8, self._weight_in_float8(kernel.scales)
+        scale_a, scale_b = self._activation_scale, self._weight_scale(kernel.scales)
+        if kernel.scales is Granularity.PER_CHANNEL:
+            scale_a = scale_a.reshape(1, 1).expand(len(a), 1).contiguous()
+            scale_b = scale_b.reshape(1, -1)
+        is_fast = kernel.name.endswith(FAST)
+        return lambda: torch._scaled_mm(
+            a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=is_fast
+        )
+
+    def errors(self, kernel: Kernel, result: torch.Tensor, rows: int) -> tuple[float, float]:
+        """Error of a product's arithmetic, and its error from the product of the operands before rounding.
+
+        Both are root mean square differences from a product in float64 over its root mean square.
+
+        Args:
+            kernel: What computed the result.
+            result: (M, N).
+            rows: Rows to look at, the first ones.
+        """
+        import torch
+
+        wide = torch.float64
+        if kernel.precision is Precision.FP8:
+            a = self._activation_in_float8[:rows].to(wide) * self._activation_scale.to(wide)
+            b = self._weight_in_float8(kernel.scales).to(wide) * self._weight_scale(kernel.scales).to(wide)
+        else:
+            a, b = self._wide_activation[:rows].to(wide), self._wide_weight.to(wide)
+        exact = self._activation[:rows].to(wide) @ self._weight.to(wide)
+        got = result[:rows].to(wide)
+        return _relative_rms(got, a @ b), _relative_rms(got, exact)
+
+    @cached_property
+    def _activation(self) -> torch.Tensor:
+        return self._on_device(self._operands.activation)
+
+    @cached_property
+    def _weight(self) -> torch.Tensor:
+        if self._operands.weight is None:
+            raise ValueError("there is no weight to multiply by")
+        return self._on_device(self._operands.weight)
+
+    def _on_device(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
+        import torch
+
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+    @cached_property
+    def _wide_activation(self) -> torch.Tensor:
+        import torch
+
+        return self._activation.to(torch.bfloat16)
+
+    @cached_property
+    def _wide_weight(self) -> torch.Tensor:
+        import torch
+
+        return self._weight.to(torch.bfloat16)
+
+    @cached_property
+    def _activation_scale(self) -> torch.Tensor:
+        return _scale(self._activation.abs().amax())
+
+    @cached_property
+    def _activation_in_float8(self) -> torch.Tensor:
+        return to_float8(self._activation, self._activation_scale)
+
+    def _weight_scale(self, scales: Granularity | None) -> torch.Tensor:
+        magnitudes = self._weight.abs()
+        return _scale(magnitudes.amax(dim=0) if scales is Granularity.PER_CHANNEL else magnitudes.amax())
+
+    def _weight_in_float8(self, scales: Granularity | None) -> torch.Tensor:
+        return to_float8(self._weight, self._weight_scale(scales)).t().contiguous().t()
+
+
+def to_float8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """FP8 of values over scale, saturated (ONNX QuantizeLinear)."""
+    return _rounding()(values, scale)
+
+
+def _rounding() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """`to_float8` with everything about the device settled, so that it can be compiled as it is."""
+    import torch
+
+    limit, kind = _largest(), _float8_type()
+
+    def rounded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (values.to(torch.float32) / scale).clamp(-limit, limit).to(kind)
+
+    return rounded
+
+
+def _float8_type() -> torch.dtype:
+    """E4M3FN, and E4M3FNUZ where the matrix cores multiply only that (gfx94x)."""
+    import torch
+
+    if torch.version.hip and torch.cuda.is_available():
+        architecture: str = torch.cuda.get_device_properties(0).gcnArchName
+        if architecture.startswith("gfx94"):
+            return torch.float8_e4m3fnuz
+    return torch.float8_e4m3fn
+
+
+def _largest() -> float:
+    """Largest finite magnitude of the format."""
+    import torch
+
+    is_fnuz = _float8_type() == torch.float8_e4m3fnuz
+    return FLOAT8_SPECS[Float8.E4M3FNUZ if is_fnuz else Float8.E4M3FN].max
+
+
+def _scale(amax: torch.Tensor) -> torch.Tensor:
+    """Scale of a range, in FP32; that of zeros is a number that can be divided by."""
+    import torch
+
+    return (amax.to(torch.float32) / _largest()).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+@cache
+def _cast(torch_device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The quantize step; on an accelerator compiled into one kernel, once for all shapes."""
+    import torch
+
+    rounded = _rounding()
+    return rounded if torch_device == CPU else torch.compile(rounded, dynamic=True)
+
+
+def _relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    difference, size = (got - wanted).square().mean(), wanted.square().mean()
+    return float((difference / size).sqrt()) if float(size) > 0.0 else 0.0

@@ -1,0 +1,266 @@
+"""Times of kernels on this machine: products in BF16 and FP8, and the quantize step by itself.
+
+On a GPU each kernel is captured into a CUDA graph of several calls, so that launches cost what they
+cost in an engine; its operands stay in the caches between calls, as a layer's activations do. All
+kernels of one shape are timed in turns, round by round: what changes the clocks meets all of them. On
+the CPU calls are timed one by one.
+
+Beside the time stands the error of each product's own arithmetic, from the product of the same rounded
+operands in float64: the FP8 tensor cores of Hopper keep about 14 bits of a partial sum ("DeepSeek-V3
+Technical Report", arXiv 2412.19437, section 3.3.2), which a Q/DQ simulation does not show.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median, quantiles
+
+from loka_onnx.core.devices import CPU
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.engines.tuned_device import (
+    clocks,
+    device_name,
+    device_to_time,
+    library_versions,
+    torch_device,
+)
+from loka_onnx.engines.tuned_kernels import Operands, PreparedOperands, Run, kernels_of
+from loka_onnx.errors import ConfigError, EngineError
+
+
+@dataclass(frozen=True)
+class TuningOptions:
+    """How kernels are timed.
+
+    Attributes:
+        rounds: Times that each kernel is timed; the median counts.
+        calls: Calls in one CUDA graph; a time is that of one call.
+        error_rows: Rows of the product that its error is taken from, the first ones.
+
+    Raises:
+        ConfigError: A number is not positive.
+    """
+
+    rounds: int = 15
+    calls: int = 20
+    error_rows: int = 256
+
+    def __post_init__(self) -> None:
+        if min(self.rounds, self.calls, self.error_rows) < 1:
+            raise ConfigError(
+                "kernels are timed at least once",
+                evidence=f"rounds {self.rounds}, calls {self.calls}, error_rows {self.error_rows}",
+                remedy="leave it out for the default",
+            )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One kernel on one shape.
+
+    Attributes:
+        timing: Its time, and the error of its arithmetic.
+        total_error: Root mean square difference from the product of the operands before they were rounded, in
+            float64, over that product's root mean square; None for a quantize step.
+    """
+
+    timing: KernelTiming
+    total_error: float | None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A kernel that does not run on a shape.
+
+    Attributes:
+        kernel: The kernel.
+        shape: The shape.
+        reason: What it said.
+    """
+
+    kernel: Kernel
+    shape: Shape
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of one shape.
+
+    Attributes:
+        measured: Kernels that ran.
+        refused: Kernels that did not.
+    """
+
+    measured: tuple[Measured, ...]
+    refused: tuple[Refused, ...] = field(default=())
+
+    def fastest(self, precision: Precision, largest_error: float) -> Measured | None:
+        """The fastest product of a precision whose arithmetic errs by no more than that; None without any."""
+        able = [
+            each
+            for each in self.measured
+            if each.timing.kernel.precision is precision
+            and each.timing.error is not None
+            and each.timing.error <= largest_error
+        ]
+        return min(able, key=lambda each: each.timing.us, default=None)
+
+
+class KernelTimer:
+    """Times kernels on the accelerator of this machine, or on its CPU.
+
+    Args:
+        device: The device as run files name it; None for what is found.
+        options: How.
+
+    Raises:
+        MissingPackage: torch is not installed.
+        ConfigError: The device is not that of this machine, or has no name that run files know.
+    """
+
+    def __init__(self, device: str | None = None, options: TuningOptions | None = None) -> None:
+        self.options = options or TuningOptions()
+        self.device = device_to_time(device)
+        self.kernels = kernels_of(self.device)
+        self._torch_device = torch_device(self.device)
+
+    def wanted(self, shapes: Iterable[Shape]) -> tuple[tuple[Kernel, Shape], ...]:
+        """Every kernel on every shape, each once; of the quantize step without N.
+
+        Args:
+            shapes: Shapes of products.
+        """
+        found: dict[tuple[Kernel, Shape], None] = {}
+        for shape in shapes:
+            for kernel in self.kernels:
+                cast = Shape(shape.m, 0, shape.k)
+                found[kernel, cast if kernel.name == QUANTIZE else shape] = None
+        return tuple(found)
+
+    def measure(self, kernels: Collection[Kernel], operands: Operands) -> Tuned:
+        """Time some kernels on one shape, in turns.
+
+        Args:
+            kernels: Some of `kernels`.
+            operands: What they multiply or quantize.
+
+        Raises:
+            EngineError: The device failed in a way that it does not come back from.
+        """
+        import torch
+
+        with torch.inference_mode():
+            prepared = PreparedOperands(operands, self._torch_device)
+            runs: dict[Kernel, Run] = {}
+            refused: list[Refused] = []
+            for kernel in kernels:
+                try:
+                    run = prepared.run_of(kernel)
+                    run()
+                    self._synchronize()
+                except (RuntimeError, ValueError, NotImplementedError) as error:
+                    self._check_alive(kernel, operands.shape)
+                    refused.append(Refused(kernel, operands.shape, _first_line(error)))
+                else:
+                    runs[kernel] = run
+            times = self._times(runs)
+            measured = (self._measured(kernel, times[kernel], prepared, run) for kernel, run in runs.items())
+            return Tuned(tuple(measured), tuple(refused))
+
+    def _times(self, runs: Mapping[Kernel, Run]) -> dict[Kernel, list[float]]:
+        """Microseconds of one call, by round."""
+        timers = {kernel: self._timer(run) for kernel, run in runs.items()}
+        times: dict[Kernel, list[float]] = {kernel: [] for kernel in runs}
+        for _ in range(self.options.rounds):
+            for kernel, timer in timers.items():
+                times[kernel].append(timer())
+        return times
+
+    def _timer(self, run: Run) -> Callable[[], float]:
+        if self._torch_device == CPU:
+            return lambda: _clocked(run)
+        return _graph_timer(run, self.options.calls)
+
+    def _measured(
+        self, kernel: Kernel, us: Sequence[float], prepared: PreparedOperands, run: Run
+    ) -> Measured:
+        quartiles = quantiles(us, n=4) if len(us) > 1 else [us[0]] * 3
+        spread = (quartiles[2] - quartiles[0]) / 2.0
+        error = total = None
+        if kernel.name != QUANTIZE:
+            error, total = prepared.errors(kernel, run(), self.options.error_rows)
+        timing = KernelTiming(kernel, prepared.shape, median(us), spread, self._provenance, len(us), error)
+        return Measured(timing, total)
+
+    @cached_property
+    def _provenance(self) -> Provenance:
+        is_cpu = self._torch_device == CPU
+        how = "single calls" if is_cpu else f"CUDA graphs of {self.options.calls} calls"
+        # To the minute and taken once: one series of the records for each run, not one for each shape.
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
+        note = f"{how}, kernels of one shape in turns, operands warm in the caches"
+        return Provenance(device_name(), library_versions(), "" if is_cpu else clocks(), now, note)
+
+    def _synchronize(self) -> None:
+        import torch
+
+        if self._torch_device != CPU:
+            torch.cuda.synchronize()
+
+    def _check_alive(self, kernel: Kernel, shape: Shape) -> None:
+        try:
+            self._synchronize()
+        except RuntimeError as error:
+            raise EngineError(
+                f"the device failed in kernel {kernel} on {shape}",
+                evidence=_first_line(error),
+                remedy="run `loka-onnx tune` again: what was measured before is kept",
+            ) from error
+
+
+def _graph_timer(run: Run, calls: int) -> Callable[[], float]:
+    """Times one replay of a CUDA graph; microseconds of one of its calls."""
+    import torch
+
+    # What a library or a compiler does at the first calls must not be captured (torch.cuda.CUDAGraph, notes).
+    warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(warm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    graph.replay()
+
+    def once() -> float:
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return 1000.0 * float(start.elapsed_time(end)) / calls
+
+    return once
+
+
+def _clocked(run: Run) -> float:
+    """Microseconds of one call on the CPU."""
+    began = time.perf_counter()
+    run()
+    return (time.perf_counter() - began) * 1e6
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,41 @@
+"""The median of a few values, with an interval that assumes nothing of how they are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from scipy.special import bdtr
+
+from loka_onnx.core.intervals import Interval
+from loka_onnx.errors import InternalError
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
+    """The median and two of the values that enclose the true one.
+
+    The number of values below the true median is binomial with p = ½, so that the r-th smallest and the r-th
+    largest of n enclose it with probability 1 − 2·P(B(n, ½) ≤ r − 1) (David and Nagaraja, *Order Statistics*,
+    3rd edition, section 7.1). r is the largest for which that is at least the confidence.
+
+    Args:
+        values: Independent values.
+        confidence: Least coverage.
+
+    Returns:
+        The interval with the coverage that it really has; None where there are too few values for any (fewer
+        than 6 at 0.95).
+
+    Raises:
+        InternalError: There is no value.
+    """
+    if not values:
+        raise InternalError("there is no value to take the median of")
+    count, ordered = len(values), sorted(values)
+    rank = 0
+    while rank < count // 2 and 1.0 - 2.0 * float(bdtr(rank, count, 0.5)) >= confidence:
+        rank += 1
+    if rank == 0:
+        return None
+    coverage = 1.0 - 2.0 * float(bdtr(rank - 1, count, 0.5))
+    return Interval(median(ordered), ordered[rank - 1], ordered[count - rank], coverage, count)

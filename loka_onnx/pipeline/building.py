@@ -1,0 +1,122 @@
+"""Builds side by side, as many as memory allows, with their results in the order asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import psutil
+
+from loka_onnx.engines.isolation import Cancelled, cancelled_by, interrupts_held
+
+R = TypeVar("R")
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Task(Generic[R]):
+    """One piece of work.
+
+    Attributes:
+        name: What progress is reported as.
+        work: Does it, in a thread; whatever it runs is a child process of its own (`engines.isolation`).
+    """
+
+    name: str
+    work: Callable[[], R]
+
+
+def how_many(asked_for: int | None, limit_bytes: int, available_bytes: int | None = None) -> int:
+    """Builds that may run at once: their memory limits together fit into what is free.
+
+    Args:
+        asked_for: Most that the user wants; None for half of the cores, because compilers have threads of
+            their own.
+        limit_bytes: Memory limit of one build.
+        available_bytes: Free memory; None to ask the system.
+
+    Returns:
+        At least 1: a single build may run into its limit, and fails alone.
+    """
+    wanted = max(1, len(os.sched_getaffinity(0)) // 2) if asked_for is None else asked_for
+    free = available_memory() if available_bytes is None else available_bytes
+    return max(1, min(wanted, free // limit_bytes))
+
+
+def available_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes that processes may still take: those that the machine has free, or that a container is allowed.
+
+    Args:
+        cgroup: Where the kernel shows the control group of this process (Linux, Control Group v2, "Memory").
+    """
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
+        reclaimable = _inactive_bytes((cgroup / "memory.stat").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - used + reclaimable))
+
+
+def _inactive_bytes(statistics: str) -> int:
+    """Bytes of cached files that the kernel gives up first, which count as used."""
+    lines = (line.partition(" ") for line in statistics.splitlines())
+    return sum(int(value) for name, _, value in lines if name == "inactive_file")
+
+
+def build_all(
+    tasks: Iterable[Task[R]], workers: int, on_done: Callable[[str, int], None] = lambda name, done: None
+) -> list[R]:
+    """Do all tasks, so many at once; results are in the order of the tasks.
+
+    An error of one, or an interrupt, ends the children of all others before it is raised.
+
+    Args:
+        tasks: Taken one by one, in this thread: what makes them may be work itself.
+        workers: Most at once; with 1 everything happens in this thread.
+        on_done: Called in this thread with the name of a task and how many are done.
+    """
+    if workers == 1:
+        results: list[R] = []
+        for task in tasks:
+            on_done(task.name, len(results))
+            results.append(task.work())
+        return results
+    stop = threading.Event()
+
+    def work(task: Task[R]) -> R:
+        if stop.is_set():
+            raise Cancelled
+        with cancelled_by(stop):
+            return task.work()
+
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="build")
+    names: dict[Future[R], str] = {}
+    try:
+        for task in tasks:
+            on_done(task.name, sum(future.done() for future in names))
+            names[pool.submit(work, task)] = task.name
+            _raise_first(names)
+        for done, future in enumerate(as_completed(names), start=1):
+            future.result()
+            on_done(names[future], done)
+        return [future.result() for future in names]
+    finally:
+        # Nothing is left to do where all went well; otherwise what runs is ended, and waited for.
+        stop.set()
+        with interrupts_held():
+            pool.shutdown(cancel_futures=True)
+
+
+def _raise_first(futures: Iterable[Future[R]]) -> None:
+    """Raise the error of a task that has failed, while others are still being made."""
+    for future in futures:
+        if future.done():
+            future.result()

@@ -1,0 +1,167 @@
+"""Executing a build job, on the host that has what it takes: build, first inference, latency, outputs."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core import serde
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import Latency
+from loka_onnx.core.job import BuildJob, JobResult, JobRows
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.data import Batch
+from loka_onnx.engines.base import Backend
+from loka_onnx.engines.device_lock import device_alone
+from loka_onnx.engines.isolation import interrupts_held
+from loka_onnx.engines.publishing import make_staging, replace_directory
+from loka_onnx.engines.registry import get_backend
+from loka_onnx.errors import EngineError, StageError
+from loka_onnx.evaluation.latency import LatencyOptions, measure_latency
+from loka_onnx.evaluation.predictions import Run, predict
+from loka_onnx.pipeline.closed_world import list_files
+from loka_onnx.pipeline.job_results import RESULT_DOCUMENT
+from loka_onnx.pipeline.jobs import RESULT, read_job, request_of
+from loka_onnx.pipeline.versions import library_versions
+
+ENGINE = "engine"
+LATENCY = LatencyOptions(max_seconds=1.0, max_repeats=200)
+_SEED = 0
+
+
+def execute_job(directory: Path, progress: Progress = silent) -> JobResult:
+    """Build what a job asks for, and leave ``result/`` in it; an earlier one is replaced.
+
+    A build that fails is a result. Latency is measured on the job's generated sample; outputs are those on
+    the rows that the job carries.
+
+    Args:
+        directory: The job.
+        progress: Called as work is done.
+
+    Raises:
+        ModelError: The job is not whole.
+        EngineError: This host cannot build such an engine.
+        OutputError: The result cannot be written.
+    """
+    directory = directory.absolute()
+    job = read_job(directory)
+    backend = get_backend(job.backend)
+    reason = backend.why_not_here(job.architecture)
+    if reason:
+        raise EngineError(
+            f"this host cannot execute the job '{job.candidate}'",
+            where=str(directory),
+            evidence=reason,
+            remedy=f"copy the directory to a host with '{job.target}' and run `loka-onnx build --job` there",
+        )
+    result = directory / RESULT
+    staging: Path | None = None
+    try:
+        with interrupts_held():
+            staging = make_staging(result)
+        new = staging / RESULT
+        new.mkdir()
+        progress(f"build {job.candidate}", 0, 0)
+        artifact = backend.build(request_of(job, directory, new / ENGINE))
+        # What is told of the log must be true of the place where the result will be.
+        artifact = replace(artifact, part=job.part, detail=artifact.detail.replace(str(new), str(result)))
+        found = _Execution(job, directory, new, backend, progress).run(artifact)
+        found = replace(found, files=list_files(new, RESULT_DOCUMENT))
+        serde.write(found, new / RESULT_DOCUMENT)
+        replace_directory(new, result, staging)
+        return found
+    finally:
+        if staging is not None:
+            with interrupts_held():
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Execution:
+    """One execution of a job, whose engine is built."""
+
+    job: BuildJob
+    directory: Path
+    result: Path
+    backend: Backend
+    progress: Progress
+
+    def run(self, artifact: EngineArtifact) -> JobResult:
+        job = self.job
+        latencies: tuple[Latency, ...] = ()
+        outputs: dict[str, str] = {}
+        failure = ""
+        if artifact.status is BuildStatus.READY and artifact.path is not None:
+            try:
+                with (
+                    device_alone(job.architecture),
+                    self.backend.open(artifact, self.result / artifact.path) as runner,
+                ):
+                    latencies = self._latencies(runner.run, counts=not artifact.simulated)
+                    outputs = {rows.split: self._outputs(runner.run, rows) for rows in job.rows}
+            except StageError as error:
+                latencies, outputs, failure = (), {}, str(error)
+                for rows in job.rows:
+                    with suppress(OSError):
+                        (self.result / _outputs_name(rows)).unlink(missing_ok=True)
+        return JobResult(
+            job=job.digest,
+            candidate=job.candidate,
+            plan=job.plan.id,
+            model_digest=job.model_digest,
+            artifact=artifact,
+            latencies=latencies,
+            outputs=outputs,
+            failure=failure,
+            host=socket.gethostname(),
+            devices=self.backend.availability().devices,
+            versions=library_versions(),
+        )
+
+    def _latencies(self, run: Run, counts: bool) -> tuple[Latency, ...]:
+        with np.load(self.directory / self.job.sample, allow_pickle=False) as arrays:
+            sample = {name: np.asarray(arrays[name]) for name in arrays.files}
+        known = min(len(values) for values in sample.values())
+        generator = np.random.default_rng(_SEED)
+
+        def drawn(rows: int) -> dict[str, npt.NDArray[Any]]:
+            places = generator.integers(0, known, rows)
+            return {name: values[places] for name, values in sample.items()}
+
+        self.progress("latency", 0, 0)
+        sizes = self.job.batch.sizes
+        return measure_latency(run, drawn, sizes, LATENCY, self.job.target, counts_for_choice=counts)
+
+    def _outputs(self, run: Run, rows: JobRows) -> str:
+        task = f"{self.job.plan.id} on {rows.split}"
+        found = predict(
+            run,
+            self._batches(rows),
+            self.job.outputs,
+            progress=lambda done: self.progress(task, done, rows.rows),
+        )
+        name = _outputs_name(rows)
+        np.savez(self.result / name, **found.outputs)  # type: ignore[arg-type]
+        return name
+
+    def _batches(self, rows: JobRows) -> Iterator[Batch]:
+        columns = {
+            name: np.load(self.directory / file, mmap_mode="r", allow_pickle=False)
+            for name, file in rows.inputs.items()
+        }
+        for start in range(0, rows.rows, rows.batch_size):
+            stop = start + rows.batch_size
+            yield Batch({name: np.array(values[start:stop]) for name, values in columns.items()}, {}, start)
+
+
+def _outputs_name(rows: JobRows) -> str:
+    return f"outputs-{rows.split}.npz"

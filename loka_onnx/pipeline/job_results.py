@@ -1,0 +1,228 @@
+"""Results of build jobs: held against their jobs, merged into the run, and judged like any other engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_file
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import Latency
+from loka_onnx.core.job import BuildJob, JobResult
+from loka_onnx.engines.isolation import interrupts_held
+from loka_onnx.engines.publishing import make_staging, replace_directory
+from loka_onnx.errors import EngineError, EvaluationError, ModelError
+from loka_onnx.evaluation.predictions import Run
+from loka_onnx.pipeline.closed_world import verify_files
+from loka_onnx.pipeline.jobs import JOBS, RESULT
+
+RESULT_DOCUMENT = "result.json"
+SPLITS = ("selection", "certification")
+
+
+def read_result(directory: Path, job: BuildJob) -> JobResult | None:
+    """The result of a job; None where there is none yet.
+
+    Args:
+        directory: The directory of the job.
+        job: The job.
+
+    Raises:
+        ModelError: The result is of another job, or a file is missing, extra or altered.
+        UserError: It was written by another version of this package.
+    """
+    place = directory / RESULT
+    if not place.exists():
+        return None
+    if not (place / RESULT_DOCUMENT).is_file():
+        raise ModelError(
+            f"the result of job '{job.candidate}' is not whole",
+            where=str(place),
+            evidence=f"it holds no '{RESULT_DOCUMENT}', which is written last",
+            remedy="copy the whole directory again, or remove it to wait for the job",
+        )
+    found = serde.read(JobResult, place / RESULT_DOCUMENT)
+    for what, was, wanted in (
+        ("candidate", found.candidate, job.candidate),
+        ("model", found.model_digest, job.model_digest),
+        ("plan", found.plan, job.plan.id),
+        ("job", found.job, job.digest),
+    ):
+        if was != wanted:
+            raise ModelError(
+                f"the result of job '{job.candidate}' is of another {what}",
+                where=str(place),
+                evidence=f"it says {_short(was)}, the job says {_short(wanted)}",
+                remedy="execute this job (`loka-onnx build --job`), or remove the result to wait for it",
+            )
+    verify_files(place, found.files, RESULT_DOCUMENT)
+    return found
+
+
+def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -> EngineArtifact:
+    """Bring a result's engine into the run, as a candidate of it.
+
+    Args:
+        result: What `read_result` returned.
+        directory: The directory of the job.
+        output: Where the engine goes.
+        root: The run directory, which the artifact's path is relative to.
+
+    Raises:
+        OutputError: The place cannot be written.
+    """
+    artifact, where = result.artifact, f"on '{result.host}' ({', '.join(result.devices) or 'no device'})"
+    if not artifact.is_built or artifact.path is None:
+        return replace(artifact, detail=f"{where}: {artifact.detail}")
+    inner = artifact.path.relative_to(artifact.path.parts[0])
+    staging: Path | None = None
+    try:
+        with interrupts_held():
+            staging = make_staging(output)
+        shutil.copytree(directory / RESULT / artifact.path.parts[0], staging / "engine")
+        replace_directory(staging / "engine", output, staging)
+    finally:
+        if staging is not None:
+            with interrupts_held():
+                shutil.rmtree(staging, ignore_errors=True)
+    path = (output / inner).relative_to(root)
+    if artifact.status is BuildStatus.BUILT_NOT_RUN:
+        return replace(artifact, path=path, detail=f"built {where}; {artifact.detail}")
+    if result.failure:
+        detail = f"built {where}, where it failed behind its first batches: {result.failure}"
+        return replace(artifact, path=path, status=BuildStatus.BUILT_NOT_RUN, detail=detail)
+    if set(result.outputs) >= set(SPLITS):
+        return replace(artifact, path=path, status=BuildStatus.RUN_ELSEWHERE, detail=f"built and run {where}")
+    detail = (
+        f"built {where}, where its first batches ran; its job carried no rows (`build.job_data`), so that "
+        "its accuracy is not measured"
+    )
+    return replace(artifact, path=path, status=BuildStatus.BUILT_NOT_RUN, detail=detail)
+
+
+class ElsewhereRuns:
+    """What engines of a run did on other hosts.
+
+    Args:
+        root: The run directory.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._jobs = root / JOBS
+
+    def opener(self, engine: EngineArtifact, split: str) -> Callable[[], Run] | None:
+        """What gives the outputs that an engine gave for a split elsewhere; None for an engine of this host.
+
+        Raises:
+            EvaluationError: The outputs are gone, or altered.
+        """
+        if engine.status is not BuildStatus.RUN_ELSEWHERE:
+            return None
+        result = self._result(engine)
+        if result is None or split not in result.outputs:
+            raise EvaluationError(
+                f"the outputs of engine '{engine.id}' are gone",
+                where=str(self._jobs / engine.id / RESULT),
+                remedy="bring the result of its job back",
+            )
+        file = self._jobs / engine.id / RESULT / result.outputs[split]
+        if digest_file(file) != result.files[result.outputs[split]]:
+            raise EvaluationError(f"the outputs of engine '{engine.id}' were altered", where=str(file))
+        return lambda: Replay.load(file).run
+
+    def latencies(self, engines: Iterable[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
+        """Latencies that were measured elsewhere, by engine id."""
+        results = {engine.id: self._result(engine) for engine in engines}
+        return {engine: result.latencies for engine, result in results.items() if result is not None}
+
+    def key(self, engines: Iterable[EngineArtifact]) -> dict[str, str]:
+        """Digest of the result of each engine that has one."""
+        results = {engine.id: self._result(engine) for engine in engines}
+        return {
+            engine: digest_file(self._jobs / engine / RESULT / RESULT_DOCUMENT)
+            for engine, result in results.items()
+            if result is not None
+        }
+
+    def _result(self, engine: EngineArtifact) -> JobResult | None:
+        document = self._jobs / engine.id / RESULT / RESULT_DOCUMENT
+        if engine.status not in {BuildStatus.RUN_ELSEWHERE, BuildStatus.BUILT_NOT_RUN}:
+            return None
+        if not document.is_file():
+            return None
+        result = serde.read(JobResult, document)
+        return result if result.artifact.digest == engine.digest else None
+
+
+class Replay:
+    """Outputs that an engine gave before, in place of the engine: for the same rows, in the same order.
+
+    Args:
+        outputs: (rows, …) by output name.
+    """
+
+    def __init__(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._outputs, self._done = dict(outputs), 0
+
+    @classmethod
+    def load(cls, file: Path) -> Replay:
+        """Read the outputs of a result."""
+        with np.load(file, allow_pickle=False) as arrays:
+            return cls({name: np.asarray(arrays[name]) for name in arrays.files})
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """The outputs of the next rows; as many as the inputs have.
+
+        Raises:
+            EvaluationError: There are not as many left.
+        """
+        rows = next(len(values) for values in inputs.values())
+        known = min(len(values) for values in self._outputs.values())
+        if self._done + rows > known:
+            raise EvaluationError(
+                "the outputs that came back are fewer than the rows",
+                evidence=f"{known} rows came back, row {self._done + rows} is wanted",
+                remedy="execute the job again",
+            )
+        taken = {name: values[self._done : self._done + rows] for name, values in self._outputs.items()}
+        self._done += rows
+        return taken
+
+
+def choosable(engines: Iterable[EngineArtifact]) -> list[EngineArtifact]:
+    """Engines among which is chosen now: those of targets that have one, or that never will.
+
+    One that was run elsewhere was run. A target whose engines all wait for their jobs gets its choice when
+    the run goes on with their results.
+
+    Raises:
+        EngineError: Every target waits.
+    """
+    every = list(engines)
+    waiting = {engine.target for engine in every if engine.status is BuildStatus.WAITING}
+    waiting -= {engine.target for engine in every if engine.is_built}
+    if waiting and waiting == {engine.target for engine in every}:
+        raise EngineError(
+            "there is no engine to choose from yet: all wait for their build jobs",
+            where=", ".join(sorted(waiting)),
+            evidence="; ".join(f"{e.id}: {e.detail}" for e in every if e.status is BuildStatus.WAITING),
+            remedy=f"execute the jobs in `{JOBS}/` where their devices are, bring each `{RESULT}/` back into "
+            "its job, and go on with `run --resume`",
+        )
+    return [
+        replace(e, status=BuildStatus.READY) if e.status is BuildStatus.RUN_ELSEWHERE else e
+        for e in every
+        if e.target not in waiting
+    ]
+
+
+def _short(value: str) -> str:
+    is_digest = len(value) == 64 and all(character in "0123456789abcdef" for character in value)
+    return f"{value[:16]}…" if is_digest else f"'{value}'"

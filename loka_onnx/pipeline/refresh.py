@@ -1,0 +1,363 @@
+"""A retrained checkpoint: what an earlier run decided is kept, what depends on the weights is done again.
+
+Kept: which sites there are, which of them run in FP8 and under which recipe, which engines are built, kernel
+timings and tuning. Done again: the export, the mods (they write weights), ranges and the scales that follow,
+corrections, the engines that the earlier run chose and the best high-precision one of each target, and the
+certification of what was chosen. Where that does not hold on the new weights, everything is done anew, in the
+same directory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from loka_onnx.config import RunConfig, build_run_config
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
+from loka_onnx.core.evaluation import Choice, EvaluationSet
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.refresh import Refresh
+from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
+from loka_onnx.evaluation.engines import Split, judge_engine, judge_reference, predict_reference
+from loka_onnx.graph.structure import differences
+from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
+from loka_onnx.pipeline.directory import Outcome, RunDirectory
+from loka_onnx.pipeline.emission import Results, describe_run, emit_bundle, write_report
+from loka_onnx.pipeline.job_results import choosable
+from loka_onnx.pipeline.refresh_earlier import EarlierRun
+from loka_onnx.pipeline.refresh_moves import output_moves, site_moves
+from loka_onnx.pipeline.replanning import planned_recipe_ids, replan, unproven_reason
+from loka_onnx.pipeline.run import BUILD_ROWS, RunOptions, RunResult, recorded, run
+from loka_onnx.pipeline.sample import write_sample
+from loka_onnx.pipeline.splitting import source_of
+from loka_onnx.pipeline.steps import Steps
+from loka_onnx.pipeline.versions import library_versions
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+DOCUMENT = "refresh.json"
+CERTIFICATION = "certification"
+
+
+@dataclass(frozen=True)
+class RefreshOptions:
+    """How a refresh treats its directory and reports itself.
+
+    Attributes:
+        output: The run directory; None for one beside the earlier run, named after both.
+        overrides: Values that replace those of the earlier run file, by dotted key.
+        force: Start over in a directory that holds an earlier run.
+        resume: Go on with a refresh that was interrupted, or that waited for build jobs.
+        may_fall_back: Whether everything is done anew where the earlier decisions do not hold.
+        progress: Called as work is done.
+        on_stage: Called when a stage begins (with None) and when it ends.
+    """
+
+    output: Path | None = None
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    force: bool = False
+    resume: bool = False
+    may_fall_back: bool = True
+    progress: Progress = silent
+    on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
+
+
+@dataclass(frozen=True)
+class RefreshResult:
+    """What a refresh left.
+
+    Attributes:
+        run: The run directory with choice, report and bundle.
+        refresh: What moved, and whether everything was done anew.
+    """
+
+    run: RunResult
+    refresh: Refresh
+
+
+class _Outdated(Exception):
+    """The earlier decisions do not hold: no error, but another way to go on.
+
+    Args:
+        reason: Why.
+        error: What is raised where there is no other way.
+    """
+
+    def __init__(self, reason: str, error: type[ModelError | BudgetMissed]) -> None:
+        super().__init__(reason)
+        self.reason, self.error = reason, error
+
+
+def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | None = None) -> RefreshResult:
+    """Bring a run to a retrained model of the same structure.
+
+    Args:
+        earlier: Directory of a finished run.
+        model: The retrained model: an ``.onnx`` file, or a checkpoint for the run's torch module.
+        options: How to run.
+
+    Raises:
+        UserError: The earlier run is not finished, or an input is wrong; without `may_fall_back` also where
+            the structure differs.
+        BudgetMissed: Without `may_fall_back`: an engine is not inside the budget on the certification split.
+        StageError: A stage could not finish.
+    """
+    options, began = options or RefreshOptions(), time.perf_counter()
+    before = EarlierRun.read(Path(earlier).absolute())
+    config = _configured(before, Path(model).absolute(), options)
+    with RunDirectory.create(
+        config.output, recorded(config), library_versions(), force=options.force, resume=options.resume
+    ) as directory:
+        directory.on_stage = options.on_stage
+        steps = Steps(config, directory, options.progress)
+        attempt = _Attempt(steps, before)
+        try:
+            result = attempt.run()
+        except _Outdated as outdated:
+            reason, error = outdated.reason, outdated.error
+        else:
+            found = attempt.described("", time.perf_counter() - began)
+            serde.write(found, directory.path / DOCUMENT)
+            return RefreshResult(result, found)
+        if not options.may_fall_back:
+            raise error(
+                "the decisions of the earlier run do not hold for this model",
+                where=str(before.directory),
+                evidence=reason,
+                remedy="leave out --no-fallback, or run the whole pipeline on it",
+            )
+        for stage in ("refresh", "replan"):
+            directory.forget(stage)
+    full = RunOptions(resume=True, progress=options.progress, on_stage=options.on_stage)
+    result = run(config, full)
+    found = attempt.described(reason, time.perf_counter() - began)
+    serde.write(found, result.directory / DOCUMENT)
+    return RefreshResult(result, found)
+
+
+def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> RunConfig:
+    """The earlier run file with the retrained model in it."""
+    values: dict[str, Any] = dict(before.config)
+    section = dict(values["model"])
+    if not model.is_file():
+        raise ModelError("the retrained model is missing", where=str(model), evidence="there is no such file")
+    if model.suffix == ".onnx":
+        kept = {key: value for key, value in section.items() if key == "split_sparse"}
+        section = {**kept, "onnx": str(model)}
+    elif section.get("torch") is None:
+        raise ConfigError(
+            f"'{model.name}' is no ONNX file, and the earlier run began with one",
+            where="--model",
+            evidence=f"'{before.directory}' was made from '{section.get('onnx')}'",
+            remedy="give the retrained model as .onnx",
+        )
+    else:
+        section["checkpoint"] = str(model)
+    name = f"{before.directory.name}-{model.stem}"
+    output = options.output or before.directory.with_name(name)
+    values |= {"model": section, "output": str(output.absolute())}
+    config = build_run_config(
+        values, before.base, source=f"the run file of '{before.directory}'", overrides=options.overrides
+    )
+    if config.output == before.directory:
+        raise ConfigError(
+            "a refresh needs a directory of its own",
+            where="--output",
+            evidence=f"'{config.output}' is the run that is refreshed",
+            remedy="name another directory",
+        )
+    return config
+
+
+class _Attempt:
+    """One try to keep what the earlier run decided."""
+
+    def __init__(self, steps: Steps, before: EarlierRun) -> None:
+        self.steps, self.before = steps, before
+        self.exported: ModelArtifact | None = None
+        self.profile: Profile | None = None
+        self.plans = PlanSet(())
+        self.evaluations = EvaluationSet(())
+
+    def described(self, fallback: str, seconds: float) -> Refresh:
+        """What moved, as far as it came."""
+        profile, before = self.profile, self.before
+        return Refresh(
+            earlier=before.directory,
+            earlier_model=before.exported.digest,
+            model=self.exported.digest if self.exported is not None else "",
+            sites=() if profile is None else site_moves(before, profile, self.plans),
+            outputs=output_moves(before.evaluations, self.evaluations),
+            fallback=fallback,
+            seconds=seconds,
+            earlier_seconds=before.seconds,
+        )
+
+    def run(self) -> RunResult:
+        """Every stage of a refresh.
+
+        Raises:
+            _Outdated: An earlier decision does not hold.
+        """
+        steps, before = self.steps, self.before
+        directory = steps.directory
+        with directory.undone_on_error():
+            exported = self.exported = steps.export()
+            with directory.watched("check data"):
+                steps.check_data()
+        with directory.watched("compare"):
+            self._compare(exported)
+        modified = steps.modify(exported, before.exported_profile)
+        self._compare_sites(modified.model)
+        split = steps.cut(modified.model)
+        profile = steps.probing.refresh(modified.model, planned_recipe_ids(before.profile))
+        self.profile = profile
+        plans = self.plans = self._replanned(modified.model, profile)
+        sample = write_sample(
+            steps.taken_by_engines(steps.sample(BUILD_ROWS)), directory.path / "calibration" / "sample.npz"
+        )
+        corrections = steps.correct(exported, modified.model, plans)
+        builder = EngineBuilder(steps.config, directory, sample, steps.progress, corrections)
+        builder.only = frozenset(before.wanted)
+        builder.job_rows = steps.job_rows()
+        built = build_engines(builder, source_of(modified.model, plans, split))
+        self._check_built(built.engines)
+        self.evaluations = self._certify(exported, built.engines)
+        self._check_certified(built.engines)
+
+        cut = {} if split is None else {"split": split.log}
+        results = Results(
+            exported,
+            modified.model,
+            profile,
+            plans,
+            {"mods": modified.log, **cut, **built.rewrites.logs},
+            built.engines,
+            self.evaluations,
+            corrections,
+        )
+        return self._emit(results, built)
+
+    def _emit(self, results: Results, built: Built) -> RunResult:
+        steps, before = self.steps, self.before
+        document = steps.directory.path / "choice.json"
+
+        def produce() -> Sequence[Path]:
+            # As in a full run: a target that waits for its build job has no choice yet.
+            there = choosable(built.engines.engines)
+            serde.write(before.choice_again(there), document)
+            return [document]
+
+        key = {"choice": serde.to_plain(before.choice), "engines": serde.to_plain(built.engines)}
+        choice = steps.directory.stage("choose", key, produce, lambda: serde.read(Choice, document))
+        data = describe_run(steps, results, choice, "")
+        data = replace(data, notes=(*data.notes, before.note))
+        files = write_report(steps, data)
+        bundle = emit_bundle(steps, results, choice, files)
+        return RunResult(steps.directory.path, choice, data, files, bundle)
+
+    def _compare(self, exported: ModelArtifact) -> None:
+        found = differences(self.before.exported.path, exported.path)
+        if found:
+            raise _Outdated(f"the structure of the model differs: {'; '.join(found)}", ModelError)
+
+    def _compare_sites(self, modified: ModelArtifact) -> None:
+        """Mods look at weights: what they rewrite may differ though the model is of the same structure."""
+        was, now = (
+            {site.name: (site.kind, site.k, site.n, site.rows) for site in model.sites}
+            for model in (self.before.modified, modified)
+        )
+        if was != now:
+            names = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
+            reason = f"mods lead to other sites: {', '.join(names[:8])}"
+            raise _Outdated(reason, ModelError)
+
+    def _replanned(self, modified: ModelArtifact, profile: Profile) -> PlanSet:
+        """The plans of the engines that are built, with the scales of now → `plan.json`."""
+        document = self.steps.directory.path / "plan.json"
+        wanted = [plan for plan in self.before.plans.plans if plan.id in self.before.wanted_plans]
+        reason = unproven_reason(wanted, modified, profile, self.steps.config.plan.protect)
+        if reason:
+            raise _Outdated(reason, ModelError)
+
+        def produce() -> Sequence[Path]:
+            again = tuple(replan(plan, modified, profile, self.steps.specs) for plan in wanted)
+            serde.write(PlanSet(again, self.before.plans.notes), document)
+            return [document]
+
+        key = {"plans": [serde.to_plain(plan) for plan in wanted], "profile": serde.to_plain(profile)}
+        return self.steps.directory.stage("replan", key, produce, lambda: serde.read(PlanSet, document))
+
+    def _check_built(self, engines: EngineSet) -> None:
+        for engine in self._chosen(engines):
+            if not engine.is_built and engine.status is not BuildStatus.WAITING:
+                raise _Outdated(f"engine '{engine.id}' {engine.status}: {engine.detail}", ModelError)
+
+    def _chosen(self, engines: EngineSet) -> list[EngineArtifact]:
+        chosen = set(self.before.chosen)
+        return [engine for engine in engines.engines if engine.id in chosen]
+
+    def _certify(self, exported: ModelArtifact, engines: EngineSet) -> EvaluationSet:
+        """Accuracy of what was chosen, or of its simulation, on certification → `evaluation.json`."""
+        steps, config = self.steps, self.steps.config
+        document = steps.directory.path / "evaluation.json"
+        judged = [engine for engine in engines.engines if engine.id in self.before.judged]
+
+        def produce() -> Sequence[Path]:
+            rows = steps.splits.certification
+            split = Split(CERTIFICATION, rows, config.columns, config.data.group, config.data.slices)
+            session = OnnxSession(exported.path, SessionOptions(threads=steps.threads))
+            reference = predict_reference(split, session.run, steps.specs, steps.progress)
+            found = [judge_reference(split, reference, steps.specs)]
+            for engine in judged:
+                with ExitStack() as stack:
+                    opener = steps.elsewhere.opener(engine, split.name) or partial(
+                        steps.open_engine, engine, stack
+                    )
+                    found.append(judge_engine(engine, split, reference, steps.specs, opener, steps.progress))
+            serde.write(EvaluationSet(tuple(found)), document)
+            return [document]
+
+        key = {
+            "refresh": [engine.digest or engine.detail for engine in judged],
+            "elsewhere": steps.elsewhere.key(judged),
+            "exported": exported.digest,
+            "data": steps.splits.certification.digest,
+            "outputs": [output.model_dump(mode="json") for output in config.outputs],
+            "group": config.data.group,
+            "slices": config.data.slices,
+        }
+        return steps.directory.stage("evaluate", key, produce, lambda: serde.read(EvaluationSet, document))
+
+    def _check_certified(self, engines: EngineSet) -> None:
+        """Hold every engine that is emitted against the budget: on its own outputs, or on its plan's."""
+        for engine in self._chosen(engines):
+            own = [e for e in self.evaluations.evaluations if e.engine == engine.id and e.outputs]
+            of_plan = [e for e in self.evaluations.evaluations if e.plan == engine.plan and e.outputs]
+            judged = own or [e for e in of_plan if e.engine in self.before.judged]
+            if not judged and engine.status is BuildStatus.WAITING:
+                continue
+            if not judged:
+                raise _Outdated(f"engine '{engine.id}' cannot be judged: {engine.detail}", BudgetMissed)
+            for evaluation in judged:
+                if not evaluation.is_within_budget:
+                    reason = "; ".join(_beyond(evaluation.engine, self.evaluations))
+                    raise _Outdated(f"certification failed: {reason}", BudgetMissed)
+
+
+def _beyond(engine: str, evaluations: EvaluationSet) -> Iterator[str]:
+    for output in evaluations.of(engine, CERTIFICATION).outputs:
+        if output.difference is not None and output.difference.judged.upper > output.budget:
+            upper, name = output.difference.judged.upper, output.difference.judged_name
+            yield (
+                f"engine '{engine}', output '{output.output}': upper bound of {name} {upper:+.3%} against "
+                f"{output.budget:.3%}"
+            )

@@ -1,0 +1,212 @@
+"""What a refresh takes over from the run before it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.engine import EngineArtifact, EngineSet
+from loka_onnx.core.evaluation import Choice, EvaluationSet, Loser, Why
+from loka_onnx.core.lineage import RunRecord
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.refined_run import read_refined
+from loka_onnx.errors import ConfigError
+from loka_onnx.pipeline.directory import RECORD
+from loka_onnx.pipeline.probing import EXPORTED, MODIFIED
+from loka_onnx.pipeline.run import GIVEN
+
+_NEEDED = (
+    RECORD,
+    "model/exported.json",
+    "model/modified.json",
+    "choice.json",
+    "engines.json",
+    "evaluation.json",
+    "plan.json",
+    MODIFIED,
+)
+_HIGH = ("bf16", "fp16", "fp32")
+"""Plans without FP8, what is expected to be faster first."""
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A finished run.
+
+    Attributes:
+        directory: Its directory.
+        record: Its lineage.
+        exported: Its exported model; the path is absolute.
+        modified: The model after mods; the path is absolute.
+        profile: Profile of the model after mods.
+        plans: Its plans.
+        engines: Its candidates.
+        evaluations: What was measured of them.
+        choice: What it emitted.
+    """
+
+    directory: Path
+    record: RunRecord
+    exported: ModelArtifact
+    modified: ModelArtifact
+    profile: Profile
+    plans: PlanSet
+    engines: EngineSet
+    evaluations: EvaluationSet
+    choice: Choice
+
+    @classmethod
+    def read(cls, directory: Path) -> EarlierRun:
+        """Read what a run left.
+
+        Raises:
+            ConfigError: It is not a finished run.
+            UserError: It was written by another version of this package.
+        """
+        missing = [name for name in _NEEDED if not (directory / name).is_file()]
+        if missing:
+            raise ConfigError(
+                f"'{directory}' is not a finished run",
+                where="--run",
+                evidence=f"it has no '{missing[0]}'",
+                remedy="name a run directory, or finish the run with `loka-onnx run --resume`",
+            )
+        plans = serde.read(PlanSet, directory / "plan.json")
+        engines = serde.read(EngineSet, directory / "engines.json")
+        added = read_refined(directory)
+        return cls(
+            directory,
+            serde.read(RunRecord, directory / RECORD),
+            _model(directory, "exported"),
+            _model(directory, "modified"),
+            serde.read(Profile, directory / MODIFIED),
+            replace(plans, plans=(*plans.plans, *added.plans)),
+            replace(engines, engines=(*engines.engines, *added.engines)),
+            serde.read(EvaluationSet, directory / "evaluation.json"),
+            serde.read(Choice, directory / "choice.json"),
+        )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What its run file gave."""
+        return dict(self._given["values"])
+
+    @property
+    def base(self) -> Path:
+        """The directory that its run file stood in, where a torch builder is looked for."""
+        return Path(self._given["directory"])
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        found = self.record.config.get(GIVEN)
+        if not isinstance(found, dict) or set(found) != {"directory", "values"}:
+            raise ConfigError(
+                f"the run '{self.directory}' was recorded by another version of loka-onnx",
+                where="--run",
+                evidence=f"its '{RECORD}' does not hold what the run file gave",
+                remedy="run the whole pipeline again with this version",
+            )
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of its stages."""
+        return sum(stage.seconds for stage in self.record.stages if stage.stage != "train")
+
+    @property
+    def exported_profile(self) -> Profile:
+        """Profile of the exported model, where it is there; else that of the model after mods."""
+        document = self.directory / EXPORTED
+        return serde.read(Profile, document) if document.is_file() else self.profile
+
+    @cached_property
+    def chosen(self) -> tuple[str, ...]:
+        """Ids of the engines that it emitted."""
+        return tuple(dict.fromkeys(e for target in self.choice.targets for e in target.engines))
+
+    @cached_property
+    def reserve(self) -> tuple[str, ...]:
+        """Id of the best high-precision engine of each target that is not among the chosen ones."""
+        found = []
+        for target in dict.fromkeys(choice.target for choice in self.choice.targets):
+            rivals = [
+                e for e in self.engines.engines if e.target == target and e.is_built and e.plan in _HIGH
+            ]
+            if rivals:
+                found.append(min(rivals, key=self._preference).id)
+        return tuple(engine for engine in found if engine not in self.chosen)
+
+    @cached_property
+    def judged(self) -> frozenset[str]:
+        """Ids of the engines whose outputs certify the chosen ones: theirs, or simulations of their plans."""
+        names = set()
+        for engine in self._named(self.chosen):
+            if engine.was_run:
+                names.add(engine.id)
+            else:
+                names |= {e.id for e in self.engines.engines if e.plan == engine.plan and e.was_run}
+        return frozenset(names)
+
+    @cached_property
+    def wanted(self) -> frozenset[str]:
+        """Ids of the engines to build."""
+        return frozenset({*self.chosen, *self.reserve, *self.judged})
+
+    @cached_property
+    def wanted_plans(self) -> frozenset[str]:
+        """Ids of their plans."""
+        return frozenset(engine.plan for engine in self._named(self.wanted))
+
+    @property
+    def note(self) -> str:
+        """What the report of a refresh says of itself."""
+        return (
+            f"Refreshed from the run '{self.directory.name}': sites, precisions and engines are those that "
+            "it chose; scales, corrections and certification are of this model. Speed was not measured "
+            "again, and errors and sensitivities are from few rows."
+        )
+
+    def choice_again(self, engines: Collection[EngineArtifact]) -> Choice:
+        """The same choice, for engines that were built anew."""
+        others = [engine for engine in engines if engine.id not in self.chosen]
+        why = "kept in reserve: the run that was refreshed chose another"
+        return Choice(
+            tuple(
+                replace(
+                    choice,
+                    reason=f"chosen by the run '{self.directory.name}' ({choice.reason}), certified again",
+                    losers=tuple(
+                        Loser(engine.id, Why.NOT_SELECTED, why)
+                        for engine in others
+                        if engine.target == choice.target
+                    ),
+                )
+                for choice in self.choice.targets
+                if choice.target in {engine.target for engine in engines}
+            )
+        )
+
+    def _named(self, names: Collection[str]) -> list[EngineArtifact]:
+        return [engine for engine in self.engines.engines if engine.id in names]
+
+    def _preference(self, engine: EngineArtifact) -> tuple[float, int]:
+        """What makes a high-precision engine the better one: its measured time, else its precision."""
+        times = [
+            latency.p50_us / latency.batch
+            for evaluation in self.evaluations.evaluations
+            if evaluation.engine == engine.id
+            for latency in evaluation.latencies
+            if latency.counts_for_choice
+        ]
+        return (sum(times) / len(times) if times else float("inf"), _HIGH.index(engine.plan))
+
+
+def _model(directory: Path, name: str) -> ModelArtifact:
+    artifact = serde.read(ModelArtifact, directory / "model" / f"{name}.json")
+    return replace(artifact, path=directory / artifact.path)

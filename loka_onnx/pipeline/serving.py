@@ -1,0 +1,148 @@
+"""Throughput as a stage of a run: the chosen engines, and the best without FP8, under load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from loka_onnx.core import serde
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import Choice, EvaluationSet, TargetChoice
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput, ThroughputSet
+from loka_onnx.errors import StageError
+from loka_onnx.evaluation.throughput import LoadOptions, find_highest_rate
+from loka_onnx.pipeline.steps import Steps
+from loka_onnx.planning.evidence import Evidence
+
+DOCUMENT = "throughput.json"
+INPUT_SETS = 4
+"""Different requests that are taken in turns, so that embedding rows are not all in cache."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One engine under load.
+
+    Attributes:
+        engine: The engine.
+        batch: Rows per request.
+        role: A role of `core.throughput`.
+    """
+
+    engine: EngineArtifact
+    batch: int
+    role: str
+
+
+def measure_throughput(
+    steps: Steps,
+    engines: Sequence[EngineArtifact],
+    evaluations: EvaluationSet,
+    plans: PlanSet,
+    choice: Choice,
+) -> ThroughputSet:
+    """Requests per second where the run file states a limit on the 99th percentile → `throughput.json`.
+
+    Where the model was cut, engines are loaded alone, on looked-up rows, as they are timed.
+    """
+    document = steps.directory.path / DOCUMENT
+    serving = steps.config.serving
+    wanted = tuple(under_load(engines, Evidence(evaluations, plans), choice, steps.config.batch.serve))
+    if serving.p99_ms is None or not wanted:
+        steps.directory.forget("throughput")
+        return ThroughputSet()
+
+    def produce() -> Sequence[Path]:
+        measured = tuple(_measure(steps, loaded) for loaded in wanted)
+        serde.write(ThroughputSet(measured), document)
+        return [document]
+
+    key = {
+        "engines": [(each.engine.digest, each.batch, each.role) for each in wanted],
+        "serving": serving.model_dump(mode="json"),
+    }
+    return steps.directory.stage("throughput", key, produce, lambda: serde.read(ThroughputSet, document))
+
+
+def under_load(
+    engines: Sequence[EngineArtifact], evidence: Evidence, choice: Choice, batches: Sequence[int]
+) -> Iterator[Loaded]:
+    """What is put under load: at each batch size the chosen engine, and the best one without FP8.
+
+    Engines that do not run here, and those whose FP8 is simulated, are not.
+    """
+    here = {
+        engine.id: engine for engine in engines if engine.status is BuildStatus.READY and not engine.simulated
+    }
+    for target in choice.targets:
+        exact = best_without_fp8(target, here.values(), evidence)
+        for batch in sorted(batches):
+            chosen = here.get(target.route(batch))
+            if chosen is not None:
+                yield Loaded(chosen, batch, CHOSEN)
+            if exact is not None and exact is not chosen:
+                yield Loaded(exact, batch, HIGH_PRECISION)
+
+
+def best_without_fp8(
+    target: TargetChoice, engines: Iterable[EngineArtifact], evidence: Evidence
+) -> EngineArtifact | None:
+    """The fastest engine without FP8 that competed for a target, one inside the budget if there is any."""
+    competed = {*target.engines, *(loser.engine for loser in target.losers)}
+    speeds = {
+        engine.id: speed
+        for engine in engines
+        if engine.id in competed and not evidence.has_fp8(engine)
+        if (speed := evidence.speed(engine)) is not None
+    }
+    return min(
+        (engine for engine in engines if engine.id in speeds),
+        key=lambda e: (not evidence.is_within_budget(e), speeds[e.id].per_row_us),
+        default=None,
+    )
+
+
+def _measure(steps: Steps, loaded: Loaded) -> Throughput:
+    serving, engine = steps.config.serving, loaded.engine
+    limit_us = 1e3 * (serving.p99_ms or 0.0)
+    task = f"throughput of {engine.plan} at batch {loaded.batch}"
+    trials = iter(range(1, 1000))
+    options = LoadOptions(
+        p99_us=limit_us,
+        seconds=serving.trial_seconds,
+        seed=serving.seed,
+        on_trial=lambda: steps.progress(task, next(trials), 8),
+    )
+    nothing = Throughput(
+        engine=engine.id,
+        plan=engine.plan,
+        target=engine.target,
+        role=loaded.role,
+        batch=loaded.batch,
+        streams=serving.streams,
+        p99_limit_us=limit_us,
+        confidence=options.confidence,
+        seed=serving.seed,
+        capacity_per_s=0.0,
+        requests_per_s=0.0,
+        trials=(),
+    )
+    steps.progress(task, 0, 8)
+    with ExitStack() as stack:
+        try:
+            make = partial(steps.open_alone, engine)
+            runs = [stack.enter_context(make()).run for _ in range(serving.streams)]
+            inputs = [steps.taken_by_engines(steps.generated(loaded.batch)) for _ in range(INPUT_SETS)]
+            found = find_highest_rate(runs, inputs, options)
+        except StageError as error:
+            return replace(nothing, failure=str(error))
+    return replace(
+        nothing,
+        capacity_per_s=found.capacity_per_s,
+        requests_per_s=found.requests_per_s,
+        trials=found.trials,
+    )

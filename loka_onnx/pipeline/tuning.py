@@ -1,0 +1,152 @@
+"""Kernel times of a model's products: what to measure, and where the times are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka_onnx.config import RunConfig
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.site import Site
+from loka_onnx.core.timing import Kernel, Shape
+from loka_onnx.engines.device_lock import device_alone
+from loka_onnx.engines.tuned_kernels import Operands
+from loka_onnx.engines.tuning import KernelTimer, Refused
+from loka_onnx.graph.entry import canonicalize
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.planning.site_speed import DeviceTimings
+from loka_onnx.planning.timings import TimingDatabase, known_timings
+
+TIMINGS = "timings.sqlite"
+"""The database, below the run directory."""
+SEED = 0
+"""Of the operands that kernels are timed on."""
+
+
+@dataclass(frozen=True)
+class TuningRequest:
+    """What is to be timed.
+
+    Attributes:
+        shapes: Shapes of products.
+        database: Where times are kept; what it holds is not measured again.
+        again: Measure everything, also what is known.
+    """
+
+    shapes: tuple[Shape, ...]
+    database: Path
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """What was timed.
+
+    Attributes:
+        device: As run files name it.
+        measured: How many kernels were timed now, each on each of its shapes.
+        known: Those that were known before.
+        refused: Those that do not run.
+        seconds: Wall time.
+    """
+
+    device: str
+    measured: int
+    known: int
+    refused: tuple[Refused, ...]
+    seconds: float
+
+
+def tune_shapes(request: TuningRequest, timer: KernelTimer, progress: Progress = silent) -> TuningResult:
+    """Time what is not known yet, shape by shape; each is kept as soon as it is measured.
+
+    Args:
+        request: What.
+        timer: Times kernels on this machine.
+        progress: Called after each shape.
+
+    Raises:
+        UserError: The file is no timing database.
+        OutputError: It cannot be written.
+        EngineError: The device failed; what was measured before is kept.
+    """
+    wanted, began = timer.wanted(request.shapes), time.perf_counter()
+    refused: list[Refused] = []
+    measured = 0
+    with TimingDatabase(request.database) as database, device_alone(timer.device):
+        open_pairs = wanted if request.again else database.missing(wanted)
+        by_shape = _by_shape(open_pairs)
+        progress("kernels", 0, len(by_shape))
+        for done, (shape, kernels) in enumerate(by_shape, start=1):
+            tuned = timer.measure(kernels, Operands.generated(shape, SEED))
+            database.add(each.timing for each in tuned.measured)
+            measured += len(tuned.measured)
+            refused += tuned.refused
+            progress(f"kernels {shape}", done, len(by_shape))
+    seconds = time.perf_counter() - began
+    return TuningResult(timer.device, measured, len(wanted) - len(open_pairs), tuple(refused), seconds)
+
+
+def shapes_of(sites: Iterable[Site], batches: Sequence[int]) -> tuple[Shape, ...]:
+    """Shapes of the products that could run in FP8, each once, ascending.
+
+    Args:
+        sites: Sites of a model; products of a stack of weights are left out.
+        batches: Batch sizes that will be served.
+    """
+    matrices = (site for site in sites if site.is_fp8_able and site.weight and len(site.weight.shape) == 2)
+    return tuple(sorted({Shape(site.rows * batch, site.n, site.k) for site in matrices for batch in batches}))
+
+
+def sites_of_run(directory: Path) -> tuple[Site, ...]:
+    """Sites of a run's model: after mods where the run came so far, else of the exported model.
+
+    Raises:
+        UserError: The run holds no model.
+    """
+    modified = directory / "model" / "modified.json"
+    document = modified if modified.is_file() else directory / "model" / "exported.json"
+    return serde.read(ModelArtifact, document).sites
+
+
+def sites_of_file(path: Path) -> tuple[Site, ...]:
+    """Sites of an ONNX file, without mods.
+
+    Raises:
+        ModelError: The file is missing, truncated, or holds what cannot be read.
+    """
+    return find_sites(canonicalize(path).model)
+
+
+def device_timings(config: RunConfig, directory: Path) -> tuple[DeviceTimings, ...]:
+    """Kernel times of every target of a run.
+
+    Times of the target's own backends stand before those of another, which are better than none: libraries
+    multiply with much the same kernels.
+
+    Args:
+        config: The run file.
+        directory: The run directory.
+    """
+    found = []
+    databases = (directory / TIMINGS, *((config.plan.timings,) if config.plan.timings else ()))
+    for target in config.targets:
+        timings = known_timings(target.device, databases)
+        known = {timing.kernel.backend for timing in timings}
+        names = [str(backend) for backend in target.backends]
+        backend = next((name for name in names if name in known), min(known, default=names[0]))
+        stands_for = "" if backend in names else names[0]
+        serve = tuple(config.batch.serve)
+        found.append(DeviceTimings(target.device, backend, timings, serve, stands_for))
+    return tuple(found)
+
+
+def _by_shape(pairs: Iterable[tuple[Kernel, Shape]]) -> list[tuple[Shape, list[Kernel]]]:
+    found: dict[Shape, list[Kernel]] = {}
+    for kernel, shape in pairs:
+        found.setdefault(shape, []).append(kernel)
+    return sorted(found.items())

@@ -1,0 +1,148 @@
+"""What engines are judged on: accuracy on two splits, speed, and how much precision each has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.evaluation import BudgetStatus, Evaluation, EvaluationSet, PredictedTime
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.planning.site_speed import expected_us
+from loka_onnx.planning.speed import Speed
+
+FASTER_FIRST = (Precision.BF16, Precision.FP16, Precision.FP32)
+"""What is expected to be faster where nothing was measured; from the end, what has more precision."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of the engines of a run.
+
+    Attributes:
+        evaluations: What was measured.
+        plans: The plans of the engines.
+    """
+
+    evaluations: EvaluationSet
+    plans: PlanSet
+
+    @cached_property
+    def by_engine(self) -> Mapping[str, Evaluation]:
+        """Evaluation on the selection split by engine id."""
+        return self._of_split("selection")
+
+    @cached_property
+    def certified(self) -> Mapping[str, Evaluation]:
+        """Evaluation on the certification split by engine id."""
+        return self._of_split("certification")
+
+    def _of_split(self, split: str) -> dict[str, Evaluation]:
+        return {e.engine: e for e in self.evaluations.evaluations if e.split == split}
+
+    def is_certified(self, engine: EngineArtifact) -> bool:
+        """Whether the engine's own outputs are inside the budget on the certification split."""
+        evaluation = self.certified.get(engine.id)
+        return evaluation is not None and evaluation.is_within_budget
+
+    def is_within_budget(self, engine: EngineArtifact) -> bool:
+        """Whether the engine's own outputs were judged inside the budget."""
+        evaluation = self.by_engine.get(engine.id)
+        return evaluation is not None and evaluation.is_within_budget
+
+    def upper(self, engine: EngineArtifact) -> float | None:
+        """The worst of an engine's outputs on selection: upper bound over budget; None where not measured."""
+        return worst_upper(self.by_engine.get(engine.id))
+
+    def speed(self, engine: EngineArtifact) -> Speed | None:
+        """What the engine takes on the target; None where that is not known."""
+        return Speed.of(self.by_engine.get(engine.id), engine.simulated)
+
+    def speeds(self, engines: Collection[EngineArtifact]) -> dict[str, Speed]:
+        """By id, of the engines that were timed at every batch size that any of them was timed at.
+
+        One that failed at a size that is served must not be emitted for it.
+        """
+        found = {e.id: speed for e in engines if (speed := self.speed(e)) is not None}
+        sizes = {batch for speed in found.values() for batch in speed.batches}
+        return {name: speed for name, speed in found.items() if set(speed.batches) == sizes}
+
+    def plan_status(self, plan: str) -> bool | None:
+        """Whether every engine of the plan that was judged here was inside the budget; None without any."""
+        both = (*self.by_engine.values(), *self.certified.values())
+        judged = [e.is_within_budget for e in both if e.plan == plan and e.outputs]
+        return all(judged) if judged else None
+
+    def has_fp8(self, engine: EngineArtifact) -> bool:
+        """Whether the engine's plan has sites in FP8."""
+        return bool(self.plans.plan(engine.plan).fp8_sites)
+
+    def fp8_share(self, engine: EngineArtifact) -> float:
+        """Share of the FP8-able FLOPs that the engine's plan has in FP8."""
+        return self.plans.plan(engine.plan).fp8_share
+
+    def base(self, engine: EngineArtifact) -> Precision:
+        """Precision of what is not FP8."""
+        return self.plans.plan(engine.plan).base
+
+    def exactness(self, engine: EngineArtifact) -> tuple[bool, float, int]:
+        """Orders engines by their precision, the most exact first: no FP8, less FP8, a wider base."""
+        return (self.has_fp8(engine), self.fp8_share(engine), -FASTER_FIRST.index(self.base(engine)))
+
+    def predictions(self, engines: Collection[EngineArtifact]) -> tuple[PredictedTime, ...]:
+        """Predicted and measured times of engines with FP8, where both are known.
+
+        A plan's prediction covers its products; what else there is takes the same in an engine without FP8
+        of the same backend and base precision, and is taken from there (`site_speed.expected_us`).
+        """
+        found = []
+        for engine in engines:
+            speed, exact = self.speed(engine), self._without_fp8(engine, engines)
+            if speed is None or exact is None or not self.has_fp8(engine):
+                continue
+            measured = self.speed(exact)
+            known = {} if measured is None else {b: x.p50_us for b, x in measured.latencies.items()}
+            ours, theirs = self.plans.plan(engine.plan), self.plans.plan(exact.plan)
+            for batch, us in expected_us(ours, theirs, known, engine.target).items():
+                if batch in speed.latencies:
+                    taken = speed.latencies[batch].p50_us
+                    found.append(PredictedTime(engine.id, engine.plan, batch, us, taken))
+        return tuple(found)
+
+    def _without_fp8(
+        self, engine: EngineArtifact, engines: Collection[EngineArtifact]
+    ) -> EngineArtifact | None:
+        """The engine that differs from another by FP8 alone; None where there is none."""
+        base = self.base(engine)
+        return next(
+            (
+                other
+                for other in engines
+                if (other.target, other.backend, other.architecture)
+                == (engine.target, engine.backend, engine.architecture)
+                and not self.has_fp8(other)
+                and self.base(other) is base
+            ),
+            None,
+        )
+
+
+def worst_upper(evaluation: Evaluation | None) -> float | None:
+    """Largest upper bound of what is judged over its budget; None where nothing was."""
+    found = [
+        output.difference.judged.upper / output.budget
+        for output in (evaluation.outputs if evaluation is not None else ())
+        if output.difference is not None and output.budget > 0.0
+    ]
+    return max(found, default=None)
+
+
+def worst_status(evaluation: Evaluation) -> str:
+    """How an engine stands to the budget; beyond on one output outweighs undecided on another."""
+    statuses = {output.budget_status for output in evaluation.outputs}
+    for status in (BudgetStatus.BEYOND, BudgetStatus.UNDECIDED):
+        if status in statuses:
+            return status
+    return BudgetStatus.WITHIN

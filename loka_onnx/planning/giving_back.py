@@ -1,0 +1,212 @@
+"""Which sites of a plan return to the base precision when its engine misses the budget.
+
+The engine was measured: on each output its KL and the upper bound U of what is judged are known. What each
+site contributes is known from calibration, up to a factor that is the same for all. With f the part of the
+predicted KL that given back sites make up, the logit change shrinks by √(1 − f): KL is quadratic in it, and
+everything else in U (the labelled first-order term, and the half width of the interval, which follows the
+spread of the change) is linear in it. So the upper bound to expect is
+
+    U(f) = KL·(1 − f) + (U − KL)·√(1 − f).
+
+Sites go that cost most for each microsecond that they save, until U(f) is inside the budget with some room on
+every output. Sites that read one quantized tensor were measured together, share its quantize step, and go
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import fsum, inf, sqrt
+
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.evaluation import Evaluation, OutputEvaluation
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.refinement import Returned
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.planning.costs import Costs, allowed_kl
+from loka_onnx.planning.flops import useful_flops
+from loka_onnx.planning.judging import Unit, units_of
+
+ROOM = 0.9
+"""Part of the budget that the expected upper bound may take: it is an estimate, and selection favours what it
+happens to find good."""
+
+
+@dataclass(frozen=True)
+class GivenBack:
+    """A plan with fewer sites in FP8.
+
+    Attributes:
+        plan: The plan, under the id of the one that it was made from: who takes it names it.
+        returned: What it has no longer in FP8, in the order in which it went.
+    """
+
+    plan: PrecisionPlan
+    returned: tuple[Returned, ...]
+
+
+class GivingBack:
+    """What sites cost and save, for one model on one device.
+
+    Args:
+        model: The model that plans are of.
+        profile: Its profile.
+        outputs: Judged outputs.
+        speeds: What FP8 saves at sites, on any device.
+        forced: Sites that the user wants in FP8 whatever they cost.
+    """
+
+    def __init__(
+        self,
+        model: ModelArtifact,
+        profile: Profile,
+        outputs: Sequence[OutputSpec],
+        speeds: Sequence[SiteSpeed],
+        forced: Collection[str] = (),
+    ) -> None:
+        graph = GraphModel.load(model.path)
+        self._outputs = {spec.name: spec for spec in outputs}
+        self._costs = Costs(profile, outputs)
+        self._flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
+        self._speeds, self._forced = tuple(speeds), frozenset(forced)
+
+    def give_back(self, plan: PrecisionPlan, evaluation: Evaluation, device: str) -> GivenBack | None:
+        """The plan with as few sites less as should bring its engine inside the budget.
+
+        Args:
+            plan: A plan with sites in FP8.
+            evaluation: Its engine on the selection split.
+            device: Where the engine runs.
+
+        Returns:
+            None where nothing would be left in FP8, or nothing can be expected to help.
+        """
+        measured = {output.output: output for output in evaluation.outputs if output.difference is not None}
+        units = units_of([site for site in plan.fp8_sites if site not in self._forced], self._costs.groups)
+        total = {name: self._kl_of(plan.fp8_sites, name) for name in measured}
+        by_rate = sorted(units, key=lambda unit: (-self._rate(unit, plan, device), sorted(unit)))
+        gone: list[Unit] = []
+        for unit in by_rate:
+            gone.append(unit)
+            left = set(plan.fp8_sites).difference(*gone)
+            if not left:
+                return None
+            parts = {name: self._kl_of(left, name) / kl if kl > 0.0 else 0.0 for name, kl in total.items()}
+            if all(
+                _expected(output, parts[name]) <= ROOM * output.budget for name, output in measured.items()
+            ):
+                break
+        else:
+            return None
+        returned = tuple(
+            Returned(tuple(sorted(unit)), self._cost(unit), self._saved_us(unit, plan, device))
+            for unit in gone
+        )
+        return GivenBack(self._without(plan, frozenset().union(*gone), device), returned)
+
+    def _rate(self, unit: Unit, plan: PrecisionPlan, device: str) -> float:
+        """Cost for each microsecond saved; for each operation where times are not known of all sites."""
+        saved = self._saved_us(unit, plan, device)
+        if not self._is_timed(device):
+            saved = float(fsum(self._flops.get(site, 0) for site in sorted(unit)))
+        return self._cost(unit) / saved if saved is not None and saved > 0.0 else inf
+
+    def _cost(self, unit: Unit) -> float:
+        """KL over what is allowed, on the output where that is most."""
+        return max(
+            self._kl_of(unit, name) / allowed_kl(spec) if spec.budget > 0.0 else inf
+            for name, spec in self._outputs.items()
+        )
+
+    def _kl_of(self, sites: Collection[str], output: str) -> float:
+        """Predicted KL of sites, together where they were measured together."""
+        spec, chosen = self._outputs[output], frozenset(sites)
+        together = [group for group in self._costs.groups if group <= chosen]
+        alone = sorted(chosen.difference(*together))
+        return fsum(
+            [
+                *(self._costs.of_group(group, spec).kl_moments.value for group in together),
+                *(self._costs.of_site(name, spec).kl_moments.value for name in alone),
+            ]
+        )
+
+    def _speed(self, site: str, device: str) -> SiteSpeed | None:
+        return next((s for s in self._speeds if (s.site, s.device) == (site, device)), None)
+
+    def _is_timed(self, device: str) -> bool:
+        return any(speed.device == device and speed.saved_us for speed in self._speeds)
+
+    def _saved_us(self, unit: Unit, plan: PrecisionPlan, device: str) -> float | None:
+        """Microseconds a row, mean over batch sizes, less the quantize steps that no other site needs."""
+        found = [speed for site in sorted(unit) if (speed := self._speed(site, device)) is not None]
+        timed = [speed for speed in found if speed.saved_us]
+        if not timed:
+            return None
+        others = (self._speed(site, device) for site in plan.fp8_sites if site not in unit)
+        needed = {speed.tensor for speed in others if speed is not None}
+        tensors = {speed.tensor: speed for speed in timed if speed.tensor not in needed}
+        saved = fsum(_per_row(speed.saved_us) for speed in timed)
+        return saved - fsum(_per_row(speed.quantize_us) for speed in tensors.values())
+
+    def _without(self, plan: PrecisionPlan, gone: frozenset[str], device: str) -> PrecisionPlan:
+        decisions = tuple(_in_base(d, plan) if d.site in gone else d for d in plan.decisions)
+        left = [d.site for d in decisions if d.precision is Precision.FP8]
+        able = sum(self._flops.values())
+        return replace(
+            plan,
+            decisions=decisions,
+            predicted_kl={name: self._kl_of(left, name) for name in plan.predicted_kl},
+            fp8_share=sum(self._flops.get(site, 0) for site in left) / able if able else 0.0,
+            predicted_us=self._predicted_us(plan, gone, left, device),
+            device=device if plan.device else "",
+        )
+
+    def _predicted_us(
+        self, plan: PrecisionPlan, gone: Collection[str], left: Collection[str], device: str
+    ) -> dict[str, dict[str, float]]:
+        """The times of the plan, with what the sites saved put back, less quantize steps without a reader."""
+        known = plan.predicted_us.get(device, {})
+        speeds = {site: self._speed(site, device) for site in (*gone, *left)}
+        if not known or any(speeds[site] is None for site in gone):
+            return {}
+        read = {speed.tensor for site in left if (speed := speeds[site]) is not None}
+        times = dict(known)
+        tensors: dict[str, Mapping[str, float]] = {}
+        for site in sorted(gone):
+            speed = speeds[site]
+            if speed is None:
+                continue
+            for batch in times:
+                times[batch] += speed.saved_us.get(batch, 0.0)
+            if speed.tensor not in read:
+                tensors[speed.tensor] = speed.quantize_us
+        for quantize_us in tensors.values():
+            for batch in times:
+                times[batch] -= quantize_us.get(batch, 0.0)
+        return {device: times}
+
+
+def _expected(output: OutputEvaluation, left: float) -> float:
+    """The upper bound to expect when this part of the predicted KL is left."""
+    difference = output.difference
+    if difference is None:
+        return 0.0
+    kl = max(difference.kl.value, 0.0)
+    return kl * left + (difference.judged.upper - kl) * sqrt(max(left, 0.0))
+
+
+def _in_base(decision: Decision, plan: PrecisionPlan) -> Decision:
+    return Decision(
+        decision.site,
+        plan.base,
+        None,
+        decision.verdict,
+        f"given back: the engine of '{plan.id}' is not inside the budget; {decision.reason}",
+    )
+
+
+def _per_row(by_batch: Mapping[str, float]) -> float:
+    return fsum(us / int(batch) for batch, us in by_batch.items()) / len(by_batch) if by_batch else 0.0

@@ -1,0 +1,135 @@
+"""Why each engine was not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import BudgetStatus, Evaluation, Loser, Why
+from loka_onnx.core.intervals import Interval
+from loka_onnx.planning.evidence import Evidence, worst_status, worst_upper
+from loka_onnx.planning.speed import Speed
+
+_NOT_BUILT = {
+    BuildStatus.DECLINED: Why.DECLINED,
+    BuildStatus.FAILED: Why.FAILED,
+    BuildStatus.WAITING: Why.NOT_RUN,
+}
+_ACCURACY = {
+    BudgetStatus.WITHIN: "accuracy inside the budget",
+    BudgetStatus.BEYOND: "accuracy beyond the budget",
+    BudgetStatus.UNDECIDED: "accuracy undecided: the budget lies inside the interval",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was decided for one piece of hardware.
+
+    Attributes:
+        winner: The engine that is emitted; of several, the main one.
+        emitted: Ids of all engines that are emitted.
+        missed: Engines that were selected and are not inside the budget on certification.
+        alike: Ids of engines that noise does not tell from the fastest.
+    """
+
+    winner: EngineArtifact
+    emitted: frozenset[str]
+    missed: tuple[EngineArtifact, ...] = ()
+    alike: frozenset[str] = frozenset()
+
+
+def losers(
+    engines: Sequence[EngineArtifact], verdict: Verdict, speeds: Mapping[str, Speed], evidence: Evidence
+) -> tuple[Loser, ...]:
+    """Every engine that is not emitted, with the reason.
+
+    Args:
+        engines: All engines of the hardware, those that could not be built included.
+        verdict: What was decided.
+        speeds: Of the engines that were timed on the target, by id.
+        evidence: What was measured.
+    """
+    return tuple(
+        _loser(engine, verdict, speeds, evidence) for engine in engines if engine.id not in verdict.emitted
+    )
+
+
+def not_built(engine: EngineArtifact) -> Loser:
+    """An engine that there is no file of."""
+    return Loser(engine.id, _NOT_BUILT[engine.status], f"{engine.status}: {engine.detail}")
+
+
+def accuracy(evaluation: Evaluation) -> str:
+    """How an engine stands to the budget, with the worst upper bound where it is not inside."""
+    status, upper = worst_status(evaluation), worst_upper(evaluation)
+    bound = "" if status == BudgetStatus.WITHIN or upper is None else f", upper bound {upper:.2f}× the budget"
+    return f"{_ACCURACY[status]}{bound}"
+
+
+def _loser(
+    engine: EngineArtifact, verdict: Verdict, speeds: Mapping[str, Speed], evidence: Evidence
+) -> Loser:
+    if not engine.is_built:
+        return not_built(engine)
+    evaluation = evidence.by_engine.get(engine.id)
+    if evaluation is None or not evaluation.outputs:
+        why = Why.NOT_MEASURED if engine.was_run else Why.NOT_RUN
+        said = engine.detail or (evaluation.status if evaluation else engine.status)
+        return Loser(engine.id, why, f"not measured: {said}")
+    ours, theirs = speeds.get(engine.id), speeds.get(verdict.winner.id)
+    times = None if engine.simulated or ours is None or theirs is None else ours.over(theirs)
+    if engine in verdict.missed:
+        certified = evidence.certified.get(engine.id)
+        how = accuracy(certified) if certified else "not measured"
+        why, said = Why.NOT_CERTIFIED, f"selected; on certification {how}"
+    else:
+        why, rest = _of_judged(engine, evaluation, verdict, times, evidence)
+        said = "; ".join(part for part in (accuracy(evaluation), rest) if part)
+    return Loser(engine.id, why, said, times, evidence.upper(engine))
+
+
+def _of_judged(
+    engine: EngineArtifact,
+    evaluation: Evaluation,
+    verdict: Verdict,
+    times: Interval | None,
+    evidence: Evidence,
+) -> tuple[Why, str]:
+    """Why not an engine whose accuracy was judged, and what there is to say beside its accuracy."""
+    compared = "" if times is None else _compared(times)
+    if engine.simulated:
+        return Why.SIMULATED, "FP8 is simulated here, its speed never counts"
+    if not evaluation.is_within_budget:
+        beyond = worst_status(evaluation) == BudgetStatus.BEYOND
+        return (Why.BEYOND if beyond else Why.UNDECIDED), compared
+    if times is None:
+        return Why.NO_SPEED, _unknown_speed(evaluation)
+    if verdict.missed:
+        return Why.NOT_SELECTED, f"{compared}; certification does not choose among the others"
+    if engine.id in verdict.alike and evidence.exactness(engine) > evidence.exactness(verdict.winner):
+        return Why.WITHIN_NOISE, f"{compared}: within noise of an engine in higher precision"
+    beaten = " over all batch sizes; at each of them another is as fast or faster"
+    return Why.SLOWER, f"{compared}{beaten if len(verdict.emitted) > 1 else ''}"
+
+
+def _unknown_speed(evaluation: Evaluation) -> str:
+    """Why the speed is unknown of an engine that was judged."""
+    counted = [latency.batch for latency in evaluation.latencies if latency.counts_for_choice]
+    if not counted or len(counted) < len(evaluation.latencies):
+        return "its speed on the target was not measured"
+    return f"it was timed at batch {', '.join(map(str, counted))} only, and failed beyond"
+
+
+def _compared(times: Interval) -> str:
+    """``slower by 12.3 % (11.9 to 12.8)``."""
+    percent = 100.0 * (times.value - 1.0)
+    word = "slower" if percent >= 0.0 else "faster"
+    text = f"{word} by {abs(percent):.1f} %"
+    if times.lower == times.upper:
+        return text
+    ends = sorted(abs(100.0 * (end - 1.0)) for end in (times.lower, times.upper))
+    if (times.lower - 1.0) * (times.upper - 1.0) < 0.0:
+        return f"{text} ({100 * (times.lower - 1.0):+.1f} to {100 * (times.upper - 1.0):+.1f})"
+    return f"{text} ({ends[0]:.1f} to {ends[1]:.1f})"

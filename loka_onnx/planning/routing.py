@@ -1,0 +1,95 @@
+"""Which engine takes requests of which size.
+
+One engine is best over all batch sizes that are served. At one of these sizes another may be faster, because
+what FP8 saves grows with the rows and what quantizing costs does not. A second engine costs device memory and
+a start, so that a size gets an engine of its own only where the whole interval of the gain lies above a
+margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.evaluation import Route
+from loka_onnx.planning.evidence import Evidence
+from loka_onnx.planning.speed import Speed
+
+
+def alike(
+    engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed], noise: float
+) -> tuple[EngineArtifact, ...]:
+    """The fastest engine, then those that are not surely slower than it.
+
+    Args:
+        engines: At least one; all of them in `speeds`.
+        speeds: By engine id.
+        noise: Relative difference that counts for nothing, beside the spread of the measurement.
+    """
+    fastest = min(engines, key=lambda e: speeds[e.id].per_row_us)
+    others = (
+        engine
+        for engine in engines
+        if engine is not fastest and speeds[engine.id].over(speeds[fastest.id]).lower <= 1.0 + noise
+    )
+    return (fastest, *others)
+
+
+def pick(
+    engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed], evidence: Evidence, noise: float
+) -> EngineArtifact:
+    """The fastest engine; of those that noise does not tell from it, the most exact."""
+    return min(alike(engines, speeds, noise), key=lambda e: (evidence.exactness(e), speeds[e.id].per_row_us))
+
+
+def routes(
+    engines: Sequence[EngineArtifact],
+    speeds: Mapping[str, Speed],
+    evidence: Evidence,
+    noise: float,
+    margin: float,
+) -> tuple[Route, ...]:
+    """A table of batch sizes, the first engine of `engines` that is main among them; empty where one serves.
+
+    Args:
+        engines: Engines that may be emitted; all of them in `speeds`.
+        speeds: By engine id, all at the same batch sizes.
+        evidence: What was measured.
+        noise: As for `alike`.
+        margin: Least gain, relative to the engine that serves otherwise, that is worth an engine.
+
+    Returns:
+        By ascending size, the gain over the main engine with each route that is another's.
+    """
+    main = pick(engines, speeds, evidence, noise)
+    best = {}
+    for batch in speeds[main.id].batches:
+        at_size = {engine.id: speeds[engine.id].at(batch) for engine in engines}
+        best[batch] = pick(engines, at_size, evidence, noise)
+    table = _table(main, best, speeds, margin)
+    if table and main.id not in {route.engine for route in table}:
+        # Beaten at every size: the best of those that do serve takes its place.
+        serving = [engine for engine in engines if engine.id in {route.engine for route in table}]
+        table = _table(pick(serving, speeds, evidence, noise), best, speeds, margin)
+    return table
+
+
+def main_of(table: Sequence[Route]) -> str:
+    """Id of the main engine of a table: the one whose routes have no gain over itself."""
+    return next(route.engine for route in table if route.times is None)
+
+
+def _table(
+    main: EngineArtifact,
+    best: Mapping[int, EngineArtifact],
+    speeds: Mapping[str, Speed],
+    margin: float,
+) -> tuple[Route, ...]:
+    table = []
+    for batch, other in best.items():
+        gain = speeds[main.id].at(batch).over(speeds[other.id].at(batch))
+        if other is not main and gain.lower > 1.0 + margin:
+            table.append(Route(batch, other.id, other.plan, gain))
+        else:
+            table.append(Route(batch, main.id, main.plan))
+    return tuple(table) if any(route.engine != main.id for route in table) else ()

@@ -1,0 +1,316 @@
+"""Which sites to run in FP8: the most time saved inside the accuracy budget.
+
+Value and cost belong to groups. Each site saves the time of its product, and each quantized tensor costs
+its quantize step once, whoever reads it, or nothing where the kernel in front of it quantizes as well:
+
+    value(S) = Σ_{i ∈ S} saved(i) − Σ_{t read by S} quantize(t),
+
+where a tensor that a site of S makes costs nothing: a product in FP8 ends with the Q of the next one
+(a chain).
+
+What S spends of the budget is added over units (sites that share a quantized tensor, merged products
+among them, were measured together; `costs`), and is a function of the whole subset within one. With a
+0/1 variable z for each non-empty subset of each unit, and y ≥ Σ z of each site that reads a tensor
+(less Σ z of the site that makes it),
+
+    maximize Σ z·saved − Σ y·quantize   subject to   Σ z·cost ≤ room,   Σ_{z of one unit} ≤ 1,
+
+which HiGHS solves exactly (`scipy.optimize.milp`, gap 0). A unit of more than `LARGEST_UNIT` sites has
+a variable for each site and one for all of them: (Σ√c)² ≤ |S|·Σc (Cauchy, Schwarz) bounds what
+a part costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from math import fsum, sqrt
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from loka_onnx.errors import InternalError
+
+Sites = frozenset[str]
+CostOf = Callable[[Sites], float]
+
+LARGEST_UNIT = 8
+"""Sites of a unit up to which each of its subsets has a variable: 255 of them."""
+SECONDS = 30.0
+"""Time limit of one search; what was found by then stands."""
+_ROUNDING = 1e-12
+"""By how much sums of parts may exceed the room, relative to it."""
+_VALUE_SCALE = 1e4
+"""Largest saving as the solver sees it: it stops 1e-6 short of the optimum, in its own units."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A site that may run in FP8.
+
+    Attributes:
+        site: Its name.
+        saved: Time that its product saves; negative where FP8 is slower. Any unit, the same for all.
+        error: Standard error of that time.
+        tensor: The quantized tensor that it reads.
+    """
+
+    site: str
+    saved: float
+    error: float
+    tensor: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be chosen, and what it costs.
+
+    Attributes:
+        items: The sites.
+        quantize: Time of the quantize step of each tensor; 0 where it is missing.
+        units: Sites whose cost is known together; each site is in exactly one.
+        cost: What a non-empty part of one unit spends.
+        room: What all may spend.
+        makers: Site that makes a tensor, and quantizes it as well where it runs in FP8 itself.
+
+    Raises:
+        InternalError: A site is in no unit or in two.
+    """
+
+    items: tuple[Item, ...]
+    quantize: Mapping[str, float]
+    units: tuple[Sites, ...]
+    cost: CostOf
+    room: float = 1.0
+    makers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        named = sorted(item.site for item in self.items)
+        if named != sorted(site for unit in self.units for site in unit):
+            raise InternalError(
+                "every site must be in exactly one unit", evidence=f"sites {named}, units {self.units}"
+            )
+
+    @cached_property
+    def by_site(self) -> Mapping[str, Item]:
+        """The items by name."""
+        return {item.site: item for item in self.items}
+
+    @cached_property
+    def readers(self) -> Mapping[str, Sites]:
+        """Sites by the tensor that they read."""
+        tensors = dict.fromkeys(item.tensor for item in self.items)
+        return {t: frozenset(item.site for item in self.items if item.tensor == t) for t in tensors}
+
+    def value(self, chosen: Sites) -> float:
+        """Time saved, quantize steps counted once for each tensor."""
+        saved = [self.by_site[site].saved for site in chosen]
+        tensors = {self.by_site[site].tensor for site in chosen}
+        return fsum([*saved, *(-self.paid(tensor, chosen) for tensor in tensors)])
+
+    def paid(self, tensor: str, chosen: Sites) -> float:
+        """Time of the quantize step of a tensor that some of the chosen sites read."""
+        return 0.0 if self.makers.get(tensor) in chosen else self.quantize.get(tensor, 0.0)
+
+    def spent(self, chosen: Sites) -> float:
+        """Part of the budget."""
+        return fsum(self.cost(unit & chosen) for unit in self.units if unit & chosen)
+
+    def fits(self, chosen: Sites) -> bool:
+        """Whether it is inside the budget."""
+        return self.spent(chosen) <= self.room * (1.0 + _ROUNDING)
+
+
+def solve(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Sites | None:
+    """The sites that save the most time inside the budget.
+
+    Args:
+        problem: What is to be chosen.
+        fixed: Sites that are in (True) or out (False) whatever they save.
+
+    Returns:
+        None where the sites that are fixed to be in do not fit. Beside these there is no site that the others
+        would save as much without.
+    """
+    fixed = fixed or {}
+    columns = _columns(problem)
+    room = problem.room
+    # The solver accepts a constraint that is off by 1e-6: where that let too much in, the room is narrowed.
+    for _ in range(8):
+        chosen = _solve_once(problem, columns, fixed, room)
+        if chosen is None or problem.fits(chosen):
+            return None if chosen is None else _without_idle(problem, chosen, fixed)
+        room -= 2.0 * (problem.spent(chosen) - problem.room)
+    raise InternalError("the search does not stay inside of the budget")
+
+
+def neighbours(
+    problem: Problem, chosen: Sites, count: int, fixed: Mapping[str, bool] | None = None
+) -> tuple[Sites, ...]:
+    """Other choices worth measuring, the most telling first.
+
+    Each toggles the sites of one tensor against `chosen` and is otherwise the best: first those tensors for
+    which the sign of what they save is uncertain (by falling uncertainty over saving), then by falling saving
+    the others that save time. What surely loses time is not tried.
+
+    Args:
+        problem: What is to be chosen.
+        chosen: The choice to depart from.
+        count: Most choices to return.
+        fixed: Sites that are not toggled.
+    """
+    fixed = dict(fixed or {})
+    found: list[Sites] = []
+    told = {tensor: _Prospect.of(problem, tensor, chosen) for tensor in problem.readers}
+    for tensor in sorted(told, key=lambda tensor: told[tensor].order):
+        readers = problem.readers[tensor] - set(fixed)
+        if len(found) == count or not readers or not told[tensor].may_save:
+            continue
+        if readers & chosen:
+            toggled = dict.fromkeys(sorted(readers), False)
+        else:
+            toggled = {max(sorted(readers), key=lambda site: problem.by_site[site].saved): True}
+        other = solve(problem, {**fixed, **toggled})
+        if other is not None and other != chosen and other not in found:
+            found.append(other)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Prospect:
+    """What the sites of one tensor save together.
+
+    Attributes:
+        tensor: The tensor.
+        net: What those of them that save time save, less the quantize step.
+        error: Its standard error.
+    """
+
+    tensor: str
+    net: float
+    error: float
+
+    @classmethod
+    def of(cls, problem: Problem, tensor: str, chosen: Sites) -> _Prospect:
+        items = [problem.by_site[site] for site in sorted(problem.readers[tensor])]
+        gains = [item for item in items if item.saved > 0.0] or [max(items, key=lambda item: item.saved)]
+        net = fsum(item.saved for item in gains) - problem.paid(tensor, chosen)
+        return cls(tensor, net, sqrt(fsum(item.error**2 for item in gains)))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one standard error reaches over 0."""
+        return abs(self.net) < self.error
+
+    @property
+    def may_save(self) -> bool:
+        return self.is_open or self.net > 0.0
+
+    @property
+    def order(self) -> tuple[bool, float, str]:
+        """What a measurement tells most about comes first; names settle ties."""
+        telling = self.error / max(abs(self.net), 1e-12) if self.is_open else self.net
+        return (not self.is_open, -telling, self.tensor)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One variable: these sites of a unit, at this cost."""
+
+    unit: int
+    sites: Sites
+    cost: float
+
+
+def _columns(problem: Problem) -> list[_Column]:
+    found: list[_Column] = []
+    for number, unit in enumerate(problem.units):
+        names = sorted(unit)
+        if len(names) <= LARGEST_UNIT:
+            parts = [
+                frozenset(part) for size in range(1, len(names) + 1) for part in combinations(names, size)
+            ]
+            found += [_Column(number, part, problem.cost(part)) for part in parts]
+        else:
+            found.append(_Column(number, unit, problem.cost(unit)))
+            alone = [frozenset({name}) for name in names]
+            found += [_Column(number, part, len(names) * problem.cost(part)) for part in alone]
+    return [column for column in found if column.cost <= problem.room * (1.0 + _ROUNDING)]
+
+
+def _solve_once(
+    problem: Problem, columns: Sequence[_Column], fixed: Mapping[str, bool], room: float
+) -> Sites | None:
+    tensors = [tensor for tensor in problem.readers if problem.quantize.get(tensor, 0.0) > 0.0]
+    rows = _Rows(len(columns) + len(tensors))
+    with_site = {
+        item.site: [at for at, column in enumerate(columns) if item.site in column.sites]
+        for item in problem.items
+    }
+    for number, unit in enumerate(problem.units):
+        if len(unit) <= LARGEST_UNIT:
+            rows.add({at: 1.0 for at, column in enumerate(columns) if column.unit == number}, 0.0, 1.0)
+    for site, places in with_site.items():
+        least = 1.0 if fixed.get(site) is True else 0.0
+        rows.add(dict.fromkeys(places, 1.0), least, 0.0 if fixed.get(site) is False else 1.0)
+    for position, tensor in enumerate(tensors, start=len(columns)):
+        for site in sorted(problem.readers[tensor]):
+            row = {**dict.fromkeys(with_site[site], 1.0), position: -1.0}
+            for at in with_site.get(problem.makers.get(tensor, ""), ()):
+                row[at] = row.get(at, 0.0) - 1.0
+            rows.add(row, -2.0, 0.0)
+    rows.add({at: column.cost for at, column in enumerate(columns)}, 0.0, max(room, 0.0))
+
+    saved = [fsum(problem.by_site[site].saved for site in sorted(column.sites)) for column in columns]
+    values = np.array([*(-value for value in saved), *(problem.quantize[tensor] for tensor in tensors)])
+    scale = _VALUE_SCALE / max(float(np.abs(values).max(initial=0.0)), 1e-30)
+    if not columns:
+        return None if any(fixed.values()) else frozenset()
+    result = milp(
+        values * scale,
+        integrality=np.array([1] * len(columns) + [0] * len(tensors)),
+        bounds=Bounds(0.0, 1.0),
+        constraints=rows.constraint(),
+        options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
+    )
+    if result.x is None:
+        return None
+    picked = (column for at, column in enumerate(columns) if result.x[at] > 0.5)
+    return frozenset(site for column in picked for site in column.sites)
+
+
+def _without_idle(problem: Problem, chosen: Sites, fixed: Mapping[str, bool]) -> Sites:
+    """Leave out what saves nothing, as long as the rest still fits."""
+    for site in sorted(chosen - {name for name, is_in in fixed.items() if is_in}):
+        rest = chosen - {site}
+        if problem.value(rest) >= problem.value(chosen) and problem.fits(rest):
+            chosen = rest
+    return chosen
+
+
+class _Rows:
+    """Constraints, row by row."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._entries: list[tuple[int, int]] = []
+        self._values: list[float] = []
+        self._limits: list[tuple[float, float]] = []
+
+    def add(self, row: Mapping[int, float], least: float, most: float) -> None:
+        """One row; one without entries that cannot hold makes the whole infeasible."""
+        self._entries += [(len(self._limits), at) for at in row]
+        self._values += row.values()
+        self._limits.append((least, most))
+
+    def constraint(self) -> LinearConstraint:
+        """All of them."""
+        at: npt.NDArray[np.int64] = np.array(self._entries, dtype=np.int64).reshape(-1, 2)
+        shape = (len(self._limits), self._width)
+        matrix = csr_array((np.array(self._values), (at[:, 0], at[:, 1])), shape=shape)
+        limits = np.array(self._limits)
+        return LinearConstraint(matrix, limits[:, 0], limits[:, 1])

@@ -1,0 +1,296 @@
+"""The database of kernel times, and the records that are shipped.
+
+One SQLite file in WAL mode: any number of processes may read while one writes, and writers wait for one
+another (https://sqlite.org/wal.html). WAL needs shared memory, so that all of them are on one machine;
+between machines times travel as JSON (`TimingRecords`). Of several times of one kernel on one shape the last
+one stands.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Self
+
+from loka_onnx.core import serde
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.timing import Kernel, KernelTiming, Provenance, Shape, TimingRecords
+from loka_onnx.errors import OutputError, UserError
+
+SCHEMA_VERSION = 1
+"""`PRAGMA user_version` of a database."""
+APPLICATION_ID = 0x4C4F4B41
+"""`PRAGMA application_id` of a database: "LOKA" in ASCII."""
+WAIT_SECONDS = 60.0
+"""How long a writer waits for others."""
+
+_TABLES = (
+    "CREATE TABLE provenances (id INTEGER PRIMARY KEY, document TEXT NOT NULL UNIQUE)",
+    """CREATE TABLE timings (
+        device TEXT NOT NULL, backend TEXT NOT NULL, name TEXT NOT NULL, precision TEXT NOT NULL,
+        scales TEXT NOT NULL, fused_quantize TEXT NOT NULL,
+        m INTEGER NOT NULL, n INTEGER NOT NULL, k INTEGER NOT NULL,
+        us REAL NOT NULL, spread_us REAL, repeats INTEGER NOT NULL, error REAL,
+        provenance INTEGER NOT NULL REFERENCES provenances (id),
+        PRIMARY KEY (device, backend, name, precision, scales, fused_quantize, m, n, k)
+    ) WITHOUT ROWID""",
+)
+_KEY = ("device", "backend", "name", "precision", "scales", "fused_quantize", "m", "n", "k")
+_COLUMNS = (*_KEY, "us", "spread_us", "repeats", "error")
+
+
+class TimingDatabase:
+    """A file of kernel times; use it as a context manager.
+
+    Args:
+        path: The file; created when it is missing.
+
+    Raises:
+        UserError: The file is no such database, or is one of another version.
+        OutputError: The place cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # No implicit transactions: where one begins and ends is written below.
+            self._connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise OutputError(f"cannot open the timing database '{path}'", evidence=str(error)) from error
+        try:
+            self._prepare()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+
+    def add(self, timings: Iterable[KernelTiming]) -> None:
+        """Write times, all of them or none.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        given = list(timings)
+        with self._transaction() as connection:
+            for timing in given:
+                source = json.dumps(serde.to_plain(timing.provenance), sort_keys=True)
+                connection.execute("INSERT OR IGNORE INTO provenances (document) VALUES (?)", (source,))
+                connection.execute(
+                    f"INSERT OR REPLACE INTO timings ({', '.join(_COLUMNS)}, provenance) "
+                    f"VALUES ({', '.join('?' * len(_COLUMNS))}, "
+                    "(SELECT id FROM provenances WHERE document = ?))",
+                    (
+                        *_key(timing.kernel, timing.shape),
+                        timing.us,
+                        timing.spread_us,
+                        timing.repeats,
+                        timing.error,
+                        source,
+                    ),
+                )
+
+    def read(self, device: str | None = None) -> tuple[KernelTiming, ...]:
+        """Times ordered by kernel and shape.
+
+        Args:
+            device: Only those of this device; None for all.
+
+        Raises:
+            UserError: A row holds what this version does not know.
+        """
+        where, values = ("", ()) if device is None else (" WHERE device = ?", (device,))
+        rows = self._connection.execute(
+            f"SELECT {', '.join(_COLUMNS)}, document FROM timings "
+            f"JOIN provenances ON provenances.id = timings.provenance{where} ORDER BY {', '.join(_KEY)}",
+            values,
+        )
+        try:
+            return tuple(_timing(row) for row in rows)
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                "the timing database holds what this version of loka-onnx does not know",
+                where=str(self.path),
+                evidence=str(error),
+                remedy="export it with the version that wrote it, or measure again into another file",
+            ) from error
+
+    def missing(self, wanted: Iterable[tuple[Kernel, Shape]]) -> tuple[tuple[Kernel, Shape], ...]:
+        """Those that no time is known of, in their order."""
+        condition = " AND ".join(f"{column} = ?" for column in _KEY)
+        query = f"SELECT 1 FROM timings WHERE {condition}"
+        return tuple(
+            (kernel, shape)
+            for kernel, shape in wanted
+            if self._connection.execute(query, _key(kernel, shape)).fetchone() is None
+        )
+
+    def export(self, path: Path) -> int:
+        """Write every time as JSON (`TimingRecords`) and return how many there are.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        timings = self.read()
+        serde.write(TimingRecords.of(timings), path)
+        return len(timings)
+
+    def take(self, path: Path) -> int:
+        """Add every time of a JSON file (`TimingRecords`) and return how many there are.
+
+        Raises:
+            UserError: The file is missing or is not such a document.
+        """
+        timings = read_records(path)
+        self.add(timings)
+        return len(timings)
+
+    def _prepare(self) -> None:
+        try:
+            # The tables first: they and the numbers appear at once, in another process perhaps just now.
+            tables = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            found = self._pragma("application_id"), self._pragma("user_version")
+        except sqlite3.DatabaseError as error:
+            raise self._foreign(str(error)) from error
+        if tables and found != (APPLICATION_ID, SCHEMA_VERSION):
+            if found[0] != APPLICATION_ID:
+                raise self._foreign(f"its application id is {found[0]:#x}, not {APPLICATION_ID:#x}")
+            raise UserError(
+                "the timing database is of another version",
+                where=str(self.path),
+                evidence=f"its version is {found[1]}, this loka-onnx reads {SCHEMA_VERSION}",
+                remedy="measure again into another file",
+            )
+        try:
+            self._connection.execute("PRAGMA foreign_keys = ON")
+            self._write_ahead()
+            if not tables:
+                self._create()
+        except sqlite3.Error as error:
+            raise OutputError(
+                f"cannot write the timing database '{self.path}'", evidence=str(error)
+            ) from error
+
+    def _write_ahead(self) -> None:
+        """Switch to WAL; SQLite does not wait by itself where two processes do so at the same moment."""
+        until = time.monotonic() + WAIT_SECONDS
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
+    def _create(self) -> None:
+        with self._transaction() as connection:
+            # Another process may have been here since `_prepare` looked.
+            if self._pragma("user_version") == 0:
+                for statement in _TABLES:
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            # The write lock at once: a transaction that reads first may find the file changed when it writes.
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise OutputError(
+                f"cannot write the timing database '{self.path}'", evidence=str(error)
+            ) from error
+
+    def _pragma(self, name: str) -> int:
+        return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+    def _foreign(self, evidence: str) -> UserError:
+        return UserError(
+            "not a timing database",
+            where=str(self.path),
+            evidence=evidence,
+            remedy="give the file that `loka-onnx tune` wrote, or one that does not exist yet",
+        )
+
+
+def read_records(path: Path) -> tuple[KernelTiming, ...]:
+    """Times of a JSON file.
+
+    Raises:
+        UserError: The file is missing or is not such a document.
+    """
+    try:
+        return serde.read(TimingRecords, path).timings
+    except ValueError as error:
+        raise UserError("the file holds an impossible time", where=str(path), evidence=str(error)) from error
+
+
+def shipped_timings(device: str) -> tuple[KernelTiming, ...]:
+    """Times of a device that come with this package; none where there are none."""
+    resource = files("loka_onnx.planning") / "records" / f"{device}.json"
+    if not resource.is_file():
+        return ()
+    text = resource.read_text(encoding="utf-8")
+    return serde.loads(TimingRecords, text, where=f"shipped records of {device}").timings
+
+
+def known_timings(device: str, databases: Sequence[Path]) -> tuple[KernelTiming, ...]:
+    """Every time of a device: shipped ones and those of databases.
+
+    Args:
+        device: As run files name it.
+        databases: Files of `loka-onnx tune`; one that does not exist holds nothing. Of several times of one
+            kernel on one shape, that of the last database stands.
+
+    Raises:
+        UserError: A file is no timing database.
+    """
+    found = {(timing.kernel, timing.shape): timing for timing in shipped_timings(device)}
+    for path in databases:
+        if path.is_file():
+            with TimingDatabase(path) as database:
+                found |= {(timing.kernel, timing.shape): timing for timing in database.read(device)}
+    return tuple(sorted(found.values(), key=lambda timing: (timing.kernel.key, timing.shape)))
+
+
+def _key(kernel: Kernel, shape: Shape) -> tuple[str | int, ...]:
+    return (*kernel.key, shape.m, shape.n, shape.k)
+
+
+def _timing(row: Sequence[Any]) -> KernelTiming:
+    device, backend, name, precision, scales, fused, m, n, k, us, spread_us, repeats, error, document = row
+    return KernelTiming(
+        Kernel(
+            device,
+            backend,
+            name,
+            Precision(precision),
+            Granularity(scales) if scales else None,
+            bool(fused),
+        ),
+        Shape(m, n, k),
+        us,
+        spread_us,
+        Provenance(**json.loads(document)),
+        repeats,
+        error,
+    )

@@ -1,0 +1,132 @@
+"""Tables of the choice: who takes which requests, why the others do not, what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from loka_onnx.core.evaluation import Loser, PredictedTime, TargetChoice, Why
+from loka_onnx.core.intervals import Interval
+from loka_onnx.report import numbers
+from loka_onnx.report.data import ReportData
+from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+
+_TONES = {
+    Why.BEYOND: Tone.BAD,
+    Why.UNDECIDED: Tone.WARN,
+    Why.NOT_CERTIFIED: Tone.BAD,
+    Why.FAILED: Tone.BAD,
+    Why.NOT_RUN: Tone.WARN,
+    Why.NO_SPEED: Tone.WARN,
+}
+
+
+def choice_sections(data: ReportData) -> tuple[Section, ...]:
+    """The choice and its losers; nothing where there was one candidate only."""
+    tables = (*_routes_tables(data), *_losers_tables(data), *_predictions_tables(data))
+    if not tables:
+        return ()
+    paragraphs = [
+        "The fastest engine whose upper bound is inside the budget is emitted. One that is faster by no more "
+        "than the measurement leaves open loses to one in higher precision."
+    ]
+    if any(target.routes for target in data.choice.targets):
+        paragraphs.append(
+            "Batch sizes have engines of their own where the whole interval of the gain is above the margin "
+            "of the run file. A request between two sizes goes to the engine of the larger."
+        )
+    return (Section("choice", "Choice", tuple(paragraphs), tables=tables),)
+
+
+def times_text(times: Interval | None) -> str:
+    """A ratio of latencies with its interval, ``1.234× [1.200, 1.270]``."""
+    if times is None:
+        return numbers.NOT_MEASURED
+    text = f"{times.value:.3f}×"
+    return text if times.lower == times.upper else f"{text} [{times.lower:.3f}, {times.upper:.3f}]"
+
+
+def upper_text(upper: float | None) -> str:
+    """An upper bound over the budget, ``0.42×``."""
+    return numbers.NOT_MEASURED if upper is None else f"{upper:.2f}×"
+
+
+def _routes_tables(data: ReportData) -> Iterator[Table]:
+    columns = (
+        Column("Rows", numeric=True),
+        Column("Engine"),
+        Column("Plan"),
+        Column("Latency of the main engine over this one's", numeric=True),
+    )
+    for target in data.choice.targets:
+        if target.routes:
+            yield Table(f"Which engine takes which requests on {target.target}", columns, _routes(target))
+
+
+def _routes(target: TargetChoice) -> tuple[tuple[Cell, ...], ...]:
+    rows, above = [], 0
+    for route in target.routes:
+        is_last = route is target.routes[-1]
+        size = (
+            f"{numbers.count(above + 1)} and more"
+            if is_last
+            else f"{numbers.count(above + 1)} to {numbers.count(route.batch)}"
+        )
+        gain = numbers.NONE if route.times is None else times_text(route.times)
+        rows.append((cell(size), cell(route.engine), cell(route.plan), cell(gain)))
+        above = route.batch
+    return tuple(rows)
+
+
+def _losers_tables(data: ReportData) -> Iterator[Table]:
+    columns = (
+        Column("Engine"),
+        Column("Not chosen because"),
+        Column("Latency over that of the chosen", numeric=True),
+        Column("Upper bound over budget", numeric=True),
+        Column("In full", prose=True),
+    )
+    for target in data.choice.targets:
+        if target.losers:
+            rows = tuple(_loser(loser) for loser in target.losers)
+            yield Table(f"Why the others were not chosen for {target.target}", columns, rows)
+
+
+def _loser(loser: Loser) -> tuple[Cell, ...]:
+    return (
+        cell(loser.engine),
+        cell(loser.why, _TONES.get(loser.why, Tone.MUTED)),
+        cell(times_text(loser.times)),
+        cell(upper_text(loser.upper)),
+        cell(loser.reason),
+    )
+
+
+def _predictions_tables(data: ReportData) -> Iterator[Table]:
+    table = predictions_table(data.choice.predictions, data.choice.median_prediction_error)
+    if table is not None:
+        yield table
+
+
+def predictions_table(predictions: tuple[PredictedTime, ...], median_error: float | None) -> Table | None:
+    """Predicted against measured times; None where nothing was predicted."""
+    if not predictions or median_error is None:
+        return None
+    columns = (
+        Column("Engine"),
+        Column("Batch", numeric=True),
+        Column("Predicted", numeric=True),
+        Column("Measured", numeric=True),
+        Column("Error", numeric=True),
+    )
+    rows = tuple(
+        (
+            cell(prediction.engine),
+            cell(numbers.count(prediction.batch)),
+            cell(numbers.latency(prediction.predicted_us)),
+            cell(numbers.latency(prediction.measured_us)),
+            cell(numbers.signed_percent(prediction.error, 1)),
+        )
+        for prediction in predictions
+    )
+    caption = f"Predicted and measured latency, median error {numbers.error_percent(median_error)}"
+    return Table(caption, columns, rows, keys=2)

@@ -1,0 +1,68 @@
+"""The document beside an engine of ONNX Runtime that says how to load it.
+
+An engine's files may come from someone who may not run code on this host, so it sets only options that name
+no file and no library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from loka_onnx.core.serde import STRICT
+from loka_onnx.errors import EngineError
+from loka_onnx.sessions.providers import PROVIDERS
+
+SETTINGS_FILE = "settings.json"
+"""Beside the engine."""
+PROGRAMS = "programs"
+"""Directory beside the engine that holds what a provider has compiled."""
+
+
+@dataclass(frozen=True)
+class BoundSettings:
+    """How an engine is loaded; the document beside it.
+
+    Attributes:
+        provider: Key of the provider.
+        version: ONNX Runtime that built it.
+        options: What the provider is told, beside the number of its device and where its programs are.
+        sizes: Batch sizes with fixed buffers, ascending; where empty, any batch runs as it comes.
+        programs: Whether what the provider compiled is in `PROGRAMS`.
+
+    Raises:
+        EngineError: There is no such provider, it takes no such option, or sizes are out of order.
+    """
+
+    SCHEMA: ClassVar[str] = "onnxruntime-engine/1"
+    __pydantic_config__ = STRICT
+
+    provider: str
+    version: str
+    options: dict[str, str] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    programs: bool = False
+
+    def __post_init__(self) -> None:
+        provider = PROVIDERS.get(self.provider)
+        if provider is None:
+            raise EngineError(
+                f"there is no provider '{self.provider}'", evidence=f"known: {', '.join(PROVIDERS)}"
+            )
+        unknown = sorted(set(self.options) - provider.options)
+        if unknown:
+            raise EngineError(
+                f"an engine cannot set option '{unknown[0]}' of {provider.name}",
+                evidence=f"it may set {', '.join(sorted(provider.options)) or 'none'}",
+            )
+        if list(self.sizes) != sorted({*self.sizes}) or any(size < 1 for size in self.sizes):
+            raise EngineError("sizes of an engine are out of order", evidence=str(list(self.sizes)))
+
+
+def settings_beside(engine: Path) -> tuple[str, ...]:
+    """Names of the files that lie beside an engine because of its settings; none without settings."""
+    if engine.suffix != ".onnx" or not engine.with_name(SETTINGS_FILE).is_file():
+        return ()
+    programs = (path for path in (engine.parent / PROGRAMS).rglob("*") if path.is_file())
+    return (SETTINGS_FILE, *sorted(path.relative_to(engine.parent).as_posix() for path in programs))

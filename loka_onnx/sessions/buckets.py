@@ -1,0 +1,135 @@
+"""Requests of any size through programs of a few fixed sizes.
+
+A program that was compiled for one batch size serves every smaller request as well: rows are repeated up to
+its size, and what they give is cut off. That is exact where each row's answer depends on that row alone,
+which holds for the models this project serves (a batch is a set of independent examples). A request beyond
+the largest size is cut into several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.errors import EngineError
+from loka_onnx.sessions.runner import Arrays
+
+Run = Callable[[int, Arrays], Arrays]
+"""Runs the program of a size on exactly that many rows."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a request that one program serves.
+
+    Attributes:
+        start: First row in the request.
+        rows: How many of its rows.
+        size: Rows of the program, at least `rows`.
+    """
+
+    start: int
+    rows: int
+    size: int
+
+
+def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
+    """Which programs serve a request: the largest as often as it is full, then the least that holds the rest.
+
+    Args:
+        rows: Rows of the request.
+        sizes: Batch sizes that there are programs for, ascending.
+
+    Raises:
+        EngineError: The request is empty, or there is no program.
+    """
+    if rows < 1 or not sizes:
+        raise EngineError(
+            "no program serves this batch",
+            evidence=f"{rows} rows; programs of {', '.join(map(str, sizes)) or 'no size'}",
+            remedy="send at least one row",
+        )
+    largest = sizes[-1]
+    full = tuple(Piece(start, largest, largest) for start in range(0, rows - largest + 1, largest))
+    done = largest * len(full)
+    if done == rows:
+        return full
+    return (*full, Piece(done, rows - done, next(size for size in sizes if size >= rows - done)))
+
+
+def padded(value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
+    """The rows of a piece, the last one repeated up to the program's size.
+
+    A repeated row is as valid as the one it repeats; zeros need not be (an id may have to be positive).
+
+    Args:
+        value: Shape (rows of the request, …).
+        piece: Which of its rows, and how many the program takes.
+
+    Returns:
+        Shape (piece.size, …), C order; the array itself where the piece is all of it.
+    """
+    rows = value[piece.start : piece.start + piece.rows]
+    if piece.size > piece.rows:
+        rows = np.concatenate([rows, np.repeat(rows[-1:], piece.size - piece.rows, axis=0)])
+    return np.ascontiguousarray(rows)
+
+
+def rows_of(inputs: Mapping[str, npt.NDArray[Any]]) -> int:
+    """Rows of a request.
+
+    Raises:
+        EngineError: An input has no batch axis, or they do not agree.
+    """
+    counts: dict[str, int | None]
+    counts = {name: value.shape[0] if value.ndim else None for name, value in inputs.items()}
+    if len({*counts.values()}) != 1 or None in counts.values():
+        raise EngineError(
+            "the inputs of a batch have different numbers of rows",
+            evidence=", ".join(f"'{name}' {count}" for name, count in counts.items())
+            or "there are no inputs",
+            remedy="put the batch on axis 0 of every input",
+        )
+    return next(count for count in counts.values() if count is not None)
+
+
+def run_in_buckets(
+    run: Run, inputs: Mapping[str, npt.NDArray[Any]], sizes: Sequence[int], batched: Collection[str]
+) -> Arrays:
+    """Serve a request with programs of fixed sizes.
+
+    Args:
+        run: Runs one of them.
+        inputs: One array per graph input, the batch on axis 0.
+        sizes: Batch sizes that there are programs for, ascending.
+        batched: Outputs whose axis 0 is the batch; of others, the first piece's is the answer.
+
+    Raises:
+        EngineError: The request is empty or its inputs disagree, or an output does not follow the batch.
+    """
+    pieces = pieces_of(rows_of(inputs), sizes)
+    answers: list[Arrays] = []
+    for piece in pieces:
+        answer = run(piece.size, {name: padded(value, piece) for name, value in inputs.items()})
+        answers.append({name: _cut(name, v, piece) if name in batched else v for name, v in answer.items()})
+    first = answers[0]
+    if len(answers) == 1:
+        return first
+    return {
+        name: np.concatenate([answer[name] for answer in answers]) if name in batched else value
+        for name, value in first.items()
+    }
+
+
+def _cut(name: str, value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
+    if value.shape[:1] != (piece.size,):
+        raise EngineError(
+            f"output '{name}' does not follow the batch",
+            evidence=f"a program of {piece.size} rows gave shape {value.shape}",
+            remedy="export the model with axis 0 of every output dynamic",
+        )
+    return value[: piece.rows]

@@ -1,0 +1,282 @@
+"""Where the programs of an Inductor package run: on the CPU, or on a GPU through CUDA graphs.
+
+A GPU finishes the kernels of a ranker faster than a CPU can launch them one by one. So for each batch size
+that is served, the launches are captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
+Graphs) and replayed for each request. A graph reads and writes fixed addresses: requests are copied into
+buffers that stay on the device, through pinned host memory, which the device reads by itself.
+
+`Gpu` holds every call of the vendor; `DeviceLane` holds what is done with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.errors import EngineError
+from loka_onnx.sessions.buckets import Piece, padded
+from loka_onnx.sessions.inductor_package import InductorEngine, InputPort
+from loka_onnx.sessions.runner import Arrays, Resident
+
+Tensor = Any
+"""`torch.Tensor`; the package is imported only where a session is opened."""
+Call = Callable[[list[Tensor]], Sequence[Tensor]]
+"""A loaded program: tensors in the order of `InductorEngine.inputs`, to those of its outputs."""
+WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Rows of a request, and what serves them.
+
+    Attributes:
+        program: Name of the program.
+        piece: Which rows, and for how many rows the program runs.
+        captured: Whether a CUDA graph of that size is replayed.
+    """
+
+    program: str
+    piece: Piece
+    captured: bool
+
+
+class Lane(ABC):
+    """Runs the programs of an engine, one placement at a time; not safe for several threads."""
+
+    captures: bool = False
+    """Whether batch sizes that are served have CUDA graphs."""
+
+    @abstractmethod
+    def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Outputs of `placement.piece.size` rows; those past the request's are of rows that pad it."""
+
+    @abstractmethod
+    def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
+        """The placement, with its inputs where the program reads them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the programs and everything that they hold."""
+
+
+class HostLane(Lane):
+    """Runs programs on the CPU.
+
+    Args:
+        torch: The module.
+        engine: What the programs are.
+        calls: The loaded programs, by name; emptied by `close`.
+    """
+
+    def __init__(self, torch: Any, engine: InductorEngine, calls: dict[str, Call]) -> None:
+        self._torch, self._engine, self._calls = torch, engine, calls
+
+    def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Run on the arrays themselves; outputs are copied, for they may be an input or a constant."""
+        outputs = self._calls[placement.program](self._feeds(placement, inputs))
+        ports = self._engine.outputs
+        return {port.name: value.numpy().copy() for port, value in zip(ports, outputs, strict=True)}
+
+    def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
+        """Tensors over the arrays themselves."""
+        feeds = self._feeds(placement, inputs)
+        call = self._calls[placement.program]
+        return Resident(lambda: call(list(feeds)), lambda: None)
+
+    def close(self) -> None:
+        """Unload the programs."""
+        self._calls.clear()
+
+    def _feeds(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
+        # A tensor over a read-only array is refused by a warning, though no program writes its inputs.
+        return [
+            self._torch.from_numpy(np.require(padded(inputs[port.name], placement.piece), None, ["C", "W"]))
+            for port in self._engine.inputs
+        ]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph.
+
+    Attributes:
+        replay: Queues it.
+        outputs: Tensors that it writes, the same in each replay.
+        reset: Frees it.
+    """
+
+    replay: Callable[[], object]
+    outputs: tuple[Tensor, ...]
+    reset: Callable[[], object]
+
+
+class Gpu:
+    """One stream of one GPU, and the memory that graphs captured on it share.
+
+    Graphs of one pool may use the same memory for what lives inside them. That is safe because they run one
+    after the other on one stream, and outputs are fetched before the next is queued.
+
+    Args:
+        torch: The module.
+        index: Number of the GPU.
+    """
+
+    def __init__(self, torch: Any, index: int) -> None:
+        self._torch = torch
+        self.device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self.device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> Tensor:
+        """Host memory that the device copies from and to by itself."""
+        return self._torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Queue everything of the calling thread on this stream."""
+        with self._torch.inference_mode(), self._torch.cuda.stream(self._stream):
+            yield
+
+    def synchronize(self) -> None:
+        """Wait for everything that was queued."""
+        self._stream.synchronize()
+
+    def capture(self, call: Callable[[], Sequence[Tensor]]) -> Captured:
+        """Capture what a call queues.
+
+        The first calls of a program load its kernels and let libraries choose theirs, which may not happen
+        in a capture.
+        """
+        for _ in range(WARM_UPS):
+            call()
+        self.synchronize()
+        graph = self._torch.cuda.CUDAGraph()
+        # Other threads of the process may use the GPU meanwhile: only this one's mistakes end the capture.
+        with self._torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            outputs = call()
+        return Captured(graph.replay, tuple(outputs), graph.reset)
+
+    def close(self) -> None:
+        """Give the memory that nothing holds any more back to the device."""
+        self.synchronize()
+        self._torch.cuda.empty_cache()
+
+
+class DeviceLane(Lane):
+    """Runs programs on a GPU, by CUDA graphs for batch sizes that are served.
+
+    Args:
+        torch: The module.
+        engine: What the programs are.
+        calls: The loaded programs, by name; emptied by `close`.
+        gpu: The GPU; closed with the lane.
+
+    Raises:
+        EngineError: A program cannot be captured.
+    """
+
+    captures = True
+
+    def __init__(self, torch: Any, engine: InductorEngine, calls: dict[str, Call], gpu: Gpu) -> None:
+        self._torch, self._engine, self._calls, self._gpu = torch, engine, calls, gpu
+        largest = engine.graph_sizes[-1]
+        self._staging = {
+            port.name: gpu.pinned((largest, *port.row_shape), self._dtype(port)) for port in engine.inputs
+        }
+        self._graphs: dict[int, Captured] = {}
+        self._fetched: dict[int, tuple[Tensor, ...]] = {}
+        with gpu.active():
+            self._inputs = {
+                name: self._torch.zeros_like(staging, device=gpu.device)
+                for name, staging in self._staging.items()
+            }
+            # The largest first: what it reserves holds the others as well.
+            for size in reversed(engine.graph_sizes):
+                self._capture(size)
+
+    def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Copy the rows over, run, and copy the outputs back."""
+        size = placement.piece.size
+        with self._gpu.active():
+            if placement.captured:
+                self._stage(placement.piece, inputs)
+                captured, fetched = self._graphs[size], self._fetched[size]
+                captured.replay()
+                for host, output in zip(fetched, captured.outputs, strict=True):
+                    host.copy_(output, non_blocking=True)
+                self._gpu.synchronize()
+                # The next request overwrites the pinned memory.
+                values = [host.numpy().copy() for host in fetched]
+            else:
+                outputs = self._calls[placement.program](self._moved(placement.piece, inputs))
+                values = [output.cpu().numpy() for output in outputs]
+        return {port.name: value for port, value in zip(self._engine.outputs, values, strict=True)}
+
+    def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
+        """The batch in the device's memory; `launch` queues its kernels and fetches nothing."""
+        with self._gpu.active():
+            if placement.captured:
+                self._stage(placement.piece, inputs)
+                captured = self._graphs[placement.piece.size]
+                launch: Callable[[], object] = captured.replay
+            else:
+                call, moved = self._calls[placement.program], self._moved(placement.piece, inputs)
+
+                def launch() -> object:
+                    return call(list(moved))
+
+            self._gpu.synchronize()
+
+        def launch_here() -> None:
+            with self._gpu.active():
+                launch()
+
+        return Resident(launch_here, self._gpu.synchronize)
+
+    def close(self) -> None:
+        """Free graphs, buffers and programs, then the memory that they shared."""
+        for captured in self._graphs.values():
+            captured.reset()
+        for held in (self._graphs, self._fetched, self._inputs, self._staging, self._calls):
+            held.clear()
+        self._gpu.close()
+
+    def _capture(self, size: int) -> None:
+        program = next(p for p in self._engine.programs if p.minimum <= size <= p.maximum)
+        call = self._calls[program.name]
+        feeds = [self._inputs[port.name][:size] for port in self._engine.inputs]
+        try:
+            captured = self._gpu.capture(lambda: call(list(feeds)))
+        except RuntimeError as error:
+            raise EngineError(
+                f"the engine cannot be captured into a CUDA graph for {size} rows",
+                evidence=str(error).splitlines()[0][:400],
+                remedy="an operator of it waits for the device; the log of the build has its kernels",
+            ) from error
+        self._graphs[size] = captured
+        self._fetched[size] = tuple(self._gpu.pinned(tuple(t.shape), t.dtype) for t in captured.outputs)
+
+    def _stage(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Copy a piece into the buffers that graphs read, its last row repeated up to their size."""
+        for name, staging in self._staging.items():
+            rows = staging.numpy()
+            rows[: piece.rows] = inputs[name][piece.start : piece.start + piece.rows]
+            rows[piece.rows : piece.size] = rows[piece.rows - 1]
+            self._inputs[name][: piece.size].copy_(staging[: piece.size], non_blocking=True)
+
+    def _moved(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
+        values = (
+            np.require(padded(inputs[port.name], piece), None, ["C", "W"]) for port in self._engine.inputs
+        )
+        return [self._torch.from_numpy(value).to(self._gpu.device) for value in values]
+
+    def _dtype(self, port: InputPort) -> Any:
+        return self._torch.from_numpy(np.empty(0, port.dtype)).dtype

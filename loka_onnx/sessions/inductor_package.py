@@ -1,0 +1,245 @@
+"""What an engine of Inductor says of itself; reading it loads no code.
+
+The engine is one ``.pt2`` package of AOTInductor: a zip archive of shared libraries, GPU kernels and weights
+(`torch.export.pt2_archive`). `engine.json` is among its extra files, so that a bundle ships one file and one
+digest covers everything. Whoever opens a package reads that document first and refuses what this host cannot
+run; the libraries are loaded afterwards. They are programs: load them only from whoever may run code here.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from loka_onnx.core import serde
+from loka_onnx.core.serde import STRICT
+from loka_onnx.errors import EngineError, UserError
+
+RECORD = "engine.json"
+"""Name of the document among the extra files of a package."""
+MAX_DOCUMENT_BYTES = 64 << 20
+CPU_INFO = Path("/proc/cpuinfo")
+_VECTOR_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmul", "sve", "asimd")
+
+
+@dataclass(frozen=True)
+class InputPort:
+    """An input; its axis 0 is the batch.
+
+    Attributes:
+        name: Its name in the ONNX graph.
+        dtype: Element type, as NumPy names it.
+        row_shape: Shape without the batch.
+    """
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OutputPort:
+    """An output.
+
+    Attributes:
+        name: Its name in the ONNX graph.
+        batched: Whether its axis 0 is the batch.
+    """
+
+    name: str
+    batched: bool
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of the program that was compiled.
+
+    Attributes:
+        node: Node of the ONNX graph that it computes; empty where that is not known.
+        operator: Operator of the exported program, for example ``aten._scaled_mm.default``.
+        operands: Element types of its two factors, as PyTorch names them.
+        fast_accumulation: Whether its sums may be kept in fewer bits (`_scaled_mm`, ``use_fast_accum``).
+    """
+
+    node: str
+    operator: str
+    operands: tuple[str, ...]
+    fast_accumulation: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """One compiled program of a package.
+
+    Attributes:
+        name: Its name in the package.
+        minimum: Fewest rows that it takes.
+        maximum: Most rows; `minimum` where it takes one size only.
+        products: Its matrix products, in their order.
+        entering: By node of the ONNX graph that is a site, the element types of the floating tensors that it
+            reads, as PyTorch names them.
+    """
+
+    name: str
+    minimum: int
+    maximum: int
+    products: tuple[Product, ...] = ()
+    entering: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CompiledSite:
+    """What a product of the ONNX graph was lowered to (`engines.inductor.lowering`).
+
+    Attributes:
+        site: Its name.
+        kernel: What computes it.
+        operands: Element types that are multiplied.
+        engaged: Whether these are FP8.
+        reason: Why not, or what is particular about it.
+    """
+
+    site: str
+    kernel: str
+    operands: tuple[str, ...]
+    engaged: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class InductorEngine:
+    """Everything about an engine that its programs do not say.
+
+    Attributes:
+        torch: Version of PyTorch that compiled it.
+        architecture: What it was compiled for: ``cpu``, or an NVIDIA architecture.
+        instruction_sets: Vector instruction sets of the host that compiled it; the host's part of a program
+            is compiled for that processor, for a GPU as well.
+        inputs: Inputs in the order that programs take them.
+        outputs: Outputs in the order that programs give them.
+        minimum: Fewest rows of a request.
+        maximum: Most rows of a request.
+        sizes: Batch sizes that are served, ascending: CUDA graphs are captured for them.
+        programs: One that takes every batch size, or one for each of `sizes`.
+        sites: What each product was lowered to.
+        options: Options that it was built with.
+    """
+
+    SCHEMA: ClassVar[str] = "inductor-engine/1"
+    __pydantic_config__ = STRICT
+
+    torch: str
+    architecture: str
+    instruction_sets: tuple[str, ...]
+    inputs: tuple[InputPort, ...]
+    outputs: tuple[OutputPort, ...]
+    minimum: int
+    maximum: int
+    sizes: tuple[int, ...]
+    programs: tuple[Program, ...]
+    sites: tuple[CompiledSite, ...] = ()
+    options: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether each program takes one batch size only."""
+        return all(program.minimum == program.maximum for program in self.programs)
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that CUDA graphs are captured for, ascending."""
+        return tuple(p.maximum for p in self.programs) if self.is_static else self.sizes
+
+
+def read_engine(package: Path) -> InductorEngine:
+    """The document of a package.
+
+    Raises:
+        EngineError: The file is no package, or none of this project.
+    """
+    try:
+        with zipfile.ZipFile(package) as archive:
+            name = _record(archive)
+            if archive.getinfo(name).file_size > MAX_DOCUMENT_BYTES:
+                raise UserError(f"'{name}' is larger than {MAX_DOCUMENT_BYTES} bytes")
+            return serde.loads(InductorEngine, archive.read(name).decode("utf-8"), where=name)
+    except (OSError, zipfile.BadZipFile, UnicodeDecodeError, UserError) as error:
+        raise EngineError(
+            "not an engine of the inductor backend",
+            where=str(package),
+            evidence=str(error),
+            remedy="build the engine again",
+        ) from error
+
+
+def read_sources(package: Path, program: str) -> tuple[str, ...]:
+    """Generated C++ of a program, as the package keeps it.
+
+    Args:
+        package: The ``.pt2`` file.
+        program: Name of the program.
+    """
+    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+\.cpp$")
+    with zipfile.ZipFile(package) as archive:
+        return tuple(
+            archive.read(name).decode("utf-8", "replace")
+            for name in archive.namelist()
+            if inside.search(name)
+        )
+
+
+def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:
+    """Vector instruction sets of this host's processor, sorted; empty where Linux does not list them."""
+    try:
+        text = cpu_info.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    line = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    flags = line.group(1).split() if line else []
+    return tuple(sorted({flag for flag in flags if flag.startswith(_VECTOR_SETS)}))
+
+
+def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], package: Path) -> None:
+    """Refuse an engine that this host's PyTorch or processor would crash on.
+
+    Args:
+        engine: Its document.
+        torch_version: Version of PyTorch here.
+        host: Vector instruction sets here.
+        package: Its file, for the message.
+
+    Raises:
+        EngineError: PyTorch has another major or minor version, whose libraries the programs do not fit; or
+            the processor lacks an instruction set that they were compiled with.
+    """
+    if _release(engine.torch) != _release(torch_version):
+        raise EngineError(
+            "the engine was compiled by another version of PyTorch",
+            where=str(package),
+            evidence=f"compiled by {engine.torch}, this host has {torch_version}",
+            remedy=f"install PyTorch {'.'.join(_release(engine.torch))}, or build the engine again",
+        )
+    missing = sorted({*engine.instruction_sets} - {*host})
+    if missing:
+        raise EngineError(
+            "the engine was compiled for another processor",
+            where=str(package),
+            evidence=f"this host lacks {', '.join(missing)}",
+            remedy="build the engine on a host with this processor",
+        )
+
+
+def _release(version: str) -> tuple[str, ...]:
+    """Major and minor version."""
+    return tuple(version.split(".")[:2])
+
+
+def _record(archive: zipfile.ZipFile) -> str:
+    for name in archive.namelist():
+        if name == f"extra/{RECORD}" or name.endswith(f"/extra/{RECORD}"):
+            return name
+    raise UserError(f"it has no '{RECORD}' among its extra files")

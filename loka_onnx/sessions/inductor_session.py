@@ -1,0 +1,224 @@
+"""Runs an engine of the inductor backend: a package of AOTInductor.
+
+An engine is a program: shared libraries that run with the rights of this process as they load. Load one only
+from whoever may run code on the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.devices import CPU
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.buckets import Piece, pieces_of, rows_of
+from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.inductor_lanes import Call, DeviceLane, Gpu, HostLane, Lane, Placement
+from loka_onnx.sessions.inductor_package import InductorEngine, check_host, instruction_sets, read_engine
+from loka_onnx.sessions.runner import Arrays, Resident, Runner
+from loka_onnx.sessions.tensorrt_vendors import why_no_gpu
+
+MOST_PADDING = 2
+"""A request is padded up to a captured batch size that is at most this many times as large."""
+
+
+def import_torch() -> Any:
+    """The `torch` module.
+
+    Raises:
+        MissingPackage: It is not installed, or its libraries do not load.
+    """
+    try:
+        return importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        raise MissingPackage(
+            "PyTorch is not installed", evidence=str(error), remedy="pip install 'loka-onnx[inductor]'"
+        ) from error
+
+
+def open_inductor(package: Path, architecture: str) -> InductorSession:
+    """Load a package, on the first GPU of its architecture unless that is the CPU.
+
+    Nothing of it is run before the host has been found to fit.
+
+    Args:
+        package: The ``.pt2`` file.
+        architecture: What it was built for: ``cpu``, or for example ``sm90``.
+
+    Raises:
+        MissingPackage: PyTorch is not installed.
+        EngineError: The file is no engine of this backend or is for another architecture, this host has no
+            such GPU, another version of PyTorch or another processor, or the programs do not load.
+    """
+    engine = read_engine(package)
+    if engine.architecture != architecture:
+        raise EngineError(
+            "the engine is for another architecture",
+            where=str(package),
+            evidence=f"asked for {architecture}, it is for {engine.architecture}",
+        )
+    torch = import_torch()
+    check_host(engine, str(torch.__version__), instruction_sets(), package)
+    if architecture == CPU:
+        return InductorSession(engine, HostLane(torch, engine, _load(torch, package, engine, -1)))
+    reason = why_no_gpu(architecture)
+    if reason:
+        raise EngineError(f"cannot run here: {reason}", where=str(package))
+    if not torch.cuda.is_available():
+        raise EngineError(
+            "this PyTorch does not use the GPU",
+            where=str(package),
+            evidence=f"version {torch.__version__}, built for CUDA {torch.version.cuda}",
+            remedy=f"install PyTorch {engine.torch}",
+        )
+    index = next(device.index for device in list_cuda_devices() if device.architecture == architecture)
+    calls = _load(torch, package, engine, index)
+    return InductorSession(engine, DeviceLane(torch, engine, calls, Gpu(torch, index)))
+
+
+def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict[str, Call]:
+    """The programs of a package.
+
+    The loader below `torch._inductor.aoti_load_package`, which would import the whole compiler first, parse a
+    description of its arguments in every call, and load every program for each that is asked for. One thread
+    at a time runs them: the loader's locks for several do not fit into a CUDA graph ("operation not permitted
+    when stream is capturing").
+
+    Args:
+        torch: The module.
+        package: The ``.pt2`` file.
+        engine: What it says of itself.
+        index: Number of the GPU; -1 for the CPU.
+    """
+    try:
+        loader = torch._C._aoti.AOTIModelPackageLoader
+        # Its parameters: package, program, one thread at a time, runners, device.
+        return {p.name: loader(str(package), p.name, True, 1, index).boxed_run for p in engine.programs}
+    except Exception as error:
+        # The loader raises what the dynamic linker, CUDA and the archive reader do.
+        raise EngineError(
+            "PyTorch does not load the engine",
+            where=str(package),
+            evidence=str(error).splitlines()[0][:400] if str(error) else repr(error),
+            remedy="an engine belongs to one PyTorch version, one processor and one GPU architecture",
+        ) from error
+
+
+def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Placement, ...]:
+    """What serves a request.
+
+    Programs of fixed sizes: the least that holds the rows, several where none does. One program of any size:
+    the CUDA graph of the least size that holds them, where that is at most `MOST_PADDING` times as many;
+    otherwise the program itself, kernel by kernel.
+
+    Args:
+        engine: The engine.
+        rows: Rows of the request.
+        captures: Whether there are CUDA graphs.
+
+    Raises:
+        EngineError: The engine was not built for that many rows.
+    """
+    if not engine.minimum <= rows <= engine.maximum:
+        raise EngineError(
+            "the batch is not one that the engine was built for",
+            evidence=f"{rows} rows; it takes {engine.minimum} to {engine.maximum}",
+            remedy="keep requests between batch.min and batch.max, or build for a wider range",
+        )
+    if engine.is_static:
+        names = {program.maximum: program.name for program in engine.programs}
+        return tuple(Placement(names[p.size], p, captures) for p in pieces_of(rows, sorted(names)))
+    name = engine.programs[0].name
+    size = next((size for size in engine.graph_sizes if size >= rows), None) if captures else None
+    if size is not None and size <= MOST_PADDING * rows:
+        return (Placement(name, Piece(0, rows, size), True),)
+    return (Placement(name, Piece(0, rows, rows), False),)
+
+
+class InductorSession(Runner):
+    """A loaded package.
+
+    Calls from several threads are served one after the other.
+
+    Args:
+        engine: What it says of itself.
+        lane: Where its programs run; closed with the session.
+    """
+
+    def __init__(self, engine: InductorEngine, lane: Lane) -> None:
+        self.engine = engine
+        self._lane: Lane | None = lane
+        self._lock = threading.Lock()
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Run one batch.
+
+        Raises:
+            EngineError: An input is missing or has another shape, the engine was not built for that many
+                rows, it fails, or the session is closed.
+        """
+        feeds = self._feeds(inputs)
+        with self._lock:
+            lane = self._open_lane()
+            pieces = placements(self.engine, rows_of(feeds), captures=lane.captures)
+            try:
+                answers = [(placement.piece, lane.run(placement, feeds)) for placement in pieces]
+            except RuntimeError as error:
+                raise EngineError(
+                    "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
+                ) from error
+        return {port.name: _joined(port.name, answers, batched=port.batched) for port in self.engine.outputs}
+
+    def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
+        """A batch in the memory of the device.
+
+        Raises:
+            EngineError: As `run`.
+        """
+        feeds = self._feeds(inputs)
+        with self._lock:
+            lane = self._open_lane()
+            pieces = placements(self.engine, rows_of(feeds), captures=lane.captures)
+            # Pieces share the buffers of their graph, so several cannot all stay.
+            return lane.resident(pieces[0], feeds) if len(pieces) == 1 else super().resident(feeds)
+
+    def close(self) -> None:
+        """Free graphs, buffers and programs; a second call does nothing."""
+        with self._lock:
+            if self._lane is not None:
+                self._lane.close()
+            self._lane = None
+
+    def _open_lane(self) -> Lane:
+        if self._lane is None:
+            raise EngineError("the engine is closed", remedy="open it again")
+        return self._lane
+
+    def _feeds(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        feeds: Arrays = {}
+        for port in self.engine.inputs:
+            value = inputs.get(port.name)
+            if value is None or value.shape[1:] != port.row_shape or value.ndim == 0:
+                raise EngineError(
+                    f"input '{port.name}' is missing or has another shape",
+                    evidence=f"{None if value is None else value.shape}, the engine takes "
+                    f"(rows, {', '.join(map(str, port.row_shape))})",
+                    remedy="send every input of the model, the batch on axis 0",
+                )
+            feeds[port.name] = value.astype(port.dtype, copy=False)
+        return feeds
+
+
+def _joined(name: str, answers: list[tuple[Piece, Arrays]], *, batched: bool) -> npt.NDArray[Any]:
+    first = answers[0][1][name]
+    if not batched:
+        return first
+    if len(answers) == 1:
+        return first[: answers[0][0].rows]
+    return np.concatenate([answer[name][: piece.rows] for piece, answer in answers])

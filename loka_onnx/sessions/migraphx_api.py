@@ -1,0 +1,280 @@
+"""Every call of MIGraphX's Python module that this package makes.
+
+The module is a parameter of each function, so that what is asked of it can be tested without it. Calls and
+their arguments: MIGraphX Python reference, and ``src/py/migraphx_py.cpp`` of ROCm/AMDMIGraphX for what the
+reference leaves out (walking a module, pointers to literals). Releases 2.15 and 2.16.
+
+The names `migraphx` and `migraphx-libs` on PyPI are placeholders: the library comes with ROCm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.errors import EngineError, MissingPackage, ModelError
+
+GPU, REFERENCE = "gpu", "ref"
+PROBLEM_CACHE = "MIGRAPHX_PROBLEM_CACHE"
+"""Environment variable that names the file in which exhaustive tuning keeps what it found."""
+DEBUG_SYMBOLS = "use_debug_symbols"
+_CONTROL_FLOW = frozenset({"if", "loop", "select_module", "run_on_target", "group"})
+_PARAMETER = re.compile(r"^\s*\S+ = @param:(?P<name>.+?) -> ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """How a program is compiled.
+
+    Attributes:
+        target: ``gpu`` or ``ref``.
+        exhaustive_tune: Whether every kernel that could serve a product is timed, which takes minutes.
+        fast_math: Whether functions may be replaced by faster approximations (the library's default).
+    """
+
+    target: str
+    exhaustive_tune: bool = False
+    fast_math: bool = True
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a compiled program takes.
+
+    Attributes:
+        type: Element type as MIGraphX names it, for example ``float_type``.
+        shape: Lengths of its axes.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+
+
+def import_migraphx() -> Any:
+    """The `migraphx` module.
+
+    Raises:
+        MissingPackage: It is not installed, or is a placeholder without content.
+    """
+    try:
+        module = importlib.import_module("migraphx")
+    except (ImportError, OSError) as error:
+        raise MissingPackage(
+            "MIGraphX is not installed",
+            evidence=str(error),
+            remedy="install ROCm with its package `migraphx`",
+        ) from error
+    if not hasattr(module, "parse_onnx"):
+        raise MissingPackage(
+            "MIGraphX is not installed",
+            evidence=f"'{getattr(module, '__file__', 'migraphx')}' is the placeholder of that name on PyPI",
+            remedy="pip uninstall migraphx migraphx-libs, and install ROCm with its package `migraphx`",
+        )
+    return module
+
+
+def version_of(migraphx: Any) -> str:
+    """Version of the library, as far as the module says."""
+    return str(getattr(migraphx, "__version__", "unknown"))
+
+
+def why_no_target(migraphx: Any, target: str) -> str:
+    """Why the module cannot compile for a target; empty when it can."""
+    try:
+        migraphx.get_target(target)
+    except RuntimeError as error:
+        return f"MIGraphX has no target '{target}': {_first_line(error)}"
+    return ""
+
+
+def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) -> Any:
+    """Parse a model for one batch size.
+
+    Dimensions are given for each input: a range of them fails at the parse of LayerNormalization and Q/DQ,
+    and one that is left open silently becomes 1.
+
+    Args:
+        migraphx: The module.
+        model: ONNX file in the dialect; external data is read from beside it.
+        dims: Every axis of every input.
+
+    Returns:
+        The program. Its instructions carry the names of the ONNX nodes where this release can do that.
+
+    Raises:
+        ModelError: The parser refuses the model.
+    """
+    options: dict[str, Any] = {}
+    if DEBUG_SYMBOLS in (migraphx.parse_onnx.__doc__ or ""):
+        options[DEBUG_SYMBOLS] = True
+    try:
+        return migraphx.parse_onnx(
+            os.fspath(model), map_input_dims={name: list(shape) for name, shape in dims.items()}, **options
+        )
+    except RuntimeError as error:
+        raise ModelError(
+            "MIGraphX refuses the model",
+            where=str(model),
+            evidence=_first_line(error),
+            remedy="keep the site in the base precision, or choose another backend",
+        ) from error
+
+
+def reread_float8(migraphx: Any, program: Any) -> Any:
+    """Build a program again whose FP8 constants are E4M3FN where they were E4M3FNUZ, bits unchanged.
+
+    The types of everything else follow from those of its inputs; a Q takes its own from its zero point.
+
+    Args:
+        migraphx: The module.
+        program: As parsed from a model whose E4M3FN bits go under the name of E4M3FNUZ.
+
+    Raises:
+        EngineError: This release cannot be walked, or the program has control flow.
+    """
+    source = program.get_main_module()
+    instructions = list(source)
+    _check_walkable(instructions)
+    # Release 2.15 does not give the name of a parameter, but prints it, in the order of the instructions.
+    names = iter(match["name"] for match in _PARAMETER.finditer(str(source)))
+    result = migraphx.program()
+    main = result.get_main_module()
+    made: dict[Any, Any] = {}
+    for instruction in instructions:
+        kind, inputs = instruction.name(), [made[each] for each in instruction.inputs()]
+        if kind == "@literal":
+            made[instruction] = _add_literal(migraphx, main, instruction)
+        elif kind == "@param":
+            made[instruction] = main.add_parameter(next(names), instruction.shape())
+        elif kind == "@return":
+            made[instruction] = main.add_return(inputs)
+        else:
+            made[instruction] = main.add_instruction(instruction.op(), inputs)
+    return result
+
+
+def _add_literal(migraphx: Any, main: Any, instruction: Any) -> Any:
+    value, shape = instruction.get_literal(), instruction.shape()
+    if shape.type_string() == "fp8e4m3fnuz_type":
+        like = migraphx.shape(type="fp8e4m3fn_type", lens=shape.lens(), strides=shape.strides())
+        # It points into `value`, which lives until the literal has been copied from it.
+        return main.add_literal(migraphx.argument_from_pointer(like, value.data_ptr()))
+    return main.add_literal(value)
+
+
+def _check_walkable(instructions: Sequence[Any]) -> None:
+    needed = ("name", "inputs", "shape", "op", "get_literal")
+    missing = [name for name in needed if instructions and not hasattr(instructions[0], name)]
+    if missing:
+        raise EngineError(
+            "this release of MIGraphX cannot take E4M3FN: its programs cannot be walked",
+            evidence=f"an instruction has no {', '.join(missing)}",
+            remedy="install MIGraphX 2.16 or later, or plan this device without FP8",
+        )
+    inner = sorted({each.name() for each in instructions} & _CONTROL_FLOW)
+    if inner:
+        raise EngineError(
+            "a program with control flow cannot take E4M3FN", evidence=f"it has {', '.join(inner)}"
+        )
+
+
+def compile_program(migraphx: Any, program: Any, how: Compilation) -> None:
+    """Compile a program in place. For ``gpu`` a GPU has to be here.
+
+    Raises:
+        EngineError: It cannot be compiled.
+    """
+    try:
+        program.compile(
+            migraphx.get_target(how.target),
+            offload_copy=True,
+            fast_math=how.fast_math,
+            exhaustive_tune=how.exhaustive_tune,
+        )
+    except RuntimeError as error:
+        raise EngineError(
+            "MIGraphX could not compile the program",
+            where=f"target '{how.target}'",
+            evidence=_first_line(error),
+            remedy="the log of the build has every message",
+        ) from error
+
+
+def save_program(migraphx: Any, program: Any, path: Path) -> None:
+    """Write a compiled program."""
+    migraphx.save(program, os.fspath(path))
+
+
+def load_program(migraphx: Any, path: Path) -> Any:
+    """Read a compiled program.
+
+    Raises:
+        EngineError: It was written by another version, or is not a compiled program.
+    """
+    try:
+        program = migraphx.load(os.fspath(path))
+    except RuntimeError as error:
+        raise EngineError(
+            "MIGraphX does not load the program",
+            where=str(path),
+            evidence=_first_line(error),
+            remedy="build it again: a program belongs to one version of MIGraphX and one GPU architecture",
+        ) from error
+    if not program.is_compiled():
+        raise EngineError("the program was never compiled", where=str(path), remedy="build the engine again")
+    return program
+
+
+def text_of(program: Any) -> str:
+    """The program as MIGraphX prints it."""
+    return str(program)
+
+
+def parameters_of(program: Any) -> dict[str, Parameter]:
+    """What a program takes, by name."""
+    shapes = program.get_parameter_shapes()
+    return {
+        name: Parameter(str(shape.type_string()), tuple(int(n) for n in shape.lens()))
+        for name, shape in shapes.items()
+    }
+
+
+def run_program(
+    migraphx: Any, program: Any, inputs: Mapping[str, npt.NDArray[Any]]
+) -> list[npt.NDArray[Any]]:
+    """Run a compiled program.
+
+    Args:
+        migraphx: The module.
+        program: Compiled with ``offload_copy``: takes and gives host memory.
+        inputs: Every parameter, of its type and shape, in C order. They are held until the run has returned,
+            which `migraphx.argument` does not do.
+
+    Returns:
+        Copies of the outputs, in the order of the model's.
+
+    Raises:
+        EngineError: It fails.
+    """
+    held = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
+    arguments = {name: migraphx.argument(value) for name, value in held.items()}
+    try:
+        results = program.run(arguments)
+        return [np.array(result) for result in results]
+    except RuntimeError as error:
+        raise EngineError("MIGraphX failed on a batch", evidence=_first_line(error)) from error
+    finally:
+        del arguments, held
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:400] if lines else type(error).__name__

@@ -1,0 +1,280 @@
+"""Engines are taken from the cache where everything they depend on is the same, and from nowhere else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import faulty_backends as faulty
+import numpy as np
+import pytest
+from tiny_models import MlpShape, TinyModel, mlp, write_sample
+
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.formats import Precision
+from loka_onnx.engines import cache as cache_module
+from loka_onnx.engines.cache import EngineCache, cache_key
+from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
+from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return mlp(tmp_path_factory.mktemp("model"), Precision.FP32, Precision.FP32, fp8=False)
+
+
+def request_for(model: TinyModel, output: Path) -> BuildRequest:
+    return BuildRequest(
+        model=model.path,
+        plan=model.plan,
+        sites=model.sites,
+        target="cpu",
+        architecture="cpu",
+        batch=BatchRange(1, 8, 16),
+        output=output,
+        sample=model.sample,
+        limits=Limits(60.0, 2 * GB),
+    )
+
+
+class Counting(OnnxRuntimeBackend):
+    """Counts what is really built, in this process."""
+
+    def __init__(self) -> None:
+        self.built = 0
+
+    def build(self, request: BuildRequest) -> EngineArtifact:
+        self.built += 1
+        return super().build(request)
+
+
+class Fake(Counting):
+    """Leaves an engine of some bytes without a child process: what is tested is the cache."""
+
+    size = 1000
+
+    def build(self, request: BuildRequest) -> EngineArtifact:
+        self.built += 1
+        request.output.mkdir(parents=True, exist_ok=True)
+        (request.output / "engine.onnx").write_bytes(bytes([self.built]) * self.size)
+        plain = self.failure(request.plan, request.target, request.architecture, "", 2.5)
+        path = (request.output / "engine.onnx").relative_to(request.relative_to or request.output)
+        return replace(plain, status=BuildStatus.READY, path=path, bytes=self.size, digest="d")
+
+
+def test_the_second_build_of_the_same_is_a_copy_of_the_first(model: TinyModel, tmp_path: Path) -> None:
+    backend, cache = Counting(), EngineCache(tmp_path / "cache", GB)
+    request = replace(request_for(model, tmp_path / "run/engines/a"), relative_to=tmp_path / "run")
+    first = cache.build(backend, request)
+    assert (first.status, first.detail, backend.built) == (BuildStatus.READY, "", 1)
+    again = cache.build(
+        backend,
+        replace(request, output=tmp_path / "other/engines/b", relative_to=tmp_path / "other", target="cpu"),
+    )
+    assert backend.built == 1
+    assert again.path == Path("engines/b/engine.onnx")
+    built = f"{first.build_seconds:.1f} s"
+    assert again.detail.startswith(f"taken from the engine cache, built there in {built} on 20")
+    assert replace(again, path=first.path, detail="") == first
+    with backend.open(again, tmp_path / "other" / again.path) as runner, np.load(model.sample) as sample:
+        assert runner.run({"x": sample["x"]})["out"].shape[0] == 16
+    assert "taken from the engine cache" in (tmp_path / "other/engines/b.log").read_text()
+    # A copy: what a user does to the one is not done to the other.
+    entry = next((tmp_path / "cache").glob("*/*/engine/engine.onnx"))
+    assert entry.stat().st_ino != (tmp_path / "other" / again.path).stat().st_ino
+
+
+def test_everything_that_a_build_depends_on_is_in_the_key(model: TinyModel, tmp_path: Path) -> None:
+    backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path / "engine")
+    key = cache_key(backend, request)
+    same = replace(
+        request, output=tmp_path / "elsewhere", relative_to=tmp_path, limits=Limits(1.0, 5), target="here"
+    )
+    reworded = replace(model.plan, id="other", decisions=_reworded(model))
+    assert cache_key(backend, same) == key
+    assert cache_key(backend, replace(request, plan=reworded)) == key
+
+    external = mlp(tmp_path / "m", Precision.FP32, Precision.FP32, fp8=False, shape=MlpShape(external=True))
+    weights = next(path for path in external.path.parent.iterdir() if path.name.endswith(".data"))
+    outside = replace(request, model=external.path)
+    before = cache_key(backend, outside)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    others = {
+        "weights beside the model": (before, cache_key(backend, outside)),
+        "plan": (key, cache_key(backend, replace(request, plan=replace(model.plan, base=Precision.BF16)))),
+        "sites": (key, cache_key(backend, replace(request, sites=model.sites[:1]))),
+        "batch": (key, cache_key(backend, replace(request, batch=BatchRange(1, 8, 32)))),
+        "sizes": (key, cache_key(backend, replace(request, batch=BatchRange(1, 8, 16, (8, 16))))),
+        "options": (key, cache_key(backend, replace(request, options={"level": 3}))),
+        "sample": (
+            key,
+            cache_key(
+                backend, replace(request, sample=write_sample(tmp_path / "other.npz", {"x": (64,)}, rows=9))
+            ),
+        ),
+        "architecture": (key, cache_key(backend, replace(request, architecture="sm90"))),
+        "backend's code": (key, cache_key(faulty.Raises(), request)),
+    }
+    for what, (one, other) in others.items():
+        assert one != other, what
+
+
+def _reworded(model: TinyModel) -> tuple[object, ...]:
+    return tuple(replace(decision, reason="said otherwise") for decision in model.plan.decisions)
+
+
+def test_version_and_devices_are_in_the_key(
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path / "engine")
+    known = backend.availability()
+    keys = {cache_key(backend, request)}
+    for changed in (replace(known, version="0.0.1"), replace(known, devices=("another CPU",))):
+        monkeypatch.setattr(backend, "availability", lambda changed=changed: changed)
+        keys.add(cache_key(backend, request))
+    with pytest.MonkeyPatch.context() as patch:
+        # Compiled code holds instructions of the processor, and hosts may share a cache.
+        patch.setattr(cache_module, "_processor", lambda: ["x86_64", "sse2"])
+        keys.add(cache_key(backend, request))
+    # Not run here: it does not matter on which devices it would not have run.
+    monkeypatch.setattr(backend, "why_not_run", lambda architecture: "no GPU")
+    keys.add(cache_key(backend, request))
+    monkeypatch.setattr(backend, "availability", lambda: known)
+    assert len(keys) == 5
+
+
+@pytest.mark.parametrize("harm", ["altered", "extra", "missing", "document"])
+def test_an_entry_that_is_not_whole_is_built_again(model: TinyModel, tmp_path: Path, harm: str) -> None:
+    backend, cache = Fake(), EngineCache(tmp_path / "cache", GB)
+    cache.build(backend, request_for(model, tmp_path / "a"))
+    (entry,) = cache.entries()
+    file = entry / "engine" / "engine.onnx"
+    if harm == "altered":
+        file.write_bytes(b"\x09" + file.read_bytes()[1:])
+    elif harm == "extra":
+        (entry / "engine" / "more").touch()
+    elif harm == "missing":
+        file.unlink()
+    else:
+        (entry / "entry.json").write_text("{}")
+    again = cache.build(backend, request_for(model, tmp_path / "b"))
+    assert (backend.built, again.detail) == (2, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "cache"]
+    # What was built took the place of what was not whole.
+    third = cache.build(backend, request_for(model, tmp_path / "c"))
+    assert backend.built == 2 and "engine cache" in third.detail
+    assert (tmp_path / "c/engine.onnx").read_bytes() == b"\x02" * Fake.size
+
+
+def test_what_was_not_used_for_longest_goes_first(model: TinyModel, tmp_path: Path) -> None:
+    backend, cache = Fake(), EngineCache(tmp_path / "cache", 12_000)
+    requests = [replace(request_for(model, tmp_path / "e"), batch=BatchRange(1, 8, 16 + i)) for i in range(4)]
+
+    def hits() -> list[bool]:
+        found = []
+        for request in requests:
+            entry = tmp_path / "cache" / cache_key(backend, request)[:2] / cache_key(backend, request)
+            found.append(entry.is_dir())
+        return found
+
+    cache.build(backend, requests[0])
+    size = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    cache.limit_bytes = int(2.5 * size)
+    cache.build(backend, requests[1])
+    _age(cache)
+    cache.build(backend, requests[0])  # a hit: used last
+    assert hits() == [True, True, False, False]
+    cache.build(backend, requests[2])
+    assert hits() == [True, False, True, False]
+    assert backend.built == 3
+    # An engine larger than the whole cache drives nothing out.
+    backend.size = 100 * size
+    cache.build(backend, requests[3])
+    assert hits() == [True, False, True, False]
+
+
+def _age(cache: EngineCache) -> None:
+    for entry in cache.entries():
+        os.utime(entry / "entry.json", (1, 1))
+
+
+def test_nothing_is_kept_at_size_0_nor_of_a_failure(model: TinyModel, tmp_path: Path) -> None:
+    backend = Fake()
+    for _ in range(2):
+        EngineCache(tmp_path / "cache", 0).build(backend, request_for(model, tmp_path / "a"))
+    assert backend.built == 2
+    failed = EngineCache(tmp_path / "cache", GB).build(faulty.Raises(), request_for(model, tmp_path / "b"))
+    assert failed.status is BuildStatus.FAILED
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_the_entry(model: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    request = request_for(model, tmp_path / "a")
+    built = EngineCache(tmp_path / "file" / "cache", GB).build(Fake(), request)
+    assert built.status is BuildStatus.READY
+    assert "not kept in the engine cache" in (tmp_path / "a.log").read_text()
+
+
+def test_what_killed_processes_left_is_removed(model: TinyModel, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    cache = EngineCache(tmp_path / "cache", GB)
+    host = os.uname().nodename
+    left = tmp_path / "cache" / f".new-{host}@{gone.pid}-x"
+    mine = tmp_path / "cache" / f".old-{host}@{os.getpid()}-x"
+    foreign = tmp_path / "cache" / ".new-elsewhere@1-x"
+    for place in (left, mine, foreign):
+        place.mkdir(parents=True)
+    cache.build(Fake(), request_for(model, tmp_path / "a"))
+    assert [place.exists() for place in (left, mine, foreign)] == [False, True, True]
+
+
+@pytest.mark.slow
+def test_processes_that_build_keep_and_evict_at_once_always_get_whole_engines(
+    model: TinyModel, tmp_path: Path
+) -> None:
+    """Four processes over three engines in a cache with room for two."""
+    code = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+sys.path[:0] = [sys.argv[1]]
+import test_engine_cache as t
+from tiny_models import mlp
+from loka_onnx.core.formats import Precision
+from loka_onnx.engines.request import BatchRange
+here, cache = Path(sys.argv[2]), t.EngineCache(Path(sys.argv[3]), 12_000)
+here.mkdir()
+model = mlp(here / "m", Precision.FP32, Precision.FP32, fp8=False)
+backend = t.Fake()
+backend.size = 3000
+for i in range(60):
+    request = replace(t.request_for(model, here / "e"), batch=BatchRange(1, 8, 16 + i % 3))
+    found = cache.build(backend, request)
+    content = (here / "e/engine.onnx").read_bytes()
+    assert len(content) == 3000 and len(set(content)) == 1, i
+print(backend.built)
+"""
+    root = Path(__file__).parent
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(root), str(tmp_path / str(i)), str(tmp_path / "cache")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(4)
+    ]
+    ended = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, ended
+    assert any(int(out) < 60 for out, _ in ended), "nothing was ever taken from the cache"
+    left = [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")]
+    assert left == []
+    shutil.rmtree(tmp_path / "cache")

@@ -1,0 +1,269 @@
+"""What Inductor makes of planned graphs: which sites multiply FP8, which batch sizes one package serves."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+from test_fusions import operator, product, written
+from tiny_models import GraphWriter, TinyModel, make_plan, mlp, write_sample
+
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.fusions import fusions_of
+from loka_onnx.core.site import SiteKind
+from loka_onnx.engines.inductor.backend import InductorBackend
+from loka_onnx.engines.inductor.site_precision import float8_calls
+from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.errors import EngineError
+from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.inductor_package import read_engine, read_sources
+
+torch = pytest.importorskip("torch")
+
+WIDTHS = (64, 48, 32, 8)
+BATCH = BatchRange(1, 8, 16, (4, 8))
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.slow),
+    pytest.param("gpu", marks=[pytest.mark.slow, pytest.mark.gpu]),
+]
+
+
+def ranker(folder: Path, base: Precision, *, fp8: bool) -> TinyModel:
+    """A norm and three linears; the last has 8 columns, which no FP8 product of PyTorch has."""
+    folder.mkdir(parents=True)
+    w = GraphWriter(base)
+    gain, shift = w.constant("gain", np.linspace(0.5, 1.5, 64)), w.constant("shift", np.linspace(-1, 1, 64))
+    x = w.op("LayerNormalization", [w.enter("x"), gain, shift], "norm", axis=-1)
+    w.site("norm", SiteKind.NORM, 64, 0, x)
+    for index, (k, n) in enumerate(pairwise(WIDTHS)):
+        name = f"fc{index}"
+        weight = w.float8_weight(name, (k, n), 1 if index == 1 else None) if fp8 else w.weight(name, (k, n))
+        x = w.op("MatMul", [w.quantized(x, f"{name}/x") if fp8 else x, weight], name)
+        w.site(name, SiteKind.LINEAR, k, n, x)
+        x = w.op("Relu", [x], f"relu{index}")
+    w.leave(x)
+    path = w.save(folder / "model.onnx", {"x": (64,)})
+    sites = tuple(w.sites)
+    chosen = tuple(site.name for site in sites if site.kind is SiteKind.LINEAR) if fp8 else ()
+    plan = make_plan(sites, base=base, fp8=chosen)
+    return TinyModel(path, plan, sites, write_sample(folder / "sample.npz", {"x": (64,)}))
+
+
+def request_for(model: TinyModel, output: Path, architecture: str = "cpu", **options: int) -> BuildRequest:
+    return BuildRequest(
+        model=model.path,
+        plan=model.plan,
+        sites=model.sites,
+        target=architecture,
+        architecture=architecture,
+        batch=BATCH,
+        output=output,
+        sample=model.sample,
+        relative_to=output.parent,
+        options=dict(options),
+    )
+
+
+def build(request: BuildRequest) -> EngineArtifact:
+    artifact = InductorBackend().build(request)
+    assert artifact.status is BuildStatus.READY, artifact.detail
+    return artifact
+
+
+@dataclass(frozen=True)
+class Built:
+    model: TinyModel
+    artifact: EngineArtifact
+    folder: Path
+
+    def outputs(self, rows: int) -> tuple[Any, Any]:
+        """What the engine answers, and the reference evaluator with the same constants in FP32."""
+        assert self.artifact.path is not None
+        inputs = {"x": np.load(self.model.sample)["x"][:rows]}
+        with InductorBackend().open(self.artifact, self.folder / self.artifact.path) as runner:
+            got = runner.run(inputs)["out"]
+        return got, ReferenceEvaluator(widened(onnx.load(self.model.path))).run(None, inputs)[0]
+
+
+def widened(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with FP32 in place of BF16; constants keep their values, which BF16 has rounded."""
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.BFLOAT16:
+            values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "to":
+                attribute.i = onnx.TensorProto.FLOAT
+    return model
+
+
+def architecture_of(device: str) -> str:
+    if device == "cpu":
+        return "cpu"
+    gpus = [gpu.architecture for gpu in list_cuda_devices()]
+    if not gpus or not torch.cuda.is_available():
+        pytest.skip("needs a GPU: packages for one are compiled on it")
+    return gpus[0]
+
+
+def build_ranker(folder: Path, architecture: str, base: Precision, *, fp8: bool, **options: int) -> Built:
+    model = ranker(folder / "model", base, fp8=fp8)
+    output = folder / "engines" / "e"
+    return Built(model, build(request_for(model, output, architecture, **options)), output.parent)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def fp8_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    architecture = architecture_of(request.param)
+    return build_ranker(tmp_path_factory.mktemp("fp8"), architecture, Precision.BF16, fp8=True)
+
+
+def test_aligned_sites_multiply_fp8_and_the_other_is_a_fallback(fp8_engine: Built) -> None:
+    sites = {site.site: site for site in fp8_engine.artifact.sites}
+    for name in ("fc0", "fc1"):
+        assert sites[name].engaged, sites[name].evidence
+        assert sites[name].operands == ("float8_e4m3fn", "float8_e4m3fn")
+    assert [site.site for site in fp8_engine.artifact.fallbacks] == ["fc2"]
+    assert sites["fc2"].operands == ("bfloat16", "bfloat16")
+    assert "K 32 and N 8 are not both multiples of 16" in sites["fc2"].evidence
+    assert sites["norm"].engaged
+    assert "bfloat16" in sites["norm"].operands
+
+
+def test_the_generated_code_calls_an_fp8_product_for_each_site(fp8_engine: Built) -> None:
+    assert fp8_engine.artifact.path is not None
+    package = fp8_engine.folder / fp8_engine.artifact.path
+    (program,) = read_engine(package).programs
+    assert float8_calls(read_sources(package, program.name)) == 2
+    assert [product.node for product in program.products] == ["fc0", "fc1", "fc2"]
+
+
+def test_only_on_the_cpu_is_fp8_a_simulation(fp8_engine: Built) -> None:
+    assert fp8_engine.artifact.simulated == (fp8_engine.artifact.architecture == "cpu")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 16])
+def test_one_package_serves_every_batch_size(fp8_engine: Built, rows: int) -> None:
+    got, exact = fp8_engine.outputs(rows)
+    assert got.shape == (rows, WIDTHS[-1])
+    assert got.dtype == np.float32
+    # BF16 moves activations over rounding boundaries of E4M3FN, one step of a sixteenth each. NumPy with all
+    # tensors rounded to BF16 differs from NumPy with none by 0.05, 0.008 in the mean; Inductor rounds some.
+    np.testing.assert_allclose(got, exact, atol=0.1)
+    # It really is BF16 between them.
+    assert 1e-5 < np.abs(got - exact).mean() < 0.012
+
+
+def test_a_batch_outside_the_range_is_refused(fp8_engine: Built) -> None:
+    assert fp8_engine.artifact.path is not None
+    with InductorBackend().open(fp8_engine.artifact, fp8_engine.folder / fp8_engine.artifact.path) as runner:
+        with pytest.raises(
+            EngineError, match=r"not one that the engine was built for(?s:.*)17 rows; it takes 1 to 16"
+        ):
+            runner.run({"x": np.zeros((17, 64), np.float32)})
+        with pytest.raises(EngineError, match="input 'x' is missing or has another shape"):
+            runner.run({"x": np.zeros((4, 63), np.float32)})
+
+
+def test_another_release_of_pytorch_is_refused(fp8_engine: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fp8_engine.artifact.path is not None
+    monkeypatch.setattr(torch, "__version__", "1.13.1")
+    with pytest.raises(EngineError, match=r"another version of PyTorch(?s:.*)this host has 1\.13\.1"):
+        InductorBackend().load(fp8_engine.folder / fp8_engine.artifact.path, fp8_engine.artifact.architecture)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_programs_of_fixed_sizes_and_a_compiler_that_the_environment_should_not_name(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    built = build_ranker(tmp_path, architecture_of(device), Precision.FP32, fp8=False, static=1)
+    assert not built.artifact.fallbacks
+    assert built.artifact.path is not None
+    engine = read_engine(built.folder / built.artifact.path)
+    assert [(p.name, p.minimum, p.maximum) for p in engine.programs] == [("rows4", 4, 4), ("rows8", 8, 8)]
+    assert engine.options["static"] == 1
+    for rows in (1, 4, 5, 8, 13, 16):
+        got, exact = built.outputs(rows)
+        # FP32 sums of 64 terms of order one, in another order.
+        np.testing.assert_allclose(got, exact, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_what_makes_a_tensor_also_quantizes_it(tmp_path: Path) -> None:
+    """What `core.fusions` claims: no kernel writes in BF16 what a Q behind it reads."""
+    fusions = fusions_of("inductor")
+    w = GraphWriter(Precision.BF16)
+    x = w.enter("x")
+    h = product(w, x, "first")
+    total = h
+    for kind in sorted(fusions.quantized_in_place):
+        made = operator(w, kind, h, x, f"op/{kind}")
+        total = w.op("Add", [total, product(w, made, f"behind/{kind}")], f"sum/{kind}")
+    for kind in sorted(fusions.residual_norms):
+        residual = w.op("Add", [h, operator(w, "Relu", x, x, f"relu/{kind}")], f"residual/{kind}")
+        made = operator(w, kind, residual, x, f"norm/{kind}")
+        total = w.op("Add", [total, product(w, made, f"normed/{kind}")], f"total/{kind}")
+    w.leave(total)
+    path = tmp_path / "model.onnx"
+    onnx.save(written(w), path)
+    sites = tuple(w.sites)
+    plan = make_plan(sites, base=Precision.BF16, fp8=tuple(site.name for site in sites))
+    model = TinyModel(path, plan, sites, write_sample(tmp_path / "sample.npz", {"x": (64,)}))
+    artifact = build(request_for(model, tmp_path / "e", fuse=0))
+    assert not artifact.fallbacks
+    (program,) = read_engine(tmp_path / "e" / "engine.pt2").programs
+    sources = "\n".join(read_sources(tmp_path / "e" / "engine.pt2", program.name))
+    # Declared in one file and defined in another.
+    kernels = {*re.findall(r"void +(cpp_fused\w+)\(([^)]*)\)", sources)}
+    assert sum(parameters.count("at::Float8_e4m3fn* out_ptr") for _, parameters in kernels) == len(sites)
+    writes_bf16 = {
+        name for name, parameters in kernels if re.search(r"at::BFloat16\* (in_)?out_ptr", parameters)
+    }
+    # The sum of the products, in parts.
+    assert all(re.fullmatch(r"cpp_fused(_+(to_copy|add|\d+))+", name) for name in writes_bf16)
+
+
+@pytest.mark.slow
+def test_a_build_that_is_cut_short_leaves_nothing(tmp_path: Path) -> None:
+    model = mlp(tmp_path / "model", Precision.FP32, Precision.FP32, fp8=False)
+    request = replace(request_for(model, tmp_path / "engines" / "e"), limits=Limits(seconds=4.0))
+    artifact = InductorBackend().build(request)
+    assert artifact.status is BuildStatus.FAILED
+    assert (
+        "inductor failed while compiling: the build process ended at the time limit of 4 s" in artifact.detail
+    )
+    assert sorted(path.name for path in (tmp_path / "engines").iterdir()) == ["e.log"]
+
+
+@pytest.mark.slow
+def test_an_operator_that_is_not_lowered_costs_the_candidate(tmp_path: Path) -> None:
+    w = GraphWriter(Precision.FP32)
+    w.leave(w.op("Bernoulli", ["x"], "draw"))
+    path = w.save(tmp_path / "model.onnx", {"x": (64,)})
+    sample = write_sample(tmp_path / "sample.npz", {"x": (64,)})
+    model = TinyModel(path, make_plan((), base=Precision.FP32), (), sample)
+    artifact = InductorBackend().build(request_for(model, tmp_path / "engines" / "e"))
+    assert artifact.status is BuildStatus.FAILED
+    assert "Bernoulli is not lowered" in artifact.detail
+
+
+@pytest.mark.slow
+def test_a_package_is_a_zip_file_of_one_document_and_its_programs(tmp_path: Path) -> None:
+    built = build_ranker(tmp_path, "cpu", Precision.FP32, fp8=False)
+    assert sorted(path.name for path in (tmp_path / "engines" / "e").iterdir()) == ["engine.pt2"]
+    assert built.artifact.path is not None
+    with zipfile.ZipFile(built.folder / built.artifact.path) as archive:
+        names = archive.namelist()
+    assert sum(name.endswith("extra/engine.json") for name in names) == 1
+    assert any("/data/aotinductor/rows/" in name and name.endswith(".so") for name in names)

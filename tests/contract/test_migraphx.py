@@ -1,0 +1,128 @@
+"""What MIGraphX does with the dialect, wherever it is installed: on its reference target, GPU or not.
+
+The backend's own suite is `test_backends`; here, what the facts behind the dialect rest on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, write_sample
+
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.site import SiteKind
+from loka_onnx.engines.migraphx.build import BuildSettings, build_engine
+from loka_onnx.engines.migraphx.dialect import Float8Form, write_dialect
+from loka_onnx.engines.migraphx.program_text import parse_program
+from loka_onnx.engines.migraphx.site_precision import PlannedSite, products_of, site_precisions
+from loka_onnx.engines.request import BatchRange
+from loka_onnx.errors import MissingPackage, ModelError
+from loka_onnx.sessions.migraphx_api import (
+    Compilation,
+    compile_program,
+    import_migraphx,
+    parameters_of,
+    parse_onnx,
+    reread_float8,
+    run_program,
+    text_of,
+)
+from loka_onnx.sessions.migraphx_session import open_migraphx
+
+try:
+    migraphx = import_migraphx()
+except MissingPackage as error:
+    pytest.skip(f"needs migraphx: {error.evidence}", allow_module_level=True)
+
+ROWS = 16
+
+
+@pytest.fixture(params=[False, True], ids=["per tensor", "per channel"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> TinyModel:
+    return mlp(tmp_path, Precision.FP32, Precision.FP32, fp8=True, shape=MlpShape(per_channel=request.param))
+
+
+def expected(model: TinyModel, rows: int = ROWS) -> np.ndarray:
+    batch = {name: value[:rows] for name, value in np.load(model.sample).items()}
+    return ReferenceEvaluator(onnx.load(model.path)).run(None, batch)[0]
+
+
+def parsed(model: TinyModel, form: Float8Form):
+    proto = write_dialect(onnx.load(model.path), model.path.parent, form)
+    path = model.path.with_name(f"{form}.onnx")
+    onnx.save(proto, path)
+    return parse_onnx(migraphx, path, {"x": (ROWS, 64)})
+
+
+def run(model: TinyModel, program) -> np.ndarray:
+    (result,) = run_program(migraphx, program, {"x": np.load(model.sample)["x"][:ROWS]})
+    return result
+
+
+@pytest.mark.parametrize("form", Float8Form)
+def test_both_forms_compute_the_planned_model(model: TinyModel, form: Float8Form) -> None:
+    program = parsed(model, form)
+    if form is Float8Form.CARRIER:
+        program = reread_float8(migraphx, program)
+    compile_program(migraphx, program, Compilation("ref"))
+    # FP32 sums of 64 and 128 terms of order one differ by their order only; an FP8 step is 0.03.
+    np.testing.assert_allclose(run(model, program), expected(model), atol=2e-5)
+
+
+def test_the_carrier_reaches_the_program_as_e4m3fn(model: TinyModel) -> None:
+    before = parsed(model, Float8Form.CARRIER)
+    after = reread_float8(migraphx, before)
+    assert "fp8e4m3fn" not in parse_program(text_of(before)).types
+    assert "fp8e4m3fnuz" not in parse_program(text_of(after)).types
+    assert "fp8e4m3fn" in parse_program(text_of(after)).types
+    assert parameters_of(before) == parameters_of(after)
+
+
+def test_e4m3fn_does_not_parse(model: TinyModel) -> None:
+    """Why there is a dialect: when this fails, a newer release may do without it."""
+    with pytest.raises(ModelError, match="data type 17"):
+        parse_onnx(migraphx, model.path, {"x": (ROWS, 64)})
+
+
+def test_the_printed_program_is_read(model: TinyModel) -> None:
+    program = parsed(model, Float8Form.FNUZ)
+    compile_program(migraphx, program, Compilation("ref"))
+    text = parse_program(text_of(program))
+    assert [product.is_simulated for product in products_of(text)] == [True, True]
+    found = site_precisions([text], [PlannedSite(site, Precision.FP8) for site in model.sites])
+    assert all(site.engaged for site in found), [site.evidence for site in found]
+
+
+def test_an_engine_serves_every_size(model: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    settings = BuildSettings("cpu", BatchRange(1, 4, 16, (4, 8)))
+    engine = build_engine(migraphx, model.path, settings, tmp_path / "engine")
+    sample = np.load(model.sample)["x"]
+    with open_migraphx(engine, "cpu") as session:
+        for rows in (1, 4, 7, 13, 16):
+            got = session.run({"x": sample[:rows]})["out"]
+            np.testing.assert_allclose(got, expected(model, rows), atol=2e-5)
+
+
+@pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
+def test_a_residual_norm_in_16_bits(tmp_path: Path, base: Precision) -> None:
+    w = GraphWriter(base)
+    x = w.enter("x")
+    norm = w.op(
+        "LayerNormalization", [x, w.constant("g", np.ones(64)), w.constant("b", np.zeros(64))], "norm"
+    )
+    y = w.op("MatMul", [w.quantized(norm, "fc/x"), w.float8_weight("fc", (64, 64), 1)], "fc")
+    w.site("fc", SiteKind.LINEAR, 64, 64, y)
+    w.leave(w.op("Add", [y, norm], "residual"))
+    path = w.save(tmp_path / "model.onnx", {"x": (64,)})
+    sites = tuple(w.sites)
+    sample = write_sample(tmp_path / "sample.npz", {"x": (64,)})
+    model = TinyModel(path, make_plan(sites, base=base, fp8=("fc",)), sites, sample)
+    program = parsed(model, Float8Form.FNUZ)
+    compile_program(migraphx, program, Compilation("ref"))
+    # The norm's rounding moves a value of up to 4 by an FP8 step, ¼, times a weight of ⅛; two of 64 at once.
+    np.testing.assert_allclose(run(model, program), expected(model), atol=2.0**-3)

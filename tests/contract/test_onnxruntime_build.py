@@ -1,0 +1,210 @@
+"""The backend around its providers, with the CPU provider under CUDA's and TensorRT's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import TinyModel, mlp
+
+from loka_onnx.core import serde
+from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.engines.onnxruntime import backend as module
+from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
+from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.errors import EngineError, ModelError
+from loka_onnx.sessions import providers
+from loka_onnx.sessions.bound_session import BoundSession
+from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.sessions.cuda import CudaDevice
+from loka_onnx.sessions.providers import CPU, CUDA, PROVIDERS, TENSORRT
+
+ort = pytest.importorskip("onnxruntime")
+
+HAS_CUDA = CUDA.name in ort.get_available_providers()
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A host with an H100 whose providers for it are the CPU's: everything but the vendor's kernels."""
+    monkeypatch.setattr(providers, "list_cuda_devices", lambda: (CudaDevice(0, "H100", "sm90"),))
+    for provider in (CUDA, TENSORRT):
+        changed = replace(provider, name=CPU.name, memory="cpu")
+        monkeypatch.setitem(PROVIDERS, provider.key, changed)  # type: ignore[arg-type]
+
+    def chain(provider: Any, *_: Any) -> list[tuple[str, dict[str, str]]]:
+        return [(CPU.name, {})]
+
+    monkeypatch.setattr("loka_onnx.sessions.bound_session.provider_chain", chain)
+    monkeypatch.setattr("loka_onnx.engines.onnxruntime.site_precision.provider_chain", chain)
+    return
+
+
+def request_for(model: TinyModel, folder: Path, architecture: str = "sm90", **options: int) -> BuildRequest:
+    return BuildRequest(
+        model=model.path,
+        plan=model.plan,
+        sites=model.sites,
+        target="nvidia-h100",
+        architecture=architecture,
+        batch=BatchRange(1, 8, 16, (8, 16)),
+        output=folder / "e",
+        sample=model.sample,
+        options=options,
+    )
+
+
+def plan_of(base: Precision, float8: bool = False) -> PrecisionPlan:
+    recipe = replace(PER_TENSOR, format=Float8.E4M3FN)
+    decision = (
+        Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "", 1.0, (1.0,))
+        if float8
+        else Decision("fc", base, None, Verdict.NOT_JUDGED, "")
+    )
+    return PrecisionPlan("p", "d", base, (decision,), {}, 0.0)
+
+
+def test_devices_and_what_runs_them() -> None:
+    backend = OnnxRuntimeBackend()
+    assert backend.architectures("cpu") == ("cpu",)
+    assert backend.architectures("nvidia-h100") == ("sm90",)
+    assert backend.architectures("amd-mi300x") == ("gfx942",)
+    assert OnnxRuntimeTensorRtBackend().architectures("nvidia-l4") == ("sm89",)
+    assert "cpu" in backend.availability().devices
+    assert not set(OnnxRuntimeTensorRtBackend.devices) & {"cpu", "amd-mi300x"}
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="needs a GPU-less ONNX Runtime")
+def test_a_host_without_a_provider_says_so_instead_of_building(tmp_path: Path) -> None:
+    model = mlp(tmp_path / "m", Precision.FP16, Precision.FP16, fp8=False)
+    backend = OnnxRuntimeBackend()
+    said = "this build of ONNX Runtime has no CUDAExecutionProvider"
+    assert said in backend.why_not_here("sm90")
+    assert backend.why_not_here("cpu") == ""
+    artifact = backend.build(request_for(model, tmp_path))
+    assert not artifact.is_built
+    assert said in artifact.detail
+    assert "pip install 'loka-onnx[nvidia]'" in artifact.detail
+    tensorrt = OnnxRuntimeTensorRtBackend().availability()
+    assert not tensorrt.can_build
+    assert "this build of ONNX Runtime has no TensorrtExecutionProvider" in tensorrt.reason
+
+
+@pytest.mark.parametrize(
+    ("plan", "base", "simulated"),
+    [
+        (plan_of(Precision.FP32), Precision.FP32, False),
+        (plan_of(Precision.FP16), Precision.FP16, False),
+        (plan_of(Precision.BF16), Precision.BF16, False),
+        (plan_of(Precision.BF16, float8=True), Precision.FP32, True),
+    ],
+)
+def test_fp8_is_simulated_in_fp32_and_nothing_else_is(
+    plan: PrecisionPlan, base: Precision, simulated: bool
+) -> None:
+    backend = OnnxRuntimeBackend()
+    assert backend.base_precision(plan) is base
+    assert backend.is_simulated(plan, "sm90") is simulated
+    assert backend.is_simulated(plan, "cpu") is simulated
+
+
+def test_where_engines_may_be_loaded() -> None:
+    backend = OnnxRuntimeBackend()
+    assert backend.portability("cpu").startswith("any host with ONNX Runtime")
+    assert "a GPU of sm90 and ONNX Runtime with CUDAExecutionProvider" in backend.portability("sm90")
+    for text in (backend.portability("gfx942"), OnnxRuntimeTensorRtBackend().portability("sm90")):
+        assert "the versions of ONNX Runtime and of the library behind" in text
+
+
+@pytest.mark.usefixtures("stand_in")
+class TestBuilding:
+    @pytest.fixture
+    def model(self, tmp_path: Path) -> TinyModel:
+        return mlp(tmp_path / "model", Precision.FP32, Precision.FP32, fp8=False)
+
+    def test_an_engine_is_its_model_and_its_settings(self, model: TinyModel, tmp_path: Path) -> None:
+        backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path)
+        engine = backend.compile(request, tmp_path)
+        assert backend.files(engine) == (engine, tmp_path / SETTINGS_FILE)
+        settings = serde.read(BoundSettings, tmp_path / SETTINGS_FILE)
+        assert (settings.provider, settings.sizes) == ("cuda", (8, 16))
+        assert settings.version == ort.__version__
+        with backend.load(engine, "sm90") as runner:
+            sample = dict(np.load(model.sample))
+            got = runner.run({"x": sample["x"][:5]})["out"]
+        weights = OnnxRuntimeBackend().load(engine, "cpu").run({"x": sample["x"][:5]})["out"]
+        # The same graph on the same kernels, padded from 5 rows to 8.
+        np.testing.assert_allclose(got, weights, rtol=1e-5)
+
+    def test_sites_are_read_with_the_provider_that_runs_them(self, model: TinyModel, tmp_path: Path) -> None:
+        backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path)
+        sites = backend.read_precision(request, backend.compile(request, tmp_path))
+        assert [site.site for site in sites] == ["mlp.fc0", "mlp.fc1"]
+        assert all(site.engaged and site.operands == ("float", "float") for site in sites)
+        assert all(site.evidence.endswith("; on CPUExecutionProvider") for site in sites)
+
+    def test_fp8_is_read_as_simulated(self, tmp_path: Path) -> None:
+        model = mlp(tmp_path / "fp8", Precision.FP32, Precision.BF16, fp8=True)
+        backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path)
+        sites = backend.read_precision(request, backend.compile(request, tmp_path))
+        assert all(site.engaged for site in sites)
+        assert all("simulated: FP8 Q/DQ around an FP32 product" in site.evidence for site in sites)
+
+    def test_fp16_that_runs_between_casts_is_a_fallback(self, tmp_path: Path) -> None:
+        """The stand-in has no FP16 Gemm; what its session really holds is what is reported."""
+        model = mlp(tmp_path / "fp16", Precision.FP16, Precision.FP16, fp8=False)
+        backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path)
+        sites = backend.read_precision(request, backend.compile(request, tmp_path))
+        assert [site.operands for site in sites] == [("float", "float")] * 2
+        assert not any(site.engaged for site in sites)
+
+    def test_what_a_provider_compiled_is_part_of_the_engine(
+        self, model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend = OnnxRuntimeTensorRtBackend()
+        monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path / "cache"))
+        request = request_for(model, tmp_path)
+        engine = backend.compile(request, tmp_path)
+        assert (tmp_path / "cache/timing" / f"onnxruntime_tensorrt-{ort.__version__}").is_dir()
+        (tmp_path / PROGRAMS / "a.engine").write_bytes(b"program")
+        assert backend.files(engine) == (engine, tmp_path / SETTINGS_FILE, tmp_path / PROGRAMS / "a.engine")
+        sites = backend.read_precision(request, engine)
+        assert {site.evidence for site in sites} == {
+            f"Gemm '{site.site}' of the graph whose types CPUExecutionProvider keeps; on CPUExecutionProvider"
+            for site in sites
+        }
+
+    def test_graphs_that_cannot_be_recorded_are_left_out(
+        self, model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    ) -> None:
+        tried = []
+
+        class Unrecordable(BoundSession):
+            def __init__(self, engine: Path, settings: BoundSettings, **keywords: Any) -> None:
+                tried.append(settings)
+                if "enable_cuda_graph" in settings.options:
+                    raise EngineError("operation not permitted when stream is capturing")
+                super().__init__(engine, settings, **keywords)
+
+        monkeypatch.setattr(module, "BoundSession", Unrecordable)
+        OnnxRuntimeBackend().compile(request_for(model, tmp_path), tmp_path)
+        settings = serde.read(BoundSettings, tmp_path / SETTINGS_FILE)
+        assert settings.options == {"arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}
+        assert settings.sizes == ()
+        assert len(tried) == 2
+        assert "no CUDA graphs: operation not permitted" in capsys.readouterr().out
+
+    def test_a_model_that_does_not_load_without_graphs_either_is_refused(
+        self, model: TinyModel, tmp_path: Path
+    ) -> None:
+        model.path.write_bytes(model.path.read_bytes().replace(b"Relu", b"Rolu"))
+        with pytest.raises(ModelError, match=r"refuses(?s:.*)Rolu"):
+            OnnxRuntimeBackend().compile(request_for(model, tmp_path), tmp_path)
+        with pytest.raises(ModelError, match=r"refuses(?s:.*)Rolu"):
+            OnnxRuntimeBackend().compile(request_for(model, tmp_path, cuda_graph=0), tmp_path)

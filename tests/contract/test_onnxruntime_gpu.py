@@ -1,0 +1,143 @@
+"""ONNX Runtime on a GPU of this host, through each provider that it has: placement, precision, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+from tiny_models import TinyModel, mlp
+
+from loka_onnx.core import serde
+from loka_onnx.core.devices import AMD, NVIDIA
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.formats import Precision
+from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
+from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.sessions.bound_session import BoundSession
+from loka_onnx.sessions.bound_settings import SETTINGS_FILE, BoundSettings
+
+pytest.importorskip("onnxruntime")
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+SIZES = (4, 16)
+TOLERANCE = {Precision.FP32: 2e-5, Precision.FP16: 5e-3, Precision.BF16: 4e-2}
+"""Of outputs of order one: FP32 sums differ by their order; 16-bit types keep 11 and 8 bits in two layers."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend on a device of this host."""
+
+    backend: OnnxRuntimeBackend
+    device: str
+    architecture: str
+
+
+CASES = [
+    ("cuda", OnnxRuntimeBackend(), NVIDIA),
+    ("tensorrt", OnnxRuntimeTensorRtBackend(), NVIDIA),
+    ("migraphx", OnnxRuntimeBackend(), AMD),
+]
+
+
+@pytest.fixture(params=CASES, ids=[case[0] for case in CASES])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    _, backend, devices = request.param
+    reason = ""
+    for device, architectures in devices.items():
+        for architecture in architectures:
+            reason = backend.why_not_run(architecture)
+            if not reason:
+                return Subject(backend, device, architecture)
+    pytest.skip(f"needs a GPU: {reason}")
+
+
+Build = Callable[..., tuple[TinyModel, EngineArtifact, Path]]
+
+
+@pytest.fixture
+def build(subject: Subject, tmp_path: Path) -> Build:
+    def made(base: Precision, *, fp8: bool = False, **options: int) -> tuple[TinyModel, EngineArtifact, Path]:
+        model = mlp(tmp_path / "model", Precision.FP32 if fp8 else base, base, fp8=fp8)
+        reason = subject.backend.decline(model.plan, subject.architecture)
+        if reason is not None:
+            pytest.skip(f"needs a GPU provider that takes this plan: {reason}")
+        request = BuildRequest(
+            model=model.path,
+            plan=model.plan,
+            sites=model.sites,
+            target=subject.device,
+            architecture=subject.architecture,
+            batch=BatchRange(1, 4, 16, SIZES),
+            output=tmp_path / "e",
+            sample=model.sample,
+            options=options,
+        )
+        artifact = subject.backend.build(request)
+        assert artifact.status is BuildStatus.READY, artifact.detail
+        assert artifact.path is not None
+        return model, artifact, tmp_path / "e" / artifact.path
+
+    return made
+
+
+def expected(model: TinyModel, batch: dict[str, np.ndarray]) -> np.ndarray:
+    return ReferenceEvaluator(onnx.load(model.path)).run(None, dict(batch))[0]
+
+
+@pytest.mark.parametrize("base", list(TOLERANCE))
+def test_an_engine_agrees_with_the_reference_at_every_batch(
+    subject: Subject, build: Build, base: Precision
+) -> None:
+    model, artifact, engine = build(base)
+    assert not artifact.fallbacks, [site.evidence for site in artifact.fallbacks]
+    assert not artifact.simulated
+    sample = dict(np.load(model.sample))
+    exact = mlp(engine.parent / "exact", Precision.FP32, Precision.FP32, fp8=False)
+    with subject.backend.open(artifact, engine) as runner:
+        # Twice: the second run of a size replays its graph.
+        for rows in (1, 3, 4, 16, 9, 4, 16):
+            batch = {name: value[:rows] for name, value in sample.items()}
+            got = runner.run(batch)["out"]
+            np.testing.assert_allclose(got, expected(exact, batch), atol=TOLERANCE[base])
+
+
+def test_fp8_is_a_simulation_with_the_right_values(subject: Subject, build: Build) -> None:
+    model, artifact, engine = build(Precision.BF16, fp8=True)
+    assert artifact.simulated
+    assert not artifact.fallbacks, [site.evidence for site in artifact.fallbacks]
+    sample = dict(np.load(model.sample))
+    with subject.backend.open(artifact, engine) as runner:
+        np.testing.assert_allclose(runner.run(sample)["out"], expected(model, sample), atol=2e-5)
+
+
+def test_a_replayed_graph_computes_what_kernels_one_by_one_do(
+    subject: Subject, build: Build, tmp_path: Path
+) -> None:
+    _, _, engine = build(Precision.FP16)
+    settings = serde.read(BoundSettings, engine.with_name(SETTINGS_FILE))
+    assert settings.sizes == SIZES
+    plain = replace(
+        settings, options={k: v for k, v in settings.options.items() if "graph" not in k or "mig" in k}
+    )
+    random = np.random.default_rng(3)
+    with BoundSession(engine, settings) as recorded, BoundSession(engine, plain) as launched:
+        for rows in (4, 16, 4, 3):
+            x = {"x": random.normal(size=(rows, 64)).astype(np.float32)}
+            np.testing.assert_array_equal(recorded.run(x)["out"], launched.run(x)["out"])
+
+
+def test_a_resident_batch_can_be_launched_again(subject: Subject, build: Build) -> None:
+    model, artifact, engine = build(Precision.FP16)
+    sample = dict(np.load(model.sample))
+    with subject.backend.open(artifact, engine) as runner:
+        before = runner.run(sample)["out"]
+        resident = runner.resident(sample)
+        for _ in range(3):
+            resident()
+        np.testing.assert_array_equal(runner.run(sample)["out"], before)

@@ -1,0 +1,316 @@
+"""What this host cannot build: written as a job, executed in a process that can, merged and judged here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from synthetic_runs import Workplace, call
+
+import loka_onnx
+from loka_onnx.core import serde
+from loka_onnx.core.engine import BuildStatus, EngineSet
+from loka_onnx.core.evaluation import Choice, EvaluationSet
+from loka_onnx.core.job import BuildJob, JobResult
+from loka_onnx.engines import registry
+from loka_onnx.engines.base import Availability
+from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
+from loka_onnx.errors import EngineError, ModelError
+from loka_onnx.pipeline.job_execution import execute_job
+from loka_onnx.pipeline.run import RunOptions, Stage, run
+from loka_onnx.sessions.providers import Provider, provider_for
+
+pytestmark = pytest.mark.slow
+
+AWAY = "amd-mi300x"
+
+
+class NotHere(OnnxRuntimeBackend):
+    """ONNX Runtime where it is not installed; what it is built for is on another host."""
+
+    devices = {"cpu": ("cpu",), AWAY: ("cpu",)}  # noqa: RUF012 - as the class above
+
+    def why_not_here(self, architecture: str) -> str:
+        return f"no {AWAY} on this host"
+
+    def why_not_run(self, architecture: str) -> str:
+        return f"no {AWAY} on this host"
+
+
+class Both(OnnxRuntimeBackend):
+    """A second maker, which can build for the CPU of this host."""
+
+    name = "inductor"
+    devices = {"cpu": ("cpu",)}  # noqa: RUF012
+
+    def provider(self, architecture: str) -> Provider:
+        return provider_for(OnnxRuntimeBackend.name, architecture)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """This process cannot build for the device; those that it starts, and it after `undo`, can."""
+    monkeypatch.setattr(registry, "BACKENDS", {"onnxruntime": NotHere, "inductor": Both})
+    yield monkeypatch
+
+
+def two_targets(place: Workplace, **build: object) -> None:
+    place.write_run_file(
+        plan={"plans": ["fp32", "fp8-all"]},
+        targets=[
+            {"device": "cpu", "backends": ["inductor"]},
+            {"device": AWAY, "backends": ["onnxruntime"]},
+        ],
+        build=build,
+    )
+
+
+def engines_of(place: Workplace) -> dict[str, tuple[BuildStatus, str]]:
+    engines = serde.read(EngineSet, place.output / "engines.json").engines
+    return {engine.id: (engine.status, engine.detail) for engine in engines}
+
+
+JOB = f"{AWAY}-onnxruntime-cpu-fp8-all"
+PLAIN = f"{AWAY}-onnxruntime-cpu-fp32"
+
+
+def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place: Workplace, elsewhere) -> None:
+    two_targets(place)
+    result = run(place.run_file)
+    status, detail = engines_of(place)[JOB]
+    assert status is BuildStatus.WAITING
+    assert detail == (
+        f"no {AWAY} on this host; `loka-onnx build --job jobs/{JOB}` builds it on a host with {AWAY}"
+    )
+    assert result.choice is not None and [t.target for t in result.choice.targets] == ["cpu"]
+    assert "waiting for its build job" in (place.output / "report.md").read_text()
+    loka_onnx.verify_bundle(place.output / "bundle")
+    # No row of the user's data goes along unless that is asked for.
+    directory = place.output / "jobs" / JOB
+    job = serde.read(BuildJob, directory / "job.json")
+    assert sorted(job.files) == ["model/model.onnx", "sample.npz"] and job.rows == ()
+    record = json.loads((place.output / "run.json").read_text())["value"]
+    built = next(stage for stage in record["stages"] if stage["stage"] == "build")
+    assert f"jobs/{JOB}/job.json" in built["files"]
+
+
+def test_a_job_is_executed_on_another_host_and_its_result_merged(
+    place: Workplace, elsewhere, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    two_targets(place, job_data=True)
+    run(place.run_file, RunOptions(until=Stage.BUILD))
+    jobs = place.output / "jobs"
+    assert sorted(path.name for path in jobs.iterdir()) == [PLAIN, JOB]
+    refused = call(capsys, "build", "--job", jobs / JOB)
+    assert refused.code == 1 and f"this host cannot execute the job '{JOB}'" in refused.err
+
+    elsewhere.undo()  # from here on: the other host
+    away = shutil.copytree(jobs, tmp_path / "away")
+    done = call(capsys, "build", "--job", away, "--quiet")
+    assert done.code == 0, done.err
+    assert f"{JOB}: built and run here\n  batch 8: " in done.out
+    # The run's own inputs are gone there: labels never left.
+    for name in (JOB, PLAIN):
+        job = serde.read(BuildJob, away / name / "job.json")
+        assert [rows.split for rows in job.rows] == ["selection", "certification"]
+        assert {i for rows in job.rows for i in rows.inputs} == {"dense", "item"}
+        shutil.copytree(away / name / "result", jobs / name / "result")
+
+    elsewhere.setattr(registry, "BACKENDS", {"onnxruntime": NotHere, "inductor": Both})
+    result = run(place.run_file, RunOptions(resume=True))
+    status, detail = engines_of(place)[JOB]
+    assert status is BuildStatus.RUN_ELSEWHERE and detail.startswith("built and run on '")
+    assert result.choice is not None
+    assert [t.target for t in result.choice.targets] == ["cpu", AWAY]
+    assert result.choice.targets[1].engine == PLAIN
+    assert (place.output / "engines" / JOB / "engine.onnx").is_file()
+    loka_onnx.verify_bundle(place.output / "bundle")
+
+    # Judged on the outputs that came back: as the same engines of this host are, to the last bit.
+    evaluations = serde.read(EvaluationSet, place.output / "evaluation.json")
+    for split in ("selection", "certification"):
+        for plan in ("fp32", "fp8-all"):
+            here = evaluations.of(f"cpu-inductor-cpu-{plan}", split)
+            there = evaluations.of(f"{AWAY}-onnxruntime-cpu-{plan}", split)
+            assert there.status == "measured" and there.outputs == here.outputs
+    timed = evaluations.of(PLAIN, "selection").latencies
+    assert [latency.batch for latency in timed] == [8, 64]
+    assert all(latency.device == AWAY and latency.counts_for_choice for latency in timed)
+    # Nothing is left to do.
+    seen = []
+    run(
+        place.run_file,
+        RunOptions(resume=True, on_stage=lambda s, o: seen.append((s, o.reused)) if o is not None else None),
+    )
+    assert all(reused for stage, reused in seen if stage != "check data")
+
+
+@pytest.fixture
+def executed(place: Workplace, elsewhere) -> Path:
+    """A job without data, with its result, in a run that has not taken it in yet."""
+    two_targets(place)
+    run(place.run_file, RunOptions(until=Stage.BUILD))
+    elsewhere.undo()
+    execute_job(place.output / "jobs" / PLAIN)
+    execute_job(place.output / "jobs" / JOB)
+    elsewhere.setattr(registry, "BACKENDS", {"onnxruntime": NotHere, "inductor": Both})
+    return place.output / "jobs"
+
+
+def test_without_data_the_engine_is_built_and_its_accuracy_not_measured(
+    place: Workplace, executed: Path
+) -> None:
+    run(place.run_file, RunOptions(resume=True))
+    status, detail = engines_of(place)[PLAIN]
+    assert status is BuildStatus.BUILT_NOT_RUN
+    assert "where its first batches ran; its job carried no rows (`build.job_data`)" in detail
+    evaluations = serde.read(EvaluationSet, place.output / "evaluation.json")
+    assert evaluations.of(PLAIN, "selection").outputs == ()
+    choice = serde.read(Choice, place.output / "choice.json")
+    assert "provisional" in choice.targets[1].basis
+
+
+def harm_job(jobs: Path) -> None:
+    shutil.rmtree(jobs / PLAIN / "result")
+    shutil.copytree(jobs / JOB / "result", jobs / PLAIN / "result")
+
+
+def harm_model(jobs: Path) -> None:
+    document = jobs / PLAIN / "result" / "result.json"
+    result = serde.read(JobResult, document)
+    text = serde.dumps(result).replace(result.model_digest, "0" * 64)
+    document.write_text(text)
+
+
+def harm_digest(jobs: Path) -> None:
+    document = jobs / PLAIN / "result" / "result.json"
+    result = serde.read(JobResult, document)
+    document.write_text(serde.dumps(result).replace(result.job, "1" * 64))
+
+
+def harm_engine(jobs: Path) -> None:
+    engine = jobs / PLAIN / "result" / "engine" / "engine.onnx"
+    engine.write_bytes(engine.read_bytes() + b"\x00")
+
+
+def harm_extra(jobs: Path) -> None:
+    (jobs / PLAIN / "result" / "more").touch()
+
+
+def harm_document(jobs: Path) -> None:
+    (jobs / PLAIN / "result" / "result.json").unlink()
+
+
+def harm_link(jobs: Path) -> None:
+    (jobs / PLAIN / "result" / "link").symlink_to("/etc/hostname")
+
+
+def test_results_that_do_not_fit_are_refused(
+    place: Workplace, executed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = shutil.copytree(executed, tmp_path / "kept")
+    for harm, said in (
+        (harm_job, f"the result of job '{PLAIN}' is of another candidate\n  evidence: it says '{JOB}'"),
+        (
+            harm_model,
+            f"the result of job '{PLAIN}' is of another model\n  evidence: it says 0000000000000000…",
+        ),
+        (
+            harm_digest,
+            f"the result of job '{PLAIN}' is of another job\n  evidence: it says 1111111111111111…",
+        ),
+        (harm_engine, "file 'engine/engine.onnx' was altered"),
+        (harm_extra, "file 'more' is not listed in 'result.json'"),
+        (harm_document, f"the result of job '{PLAIN}' is not whole"),
+        (harm_link, "'link' is neither a file nor a directory"),
+    ):
+        shutil.rmtree(executed)
+        shutil.copytree(kept, executed)
+        harm(executed)
+        done = call(capsys, "build", place.run_file, "--quiet")
+        assert done.code == 2, harm
+        assert said in done.err, harm
+
+
+def test_a_job_that_is_not_whole_is_not_executed(
+    place: Workplace, elsewhere, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_targets(place, job_data=True)
+    run(place.run_file, RunOptions(until=Stage.BUILD))
+    elsewhere.undo()
+    job = place.output / "jobs" / PLAIN
+    (job / "more").touch()
+    done = call(capsys, "build", "--job", job)
+    assert done.code == 2 and "file 'more' is not listed in 'job.json'" in done.err
+    (job / "more").unlink()
+    rows = job / "data" / "selection-0.npy"
+    rows.write_bytes(rows.read_bytes()[:-1] + b"?")
+    with pytest.raises(ModelError, match=r"file 'data/selection-0.npy' was altered"):
+        execute_job(job)
+    (job / "job.json").write_text((job / "job.json").read_text().replace('"sample.npz"', '"../x"'))
+    with pytest.raises(ModelError, match="leaves the directory"):
+        execute_job(job)
+    assert call(capsys, "build", "--job", place.path).code == 2
+    assert not (job / "result").exists()
+
+
+def test_a_job_that_asks_for_something_else_loses_its_result(place: Workplace, executed: Path) -> None:
+    run(place.run_file, RunOptions(resume=True, until=Stage.BUILD))
+    assert engines_of(place)[PLAIN][0] is BuildStatus.BUILT_NOT_RUN
+    two_targets(place)
+    values = place.run_file.read_text().replace("max: 256", "max: 128")
+    place.run_file.write_text(values)
+    run(place.run_file, RunOptions(resume=True, until=Stage.BUILD))
+    assert engines_of(place)[PLAIN][0] is BuildStatus.WAITING
+    assert not (executed / PLAIN / "result").exists()
+
+
+def test_a_run_in_which_everything_waits_says_what_to_do(place: Workplace, elsewhere) -> None:
+    place.write_run_file(plan={"plans": ["fp32"]}, targets=[{"device": AWAY, "backends": ["onnxruntime"]}])
+    with pytest.raises(EngineError) as caught:
+        run(place.run_file)
+    text = str(caught.value)
+    assert "there is no engine to choose from yet: all wait for their build jobs" in text
+    assert "bring each `result/` back into its job, and go on with `run --resume`" in text
+    assert (place.output / "jobs" / PLAIN / "job.json").is_file()
+
+
+def test_jobs_may_be_refused(place: Workplace, elsewhere) -> None:
+    two_targets(place, jobs=False)
+    with pytest.raises(Exception, match="no engine could be built for 'amd-mi300x'"):
+        run(place.run_file)
+    assert engines_of(place)[PLAIN] == (BuildStatus.DECLINED, f"no {AWAY} on this host")
+    assert not (place.output / "jobs").exists()
+
+
+def test_a_build_that_fails_there_is_a_failure_here(
+    place: Workplace, elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_targets(place)
+    run(place.run_file, RunOptions(until=Stage.BUILD))
+    elsewhere.undo()
+    monkeypatch.setattr(
+        OnnxRuntimeBackend,
+        "availability",
+        lambda self: Availability(True, "1", True, True, ("MI300X",), "", ""),
+    )
+    job = place.output / "jobs" / PLAIN
+    # What the model is read from is whole, and no model.
+    document = serde.read(BuildJob, job / "job.json")
+    text = (
+        serde.dumps(document)
+        .replace('"minimum": 1', '"minimum": 300')
+        .replace('"maximum": 256', '"maximum": 999')
+    )
+    (job / "job.json").write_text(
+        text.replace('"serve": 64', '"serve": 300').replace("   8,\n    64", "   300")
+    )
+    found = execute_job(job)
+    assert found.artifact.status is BuildStatus.FAILED
+    assert "256 rows, the smallest batch has 300" in found.artifact.detail
+    assert str(job / "result" / "engine.log") in found.artifact.detail
+    assert (job / "result" / "engine.log").is_file()
+    assert found.outputs == {} and found.latencies == ()

@@ -1,0 +1,101 @@
+"""A run beside engine makers that crash, hang, eat memory and are killed emits the right engine."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from synthetic_runs import Workplace
+
+import loka_onnx
+from loka_onnx.config import Backend as BackendName
+from loka_onnx.core.engine import BuildStatus
+from loka_onnx.engines import registry
+from loka_onnx.engines.base import Backend
+from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
+from loka_onnx.pipeline.run import RunResult, run
+
+pytestmark = pytest.mark.slow
+
+SECONDS, GB = 12.0, 0.9
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    # The child processes of builds find it there as well.
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "contract")
+    return importlib.import_module("faulty_backends")
+
+
+def register(monkeypatch: pytest.MonkeyPatch, faults: dict[BackendName, type[Backend]]) -> None:
+    """Put faulty makers in the place of others, under their names."""
+    own = OnnxRuntimeBackend().provider
+    for name, kind in faults.items():
+        monkeypatch.setattr(kind, "name", name.value)
+        monkeypatch.setattr(kind, "provider", lambda self, architecture: own(architecture))
+    makers = {name.value: kind for name, kind in faults.items()}
+    monkeypatch.setattr(registry, "BACKENDS", {OnnxRuntimeBackend.name: OnnxRuntimeBackend, **makers})
+
+
+def kill_when_told(place: Path) -> threading.Thread:
+    """As an operator, or the kernel, would: SIGKILL to a build that is under way."""
+
+    def wait_and_kill() -> None:
+        deadline = time.monotonic() + 120
+        while not place.is_file() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(int(place.read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=wait_and_kill)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_the_run_emits_what_it_emits_without_them(
+    place: Workplace, finished: RunResult, faulty: ModuleType, monkeypatch: pytest.MonkeyPatch, parallel: int
+) -> None:
+    faults: dict[BackendName, type[Backend]] = {
+        BackendName.TENSORRT: faulty.Segfaults,
+        BackendName.TENSORRT_RTX: faulty.Hangs,
+        BackendName.MIGRAPHX: faulty.Allocates,
+        BackendName.INDUCTOR: faulty.TellsAndHangs,
+    }
+    register(monkeypatch, faults)
+    place.write_run_file(
+        plan={"plans": ["fp32"]},
+        # The good one last: nothing that went wrong before may reach it.
+        targets=[{"device": "cpu", "backends": [*(name.value for name in faults), "onnxruntime"]}],
+        build={"timeout_seconds": SECONDS, "memory_gb": GB, "parallel": parallel, "cache_gb": 0},
+    )
+    killer = kill_when_told(place.output / "engines" / "worker")
+    result = run(place.run_file)
+    killer.join()
+
+    assert result.choice is not None and result.report is not None and result.bundle is not None
+    engines = {engine.backend: engine for engine in result.report.engines}
+    assert list(engines) == [*(name.value for name in faults), "onnxruntime"], "the order of the run file"
+    for name in faults:
+        assert engines[name.value].status is BuildStatus.FAILED
+    assert "died of SIGSEGV" in engines["tensorrt"].detail
+    assert f"ended at the time limit of {SECONDS:g} s" in engines["tensorrt_rtx"].detail
+    assert "ended at the memory limit of 858 MiB" in engines["migraphx"].detail
+    assert "while compiling" in engines["inductor"].detail
+    assert "died of SIGKILL" in engines["inductor"].detail
+
+    (choice,) = result.choice.targets
+    assert choice.engine == "cpu-onnxruntime-cpu-fp32"
+    (undisturbed,) = [e for e in (finished.report.engines if finished.report else ()) if e.plan == "fp32"]
+    assert engines["onnxruntime"].digest == undisturbed.digest
+    loka_onnx.verify_bundle(result.bundle)
+    assert {entry.reason.split(":")[0] for entry in choice.losers} == {"failed"}
+    # Nothing is left behind of the builds that came to nothing.
+    left = {path.name for path in (place.output / "engines").iterdir()} - {"worker"}
+    logs = {f"cpu-{name}-cpu-fp32.log" for name in engines}
+    assert left == {*logs, "cpu-onnxruntime-cpu-fp32"}

@@ -1,0 +1,365 @@
+"""A retrained checkpoint through the decisions of an earlier run, and what happens where they do not hold."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper as nh
+from synthetic_runs import Workplace, call, make_workplace, weights
+
+import loka_onnx
+from loka_onnx.core import serde
+from loka_onnx.core.engine import EngineSet
+from loka_onnx.core.evaluation import Choice, EvaluationSet
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.refresh import Refresh
+from loka_onnx.engines import registry
+from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
+from loka_onnx.pipeline.job_execution import execute_job
+from loka_onnx.pipeline.jobs import find_jobs
+from loka_onnx.pipeline.refresh import RefreshOptions, refresh
+from loka_onnx.pipeline.run import RunOptions, run
+from loka_onnx.sessions.providers import Provider, provider_for
+from loka_onnx.sessions.runner import Runner
+
+pytestmark = pytest.mark.slow
+
+CHOSEN = "cpu-onnxruntime-cpu-fp8-all"
+RESERVE = "cpu-onnxruntime-cpu-fp32"
+PLAN = {"plans": ["fp32", "fp8-all", "fp8-safe"], "keep": ["heads"]}
+NO_REFINING = {"rounds": 0}
+"""Engines that are as if FP8 were faster would be refined, which takes longer than all else."""
+
+
+class _Slow(Runner):
+    def __init__(self, inner: Runner) -> None:
+        self._inner = inner
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        time.sleep(0.004)
+        return self._inner.run(inputs)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Fast8(OnnxRuntimeBackend):
+    """As if FP8 were faster here: what runs without it takes longer."""
+
+    def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
+        return False
+
+    def load(self, engine: Path, architecture: str) -> Runner:
+        runner = super().load(engine, architecture)
+        return runner if b"QuantizeLinear" in engine.read_bytes() else _Slow(runner)
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A finished run that chose FP8; do not write into it."""
+    place = make_workplace(tmp_path_factory.mktemp("earlier") / "work")
+    place.write_run_file(plan=PLAN, refine=NO_REFINING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "BACKENDS", {"onnxruntime": Fast8})
+        result = run(place.run_file)
+    assert result.choice is not None
+    # Both FP8 plans are as fast; make the one that is taken certain.
+    (target,) = result.choice.targets
+    assert target.plan.startswith("fp8")
+    choice = Choice((replace(target, engine=CHOSEN, plan="fp8-all", routes=()),))
+    serde.write(choice, place.output / "choice.json")
+    return place
+
+
+@pytest.fixture(autouse=True)
+def fast8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "BACKENDS", {"onnxruntime": Fast8})
+
+
+def retrained(place: Workplace, path: Path, **factors: float) -> Path:
+    """The ranker with some weights multiplied."""
+    model = onnx.load(place.path / "ranker.onnx")
+    for tensor in model.graph.initializer:
+        if tensor.name in factors:
+            values = nh.to_array(tensor) * np.float32(factors[tensor.name])
+            tensor.CopyFrom(nh.from_array(values, tensor.name))
+    onnx.save(model, path)
+    return path
+
+
+def read(kind: Any, directory: Path, name: str) -> Any:
+    return serde.read(kind, directory / name)
+
+
+def test_a_refresh_gives_what_a_full_run_gives_and_says_what_moved(
+    earlier: Workplace, tmp_path: Path
+) -> None:
+    """fc1 doubled and fc2 halved, around a Relu: the same outputs by other weights and activations."""
+    factors = {"fc1.w": 2.0, "fc1.b": 2.0, "fc2.w": 0.5}
+    model = retrained(earlier, tmp_path / "monday.onnx", **factors)
+    result = refresh(earlier.output, model, RefreshOptions(output=tmp_path / "refreshed"))
+    found, directory = result.refresh, tmp_path / "refreshed"
+    assert found.fallback == ""
+    moves = {move.site: move for move in found.sites}
+    assert {site: (move.activation, move.weight) for site, move in moves.items()} == {
+        "fc1": (1.0, pytest.approx(2.0)),
+        "fc2": (pytest.approx(2.0), pytest.approx(0.5)),
+    }
+    assert found.sites[-1].site in {"fc1", "fc2"}
+    for move in moves.values():
+        assert set(move.kl_before) == set(move.kl_now) == {"ctr", "cvr", "spend"}
+        for output, now in move.kl_now.items():
+            before = move.kl_before[output]
+            # The same rounding in powers of two: only the rows differ.
+            assert now.lower <= before.upper and before.lower <= now.upper
+    assert read(Refresh, directory, "refresh.json") == found
+
+    # A full run on the new model, with what the earlier one was told: the same plan, the same engine.
+    place = Workplace(earlier.path)
+    place.write_run_file(plan=PLAN, refine=NO_REFINING, model={"onnx": str(model)})
+    full = loka_onnx.load_run_file(place.run_file, {"output": str(tmp_path / "full")})
+    run(full)
+    place.write_run_file(plan=PLAN, refine=NO_REFINING)
+    plans, wanted = (read(PlanSet, d, "plan.json").plan("fp8-all") for d in (directory, tmp_path / "full"))
+    assert plans.fp8_sites == wanted.fp8_sites
+    for one, other in zip(plans.decisions, wanted.decisions, strict=True):
+        assert (one.site, one.activation_scale, one.weight_scale) == (
+            other.site,
+            other.activation_scale,
+            other.weight_scale,
+        )
+    assert set(plans.predicted_kl) == {"ctr", "cvr", "spend"}
+    engines = {e.id: e for e in read(EngineSet, directory, "engines.json").engines}
+    assert list(engines) == [RESERVE, CHOSEN], "what was chosen, and one in reserve"
+    built = {e.id: e for e in read(EngineSet, tmp_path / "full", "engines.json").engines}
+    assert engines[CHOSEN].digest == built[CHOSEN].digest
+
+    # Certified on the engine's own outputs; nothing says that its speed was measured.
+    evaluations = read(EvaluationSet, directory, "evaluation.json")
+    assert {(e.engine, e.split) for e in evaluations.evaluations} == {
+        ("reference", "certification"),
+        (CHOSEN, "certification"),
+    }
+    of_full = read(EvaluationSet, tmp_path / "full", "evaluation.json").of(CHOSEN, "certification")
+    assert evaluations.of(CHOSEN, "certification").outputs == of_full.outputs
+    assert evaluations.of(CHOSEN, "certification").latencies == ()
+    assert [(m.engine, m.output, m.status) for m in found.outputs] == [
+        (CHOSEN, name, "within") for name in ("ctr", "cvr", "spend")
+    ]
+    assert all(move.before is not None for move in found.outputs)
+    (choice,) = read(Choice, directory, "choice.json").targets
+    assert choice.engine == CHOSEN and "chosen by the run 'RUN'" in choice.reason
+    assert [loser.engine for loser in choice.losers] == [RESERVE]
+    loka_onnx.verify_bundle(directory / "bundle")
+    assert "Refreshed from the run 'RUN'" in (directory / "report.md").read_text()
+
+    # The profile is of this model: all sites, ranges from all rows.
+    profile, before = read(Profile, directory, "profile.json"), read(Profile, earlier.output, "profile.json")
+    assert profile.model_digest != before.model_digest
+    assert [s.site for s in profile.sites] == [s.site for s in before.sites]
+    assert profile.rows == before.rows
+    tensor = next(name for name in before.site("fc2").operands if name in profile.site("fc2").operands)
+    assert profile.site("fc2").operands[tensor].amax == 2 * before.site("fc2").operands[tensor].amax
+
+
+def test_another_structure_is_a_full_run(
+    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = onnx.load(earlier.path / "ranker.onnx")
+    model.graph.node[3].op_type = "Tanh"
+    onnx.save(model, tmp_path / "other.onnx")
+    arguments = ("--run", earlier.output, "--model", tmp_path / "other.onnx", "--output", tmp_path / "new")
+    refused = call(capsys, "refresh", *arguments, "--no-fallback", "--quiet")
+    assert refused.code == 2
+    said = "the structure of the model differs: node 'relu1/relu' is gone; node 'relu1/tanh' is new"
+    assert said in refused.err
+    done = call(capsys, "refresh", *arguments, "--force", "--quiet")
+    assert done.code == 0, done.err
+    assert f"everything was done anew: {said}" in done.out
+    found = read(Refresh, tmp_path / "new", "refresh.json")
+    assert found.fallback.startswith("the structure") and found.sites == ()
+    assert len(read(PlanSet, tmp_path / "new", "plan.json").plans) == 3
+    loka_onnx.verify_bundle(tmp_path / "new" / "bundle")
+
+
+def test_failed_certification_is_a_full_run(
+    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = retrained(earlier, tmp_path / "tuesday.onnx", **{"heads.w": 1.01})
+    arguments = ("--run", earlier.output, "--model", model, "--output", tmp_path / "new")
+    strict = ("--set", "outputs.0.budget=1e-9")
+    refused = call(capsys, "refresh", *arguments, *strict, "--no-fallback", "--quiet")
+    assert refused.code == 3
+    assert f"certification failed: engine '{CHOSEN}', output 'ctr': upper bound of ΔNE +" in refused.err
+    done = call(capsys, "refresh", *arguments, *strict, "--force", "--quiet")
+    assert done.code == 0, done.err
+    assert "everything was done anew: certification failed: engine" in done.out
+    found = read(Refresh, tmp_path / "new", "refresh.json")
+    assert "certification failed" in found.fallback
+    assert {move.status for move in found.outputs if move.output == "ctr"} <= {"beyond", "undecided"}
+    (choice,) = read(Choice, tmp_path / "new", "choice.json").targets
+    assert choice.plan == "fp32"
+    record = (tmp_path / "new" / "run.json").read_text()
+    assert '"refresh"' not in record and '"calibrate"' in record
+    # And with --require-fp8 that is a check that did not hold.
+    again = call(capsys, "refresh", *arguments, *strict, "--force", "--require-fp8", "--quiet")
+    assert again.code == 3
+
+
+def test_the_command_tells_what_moved(
+    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = retrained(earlier, tmp_path / "wednesday.onnx", **{"fc2.w": 4.0})
+    done = call(capsys, "refresh", "--run", earlier.output, "--model", model, "--quiet")
+    assert done.code == 0, done.err
+    made = earlier.output.with_name("RUN-wednesday")
+    assert (made / "bundle" / "manifest.json").is_file()
+    shutil.rmtree(made)
+    line = next(line for line in done.out.splitlines() if line.startswith("fc2 "))
+    assert line.split()[1:5] == ["×", "1.000", "×", "4.000"]
+    assert f"{CHOSEN}, ctr: ΔNE" in done.out and "budget 1.0000%: within" in done.out
+    assert "refreshed in " in done.out and "of the run before" in done.out
+
+
+def test_what_cannot_be_refreshed(
+    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = retrained(earlier, tmp_path / "m.onnx")
+    for arguments, said in (
+        (("--run", tmp_path, "--model", model), "is not a finished run\n  evidence: it has no 'run.json'"),
+        (("--run", earlier.output, "--model", tmp_path / "no.onnx"), "the retrained model is missing"),
+        (
+            ("--run", earlier.output, "--model", earlier.run_file),
+            "'RUN.yaml' is no ONNX file, and the earlier run began with one",
+        ),
+        (
+            ("--run", earlier.output, "--model", model, "--output", earlier.output),
+            "a refresh needs a directory of its own",
+        ),
+    ):
+        done = call(capsys, "refresh", *arguments)
+        assert done.code == 2 and said in done.err, done.err
+
+
+BUILDER = """
+import numpy as np
+import torch
+
+
+class Ranker(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = torch.nn.Linear(16, 32)
+        self.fc2 = torch.nn.Linear(32, 32)
+        self.head = torch.nn.Linear(32, 1)
+
+    def forward(self, dense):
+        return self.head(torch.relu(self.fc2(torch.relu(self.fc1(dense))))).squeeze(-1)
+
+
+def build():
+    torch.manual_seed(0)
+    return Ranker(), {"dense": np.zeros((2, 16), np.float32)}
+"""
+
+
+def test_a_checkpoint_of_a_torch_module(place: Workplace, tmp_path: Path) -> None:
+    """Its builder is found beside the run file of the earlier run, wherever the refresh is started."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    from safetensors.torch import save_file
+
+    (place.path / "my_ranker.py").write_text(BUILDER)
+    module = torch.nn.Module()
+    for name, sizes in (("fc1", (16, 32)), ("fc2", (32, 32)), ("head", (32, 1))):
+        module.add_module(name, torch.nn.Linear(*sizes))
+    state = module.state_dict()
+    save_file(state, place.path / "sunday.safetensors")
+    monday = {name: value * (2.0 if name == "fc2.weight" else 1.0) for name, value in state.items()}
+    save_file(monday, tmp_path / "monday.safetensors")
+    place.write_run_file(
+        model={"onnx": None, "torch": "my_ranker:build", "checkpoint": "sunday.safetensors"},
+        outputs=[{"name": "ctr", "kind": "logit", "label": "clicked", "budget": 0.05}],
+        data={"inputs": {"dense": [f"d{i}" for i in range(len(weights()["fc1.w"]) // 2)]}},
+        plan={"plans": ["fp32", "fp8-all"]},
+        refine=NO_REFINING,
+        # Which moves range between weights and activations, by what it measures on each model.
+        mods={"smoothing": False},
+    )
+    run(place.run_file)
+    result = refresh(place.output, tmp_path / "monday.safetensors", RefreshOptions(output=tmp_path / "new"))
+    assert result.refresh.fallback == ""
+    moved = {move.site: move.weight for move in result.refresh.sites}
+    (fc2,) = [factor for site, factor in moved.items() if "fc2" in site]
+    assert fc2 == pytest.approx(2.0)
+    assert moved[next(site for site in moved if "fc1" in site)] == pytest.approx(1.0)
+
+
+class Away(Fast8):
+    """As `Fast8` on another host, under another name, for a device that this one lacks."""
+
+    name = "inductor"
+    devices = {"amd-mi300x": ("cpu",)}  # noqa: RUF012
+
+    def provider(self, architecture: str) -> Provider:
+        return provider_for(OnnxRuntimeBackend.name, architecture)
+
+    def why_not_here(self, architecture: str) -> str:
+        return "no amd-mi300x on this host"
+
+
+class There(Away):
+    """The same on that host."""
+
+    def why_not_here(self, architecture: str) -> str:
+        return ""
+
+
+def test_a_target_on_another_host_waits_for_its_job(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.write_run_file(
+        plan={"plans": ["fp32", "fp8-all"]},
+        refine=NO_REFINING,
+        targets=[
+            {"device": "cpu", "backends": ["onnxruntime"]},
+            {"device": "amd-mi300x", "backends": ["inductor"]},
+        ],
+        build={"job_data": True},
+    )
+    here, there = ({"onnxruntime": Fast8, "inductor": kind} for kind in (Away, There))
+
+    def executed(directory: Path) -> list[str]:
+        monkeypatch.setattr(registry, "BACKENDS", there)
+        jobs = find_jobs(directory / "jobs")
+        for job in jobs:
+            execute_job(job)
+        monkeypatch.setattr(registry, "BACKENDS", here)
+        return [job.name for job in jobs]
+
+    monkeypatch.setattr(registry, "BACKENDS", here)
+    run(place.run_file)
+    executed(place.output)
+    run(place.run_file, RunOptions(resume=True))
+    chosen = [target.engine for target in read(Choice, place.output, "choice.json").targets]
+    assert [engine.split("-inductor")[0] for engine in chosen][1] == "amd-mi300x"
+
+    options = RefreshOptions(output=tmp_path / "new")
+    model = retrained(place, tmp_path / "next.onnx", **{"fc2.w": 2.0})
+    first = refresh(place.output, model, options)
+    assert first.refresh.fallback == ""
+    assert [t.target for t in read(Choice, tmp_path / "new", "choice.json").targets] == ["cpu"]
+    assert chosen[1] in executed(tmp_path / "new")
+    again = refresh(place.output, model, replace(options, resume=True))
+    assert again.refresh.fallback == ""
+    assert [t.engine for t in read(Choice, tmp_path / "new", "choice.json").targets] == chosen
+    judged = read(EvaluationSet, tmp_path / "new", "evaluation.json").of(chosen[1], "certification")
+    assert judged.status == "measured" and judged.is_within_budget

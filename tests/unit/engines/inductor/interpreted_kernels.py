@@ -1,0 +1,95 @@
+"""Runs the Triton kernels in Triton's interpreter, on the CPU; in a process of its own: importing decides.
+
+FP16 throughout: the interpreter (Triton 3.9) multiplies BF16 as if its bits were integers. It also loses the
+carry where rounding to FP8 reaches the next power of two, so that a few quantized values are half of what
+they should be; a GPU does neither.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from loka_onnx.engines.inductor.kernels import (
+    triton_factorization,
+    triton_float8_product,
+    triton_token_norm,
+)
+
+HALF, FP8 = torch.float16, torch.float8_e4m3fn
+ULP = 2.0**-10
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape) * scale).to(HALF)
+
+
+def layer_norm(z: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    z = z.double()
+    centred = z - z.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gamma.double() + beta.double()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, relative: float, absolute: float) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), rtol=relative, atol=absolute)
+
+
+def quantized(found: torch.Tensor, exact: torch.Tensor, relative: float, absolute: float) -> None:
+    """All but the few that the interpreter gets wrong."""
+    assert found.dtype is FP8
+    exact = exact.clamp(-448, 448)
+    off = (found.to(torch.float64) - exact).abs() > absolute + relative * exact.abs()
+    assert off.double().mean() < 0.05
+
+
+def factorization() -> None:
+    """Sizes that are no powers of two, so that masks matter."""
+    for n, d, k in ((12, 16, 8), (16, 24, 16), (27, 16, 5)):
+        x, y = random(3, n, d), random(n, k, scale=n**-0.5)
+        gamma, beta = random(n * k), random(n * k)
+        p = torch.einsum("bnd,nk->bdk", x.double(), y.double()).to(HALF).double()
+        expected = layer_norm(torch.einsum("bnd,bdk->bnk", x.double(), p).reshape(3, -1), gamma, beta)
+        found = triton_factorization.factorization_norm(x, y, gamma, beta, 1e-5, 0.0, False)
+        close(found, expected, 2 * ULP, 8 * ULP)
+        narrow = triton_factorization.factorization_norm(x, y, gamma, beta, 1e-5, 64.0, True)
+        quantized(narrow, expected * 64, 2.0**-4 + 4 * ULP, 64 * 8 * ULP)
+
+
+def token_norm() -> None:
+    for n, later, d in ((16, 6, 16), (12, 5, 24), (32, 16, 16)):
+        x, f, w = random(3, n, d), random(3, n - later, d), random(later, n, scale=n**-0.5)
+        gamma, beta = random(d), random(d)
+        mix = torch.einsum("ln,bnd->bld", w.double(), x.double())
+        expected = layer_norm(torch.cat([f.double(), mix], 1) + x.double(), gamma, beta)
+        found = triton_token_norm.token_residual_norm(x, f, w, gamma, beta, 1e-5)
+        close(found, expected, 4 * ULP, 8 * ULP)
+
+
+def product() -> None:
+    m, n, k = 21, 48, 80
+    a, b = (torch.randn(m, k) * 60).to(FP8), (torch.randn(n, k) * 60).to(FP8)
+    scale = torch.rand(n) * 1e-4 + 1e-4
+    exact = (a.double() @ b.double().t()) * scale.double()
+    bias, x0, x = random(n), random(m, n), random(m, n)
+    for tile in ([16, 16, 16, 2, 4], [32, 16, 32, 2, 4]):
+        for relu, has_bias, cross in ((False, False, False), (True, True, False), (False, True, True)):
+            z = exact + (bias.double() if has_bias else 0.0)
+            z = z.clamp(min=0) if relu else z
+            z = x0.double() * z + x.double() if cross else z
+            wide, narrow = triton_float8_product.float8_product(
+                a, b, scale, bias if has_bias else None, x0 if cross else None, x if cross else None,
+                16.0, relu, HALF, tile,
+            )  # fmt: skip
+            close(wide, z, 2 * ULP, 4 * ULP * float(z.abs().max()))
+            quantized(narrow, z * 16, 2.0**-4 + ULP, 2.0**-9)
+    (only,) = triton_float8_product.float8_product(
+        a, b, scale, None, None, None, 0.0, False, HALF, [16, 16, 16, 2, 4]
+    )
+    close(only, exact, 2 * ULP, 4 * ULP * float(exact.abs().max()))
+    assert only.dtype is HALF
+
+
+if __name__ == "__main__":
+    torch.manual_seed(5)
+    globals()[sys.argv[1]]()

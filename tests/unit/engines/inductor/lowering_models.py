@@ -1,0 +1,140 @@
+"""Small graphs, and the two ways of running them that the tests of the lowering compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.parser
+import torch
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from loka_onnx.engines.inductor.lowering.model import LoweredModel, LoweringOptions, lower
+from loka_onnx.engines.inductor.lowering.types import to_numpy, to_torch
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """An input of a node that is an initializer, not an input of the graph."""
+
+    values: Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """One node and what it reads.
+
+    Attributes:
+        op: Operator.
+        inputs: Arrays, in order; `Fixed` for an initializer, None for an input that is left out.
+        attributes: Of the node.
+        opset: Operator set of the model.
+        outputs: How many outputs it has.
+        tolerance: Largest difference to the reference, relative to its scale: both sum in FP32, in another
+            order, so 1e-5 is about fifty roundings.
+    """
+
+    op: str
+    inputs: Sequence[Any]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    opset: int = 23
+    outputs: int = 1
+    tolerance: float = 1e-5
+
+    def model(self) -> onnx.ModelProto:
+        """The node as a model."""
+        names = ["" if value is None else f"i{k}" for k, value in enumerate(self.inputs)]
+        outputs = [f"o{k}" for k in range(self.outputs)]
+        node = helper.make_node(self.op, names, outputs, "node", **self.attributes)
+        initializers = [
+            numpy_helper.from_array(np.asarray(value.values), name)
+            for name, value in zip(names, self.inputs, strict=True)
+            if isinstance(value, Fixed)
+        ]
+        infos = [
+            helper.make_tensor_value_info(
+                name, helper.np_dtype_to_tensor_dtype(value.dtype), [None] * value.ndim
+            )
+            for name, value in zip(names, self.inputs, strict=True)
+            if isinstance(value, np.ndarray)
+        ]
+        made = [helper.make_empty_tensor_value_info(name) for name in outputs]
+        return self.of([node], infos, made, initializers)
+
+    def of(self, nodes: Any, inputs: Any, outputs: Any, initializers: Any) -> onnx.ModelProto:
+        graph = helper.make_graph(nodes, "g", inputs, outputs, initializers)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=10)
+
+    @property
+    def feeds(self) -> dict[str, Array]:
+        """What the graph takes."""
+        return {f"i{k}": value for k, value in enumerate(self.inputs) if isinstance(value, np.ndarray)}
+
+
+def parsed(
+    text: str, constants: Mapping[str, Any] | None = None, *, inputs: str, output: str, opset: int = 21
+) -> onnx.ModelProto:
+    """A graph from ONNX's text form, with initializers of their own types."""
+    head = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({output})'
+    proto = onnx.parser.parse_model(f"{head} {{ {text} }}")
+    for name, value in (constants or {}).items():
+        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    return proto
+
+
+def renamed(proto: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
+    """Give initializers names that the text form cannot write; edits the model."""
+    for tensor in proto.graph.initializer:
+        tensor.name = names.get(tensor.name, tensor.name)
+    for node in proto.graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+    return proto
+
+
+def lowered(proto: onnx.ModelProto, folder: Path, options: LoweringOptions | None = None) -> LoweredModel:
+    """A model through its file."""
+    path = folder / "model.onnx"
+    onnx.save(proto, path)
+    return lower(path, options)
+
+
+def run(model: Any, feeds: Mapping[str, Array]) -> list[Array]:
+    """Outputs of a module."""
+    with torch.no_grad():
+        done = model(*(to_torch(value) for value in feeds.values()))
+    return [to_numpy(value) for value in done]
+
+
+def reference(proto: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
+    """Outputs by ONNX's reference evaluator."""
+    return [np.asarray(value) for value in ReferenceEvaluator(proto).run(None, dict(feeds))]
+
+
+def assert_same(found: Array, expected: Array, tolerance: float) -> None:
+    """Type, shape, NaN and infinities are equal, and values within a tolerance of the scale."""
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    if not (np.issubdtype(expected.dtype, np.floating) or expected.dtype == ml_dtypes.bfloat16):
+        np.testing.assert_array_equal(found, expected)
+        return
+    wide, target = found.astype(np.float64), expected.astype(np.float64)
+    finite = target[np.isfinite(target)]
+    scale = max(1.0, float(np.abs(finite).max())) if finite.size else 1.0
+    np.testing.assert_allclose(wide, target, rtol=tolerance, atol=tolerance * scale)
+
+
+def exported(model: LoweredModel, feeds: Mapping[str, Array]) -> Any:
+    """A module traced with a dynamic batch, as a function of tensors."""
+    tensors = tuple(to_torch(value) for value in feeds.values())
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    program = torch.export.export(model, tensors, dynamic_shapes=model.dynamic_shapes(batch))
+    return program.module()

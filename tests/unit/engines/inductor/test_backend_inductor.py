@@ -1,0 +1,208 @@
+"""What the inductor backend says before it builds: plans it declines, hosts it needs, compilers, programs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from loka_onnx.core.devices import NVIDIA
+from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR, Recipe
+from loka_onnx.engines.inductor import backend as backend_module
+from loka_onnx.engines.inductor.backend import InductorBackend
+from loka_onnx.engines.inductor.compile import (
+    Settings,
+    batch_programs,
+    example_rows,
+    inductor_options,
+    input_ports,
+    output_ports,
+    torch_device,
+)
+from loka_onnx.engines.inductor.toolchain import Compilers, build_environment, find_compilers
+from loka_onnx.engines.request import BatchRange
+from loka_onnx.errors import DataError, EngineError, ModelError
+from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
+from loka_onnx.sessions.inductor_package import InputPort, OutputPort, Program
+
+torch = pytest.importorskip("torch")
+
+ABSENT = ("/nowhere/g++", "/nowhere/gcc")
+
+
+def plan(fp8: bool, base: Precision = Precision.BF16, recipe: Recipe = PER_TENSOR) -> PrecisionPlan:
+    decision = (
+        Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "test", 0.01, (0.01,))
+        if fp8
+        else Decision("fc", base, None, Verdict.NOT_JUDGED, "test")
+    )
+    return PrecisionPlan("fp8-all" if fp8 else base.value, "digest", base, (decision,), {}, float(fp8))
+
+
+def graph_of(text: str) -> onnx.GraphProto:
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}').graph
+
+
+def test_plans_that_no_device_of_an_architecture_runs_are_declined() -> None:
+    backend = InductorBackend()
+    assert backend.decline(plan(True), "sm80") == "sm80 has no FP8 products (sm89 is the first that has)"
+    for architecture in ("cpu", "sm89", "sm90", "sm120"):
+        assert backend.decline(plan(True), architecture) is None
+    for base in (Precision.FP32, Precision.BF16, Precision.FP16):
+        assert backend.decline(plan(False, base), "sm80") is None
+    e5m2 = plan(True, recipe=Recipe(format=Float8.E5M2))
+    assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; this backend multiplies E4M3FN only"
+
+
+def test_every_nvidia_device_and_the_cpu_can_be_named() -> None:
+    backend = InductorBackend()
+    assert set(backend.devices) == {"cpu", *NVIDIA}
+    assert backend.architectures("nvidia-h100") == ("sm90",)
+
+
+def test_fp8_on_the_cpu_is_about_accuracy() -> None:
+    backend = InductorBackend()
+    assert backend.is_simulated(plan(True), "cpu")
+    assert not backend.is_simulated(plan(False), "cpu")
+    assert not backend.is_simulated(plan(True), "sm90")
+    assert [backend.base_precision(plan(True, base)) for base in Precision if base is not Precision.FP8] == [
+        base for base in Precision if base is not Precision.FP8
+    ]
+
+
+def test_a_gpu_is_built_for_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = InductorBackend()
+    monkeypatch.setattr(backend_module, "list_cuda_devices", lambda: (CudaDevice(0, "H100", "sm90"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert backend.why_not_here("sm90") == ""
+    assert backend.why_not_here("cpu") == ""
+    assert backend.why_not_here("sm89") == (
+        "inductor builds for sm89 only on a host with that GPU, and this one has H100 (sm90); build there"
+    )
+    assert backend.availability().devices == ("cpu", "H100 (sm90)")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert backend.why_not_here("sm90").startswith(
+        "inductor builds for sm90 only on a host with that GPU, and this one has no GPU that PyTorch uses"
+    )
+
+
+def test_without_a_compiler_nothing_is_built_and_everything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "find_compilers", lambda: None)
+    availability = InductorBackend().availability()
+    assert (availability.can_build, availability.can_run) == (False, True)
+    assert availability.reason == "there is no C++ compiler, which Inductor needs"
+    assert availability.remedy == "install g++ and gcc"
+
+
+def test_portability_names_what_binds_a_package() -> None:
+    release = ".".join(torch.__version__.split(".")[:2])
+    said = InductorBackend().portability("sm90")
+    assert said.startswith(f"one GPU architecture (sm90), PyTorch {release}, ")
+    assert InductorBackend().portability("cpu").startswith(f"PyTorch {release}, ")
+
+
+def test_the_compiler_of_the_system_is_preferred_to_the_environment(tmp_path: Path) -> None:
+    for name in ("g++", "gcc", "weird++", "weird"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    own = {"CXX": str(tmp_path / "weird++"), "CC": str(tmp_path / "weird"), "PATH": str(tmp_path)}
+    system = (str(tmp_path / "g++"), str(tmp_path / "gcc"))
+    assert find_compilers(own, system) == Compilers(*system)
+    assert find_compilers(own, ABSENT) == Compilers(own["CXX"], own["CC"])
+    broken = {**own, "CXX": "/nowhere/c++ -O2"}
+    assert find_compilers(broken, ABSENT) == Compilers(*system)
+    assert find_compilers({"PATH": "/nowhere"}, ABSENT) is None
+
+
+def test_builds_share_a_cache_unless_the_environment_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
+    compilers = Compilers("/usr/bin/g++", "/usr/bin/gcc")
+    assert build_environment(compilers) == {
+        "CXX": "/usr/bin/g++",
+        "CC": "/usr/bin/gcc",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kept")
+    assert "TORCHINDUCTOR_CACHE_DIR" not in build_environment(compilers)
+
+
+def test_options_become_settings() -> None:
+    assert Settings.of({}) == Settings()
+    for name, values in InductorBackend.options.items():
+        for value in values:
+            settings = Settings.of({name: value})
+            assert settings.options == {**Settings().options, name: value}
+            assert settings == Settings(**{**vars(Settings()), name: bool(value)})
+    told = inductor_options(Settings(max_autotune=True), Compilers("/x/g++", "/x/gcc"), Path("/scratch/rows"))
+    assert (told["max_autotune"], told["cpp.cxx"]) == (True, (None, "/x/g++"))
+    assert told["aot_inductor.output_path"] == "/scratch/rows"
+    # A misspelt option would be refused by PyTorch only while it compiles.
+    known = torch._inductor.config.get_config_copy()
+    assert set(told) <= set(known)
+
+
+def test_one_program_for_all_batch_sizes_or_one_for_each() -> None:
+    batch = BatchRange(1, 8, 64, (8, 32))
+    assert batch_programs(batch, static=False) == (Program("rows", 1, 64),)
+    assert batch_programs(batch, static=True) == (Program("rows8", 8, 8), Program("rows32", 32, 32))
+    assert batch_programs(BatchRange(16, 16, 16), static=False) == (Program("rows16", 16, 16),)
+
+
+def test_ports_are_read_from_the_graph() -> None:
+    graph = graph_of(
+        "g (float[batch, 3, 4] x, int64[batch] ids) => (float[batch, 2] out, float[7] table, float[n] y) {}"
+    )
+    assert input_ports(graph) == (InputPort("x", "float32", (3, 4)), InputPort("ids", "int64", ()))
+    assert output_ports(graph) == (OutputPort("out", True), OutputPort("table", False), OutputPort("y", True))
+
+
+def test_inputs_that_no_request_holds_are_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"input 'x' has a dynamic axis besides the batch(?s:.*)\(None, None\)"
+    ):
+        input_ports(graph_of("g (float[batch, tokens] x) => (float[batch, tokens] y) {}"))
+    with pytest.raises(ModelError, match=r"requests cannot hold input 'x'(?s:.*)bfloat16"):
+        input_ports(graph_of("g (bfloat16[batch, 2] x) => (float[batch, 2] y) {}"))
+
+
+def test_examples_are_rows_of_the_sample_again_and_again(tmp_path: Path) -> None:
+    path = tmp_path / "sample.npz"
+    np.savez(path, x=np.arange(6.0).reshape(3, 2), ids=np.array([5, 6, 7]))
+    x, ids = example_rows(path, (InputPort("x", "float32", (2,)), InputPort("ids", "int64", ())), 5)
+    assert ids.tolist() == [5, 6, 7, 5, 6]
+    assert x.dtype is torch.float32
+    assert x[:, 0].tolist() == [0, 2, 4, 0, 2]
+    with pytest.raises(DataError, match="the sample has no rows of input 'y'"):
+        example_rows(path, (InputPort("y", "float32", (2,)),), 5)
+
+
+def test_there_is_no_gpu_to_compile_on() -> None:
+    assert torch_device("cpu") == torch.device("cpu")
+    with pytest.raises(EngineError, match="no GPU of architecture sm1 here to compile on"):
+        torch_device("sm1")
+
+
+def test_the_environment_of_this_host_has_compilers() -> None:
+    found = find_compilers()
+    assert found is not None
+    assert os.access(found.cxx, os.X_OK)
+
+
+@pytest.mark.gpu
+def test_this_gpu_is_found() -> None:
+    gpus = list_cuda_devices()
+    if not gpus or not torch.cuda.is_available():
+        pytest.skip("needs a GPU: what is compiled for is the one that is here")
+    assert torch_device(gpus[0].architecture).type == "cuda"
+    assert any(gpus[0].architecture in device for device in InductorBackend().availability().devices)

@@ -1,0 +1,315 @@
+"""What the fusions take, what they leave, and that the fused graph computes the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+
+import torch
+
+from loka_onnx.engines.inductor.fusions import DOMAIN, FusionReport, fuse
+from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+from loka_onnx.engines.inductor.kernels import operators as _registered
+from loka_onnx.engines.inductor.lowering.model import lower
+
+assert _registered
+BATCH, N, D, K, NF = 5, 12, 16, 8, 7
+BF16, FP8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+RANDOM = np.random.default_rng(11)
+ULP = 2.0**-8
+"""Half a unit in the last place of BF16, relative."""
+
+
+@dataclass
+class Model:
+    """Nodes and constants of a BF16 graph over one FP32 input."""
+
+    width: tuple[int, ...]
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    constants: dict[str, np.ndarray] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ("y",)
+
+    def add(self, op: str, inputs: list[str], output: str, /, name: str = "", **attributes: object) -> Model:
+        self.nodes.append(helper.make_node(op, inputs, output.split(), name=name or output, **attributes))
+        return self
+
+    def constant(self, name: str, values: np.ndarray) -> Model:
+        self.constants[name] = values
+        return self
+
+    def save(self, path: Path) -> Path:
+        """Outputs are cast to FP32."""
+        nodes = [helper.make_node("Cast", ["x32"], ["x"], name="enter", to=TensorProto.BFLOAT16)]
+        nodes += self.nodes
+        nodes += [helper.make_node("Cast", [o], [f"{o}32"], name=f"leave {o}", to=1) for o in self.outputs]
+        graph = helper.make_graph(
+            nodes,
+            "g",
+            [helper.make_tensor_value_info("x32", 1, ["batch", *self.width])],
+            [helper.make_tensor_value_info(f"{o}32", 1, None) for o in self.outputs],
+            [numpy_helper.from_array(v, n) for n, v in self.constants.items()],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        onnx.save(model, path)
+        return path
+
+
+def bf16(*shape: int, scale: float = 1.0) -> np.ndarray:
+    return (RANDOM.standard_normal(shape) * scale).astype(BF16)
+
+
+def fused(model: Model, folder: Path) -> tuple[PlannedGraph, FusionReport]:
+    graph = PlannedGraph.load(model.save(folder / "planned.onnx"))
+    return graph, fuse(graph)
+
+
+def ops(graph: PlannedGraph, folder: Path) -> list[str]:
+    graph.save(folder / "fused.onnx")
+    proto = onnx.load(folder / "fused.onnx")
+    return sorted(f"{n.domain}::{n.op_type}" if n.domain else n.op_type for n in proto.graph.node)
+
+
+def run(path: Path, *inputs: np.ndarray) -> list[np.ndarray]:
+    module = lower(path).eval()
+    with torch.no_grad():
+        return [np.asarray(value) for value in module(*map(torch.from_numpy, inputs))]
+
+
+def normalized(z: np.ndarray, gamma: np.ndarray, beta: np.ndarray, epsilon: float = 1e-5) -> np.ndarray:
+    """Layer normalization over the last axis, in float64."""
+    z = z.astype(np.float64)
+    centred = z - z.mean(-1, keepdims=True)
+    deviation = np.sqrt(np.square(centred).mean(-1, keepdims=True) + epsilon)
+    return centred / deviation * gamma.astype(np.float64) + beta.astype(np.float64)
+
+
+def factorization(quantized: bool = False, merged: bool = False, flat: str = "Reshape") -> Model:
+    """The interaction half of a Wukong block as exporters and mods write it."""
+    model = Model((N, D)).constant("gamma", bf16(N * K)).constant("beta", bf16(N * K))
+    model.add("Transpose", ["x"], "xt", perm=[0, 2, 1])
+    if merged:
+        model.constant("w", bf16(N, K + 3, scale=0.3)).constant("sizes", np.array([K, 3]))
+        model.add("MatMul", ["xt", "w"], "both", name="project+mix")
+        model.add("Split", ["both", "sizes"], "p other", axis=-1)
+        model.outputs = ("y", "other")
+    else:
+        model.constant("w", bf16(N, K, scale=0.3)).add("MatMul", ["xt", "w"], "p", name="project")
+    model.add("MatMul", ["x", "p"], "s", name="interact")
+    if flat == "Reshape":
+        model.constant("to", np.array([-1, N * K])).add("Reshape", ["s", "to"], "f")
+    else:
+        model.add("Flatten", ["s"], "f", axis=1)
+    norm = "n" if quantized else "y"
+    model.add("LayerNormalization", ["f", "gamma", "beta"], norm, name="norm", epsilon=1e-5)
+    if quantized:
+        model.constant("scale", np.array(0.0078125, BF16)).constant("zero", np.array(0, FP8))
+        model.add("QuantizeLinear", ["n", "scale", "zero"], "q").add(
+            "DequantizeLinear", ["q", "scale", "zero"], "y"
+        )
+    return model
+
+
+def expected_factorization(model: Model, x: np.ndarray) -> np.ndarray:
+    c = model.constants
+    tokens = x.astype(BF16).astype(np.float64)
+    y = c["w"].astype(np.float64)[:, :K]
+    p = np.einsum("bnd,nk->bdk", tokens, y).astype(np.float32).astype(BF16).astype(np.float64)
+    s = np.einsum("bnd,bdk->bnk", tokens, p).reshape(len(x), -1)
+    return normalized(s, c["gamma"], c["beta"])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("flat", ["Reshape", "Flatten"])
+def test_the_interaction_and_its_norm_become_one_node(merged, flat, tmp_path):
+    model = factorization(merged=merged, flat=flat)
+    graph, report = fused(model, tmp_path)
+    (found,) = report.fused["factorization-norm"]
+    assert found.sites == ("project+mix" if merged else "project", "interact", "norm")
+    rest = ["MatMul", "Split", "Transpose"] if merged else []
+    assert ops(graph, tmp_path) == sorted(
+        ["Cast"] * (3 if merged else 2) + rest + [f"{DOMAIN}::FactorizationNorm"]
+    )
+    x = RANDOM.standard_normal((BATCH, N, D)).astype(np.float32)
+    got, expected = run(tmp_path / "fused.onnx", x)[0], expected_factorization(model, x)
+    # On the CPU S is rounded to BF16 before the norm; the rest is the rounding of the output.
+    np.testing.assert_allclose(got, expected, rtol=2 * ULP, atol=8 * ULP)
+    # Dropping the gain or the shift would be seen.
+    assert np.abs(got - normalized(expected, np.ones(1), np.zeros(1))).max() > 0.5
+
+
+def test_the_q_behind_the_norm_is_taken_along(tmp_path):
+    model = factorization(quantized=True)
+    graph, _ = fused(model, tmp_path)
+    assert ops(graph, tmp_path) == ["Cast", "Cast", "DequantizeLinear", f"{DOMAIN}::FactorizationNorm"]
+    x = RANDOM.standard_normal((BATCH, N, D)).astype(np.float32)
+    expected = expected_factorization(model, x)
+    scale = float(model.constants["scale"])
+    steps = np.clip(expected / scale, -448, 448)
+    got = run(tmp_path / "fused.onnx", x)[0] / scale
+    # A value may fall to either side where S was rounded: one step of E4M3, 2⁻³ of its magnitude.
+    np.testing.assert_allclose(got, steps, rtol=2.0**-4 + 8 * ULP, atol=8 * ULP / scale * 2)
+    exact = steps.astype(np.float32).astype(FP8).astype(np.float32)
+    assert (got == exact).mean() > 0.9
+
+
+def residual(mixed: bool = True, order: int = 0) -> Model:
+    """The second half: F comes from a product so that its shape is known."""
+    model = Model((N, D)).constant("gamma", bf16(D)).constant("beta", bf16(D))
+    model.constant("wf", bf16(N * D, NF * D, scale=0.05)).constant("flat", np.array([-1, N * D]))
+    model.constant("tokens", np.array([-1, NF, D])).constant("w", bf16(N, N - NF, scale=0.3))
+    model.add("Reshape", ["x", "flat"], "xf").add("MatMul", ["xf", "wf"], "ff", name="mlp")
+    model.add("Reshape", ["ff", "tokens"], "f").add("Transpose", ["x"], "xt", perm=[0, 2, 1])
+    model.add("MatMul", ["xt", "w"], "lt", name="mix").add("Transpose", ["lt"], "l", perm=[0, 2, 1])
+    model.add("Concat", ["f", "l"] if mixed else ["l", "f"], "c", axis=1)
+    model.add("Add", ["c", "x"] if order == 0 else ["x", "c"], "z")
+    return model.add("LayerNormalization", ["z", "gamma", "beta"], "y", name="norm", epsilon=1e-5)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_the_residual_block_becomes_one_node(order, tmp_path):
+    model = residual(order=order)
+    graph, report = fused(model, tmp_path)
+    (found,) = report.fused["token-residual-norm"]
+    assert found.sites == ("mix", "norm")
+    assert f"{DOMAIN}::TokenResidualNorm" in ops(graph, tmp_path)
+    c = model.constants
+    x = RANDOM.standard_normal((BATCH, N, D)).astype(np.float32)
+    tokens = x.astype(BF16).astype(np.float64)
+    wide = {name: value.astype(np.float64) for name, value in c.items()}
+    own = (tokens.reshape(BATCH, -1) @ wide["wf"]).astype(np.float32).astype(BF16).astype(np.float64)
+    mix = np.einsum("bnd,nm->bmd", tokens, wide["w"])
+    z = np.concatenate([own.reshape(BATCH, NF, D), mix], axis=1) + tokens
+    expected = normalized(z, c["gamma"], c["beta"])
+    np.testing.assert_allclose(run(tmp_path / "fused.onnx", x)[0], expected, rtol=4 * ULP, atol=8 * ULP)
+
+
+def product(bias: bool, behind: str, outputs: str) -> Model:
+    """An FP8 Gemm with what follows it."""
+    k, n = 32, 48
+    scale = np.array(0.0078125, BF16)
+    model = Model((k,)).constant("s", scale).constant("zero", np.array(0, FP8))
+    model.constant("w", (RANDOM.standard_normal((n, k)) * 40).astype(FP8))
+    model.constant("ws", np.abs(bf16(n)) * BF16(0.01) + BF16(0.005)).constant("wz", np.zeros(n, FP8))
+    model.constant("b", bf16(n)).constant("m", bf16(k, n, scale=0.2))
+    model.add("QuantizeLinear", ["x", "s", "zero"], "q").add("DequantizeLinear", ["q", "s", "zero"], "dq")
+    model.add("DequantizeLinear", ["w", "ws", "wz"], "dw", axis=0)
+    model.add("Gemm", ["dq", "dw", "b"] if bias else ["dq", "dw"], "g", name="fc", transB=1)
+    last = "g"
+    if behind == "relu":
+        model.add("Relu", ["g"], "r")
+        last = "r"
+    if behind == "cross":
+        model.add("MatMul", ["x", "m"], "x0", name="other").add("Mul", ["x0", "g"], "gm")
+        model.add("Add", ["gm", "x0"], "r")
+        last = "r"
+    if "quantized" in outputs:
+        model.constant("s2", np.array(0.03125, BF16)).add("QuantizeLinear", [last, "s2", "zero"], "q2")
+        model.add("DequantizeLinear", ["q2", "s2", "zero"], "y")
+    if "wide" in outputs:
+        model.add("Identity", [last], "wide")
+    model.outputs = (("y",) if "quantized" in outputs else ()) + (("wide",) if "wide" in outputs else ())
+    return model
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("behind", ["", "relu", "cross"])
+@pytest.mark.parametrize("outputs", ["wide", "quantized", "quantized and wide"])
+def test_a_product_takes_along_what_follows(bias, behind, outputs, tmp_path):
+    model = product(bias, behind, outputs)
+    graph, report = fused(model, tmp_path)
+    assert [found.sites for found in report.fused["float8-product"]] == [("fc",)]
+    left = ops(graph, tmp_path)
+    assert f"{DOMAIN}::Float8Product" in left
+    assert not {"Gemm", "Relu", "Add", "Mul"} & set(left)
+    assert left.count("QuantizeLinear") == 1
+    c = {name: value.astype(np.float64) for name, value in model.constants.items()}
+    x = RANDOM.standard_normal((BATCH, 32)).astype(np.float32)
+    rows = x.astype(BF16).astype(np.float64)
+    q = np.clip(rows / c["s"], -448, 448).astype(np.float32).astype(FP8).astype(np.float64)
+    z = (q * c["s"]) @ (c["w"] * c["ws"][:, None]).T + (c["b"] if bias else 0.0)
+    if behind == "relu":
+        z = np.maximum(z, 0.0)
+    if behind == "cross":
+        x0 = (rows @ c["m"]).astype(np.float32).astype(BF16).astype(np.float64)
+        z = x0 * z + x0
+    got = dict(zip(model.outputs, run(tmp_path / "fused.onnx", x), strict=True))
+    magnitude = np.abs(z).max()
+    if "wide" in outputs:
+        np.testing.assert_allclose(got["wide"], z, rtol=4 * ULP, atol=4 * ULP * magnitude)
+    if "quantized" in outputs:
+        steps = np.clip(z / c["s2"], -448, 448)
+        np.testing.assert_allclose(
+            got["y"] / c["s2"], steps, rtol=2.0**-4 + 4 * ULP, atol=4 * ULP * magnitude / c["s2"] + 2.0**-9
+        )
+
+
+def test_a_weight_that_is_not_transposed_is_stored_so(tmp_path):
+    """Matrix units read FP8 along K from both factors."""
+    model = product(bias=True, behind="relu", outputs="wide")
+    gemm = next(node for node in model.nodes if node.op_type == "Gemm")
+    plain = onnx.NodeProto()
+    plain.CopyFrom(gemm)
+    del plain.attribute[:]
+    model.nodes[model.nodes.index(gemm)] = plain
+    straight = np.ascontiguousarray(model.constants["w"].T)
+    reference = run(
+        product_path(model, tmp_path / "a", gemm), x := RANDOM.standard_normal((3, 32), np.float32)
+    )
+    model.constants["w"] = straight
+    next(n for n in model.nodes if n.output[0] == "dw").attribute[0].i = 1
+    graph, _ = fused(model, tmp_path)
+    graph.save(tmp_path / "fused.onnx")
+    np.testing.assert_array_equal(run(tmp_path / "fused.onnx", x)[0], reference[0])
+    stored = [t for t in onnx.load(tmp_path / "fused.onnx").graph.initializer if t.data_type == 17 and t.dims]
+    assert [tuple(t.dims) for t in stored if len(t.dims) == 2] == [(48, 32)]
+
+
+def product_path(model: Model, folder: Path, gemm: onnx.NodeProto) -> Path:
+    """The fused form of the model with its transposed Gemm."""
+    folder.mkdir()
+    original = Model(model.width, [gemm if n.op_type == "Gemm" else n for n in model.nodes])
+    original.constants, original.outputs = dict(model.constants), model.outputs
+    graph, _ = fused(original, folder)
+    graph.save(folder / "fused.onnx")
+    return folder / "fused.onnx"
+
+
+def test_what_looks_alike_is_left_alone(tmp_path):
+    other = factorization()
+    # The product reads other tokens than those it was projected from.
+    other.add("Relu", ["x"], "xr")
+    other.nodes.insert(0, other.nodes.pop())
+    next(node for node in other.nodes if node.name == "interact").input[0] = "xr"
+    assert fused(other, tmp_path)[1].fused == {}
+    swapped = residual(mixed=False)
+    assert "token-residual-norm" not in fused(swapped, tmp_path)[1].fused
+    twice = product(bias=False, behind="relu", outputs="wide")
+    # What the ReLU reads leaves the graph as well: the product ends there.
+    twice.add("Identity", ["g"], "before")
+    twice.outputs = ("wide", "before")
+    graph, report = fused(twice, tmp_path)
+    assert [found.sites for found in report.fused["float8-product"]] == [("fc",)]
+    assert "Relu" in ops(graph, tmp_path)
+
+
+def test_an_fp32_graph_declines_with_a_reason(tmp_path):
+    model = factorization()
+    model.constants = {
+        name: value.astype(np.float32) if value.dtype == BF16 else value
+        for name, value in model.constants.items()
+    }
+    path = model.save(tmp_path / "planned.onnx")
+    proto = onnx.load(path)
+    proto.graph.node[0].attribute[0].i = TensorProto.FLOAT
+    onnx.save(proto, path)
+    report = fuse(PlannedGraph.load(path))
+    assert report.fused == {}
+    assert report.declined == {"factorization-norm": ("norm: the kernel multiplies BF16 and FP16",)}

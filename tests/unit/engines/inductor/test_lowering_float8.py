@@ -1,0 +1,378 @@
+"""FP8 products against float64 products of the values that were quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+from lowering_models import Array, exported, lowered, parsed, reference, run  # noqa: E402
+
+from loka_onnx.core.formats import Float8  # noqa: E402
+from loka_onnx.engines.inductor.lowering.model import LoweringOptions  # noqa: E402
+from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
+    ChannelScales,
+    FloatProduct,
+    Multiplied,
+    PerSite,
+    ProductStrategy,
+    ScaledMatMul,
+    multiply_dequantized,
+)
+from loka_onnx.numerics.float8 import dequantize, fake_quantize, float8_dtype, quantize  # noqa: E402
+
+RANDOM = np.random.default_rng(0)
+E4M3, E5M2 = float8_dtype(Float8.E4M3FN), float8_dtype(Float8.E5M2)
+X_SCALE, W_SCALE = np.float32(0.0087890625), np.float32(0.00177001953125)
+"""They are BF16 numbers, as the scales of plans are."""
+
+
+# Products ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a quantized activation and an FP8 weight.
+
+    Attributes:
+        text: Nodes from ``xd`` (the dequantized activation), ``wd`` (the weight) and ``c`` to ``y``; the
+            product is the node ``[fc]``.
+        x: Shape of the activation.
+        w: Shape of the weight.
+        formula: The same product as einsum of both.
+        axis: Channel axis of the weight.
+    """
+
+    text: str
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    formula: str
+    axis: int
+    bias: bool = False
+
+
+PRODUCTS = {
+    "matmul": Product("[fc] y = MatMul(xd, wd)", (5, 32), (32, 48), "mk,kn->mn", 1),
+    "gemm": Product("[fc] y = Gemm<transB=1>(xd, wd, c)", (5, 32), (48, 32), "mk,nk->mn", 0, bias=True),
+    "gemm, columns": Product("[fc] y = Gemm(xd, wd, c)", (5, 32), (32, 48), "mk,kn->mn", 1, bias=True),
+    "stack": Product("[fc] y = MatMul(xd, wd)", (5, 3, 32), (32, 48), "bmk,kn->bmn", 1),
+    "stack of stacks": Product("[fc] y = MatMul(xd, wd)", (5, 2, 3, 32), (32, 48), "abmk,kn->abmn", 1),
+    "transposed weight": Product(
+        "t = Transpose<perm=[1,0]>(wd) [fc] y = MatMul(xd, t)", (5, 32), (48, 32), "mk,nk->mn", 0
+    ),
+    "moved": Product(
+        "t = Transpose<perm=[0,2,1]>(xd) u = Unsqueeze(t, first) s = Squeeze(u, first)"
+        " i = Identity(s) a, b = Split<axis=1>(i, sizes) j = Concat<axis=1>(b, a)"
+        " [fc] y = MatMul(j, wd)",
+        (5, 32, 4),
+        (32, 48),
+        "bkm,kn->bmn",
+        1,
+    ),
+    "left weight": Product("[fc] y = MatMul(wd, xd)", (5, 32, 7), (48, 32), "bkn,mk->bmn", 0),
+}
+
+
+def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[onnx.ModelProto, Array, Array]:
+    """The graph in a base type, and both factors after Q/DQ in float64."""
+    x = RANDOM.normal(size=product.x).astype(np.float32)
+    w = RANDOM.normal(size=product.w).astype(np.float32) / np.sqrt(32)
+    scale: Any = W_SCALE
+    if per_channel:
+        length = product.w[product.axis]
+        scale = np.linspace(0.001, 0.004, length).astype(kind).astype(np.float32)
+    axis = product.axis if per_channel else None
+    stored = quantize(w, scale, Float8.E4M3FN, axis)
+    entry = "" if kind is np.float32 else "xb = Cast<to=16>(x) "
+    leave = "" if kind is np.float32 else " out = Cast<to=1>(y)"
+    attribute = f"<axis={axis}>" if per_channel else ""
+    text = (
+        f"{entry}xq = QuantizeLinear({'xb' if entry else 'x'}, sx, z) xd = DequantizeLinear(xq, sx, z) "
+        f"wd = DequantizeLinear{attribute}(w8, sw, zw) {product.text}{leave}"
+    )
+    constants = {
+        "sx": np.array(X_SCALE).astype(kind),
+        "sw": np.asarray(scale).astype(kind),
+        "z": np.zeros((), E4M3),
+        "zw": np.zeros(np.shape(scale), E4M3),
+        "w8": stored,
+        "first": np.array([0]),
+        "sizes": np.array([1, 3]),
+    }
+    if product.bias:
+        constants["c"] = RANDOM.normal(size=48).astype(kind)
+    free = ",".join(product.formula.split("->")[1])
+    proto = parsed(
+        text,
+        constants,
+        inputs=f"float[{','.join(['batch', *map(str, product.x[1:])])}] x",
+        output=f"float[{free}] {'out' if leave else 'y'}",
+    )
+    rounded = x.astype(kind).astype(np.float32)
+    wide = dequantize(quantize(rounded, X_SCALE, Float8.E4M3FN), X_SCALE).astype(np.float64)
+    expected = np.einsum(product.formula, wide, dequantize(stored, scale, axis).astype(np.float64))
+    if "Concat" in product.text:
+        expected = np.concatenate([expected[:, 1:], expected[:, :1]], axis=1)
+    if product.bias:
+        expected = expected + constants["c"].astype(np.float64)
+    return proto, x, expected
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_float8_multiply_float8(name: str, per_channel: bool, tmp_path: Path) -> None:
+    proto, x, expected = product_model(PRODUCTS[name], np.float32, per_channel=per_channel)
+    model = lowered(proto, tmp_path)
+    found = run(model, {"x": x})[0]
+    site = model.sites["fc"]
+    assert (site.kernel, site.engaged) == ("scaled_mm", True), site.reason
+    assert site.operands == ("float8_e4m3fn", "float8_e4m3fn")
+    assert site.reason == ("weight on the left: the transposed product is computed" if "left" in name else "")
+    # FP32 sums of 32 exact products, and three multiplications.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("name", ["gemm", "stack", "left weight"])
+def test_products_in_a_bfloat16_graph(name: str, per_channel: bool, tmp_path: Path) -> None:
+    proto, x, expected = product_model(PRODUCTS[name], ml_dtypes.bfloat16, per_channel=per_channel)
+    model = lowered(proto, tmp_path)
+    found = run(model, {"x": x})[0]
+    assert model.sites["fc"].engaged
+    scales = [value for key, value in model.named_buffers() if key in {"weights.sx", "weights.sw"}]
+    assert [value.dtype for value in scales] == [torch.float32] * 2
+    # The product is rounded to BF16 (2⁻⁹), and once more behind its bias.
+    np.testing.assert_allclose(found, expected, rtol=2**-8, atol=2**-8 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["matmul", "gemm", "transposed weight", "left weight"])
+def test_a_weight_is_stored_once_with_its_columns_contiguous(name: str, tmp_path: Path) -> None:
+    proto, x, _ = product_model(PRODUCTS[name], np.float32, per_channel=False)
+    seen: list[FloatProduct] = []
+
+    class Watch(ProductStrategy):
+        def multiply(self, product: FloatProduct) -> Multiplied:
+            seen.append(product)
+            return ScaledMatMul().multiply(product)
+
+    model = lowered(proto, tmp_path, LoweringOptions(products=Watch()))
+    run(model, {"x": x})
+    matrices = [value for value in model.buffers() if value.dim() == 2]
+    assert [(value.dtype, value.numel()) for value in matrices] == [(torch.float8_e4m3fn, 32 * 48)]
+    assert matrices[0].is_contiguous()
+    weight = seen[0].a.t() if name == "left weight" else seen[0].b
+    assert (weight.stride(), tuple(weight.shape)) == ((1, 32), (32, 48))
+    assert weight.data_ptr() == matrices[0].data_ptr()
+
+
+def test_export_keeps_the_scaled_product(tmp_path: Path) -> None:
+    proto, x, expected = product_model(PRODUCTS["gemm"], np.float32, per_channel=False)
+    program = exported(lowered(proto, tmp_path), {"x": x})
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("aten._scaled_mm.default") == 1
+    assert not [target for target in targets if "aten.mm" in target or "linear" in target]
+    np.testing.assert_allclose(run(program, {"x": x})[0], expected, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+@pytest.mark.parametrize("per_channel", [False, True], ids=["tensor", "channel"])
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_on_a_gpu(name: str, kind: Any, per_channel: bool, fast: bool, tmp_path: Path) -> None:
+    proto, x, expected = product_model(PRODUCTS[name], kind, per_channel=per_channel)
+    options = LoweringOptions(products=ScaledMatMul(fast_accumulation=fast))
+    model = lowered(proto, tmp_path, options).to("cuda")
+    with torch.no_grad():
+        tensors = (torch.from_numpy(x).cuda(),)
+        found = model(*tensors)[0].double().cpu().numpy()
+        batch = torch.export.Dim("batch", min=1, max=4096)
+        program = torch.export.export(model, tensors, dynamic_shapes=model.dynamic_shapes(batch))
+        traced = program.module()(*tensors)[0].double().cpu().numpy()
+    assert model.sites["fc"].engaged
+    # A tensor core of Hopper aligns the products of an instruction to about 14 bits before it adds them.
+    atol = (2**-8 if kind is ml_dtypes.bfloat16 else 2**-10) * np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=2**-8, atol=atol)
+    np.testing.assert_array_equal(traced, found)
+
+
+# Not engaged, and why ---------------------------------------------------------------------------------
+
+REFUSED = {
+    "K 20 and N 48 are not both multiples of 16": Product(
+        "[fc] y = MatMul(xd, wd)", (5, 20), (20, 48), "mk,kn->mn", 1
+    ),
+    "K 32 and N 8 are not both multiples of 16": Product(
+        "[fc] y = Gemm(xd, wd)", (5, 32), (32, 8), "mk,kn->mn", 1
+    ),
+    "torch._scaled_mm multiplies by a matrix, these factors have ranks 3 and 3": Product(
+        "u = Unsqueeze(wd, first) [fc] y = MatMul(xd, u)", (5, 3, 32), (32, 48), "bmk,kn->bmn", 1
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_product_that_scaled_mm_refuses_is_multiplied_in_floats(reason: str, tmp_path: Path) -> None:
+    proto, x, expected = product_model(REFUSED[reason], np.float32, per_channel=False)
+    model = lowered(proto, tmp_path)
+    found = run(model, {"x": x})[0]
+    site = model.sites["fc"]
+    assert (site.kernel, site.engaged, site.reason) == ("dequantized", False, reason)
+    assert site.operands == ("float32", "float32")
+    np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("text", "site", "kernel", "reason"),
+    [
+        ("[fc] y = MatMul(x, wd)", "fc", "dequantized", "FP8 of one factor only: 'x' is not quantized"),
+        ("r = Relu(xd) [fc] y = MatMul(r, wd)", "fc", "dequantized", "FP8 of one factor only: 'r' is"),
+        ("[fc] y = MatMul(x, w)", "fc", "dense", ""),
+        (
+            "j = Concat<axis=1>(xd, other) a = Slice(j, n0, n32, n1) [fc] y = MatMul(a, wd)",
+            "fc",
+            "dequantized",
+            "FP8 of one factor only: 'a' is not quantized",
+        ),
+    ],
+)
+def test_a_factor_that_is_not_quantized_is_told(
+    text: str, site: str, kernel: str, reason: str, tmp_path: Path
+) -> None:
+    w = RANDOM.normal(size=(32, 48)).astype(np.float32)
+    stored = quantize(w, W_SCALE, Float8.E4M3FN)
+    proto = parsed(
+        "xq = QuantizeLinear(x, sx, z) xd = DequantizeLinear(xq, sx, z) wd = DequantizeLinear(w8, sw, z)"
+        f" oq = QuantizeLinear(x, so, z) other = DequantizeLinear(oq, so, z) {text}",
+        {
+            **{
+                "sx": X_SCALE,
+                "sw": W_SCALE,
+                "so": 2 * X_SCALE,
+                "z": np.zeros((), E4M3),
+                "w8": stored,
+                "w": w,
+            },
+            **{f"n{n}": np.array([n]) for n in (0, 1, 32)},
+        },
+        inputs="float[batch,32] x",
+        output="float[batch,48] y",
+    )
+    model = lowered(proto, tmp_path)
+    x = RANDOM.normal(size=(4, 32)).astype(np.float32)
+    found = run(model, {"x": x})[0]
+    done = model.sites[site]
+    assert (done.kernel, done.engaged) == (kernel, False)
+    assert done.reason.startswith(reason)
+    assert bool(done.reason) == bool(reason)
+    np.testing.assert_allclose(found, reference(proto, {"x": x})[0], atol=2e-5)
+
+
+def test_what_reads_the_tensor_beside_the_product_gets_its_rounded_values(tmp_path: Path) -> None:
+    w = quantize(np.eye(32, dtype=np.float32), 1.0, Float8.E4M3FN)
+    proto = parsed(
+        "q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) v = DequantizeLinear(w8, one, z)"
+        " [fc] h = MatMul(d, v) y = Add(h, d)",
+        {"s": X_SCALE, "one": np.float32(1), "z": np.zeros((), E4M3), "w8": w},
+        inputs="float[batch,32] x",
+        output="float[batch,32] y",
+    )
+    x = RANDOM.normal(size=(4, 32)).astype(np.float32)
+    model = lowered(proto, tmp_path)
+    np.testing.assert_allclose(
+        run(model, {"x": x})[0], 2 * fake_quantize(x, X_SCALE, Float8.E4M3FN), rtol=1e-6
+    )
+    assert model.sites["fc"].engaged
+
+
+def test_nan_spreads_along_its_row_and_infinity_saturates(tmp_path: Path) -> None:
+    w = quantize(np.eye(32, dtype=np.float32), 1.0, Float8.E4M3FN)
+    proto = parsed(
+        "q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) v = DequantizeLinear(w8, one, z)"
+        " y = MatMul(d, v)",
+        {"s": np.float32(0.5), "one": np.float32(1), "z": np.zeros((), E4M3), "w8": w},
+        inputs="float[batch,32] x",
+        output="float[batch,32] y",
+    )
+    x = np.zeros((3, 32), np.float32)
+    x[0, 3], x[1, 4] = np.nan, -np.inf
+    found = run(lowered(proto, tmp_path), {"x": x})[0]
+    assert np.isnan(found[0]).all()
+    assert found[1, 4] == -224.0
+    assert not found[2].any()
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "reason"),
+    [(E5M2, E4M3, ""), (E5M2, E5M2, "torch._scaled_mm does not multiply E5M2 by E5M2")],
+)
+def test_formats_that_can_be_multiplied(left: Any, right: Any, reason: str, tmp_path: Path) -> None:
+    w = (RANDOM.normal(size=(32, 48)) * 8).astype(right)
+    proto = parsed(
+        "q = QuantizeLinear(x, s, zl) d = DequantizeLinear(q, s, zl) v = DequantizeLinear(w8, s, zr)"
+        " [fc] y = MatMul(d, v)",
+        {"s": X_SCALE, "zl": np.zeros((), left), "zr": np.zeros((), right), "w8": w},
+        inputs="float[batch,32] x",
+        output="float[batch,48] y",
+    )
+    x = RANDOM.normal(size=(5, 32)).astype(np.float32)
+    model = lowered(proto, tmp_path)
+    found = run(model, {"x": x})[0]
+    wide = dequantize(quantize(x, X_SCALE, Float8.E5M2), X_SCALE).astype(np.float64)
+    expected = wide @ (w.astype(np.float64) * X_SCALE)
+    np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(expected).max())
+    assert (model.sites["fc"].engaged, model.sites["fc"].reason) == (not reason, reason)
+
+
+# Strategies -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [ChannelScales.ROW_WISE, ChannelScales.BEHIND, ChannelScales.AUTO])
+def test_channel_scales_in_the_product_or_behind_it(place: ChannelScales, tmp_path: Path) -> None:
+    proto, x, expected = product_model(PRODUCTS["gemm"], ml_dtypes.bfloat16, per_channel=True)
+    options = LoweringOptions(products=ScaledMatMul(channel_scales=place))
+    model = lowered(proto, tmp_path, options)
+    program = exported(model, {"x": x})
+    products = [node for node in program.graph.nodes if "_scaled_mm" in str(node.target)]
+    assert len(products) == 1
+    kinds = {torch.bfloat16 if place is ChannelScales.ROW_WISE else torch.float32}
+    assert {node.meta["val"].dtype for node in products} == kinds
+    np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=2**-8, atol=2**-8)
+
+
+@dataclass(frozen=True)
+class Named(ProductStrategy):
+    """Multiplies floats, under a name of its own."""
+
+    name: str
+    seen: list[str] = field(default_factory=list)
+
+    def multiply(self, product: FloatProduct) -> Multiplied:
+        self.seen.append(product.site)
+        return multiply_dequantized(product, self.name)
+
+
+def test_a_site_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
+    w = quantize(np.eye(32, dtype=np.float32), 1.0, Float8.E4M3FN)
+    proto = parsed(
+        "q = QuantizeLinear(x, one, z) d = DequantizeLinear(q, one, z) v = DequantizeLinear(w8, one, z)"
+        " [left] a = MatMul(d, v) [right] b = MatMul(d, v) y = Add(a, b)",
+        {"one": np.float32(1), "z": np.zeros((), E4M3), "w8": w},
+        inputs="float[batch,32] x",
+        output="float[batch,32] y",
+    )
+    special = Named("special")
+    options = LoweringOptions(products=PerSite({"right": special}, ScaledMatMul()))
+    model = lowered(proto, tmp_path, options)
+    x = np.ones((2, 32), np.float32)
+    np.testing.assert_array_equal(run(model, {"x": x})[0], 2 * x)
+    assert special.seen == ["right"]
+    assert model.sites["left"].kernel == "scaled_mm"
+    assert model.sites["right"].reason == "special"

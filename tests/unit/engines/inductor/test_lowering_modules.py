@@ -1,0 +1,306 @@
+"""The module as a whole: names, weights, devices, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+torch = pytest.importorskip("torch", reason="needs torch")
+from lowering_models import exported, lowered, parsed, reference, renamed, run  # noqa: E402
+
+from loka_onnx.engines.inductor.lowering.model import LoweringOptions, lower  # noqa: E402
+from loka_onnx.engines.inductor.lowering.node import Node  # noqa: E402
+from loka_onnx.engines.inductor.lowering.operators import OPERATORS  # noqa: E402
+from loka_onnx.engines.inductor.lowering.values import Value  # noqa: E402
+from loka_onnx.errors import EngineError, ModelError  # noqa: E402
+
+RANDOM = np.random.default_rng(0)
+RANKER = """
+    [bottom] h0 = Gemm<transB=1>(dense, bottom_weight, bottom_bias)
+    n0 = LayerNormalization(h0, gain, shift)
+    first, second = Split<axis=1, num_outputs=2>(ids)
+    e1 = Gather(table, first) e2 = Gather(table, second)
+    one = Unsqueeze(n0, axis)
+    z = Concat<axis=1>(e1, e2, one)
+    zt = Transpose<perm=[0,2,1]>(z)
+    [dot] s = MatMul(z, zt)
+    flat = Flatten(s)
+    folded = Transpose<perm=[1,0]>(top_weight)
+    top = Concat<axis=1>(flat, n0)
+    a = Relu(top)
+    [head] logit = MatMul(a, folded)
+    probability = Sigmoid(logit)
+"""
+
+
+def ranker() -> onnx.ModelProto:
+    normal = lambda *shape: RANDOM.normal(size=shape).astype(np.float32)  # noqa: E731
+    proto = parsed(
+        RANKER,
+        {
+            **{"bottom_weight": normal(16, 8), "bottom_bias": normal(16), "top_weight": normal(1, 25)},
+            **{"gain": normal(16), "shift": normal(16), "table": normal(50, 16), "axis": np.array([1])},
+        },
+        inputs="float[batch,8] dense, int64[batch,2] ids",
+        output="float[batch,1] logit, float[batch,1] probability",
+    )
+    return renamed(proto, {"bottom_weight": "bottom.weight", "bottom_bias": "bottom.bias"})
+
+
+def rows(batch: int) -> dict[str, np.ndarray]:
+    return {
+        "dense": RANDOM.normal(size=(batch, 8)).astype(np.float32),
+        "ids": RANDOM.integers(0, 50, size=(batch, 2)),
+    }
+
+
+def test_a_ranker_runs_at_every_batch_size(tmp_path: Path) -> None:
+    proto = ranker()
+    model = lowered(proto, tmp_path)
+    assert (model.input_names, model.output_names) == (("dense", "ids"), ("logit", "probability"))
+    program = exported(model, rows(4))
+    for batch in (1, 7, 64):
+        given = rows(batch)
+        expected = reference(proto, given)
+        for runner in (model, program):
+            for found, wanted in zip(run(runner, given), expected, strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * max(1, np.abs(wanted).max()))
+    assert {site.name: (site.op_type, site.kernel) for site in model.sites.values()} == {
+        "bottom": ("Gemm", "dense"),
+        "dot": ("MatMul", "dense"),
+        "head": ("MatMul", "dense"),
+    }
+    assert model.sites["dot"].operands == ("float32", "float32")
+
+
+def test_an_input_of_fixed_length_stays_fixed(tmp_path: Path) -> None:
+    proto = parsed(
+        "s = Mul(row, one) y = Add(x, s)",
+        {},
+        inputs="float[batch,3] x, float[1,3] row, float one",
+        output="float[batch,3] y",
+    )
+    model = lowered(proto, tmp_path)
+    assert model.batched == {"x"}
+    given = {"x": np.ones((4, 3), np.float32), "row": np.ones((1, 3), np.float32), "one": np.float32(2)}
+    program = exported(model, given)
+    for batch in (1, 9):
+        x = np.ones((batch, 3), np.float32)
+        np.testing.assert_array_equal(run(program, given | {"x": x})[0], x + 2)
+
+
+def test_weights_are_buffers_of_readable_names(tmp_path: Path) -> None:
+    model = lowered(ranker(), tmp_path)
+    shapes = {name: tuple(value.shape) for name, value in model.named_buffers()}
+    assert shapes == {
+        "weights.bottom_weight": (16, 8),
+        "weights.bottom_bias": (16,),
+        "weights.gain": (16,),
+        "weights.shift": (16,),
+        "weights.table": (50, 16),
+        # The transpose of a weight was computed once, when the model was lowered.
+        "weights.folded": (25, 1),
+    }
+    assert not list(model.parameters())
+
+
+def test_names_that_a_module_cannot_have(tmp_path: Path) -> None:
+    proto = parsed(
+        "a = Add(x, train) b = Mul(a, forward) y = Sub(b, dotted)",
+        {name: np.ones(3, np.float32) * k for k, name in enumerate(("train", "forward", "dotted"), 2)},
+        inputs="float[batch,3] x",
+        output="float[batch,3] y",
+    )
+    model = lowered(renamed(proto, {"dotted": "block.0/weight:0"}), tmp_path)
+    x = np.ones((2, 3), np.float32)
+    np.testing.assert_array_equal(run(model, {"x": x})[0], (x + 2) * 3 - 4)
+    names = {name for name, _ in model.named_buffers()}
+    assert names == {"weights.train_1", "weights.forward_1", "weights.block_0_weight_0"}
+
+
+def test_weights_beside_the_model(tmp_path: Path) -> None:
+    proto = ranker()
+    inline = run(lowered(proto, tmp_path), rows_ := rows(3))
+    folder = tmp_path / "external"
+    folder.mkdir()
+    options = {"save_as_external_data": True, "location": "weights.bin", "size_threshold": 16}
+    onnx.save(proto, folder / "model.onnx", **options)
+    model = lower(folder / "model.onnx")
+    for found, expected in zip(run(model, rows_), inline, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    (folder / "weights.bin").unlink()
+    with pytest.raises(ModelError, match="are missing"):
+        lower(folder / "model.onnx")
+
+
+def test_functions_of_the_model_are_inlined(tmp_path: Path) -> None:
+    twice = helper.make_function(
+        "local",
+        "Twice",
+        ["a"],
+        ["b"],
+        [helper.make_node("Add", ["a", "a"], ["b"])],
+        [helper.make_opsetid("", 21)],
+    )
+    proto = parsed("y = Neg(x)", {}, inputs="float[batch] x", output="float[batch] y")
+    proto.graph.node.insert(0, helper.make_node("Twice", ["x"], ["t"], "t", domain="local"))
+    proto.graph.node[1].input[0] = "t"
+    proto.functions.append(twice)
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    x = np.array([1, 2], np.float32)
+    assert run(lowered(proto, tmp_path), {"x": x})[0].tolist() == [-2, -4]
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4)])
+def test_what_grows_when_it_is_folded_is_computed_at_run_time(shape: tuple[int, ...], tmp_path: Path) -> None:
+    proto = parsed(
+        "big = Expand(row, shape) small = Add(row, row) h = Add(x, big) y = Add(h, small)",
+        {"row": np.ones(shape, np.float32), "shape": np.array([9000, 4])},
+        inputs="float[batch,4] x",
+        output="float[batch,4] y",
+    )
+    model = lowered(proto, tmp_path)
+    assert max(value.numel() for value in model.buffers()) == 4
+    assert {name for name, _ in model.named_buffers()} == {"weights.row", "weights.small"}
+    x = np.zeros((9000, 4), np.float32)
+    np.testing.assert_array_equal(run(model, {"x": x})[0], x + 3)
+
+
+def test_constants_and_inputs_may_be_outputs(tmp_path: Path) -> None:
+    proto = parsed(
+        "y = Neg(x) s = Shape(x)",
+        {"c": np.array([1.5], np.float32)},
+        inputs="float[batch,3] x",
+        output="float[batch,3] y, float[1] c, int64[2] s, float[batch,3] x",
+    )
+    x = np.ones((2, 3), np.float32)
+    found = run(lowered(proto, tmp_path), {"x": x})
+    assert [value.tolist() for value in found[1:3]] == [[1.5], [2, 3]]
+    np.testing.assert_array_equal(found[3], x)
+
+
+def test_a_module_moves_to_another_device(tmp_path: Path) -> None:
+    """On ``meta`` nothing is computed, but every operand must be there."""
+    proto = parsed(
+        "n = Shape<start=0, end=1>(x) q = Squeeze(n) r = Range(zero, q, one) c = Cast<to=1>(r)"
+        " u = Unsqueeze(c, axis) a = Mul(x, u) [fc] y = MatMul(a, w)",
+        {"zero": np.array(0), "one": np.array(1), "axis": np.array([1]), "w": np.ones((3, 5), np.float32)},
+        inputs="float[batch,3] x",
+        output="float[batch,5] y",
+    )
+    model = lowered(proto, tmp_path).to("meta")
+    assert {value.device.type for value in model.buffers()} == {"meta"}
+    (found,) = model(torch.empty(4, 3, device="meta"))
+    assert (found.device.type, found.shape) == ("meta", (4, 5))
+
+
+# Errors -----------------------------------------------------------------------------------------------
+
+
+def with_operator(op_type: str, domain: str = "") -> onnx.ModelProto:
+    proto = parsed("[place] y = Neg(x)", {}, inputs="float[batch] x", output="float[batch] y")
+    proto.graph.node[0].op_type, proto.graph.node[0].domain = op_type, domain
+    if domain:
+        proto.opset_import.append(helper.make_opsetid(domain, 1))
+    return proto
+
+
+def test_an_unknown_operator_is_named_with_its_neighbours(tmp_path: Path) -> None:
+    with pytest.raises(EngineError) as caught:
+        lowered(with_operator("GatherElementz"), tmp_path)
+    count = len([op for domain, op in OPERATORS.operators if not domain])
+    assert str(caught.value) == (
+        "node 'place' (GatherElementz): operator GatherElementz of domain 'ai.onnx' is not lowered\n"
+        f"  evidence: {count} operators of domain 'ai.onnx' are; the nearest names are GatherElements, "
+        "ScatterElements, Gather\n"
+        "  remedy: let another backend build this model, or register a function for it with "
+        "`Registry.operator`"
+    )
+
+
+def test_an_unknown_domain_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        EngineError, match=r"node 'place' \(com\.acme\.Blend\): operator Blend of domain 'com\.acme'"
+    ):
+        lowered(with_operator("Blend", "com.acme"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "reason"),
+    [
+        ("If", "control flow that depends on the elements of tensors"),
+        ("Loop", "control flow that depends on the elements of tensors"),
+        ("NonZero", "the shape of its result depends on elements"),
+        ("RandomNormalLike", "it draws random numbers, which differ between engines"),
+    ],
+)
+def test_declined_operators_have_a_reason(op_type: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError) as caught:
+        lowered(with_operator(op_type), tmp_path)
+    assert str(caught.value) == (
+        f"node 'place' ({op_type}): {op_type} is not lowered\n  evidence: {reason}\n"
+        "  remedy: let another backend build this model"
+    )
+
+
+def test_what_torch_refuses_names_the_node_and_its_inputs(tmp_path: Path) -> None:
+    proto = parsed(
+        "[mix] y = MatMul(x, w)",
+        {"w": np.ones((4, 2), np.float32)},
+        inputs="float[batch,3] x",
+        output="float[batch,2] y",
+    )
+    with pytest.raises(EngineError, match=r"node 'mix' \(MatMul\): torch refuses the node") as caught:
+        run(lowered(proto, tmp_path), {"x": np.ones((2, 3), np.float32)})
+    assert "evidence: inputs 'x' float32[2, 3], 'w' float32[4, 2]" in str(caught.value)
+
+
+def test_a_missing_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="the graph has 2 inputs\n  evidence: it was given 1"):
+        lowered(ranker(), tmp_path)(torch.ones(1, 8))
+
+
+def test_a_type_that_torch_does_not_have(tmp_path: Path) -> None:
+    proto = parsed("y = Identity(x)", {}, inputs="string[batch] x", output="string[batch] y")
+    with pytest.raises(EngineError, match="tensor 'x': values of type STRING are not lowered"):
+        lowered(proto, tmp_path)
+
+
+def test_operators_of_other_domains_can_be_added(tmp_path: Path) -> None:
+    registry = OPERATORS.copy()
+
+    @registry.operator("Blend", domain="com.acme")
+    def blend(node: Node, x: torch.Tensor) -> torch.Tensor:
+        return x * node.attributes["weight"]
+
+    proto = with_operator("Blend", "com.acme")
+    proto.graph.node[0].attribute.append(helper.make_attribute("weight", 0.5))
+    found = run(
+        lowered(proto, tmp_path, LoweringOptions(operators=registry)), {"x": np.array([4], np.float32)}
+    )
+    assert found[0].tolist() == [2]
+    assert ("com.acme", "Blend") not in OPERATORS.operators
+
+
+@pytest.mark.parametrize(("positions", "stored"), [((1,), "float32"), ((), "bfloat16")])
+def test_such_an_operator_may_have_its_scales_stored_in_float32(
+    positions: tuple[int, ...], stored: str, tmp_path: Path
+) -> None:
+    registry, seen = OPERATORS.copy(), []
+
+    @registry.operator("Scale", domain="com.acme", raw=True)
+    def scale(node: Node, x: torch.Tensor, factor: Value) -> torch.Tensor:
+        seen.append(node.tensor(factor).dtype)
+        return x * node.tensor(factor).to(torch.float32)
+
+    registry.store_in_float32("Scale", positions=positions, domain="com.acme")
+    proto = with_operator("Scale", "com.acme")
+    proto.graph.node[0].input.append("s")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1.5, "bfloat16"), "s"))
+    model = lowered(proto, tmp_path, LoweringOptions(operators=registry))
+    assert run(model, {"x": np.array([4], np.float32)})[0].tolist() == [6]
+    assert [str(kind) for kind in seen] == [f"torch.{stored}"]

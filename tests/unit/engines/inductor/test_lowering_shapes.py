@@ -1,0 +1,192 @@
+"""Shapes that a graph computes: they follow the batch of an exported module. And chains of operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+torch = pytest.importorskip("torch", reason="needs torch")
+from lowering_models import Case, assert_same, exported, lowered, parsed, reference, run  # noqa: E402
+
+from loka_onnx.errors import EngineError  # noqa: E402
+
+RANDOM = np.random.default_rng(0)
+BATCHES = (1, 3, 17)
+"""None is that of the trace."""
+NUMBERS = {
+    **{f"v{n}": np.array([n]) for n in (0, 1, 2, 3, 4, 6, 12)},
+    "minus": np.array([-1]),
+    **{f"s{n}": np.array(n) for n in (0, 1, 2)},
+}
+SHAPES = {
+    "reshape to a computed shape": (
+        "n = Shape(x) b = Gather(n, s0) u = Unsqueeze(b, v0) t = Concat<axis=0>(u, v12) y = Reshape(x, t)",
+        "float[batch,3,4] x",
+    ),
+    "reshape by a slice of the shape": (
+        "n = Shape<start=0, end=1>(x) t = Concat<axis=0>(n, v4, v3) y = Reshape(x, t)",
+        "float[batch,3,4] x",
+    ),
+    "arithmetic on lengths": (
+        "n = Shape(x) a, b, c = Split<num_outputs=3>(n) p = Mul(b, c) q = Div(p, v2) r = Add(q, v6)"
+        " k = Sub(r, v0) m = Max(k, v1) t = Concat<axis=0>(a, m) y = Reshape(x, t)",
+        "float[batch,3,4] x",
+    ),
+    "product of lengths": (
+        "n = Shape(x) w = Slice(n, v1, v3) p = ReduceProd(w, v0) z = Size(x) u = Unsqueeze(z, v0)"
+        " b = Div(u, p) t = Concat<axis=0>(b, p) y = Reshape(x, t)",
+        "float[batch,3,4] x",
+    ),
+    "expand as TorchScript writes it": (
+        "n = Shape(x) b = Gather(n, v0) g = Concat<axis=0>(b, v1, v4) k = Shape(g) o = ConstantOfShape"
+        "<value=int64[1] {1}>(k) m = Mul(o, minus) e = Equal(g, m) t = Where(e, o, g) h = Expand(row, t)"
+        " y = Add(x, h)",
+        "float[batch,3,4] x",
+    ),
+    "tensors as long as the batch": (
+        "n = Shape<start=0, end=1>(x) q = Squeeze(n) r = Range(s0, q, s1) c = Cast<to=1>(r)"
+        " z = ConstantOfShape(n) a = Add(c, z) u = Unsqueeze(a, v1) k = ReduceSum(x, v1) f = Squeeze(k, v1)"
+        " y = Mul(f, u)",
+        "float[batch,3,4] x",
+    ),
+    "the scale of an attention": (
+        "n = Shape(x) d = Gather(n, s2) f = Cast<to=1>(d) q = Sqrt(f) y = Div(x, q)",
+        "float[batch,3,4] x",
+    ),
+    "a mean over a length": (
+        "k = ReduceSum(x, v1) n = Shape(x) d = Gather(n, s1) f = Cast<to=1>(d) y = Div(k, f)",
+        "float[batch,3,4] x",
+    ),
+    "numbers that meet a tensor": (
+        "n = Shape(x) f = Cast<to=1>(n) m = ReduceMax<keepdims=0>(x) y = Add(f, m)",
+        "float[batch,3,4] x",
+    ),
+    "repeats and bounds": (
+        "n = Shape(x) l = Gather(n, v1) h = Sub(l, v1) c = Slice(x, v0, h, v1) r = Concat<axis=0>(v1, h, v1)"
+        " y = Tile(c, r)",
+        "float[batch,3,4] x",
+    ),
+    "a comparison of lengths": (
+        "n = Shape(x) a = Gather(n, v1) b = Gather(n, v2) g = Greater(a, b) w = Where(g, v2, v12)"
+        " t = Concat<axis=0>(minus, w) y = Reshape(x, t)",
+        "float[batch,3,4] x",
+    ),
+    "a lookup and its flattening": (
+        "e = Gather<axis=0>(table, ids) n = Shape(ids) b = Gather(n, v0) t = Concat<axis=0>(b, minus)"
+        " y = Reshape(e, t)",
+        "int64[batch,3] ids",
+    ),
+}
+
+
+def feeds(inputs: str, batch: int) -> dict[str, Any]:
+    if "int64" in inputs:
+        return {"ids": RANDOM.integers(-9, 9, size=(batch, 3))}
+    return {"x": RANDOM.normal(size=(batch, 3, 4)).astype(np.float32)}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_computed_shapes_follow_the_batch(name: str, tmp_path: Path) -> None:
+    text, inputs = SHAPES[name]
+    constants = NUMBERS | {
+        "row": RANDOM.normal(size=(1, 1, 4)).astype(np.float32),
+        "table": RANDOM.normal(size=(9, 4)).astype(np.float32),
+    }
+    proto = parsed(text, constants, inputs=inputs, output="float[a] y")
+    model = lowered(proto, tmp_path)
+    program = exported(model, feeds(inputs, 6))
+    for batch in BATCHES:
+        given = feeds(inputs, batch)
+        expected = reference(proto, given)[0]
+        assert_same(run(model, given)[0], expected, 1e-5)
+        assert_same(run(program, given)[0], expected, 1e-5)
+
+
+def test_a_shape_that_depends_on_elements_is_an_error(tmp_path: Path) -> None:
+    proto = parsed(
+        "c = Cast<to=7>(x) [bad] y = Reshape(x, c)", {}, inputs="float[batch] x", output="float[a] y"
+    )
+    with pytest.raises(EngineError) as caught:
+        run(lowered(proto, tmp_path), {"x": np.array([1, 2], np.float32)})
+    assert str(caught.value) == (
+        "node 'bad' (Reshape): 'shape' depends on the elements of a tensor\n"
+        "  evidence: shapes of a compiled module follow from the shapes of its inputs alone\n"
+        "  remedy: export the model with shapes that follow from its inputs, or let another backend build "
+        "this model"
+    )
+
+
+# Chains -----------------------------------------------------------------------------------------------
+
+ELEMENTWISE = ("Tanh", "Relu", "Neg", "Sigmoid", "Abs", "Cos", "Softsign", "Identity")
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[onnx.ModelProto, tuple[int, ...]]:
+    """A chain of operators that change values, shapes or the order of axes, over (batch, 3, 4)."""
+    nodes, constants = [], []
+    shape: tuple[Any, ...] = ("batch", 3, 4)
+    last = "x"
+    kinds = ("elementwise", "transpose", "reshape", "unsqueeze", "concat", "slice", "reduce", "scale", "sum")
+    for step in range(draw(st.integers(1, 7))):
+        kind = draw(st.sampled_from(kinds))
+        name, reads, attributes = f"t{step}", [last], {}
+        axis = draw(st.integers(1, len(shape) - 1)) if len(shape) > 1 else 0
+
+        def number(tag: str, *values: int, at: int = step) -> str:
+            constants.append(onnx.numpy_helper.from_array(np.array(values), f"{tag}{at}"))
+            return f"{tag}{at}"
+
+        if kind == "elementwise" or axis == 0:
+            op = draw(st.sampled_from(ELEMENTWISE))
+        elif kind == "transpose":
+            op, order = "Transpose", (0, *draw(st.permutations(range(1, len(shape)))))
+            attributes, shape = {"perm": order}, tuple(shape[i] for i in order)
+        elif kind == "reshape":
+            op, length = "Reshape", int(np.prod(shape[1:]))
+            reads, shape = [last, number("r", 0, -1)], ("batch", length)
+        elif kind == "unsqueeze" and len(shape) < 5:
+            op, reads = "Unsqueeze", [last, number("u", axis)]
+            shape = (*shape[:axis], 1, *shape[axis:])
+        elif kind == "concat" and np.prod(shape[1:]) < 200:
+            op, reads, attributes = "Concat", [last, last], {"axis": axis}
+            shape = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+        elif kind == "slice" and shape[axis] > 1:
+            op, reads = "Slice", [last, number("a", 1), number("b", 2**31), number("c", axis)]
+            shape = (*shape[:axis], shape[axis] - 1, *shape[axis + 1 :])
+        elif kind == "reduce":
+            op, reads = (
+                draw(st.sampled_from(["ReduceMean", "ReduceMax", "ReduceL2"])),
+                [last, number("e", axis)],
+            )
+            shape = (*shape[:axis], 1, *shape[axis + 1 :])
+        elif kind == "scale":
+            op, reads = "Mul", [last, f"w{step}"]
+            constants.append(onnx.numpy_helper.from_array(np.linspace(-1, 1, shape[-1]), f"w{step}"))
+        else:
+            op, reads = "Add", [last, last]
+        nodes.append(helper.make_node(op, reads, [name], name, **attributes))
+        last = name
+    infos = [
+        [helper.make_tensor_value_info(tensor, onnx.TensorProto.DOUBLE, [None] * rank)]
+        for tensor, rank in (("x", 3), (last, len(shape)))
+    ]
+    return Case("", []).of(nodes, *infos, constants), shape[1:]
+
+
+@hypothesis.given(chain=chains())
+def test_chains_agree_with_the_reference(
+    chain: tuple[onnx.ModelProto, tuple[int, ...]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    proto, shape = chain
+    x = np.random.default_rng(1).normal(size=(5, 3, 4))
+    found = run(lowered(proto, tmp_path_factory.mktemp("chain")), {"x": x})[0]
+    assert found.shape == (5, *shape)
+    assert_same(found, reference(proto, {"x": x})[0], 1e-13)

@@ -1,0 +1,226 @@
+"""What a build writes and asks of the library, with a stand-in for it; and what the backend declines."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto as T
+from planned_graphs import Planned
+
+from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR, Recipe
+from loka_onnx.engines.migraphx import backend as backend_module
+from loka_onnx.engines.migraphx import build as build_module
+from loka_onnx.engines.migraphx.backend import MigraphxBackend
+from loka_onnx.engines.migraphx.build import BuildSettings, build_engine, inputs_of, outputs_of, save_dialect
+from loka_onnx.engines.request import BatchRange
+from loka_onnx.errors import MissingPackage, ModelError
+from loka_onnx.sessions import migraphx_session
+from loka_onnx.sessions.migraphx_session import ProgramInput, ProgramOutput, read_engine
+
+BATCH = BatchRange(1, 8, 32, (2, 8))
+
+
+@dataclass
+class FakeMigraphx:
+    """Keeps what it parsed and compiled; a program is what it was asked for."""
+
+    parsed: list[tuple[onnx.ModelProto, dict[str, list[int]]]] = field(default_factory=list)
+    compiled: list[dict[str, Any]] = field(default_factory=list)
+    cache: list[str | None] = field(default_factory=list)
+    __version__: str = "2.15.0"
+
+    def parse_onnx(self, filename: str, *, map_input_dims: dict[str, list[int]]) -> SimpleNamespace:
+        self.parsed.append((onnx.load(filename), map_input_dims))
+
+        def compile(target: str, **options: Any) -> None:
+            self.compiled.append({"target": target, **options})
+            self.cache.append(os.environ.get("MIGRAPHX_PROBLEM_CACHE"))
+
+        return SimpleNamespace(compile=compile)
+
+    def get_target(self, name: str) -> str:
+        return name
+
+    def save(self, program: Any, path: str) -> None:
+        Path(path).write_bytes(b"program")
+
+
+def model(folder: Path, external: bool = False) -> Path:
+    p = Planned()
+    product = p.op("MatMul", [p.pair("x", "fc/in0", 0.25), p.weight("fc/weight", p.normal(8, 4))], "fc")
+    proto = p.model(product)
+    proto.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("y", T.FLOAT, ["batch", 4]))
+    path = folder / "model.onnx"
+    onnx.save(proto, path, save_as_external_data=external, location="model.onnx.data", size_threshold=0)
+    return path
+
+
+def kinds(proto: onnx.ModelProto) -> set[int]:
+    return {tensor.data_type for tensor in proto.graph.initializer}
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_program_for_each_size_and_a_document(tmp_path: Path, external: bool) -> None:
+    vendor, into = FakeMigraphx(), tmp_path / "engine"
+    into.mkdir()
+    engine = build_engine(vendor, model(tmp_path, external), BuildSettings("gfx942", BATCH), into)
+    assert sorted(path.name for path in into.iterdir()) == ["engine.json", "rows-2.mxr", "rows-8.mxr"]
+    document = read_engine(engine)
+    assert (document.architecture, document.version, document.sizes) == ("gfx942", "2.15.0", (2, 8))
+    assert document.inputs == (ProgramInput("x", "float32", (8,)),)
+    assert document.outputs == (ProgramOutput("y", True),)
+    assert [dims for _, dims in vendor.parsed] == [{"x": [2, 8]}, {"x": [8, 8]}]
+    for proto, _ in vendor.parsed:
+        assert T.FLOAT8E4M3FNUZ in kinds(proto)
+        assert T.FLOAT8E4M3FN not in kinds(proto)
+    assert {each["target"] for each in vendor.compiled} == {"gpu"}
+    assert not any(each["exhaustive_tune"] for each in vendor.compiled)
+
+
+@pytest.mark.parametrize(("architecture", "target", "reread"), [("cpu", "ref", 0), ("gfx950", "gpu", 2)])
+def test_the_device_decides_the_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, target: str, reread: int
+) -> None:
+    vendor, into, calls = FakeMigraphx(), tmp_path / "engine", []
+    monkeypatch.setattr(
+        build_module, "reread_float8", lambda module, program: calls.append(module) or program
+    )
+    into.mkdir()
+    path = model(tmp_path)
+    build_engine(vendor, path, BuildSettings(architecture, BATCH), into)
+    assert {each["target"] for each in vendor.compiled} == {target}
+    assert calls == [vendor] * reread
+    # Without FP8 there is nothing to read again.
+    (tmp_path / "plain").mkdir()
+    build_engine(vendor, path, BuildSettings(architecture, BATCH, holds_float8=False), tmp_path / "plain")
+    assert len(calls) == reread
+
+
+def test_tuning_keeps_what_it_found_by_device_and_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIGRAPHX_PROBLEM_CACHE", "")
+    monkeypatch.delenv("MIGRAPHX_PROBLEM_CACHE")
+    cache = tmp_path / "timing" / "gfx942.json"
+    for number, tune in enumerate((False, True)):
+        vendor, into = FakeMigraphx(), tmp_path / str(number)
+        into.mkdir()
+        settings = BuildSettings("gfx942", BATCH, exhaustive_tune=tune, fast_math=False, problem_cache=cache)
+        build_engine(vendor, model(tmp_path), settings, into)
+        assert {each["exhaustive_tune"] for each in vendor.compiled} == {tune}
+        assert not any(each["fast_math"] for each in vendor.compiled)
+        assert set(vendor.cache) == {str(cache) if tune else None}
+    assert cache.parent.is_dir()
+
+
+def test_a_cache_that_the_user_chose_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIGRAPHX_PROBLEM_CACHE", "/mine.json")
+    vendor, into = FakeMigraphx(), tmp_path / "engine"
+    into.mkdir()
+    settings = BuildSettings("gfx942", BATCH, exhaustive_tune=True, problem_cache=tmp_path / "cache.json")
+    build_engine(vendor, model(tmp_path), settings, into)
+    assert set(vendor.cache) == {"/mine.json"}
+
+
+def test_another_dynamic_axis_is_refused(tmp_path: Path) -> None:
+    proto = onnx.load(model(tmp_path))
+    proto.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "length"
+    with pytest.raises(
+        ModelError, match=r"input 'x' has a dynamic axis besides the batch(?s:.*)\(None, None\)"
+    ):
+        inputs_of(proto)
+
+
+def test_an_output_of_fixed_length_does_not_follow_the_batch(tmp_path: Path) -> None:
+    proto = onnx.load(model(tmp_path))
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("fixed", T.FLOAT, [3]))
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("scalar", T.FLOAT, []))
+    assert [(each.name, each.is_batched) for each in outputs_of(proto)] == [
+        ("y", True),
+        ("fixed", False),
+        ("scalar", False),
+    ]
+
+
+def test_tables_that_no_rule_touches_are_linked(tmp_path: Path) -> None:
+    path = model(tmp_path, external=True)
+    (tmp_path / "dialect").mkdir()
+    proto = onnx.load(path, load_external_data=False)
+    target = save_dialect(proto, path.parent, tmp_path / "dialect")
+    data = target.parent / "model.onnx.data"
+    assert data.stat().st_ino == (tmp_path / "model.onnx.data").stat().st_ino
+    loaded = onnx.load(target, load_external_data=False)
+    assert {
+        entry.value for t in loaded.graph.initializer for entry in t.external_data if entry.key == "location"
+    } == {data.name}
+
+
+def plan(recipe: Recipe | None = PER_TENSOR, base: Precision = Precision.BF16) -> PrecisionPlan:
+    precision = base if recipe is None else Precision.FP8
+    decision = Decision("fc", precision, recipe, Verdict.SAFE, "test", 0.25, (0.5,))
+    return PrecisionPlan("fp8-all", "digest", base, (decision,), {}, 1.0)
+
+
+class TestBackend:
+    def test_formats_that_it_cannot_be_given_are_declined(self) -> None:
+        for format in (Float8.E5M2, Float8.E4M3FNUZ):
+            reason = MigraphxBackend().decline(plan(Recipe(format=format)), "gfx942")
+            assert reason == f"site 'fc' asks for {format}; MIGraphX is given E4M3FN only"
+
+    def test_architectures_without_fp8_are_declined_for_fp8_only(self) -> None:
+        backend = MigraphxBackend()
+        assert "gfx90a has no FP8 products" in (backend.decline(plan(), "gfx90a") or "")
+        assert backend.decline(plan(None), "gfx90a") is None
+        for architecture in ("gfx942", "gfx950", "gfx1201", "cpu"):
+            assert backend.decline(plan(), architecture) is None
+
+    def test_another_device_is_no_reason_to_decline_but_to_build_elsewhere(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend = MigraphxBackend()
+        monkeypatch.setattr(backend_module, "import_migraphx", FakeMigraphx)
+        monkeypatch.setattr(migraphx_session, "list_amd_architectures", lambda: ("gfx950",))
+        assert backend.why_not_here("gfx950") == ""
+        assert backend.why_not_here("cpu") == ""
+        assert backend.why_not_here("gfx942") == (
+            "MIGraphX compiles on the GPU that it compiles for: "
+            "the engine is for gfx942 and this host has gfx950"
+        )
+        assert backend.why_not_run("gfx942").endswith("latency and accuracy not measured")
+
+    def test_without_the_library_nothing_is_built_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing() -> None:
+            raise MissingPackage("MIGraphX is not installed", remedy="install ROCm")
+
+        monkeypatch.setattr(backend_module, "import_migraphx", missing)
+        availability = MigraphxBackend().availability()
+        assert not (availability.installed or availability.can_build or availability.can_run)
+        assert MigraphxBackend().why_not_here("cpu") == "MIGraphX is not installed; install ROCm"
+
+    def test_what_the_reference_target_runs_is_simulated_whatever_it_holds(self) -> None:
+        backend = MigraphxBackend()
+        assert backend.is_simulated(plan(), "cpu")
+        assert backend.is_simulated(plan(None), "cpu")
+        assert not backend.is_simulated(plan(), "gfx942")
+
+    def test_an_engine_is_its_document_and_its_programs(self, tmp_path: Path) -> None:
+        into = tmp_path / "engine"
+        into.mkdir()
+        engine = build_engine(FakeMigraphx(), model(tmp_path), BuildSettings("cpu", BATCH), into)
+        files = MigraphxBackend().files(engine)
+        assert [file.name for file in files] == ["engine.json", "rows-2.mxr", "rows-8.mxr"]
+        engine.write_text("{}")
+        assert MigraphxBackend().files(engine) == (engine,)
+
+    def test_the_base_is_the_plans(self) -> None:
+        assert MigraphxBackend().base_precision(replace(plan(), base=Precision.FP16)) is Precision.FP16
+        said = MigraphxBackend().portability("gfx942")
+        assert said.startswith("one GPU architecture (gfx942), one MIGraphX version (")

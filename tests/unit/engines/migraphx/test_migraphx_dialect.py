@@ -1,0 +1,287 @@
+"""The dialect as a whole, on models that the planner's own transform wrote, and the rule for norms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper
+from planned_graphs import NUMPY, Array, Planned, evaluate, reread
+
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.devices import AMD, CPU
+from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.fusions import fusions_of
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.core.site import SiteKind
+from loka_onnx.engines.migraphx.dialect import ARCHITECTURES, FORMS, Float8Form, write_dialect
+from loka_onnx.engines.migraphx.draft import GraphDraft
+from loka_onnx.engines.migraphx.norms import decompose_rms_norms
+from loka_onnx.errors import ModelError
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.numerics.float8 import fake_quantize, float8_dtype
+from loka_onnx.numerics.scales import weight_scales
+from loka_onnx.sessions.onnx_session import OnnxSession
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
+
+EPSILON = 1e-3
+ROWS = 6
+
+
+def block(folder: Path) -> Path:
+    """A residual block: x + fc1(relu(fc0(rms(x)))), then a head; fc0 and head read what others read."""
+    random = np.random.default_rng(3)
+    constants = {
+        "g": random.normal(size=16).astype(np.float32),
+        "w0": (random.normal(size=(16, 32)) / 4).astype(np.float32),
+        "w1": (random.normal(size=(16, 32)) / 6).astype(np.float32),
+        "b1": random.normal(size=16).astype(np.float32),
+        "w2": (random.normal(size=(16, 2)) / 4).astype(np.float32),
+    }
+    nodes = [
+        h.make_node("RMSNormalization", ["x", "g"], ["n"], "norm", epsilon=EPSILON),
+        h.make_node("MatMul", ["n", "w0"], ["a"], "fc0"),
+        h.make_node("Relu", ["a"], ["r"], "relu"),
+        h.make_node("Gemm", ["r", "w1", "b1"], ["c"], "fc1", transB=1),
+        h.make_node("Add", ["c", "n"], ["d"], "residual"),
+        h.make_node("MatMul", ["d", "w2"], ["y"], "head"),
+    ]
+    graph = h.make_graph(
+        nodes,
+        "block",
+        [h.make_tensor_value_info("x", T.FLOAT, ["batch", 16])],
+        [h.make_tensor_value_info("y", T.FLOAT, ["batch", 2])],
+        [numpy_helper.from_array(values, name) for name, values in constants.items()],
+    )
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 23)], ir_version=11)
+    onnx.checker.check_model(model, full_check=True)
+    path = folder / "block.onnx"
+    onnx.save(model, path)
+    return path
+
+
+def planned(folder: Path, base: Precision, *, per_channel: bool = False) -> Path:
+    """The block with its three products in FP8, as this backend's candidates are written."""
+    source = block(folder)
+    graph = GraphModel.load(source)
+    sites = find_sites(graph)
+    weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(source).graph.initializer}
+    recipe = PER_CHANNEL_WEIGHT if per_channel else PER_TENSOR
+    decisions = []
+    for site in sites:
+        if site.kind is SiteKind.NORM:
+            decisions.append(Decision(site.name, base, None, Verdict.NOT_JUDGED, "test"))
+            continue
+        assert site.weight is not None
+        values = weights[site.weight.tensor]
+        axis = 0 if site.op_type == "Gemm" else 1
+        scale = weight_scales(values, recipe.weight, axis, recipe.format)
+        decisions.append(
+            Decision(
+                site.name,
+                Precision.FP8,
+                recipe,
+                Verdict.SAFE,
+                "test",
+                2.0**-6,
+                tuple(np.ravel(scale).tolist()),
+            )
+        )
+    plan = PrecisionPlan("fp8-all", "digest", base, tuple(decisions), {}, 1.0)
+    artifact = ModelArtifact(source, "digest", 23, (), (), sites, "test")
+    target = folder / "planned" / "model.onnx"
+    return apply_plan(artifact, plan, PlanForm(base, fusions_of("migraphx")), target).path
+
+
+def written(path: Path, form: Float8Form) -> onnx.ModelProto:
+    model = write_dialect(onnx.load(path, load_external_data=False), path.parent, form)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+@pytest.mark.parametrize("form", Float8Form)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_numbers_of_an_fp32_plan_stay(tmp_path: Path, form: Float8Form, per_channel: bool) -> None:
+    path = planned(tmp_path, Precision.FP32, per_channel=per_channel)
+    model = written(path, form)
+    x = np.random.default_rng(5).normal(size=(ROWS, 16)).astype(np.float32)
+    (expected,) = evaluate(onnx.load(path), x=x)
+    (got,) = evaluate(reread(model) if form is Float8Form.CARRIER else model, x=x)
+    # Sums of up to 32 FP32 terms in another order; one FP8 step of an activation would be 2e-2.
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", Float8Form)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_onnx_runtime_computes_the_same_of_both(tmp_path: Path, form: Float8Form, per_channel: bool) -> None:
+    pytest.importorskip("onnxruntime")
+    path = planned(tmp_path, Precision.FP32, per_channel=per_channel)
+    model = written(path, form)
+    onnx.save(reread(model) if form is Float8Form.CARRIER else model, tmp_path / "dialect.onnx")
+    x = np.random.default_rng(5).normal(size=(ROWS, 16)).astype(np.float32)
+    expected, got = (OnnxSession(each).run({"x": x})["y"] for each in (path, tmp_path / "dialect.onnx"))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_carrier_says_before_it_is_read_again_is_not_the_model(tmp_path: Path) -> None:
+    """That `reread_float8` is needed: as E4M3FNUZ, the same bits are other numbers."""
+    path = planned(tmp_path, Precision.FP32)
+    x = np.random.default_rng(5).normal(size=(ROWS, 16)).astype(np.float32)
+    (expected,), (got,) = evaluate(onnx.load(path), x=x), evaluate(written(path, Float8Form.CARRIER), x=x)
+    assert np.abs(got - expected).max() > 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
+@pytest.mark.parametrize("form", Float8Form)
+def test_the_numbers_of_a_16_bit_plan_stay(tmp_path: Path, base: Precision, form: Float8Form) -> None:
+    """Against the same plan in FP32: what remains is rounding to the base, and FP8 steps that it flips."""
+    for name in ("base", "fp32"):
+        (tmp_path / name).mkdir()
+    model = written(planned(tmp_path / "base", base), form)
+    exact = onnx.load(planned(tmp_path / "fp32", Precision.FP32))
+    x = np.random.default_rng(5).normal(size=(256, 16)).astype(np.float32)
+    (expected,) = evaluate(exact, x=x)
+    (got,) = evaluate(reread(model) if form is Float8Form.CARRIER else model, x=x)
+    error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
+    # A sixteenth of the activations lie within a BF16 rounding of an FP8 step (2⁻⁴), in each of three layers:
+    # √(3/16)·2⁻⁴ = 2.7 %. A scale or a type that is wrong by a factor of two gives 50 % and more.
+    assert error < 2.0**-4
+
+
+@pytest.mark.parametrize("form", Float8Form)
+@pytest.mark.parametrize("base", [Precision.FP32, Precision.BF16])
+def test_nothing_that_migraphx_drops_or_refuses_is_left(
+    tmp_path: Path, form: Float8Form, base: Precision
+) -> None:
+    model = written(planned(tmp_path, base, per_channel=True), form)
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for name in set(node.input):
+            readers.setdefault(name, []).append(node)
+    assert not {"Gemm", "RMSNormalization"} & {node.op_type for node in model.graph.node}
+    assert T.FLOAT8E4M3FN not in {tensor.data_type for tensor in constants.values()}
+    pairs = [node for node in model.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
+    assert len(pairs) == 3 + 3 + 3
+    for node in pairs:
+        scale, zero = (constants[name] for name in node.input[1:])
+        assert (scale.data_type, list(scale.dims), len(scale.raw_data)) == (T.FLOAT, [], 4)
+        assert (zero.data_type, list(zero.dims), len(zero.raw_data)) == (T.FLOAT8E4M3FNUZ, [], 1)
+    for node in pairs:
+        if node.op_type == "DequantizeLinear":
+            assert {reader.op_type for reader in readers[node.output[0]]} == {"MatMul"}
+        else:
+            # No residual is read beside a Q.
+            assert [reader.op_type for reader in readers[node.input[0]]] == ["QuantizeLinear"]
+    # Sites keep their names on what multiplies.
+    products = {node.name for node in model.graph.node if node.op_type == "MatMul"}
+    assert products == {"fc0", "fc1", "head"}
+
+
+def test_the_planned_model_is_not_changed(tmp_path: Path) -> None:
+    path = planned(tmp_path, Precision.BF16)
+    model = onnx.load(path)
+    before = model.SerializeToString()
+    write_dialect(model, path.parent, Float8Form.FNUZ)
+    assert model.SerializeToString() == before
+
+
+def test_a_plan_without_fp8_keeps_its_numbers() -> None:
+    p = Planned(T.BFLOAT16)
+    model = p.model(p.op("MatMul", [p.enter(), p.constant("w", p.normal(8, 4))], "fc"))
+    after = write_dialect(model, Path("nowhere"), Float8Form.FNUZ)
+    assert [n.SerializeToString() for n in after.graph.node] == [
+        n.SerializeToString() for n in model.graph.node
+    ]
+
+
+def test_every_architecture_has_its_form() -> None:
+    assert set(FORMS) == ARCHITECTURES
+    assert {FORMS[each] for each in AMD["amd-mi300x"]} == {Float8Form.FNUZ}
+    assert {FORMS[each] for name in ("amd-mi350x", "amd-radeon-rx9070") for each in AMD[name]} == {
+        Float8Form.CARRIER
+    }
+    assert FORMS[CPU] is Float8Form.FNUZ
+
+
+def rms(base: int, *, axis: int | None = None, shape: tuple[int, ...] = (8,), scale: Array | None = None):
+    p = Planned(base)
+    gain = p.constant("g", np.linspace(0.5, 2, shape[-1]) if scale is None else scale)
+    attributes = {"epsilon": EPSILON} if axis is None else {"epsilon": EPSILON, "axis": axis}
+    return p.model(p.op("RMSNormalization", [p.enter(), gain], "norm", **attributes), opset=23, x=shape)
+
+
+def decomposed(model: onnx.ModelProto) -> onnx.ModelProto:
+    draft = GraphDraft(model, Path("nowhere"))
+    decompose_rms_norms(draft)
+    result = draft.finished()
+    onnx.checker.check_model(result, full_check=True)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("base", "rounding"), [(T.FLOAT, 2.0**-21), (T.BFLOAT16, 2.0**-7), (T.FLOAT16, 2.0**-10)]
+)
+def test_an_rms_norm_is_decomposed_with_fp32_statistics(base: int, rounding: float) -> None:
+    model = decomposed(rms(base))
+    assert "RMSNormalization" not in {node.op_type for node in model.graph.node}
+    # Large enough for the squares to overflow FP16, were they taken there.
+    x = (np.random.default_rng(1).normal(size=(4, 8)) * 1000).astype(np.float32)
+    wide = x.astype(NUMPY[base]).astype(np.float64)
+    gain = np.linspace(0.5, 2, 8).astype(NUMPY[base]).astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPSILON) * gain
+    # The quotient and its product with the scale are rounded to the base.
+    np.testing.assert_allclose(evaluate(model, x=x)[0], expected, rtol=rounding)
+    kept = next(node for node in model.graph.node if node.name == "norm")
+    assert kept.op_type == "Mul"
+
+
+@pytest.mark.parametrize("axis", [1, -2])
+def test_several_axes(axis: int) -> None:
+    model = decomposed(rms(T.FLOAT, axis=axis, shape=(3, 8), scale=np.ones((3, 8))))
+    x = np.random.default_rng(1).normal(size=(4, 3, 8)).astype(np.float32)
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean((-2, -1), keepdims=True) + EPSILON)
+    np.testing.assert_allclose(evaluate(model, x=x)[0], expected, rtol=1e-6)
+
+
+def test_axes_that_cannot_be_told_are_refused() -> None:
+    p = Planned()
+    inner = p.op("Relu", ["x"], "relu")
+    norm = p.op("RMSNormalization", [inner, p.constant("g", np.ones(8))], "norm", axis=1)
+    with pytest.raises(ModelError, match=r"'norm': the axes(?s:.*)axis 1 of a tensor of unknown rank"):
+        decomposed(p.model(norm, opset=23))
+
+
+def test_statistics_that_are_not_fp32_are_refused() -> None:
+    p = Planned()
+    norm = p.op("RMSNormalization", ["x", p.constant("g", np.ones(8))], "norm", stash_type=T.BFLOAT16)
+    with pytest.raises(ModelError, match=r"'norm': an RMSNormalization cannot be decomposed"):
+        decomposed(p.model(norm, opset=23))
+
+
+def test_pairs_that_others_wrote_are_brought_into_form() -> None:
+    """Scales of shape (1,), no zero points: MIGraphX would throw, or run the model unquantized."""
+    p = Planned()
+    scale = p.constant("s", [0.25])
+    q = p.op("QuantizeLinear", ["x", scale], "fc/q", output_dtype=T.FLOAT8E4M3FN)
+    left = p.op("DequantizeLinear", [q, scale], "fc/dq")
+    stored = p.constant("w", p.normal(8, 4) * 64, float8_dtype(Float8.E4M3FN))
+    right = p.op("DequantizeLinear", [stored, p.constant("ws", [2.0**-7])], "fc/wdq")
+    before = p.model(p.op("MatMul", [left, right], "fc"))
+    model = write_dialect(before, Path("nowhere"), Float8Form.FNUZ)
+    onnx.checker.check_model(model, full_check=True)
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    pairs = [node for node in model.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
+    assert [[list(constants[name].dims) for name in node.input[1:]] for node in pairs] == [[[], []]] * 3
+    x = np.linspace(-100, 100, 16, dtype=np.float32).reshape(2, 8)
+    weight = numpy_helper.to_array(next(t for t in before.graph.initializer if t.name == "w"))
+    expected = fake_quantize(x, 0.25, Float8.E4M3FN).astype(np.float64) @ (
+        weight.astype(np.float64) * 2.0**-7
+    )
+    np.testing.assert_allclose(evaluate(model, x=x)[0], expected, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,153 @@
+"""TensorRT as a backend, on machines with and without its GPU; the library itself is not needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from loka_onnx.core.engine import BuildStatus
+from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
+from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.tensorrt import backend as module
+from loka_onnx.engines.tensorrt.backend import TensorRtBackend
+from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
+from loka_onnx.errors import ConfigError
+from loka_onnx.sessions import tensorrt_vendors
+from loka_onnx.sessions.cuda import CudaDevice
+from loka_onnx.sessions.tensorrt_vendors import Vendor
+
+H100 = CudaDevice(1, "NVIDIA H100 80GB HBM3", "sm90")
+OLD = CudaDevice(0, "Tesla P100", "sm60")
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch):
+    """Call it with the GPUs that this machine is to have; TensorRT 10.16 is installed."""
+
+    def make(*gpus: CudaDevice) -> TensorRtBackend:
+        for place in (module, tensorrt_vendors):
+            monkeypatch.setattr(place, "list_cuda_devices", lambda: gpus)
+        trt = SimpleNamespace(__name__="tensorrt", __version__="10.16.1")
+        monkeypatch.setattr(Vendor, "load", lambda self: trt)
+        return TensorRtBackend()
+
+    return make
+
+
+def plan(base: Precision = Precision.BF16, recipe: Recipe | None = PER_TENSOR) -> PrecisionPlan:
+    fp8 = Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "test", 0.01, (0.01,))
+    kept = Decision("fc", base, None, Verdict.NOT_JUDGED, "test")
+    return PrecisionPlan("p", "digest", base, (kept if recipe is None else fp8,), {}, 1.0)
+
+
+def request(tmp_path: Path, **options: int) -> BuildRequest:
+    for name in ("model.onnx", "sample.npz"):
+        (tmp_path / name).write_bytes(b"")
+    return BuildRequest(
+        tmp_path / "model.onnx",
+        plan(),
+        (),
+        "nvidia-h100",
+        "sm90",
+        BatchRange(1, 8, 16, (4, 8)),
+        tmp_path / "engine",
+        tmp_path / "sample.npz",
+        options=options,
+    )
+
+
+def test_with_a_gpu_it_builds_and_runs(host) -> None:
+    availability = host(OLD, H100).availability()
+    assert (availability.can_build, availability.can_run) == (True, True)
+    assert availability.devices == ("NVIDIA H100 80GB HBM3 (sm90)",)
+    assert (availability.version, availability.reason, availability.remedy) == ("10.16.1", "", "")
+
+
+@pytest.mark.parametrize("gpus", [(), (OLD,)])
+def test_without_a_gpu_it_builds_nothing(host, gpus: tuple[CudaDevice, ...], tmp_path: Path) -> None:
+    backend = host(*gpus)
+    availability = backend.availability()
+    assert (availability.installed, availability.can_build, availability.can_run) == (True, False, False)
+    assert availability.reason == "TensorRT builds on the GPU that its engine is for, and none is here"
+    assert "sm90" in availability.remedy
+    artifact = backend.build(request(tmp_path))
+    assert artifact.status is BuildStatus.DECLINED
+    assert artifact.detail.startswith(availability.reason)
+
+
+def test_it_builds_only_for_the_gpu_that_is_here(host) -> None:
+    backend = host(H100)
+    assert backend.why_not_here("sm90") == ""
+    assert backend.why_not_here("sm100") == (
+        "the engine is for sm100 and this host has NVIDIA H100 80GB HBM3 (sm90)"
+    )
+    # What no machine can do is declined everywhere; what another can is not.
+    assert backend.decline(plan(), "sm100") is None
+
+
+def test_devices_are_the_ones_of_the_catalogue(host) -> None:
+    assert host(H100).architectures("nvidia-h200") == ("sm90",)
+    assert host(H100).architectures("nvidia-b200") == ("sm100",)
+    with pytest.raises(ConfigError, match=r"'tensorrt' builds nothing for device 'nvidia-h1000'"):
+        host(H100).architectures("nvidia-h1000")
+
+
+@pytest.mark.parametrize("kind", [TensorRtBackend, TensorRtRtxBackend])
+@pytest.mark.parametrize(
+    ("planned", "architecture", "said"),
+    [
+        (plan(), "sm90", None),
+        (plan(recipe=PER_CHANNEL_WEIGHT), "sm89", None),
+        (plan(), "sm80", "sm80 has no FP8 products (sm89 is the first that has)"),
+        (plan(recipe=None), "sm80", None),
+        (plan(recipe=None), "sm75", "sm75 has no BF16 products (sm80 is the first that has)"),
+        (plan(Precision.FP16, None), "sm75", None),
+        (plan(recipe=Recipe(format=Float8.E5M2)), "sm90", "site 'fc' asks for E5M2"),
+    ],
+)
+def test_what_it_declines(kind, planned: PrecisionPlan, architecture: str, said: str | None) -> None:
+    reason = kind().decline(planned, architecture)
+    assert (reason is None) if said is None else (reason is not None and said in reason)
+
+
+def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
+    host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
+    backend = host(OLD, H100)
+    asked = request(tmp_path, optimization_level=4, workspace_mib=100, max_tactics=9, tiling_level=3)
+    settings = backend.settings(backend.vendor.load(), asked)
+    assert settings.timing_cache == (
+        tmp_path / "timing" / "tensorrt-10.16.1" / "NVIDIA-H100-80GB-HBM3-sm90.cache"
+    )
+    assert settings.profile_each_size
+    assert not settings.rtx_dialect
+    assert settings.batch.sizes == (4, 8)
+    given = (settings.optimization_level, settings.workspace_mib, settings.max_tactics, settings.tiling_level)
+    assert given == (4, 100, 9, 3)
+    rtx = TensorRtRtxBackend().settings(None, asked)
+    assert (rtx.timing_cache, rtx.profile_each_size, rtx.rtx_dialect) == (None, False, True)
+    same = replace(rtx, rtx_dialect=False, profile_each_size=True, timing_cache=settings.timing_cache)
+    assert same == settings
+
+
+@pytest.mark.parametrize(("option", "value"), [("tiling_level", 4), ("max_tactics", 0), ("workspace_mib", 0)])
+def test_options_have_ranges(host, tmp_path: Path, option: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"option '{option}' of backend 'tensorrt' is out of range"):
+        host(H100).build(request(tmp_path, **{option: value}))
+
+
+def test_it_has_the_device_for_itself_while_it_builds() -> None:
+    assert TensorRtBackend.times_kernels
+    assert not TensorRtRtxBackend.times_kernels
+
+
+def test_an_engine_belongs_to_its_version(host) -> None:
+    assert host(H100).portability("sm90") == (
+        "one GPU architecture (sm90), one TensorRT version (10.16.1), one OS"
+    )

@@ -1,0 +1,119 @@
+"""One process at a time on the accelerator, and nobody pays for waiting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from loka_onnx.engines import device_lock
+from loka_onnx.engines.device_lock import device_alone
+from loka_onnx.engines.isolation import Cancelled, Ending, cancelled_by, run_child
+from loka_onnx.engines.request import Limits
+from loka_onnx.errors import EngineError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from loka_onnx.engines.device_lock import device_alone
+with device_alone("sm90"):
+    Path(sys.argv[1]).touch()
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(device_lock.tempfile, "tempdir", None)
+
+
+def hold(tmp_path: Path, seconds: float) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "held"), str(seconds)])
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    return process
+
+
+def test_a_block_waits_for_the_block_of_another_process(tmp_path: Path) -> None:
+    waiting, seen = tmp_path / "waiting", []
+    with hold(tmp_path, 0.4) as process:
+        watcher = threading.Timer(0.2, lambda: seen.append(waiting.exists()))
+        watcher.start()
+        # ROCm's name of a device, CUDA's name: one accelerator.
+        with device_alone("gfx942", waiting):
+            assert process.poll() is not None or process.wait(5) == 0
+            assert not waiting.exists()
+        watcher.join()
+    assert seen == [True]
+
+
+def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    with hold(tmp_path, 600) as process:
+        process.kill()
+    with device_alone("sm90"):
+        pass
+
+
+def test_the_cpu_has_room_for_several(tmp_path: Path) -> None:
+    with hold(tmp_path, 600) as process:
+        with device_alone("cpu"), device_alone("cpu"):
+            pass
+        process.kill()
+
+
+def test_a_place_of_another_user_is_refused(tmp_path: Path) -> None:
+    with device_alone("sm90"):
+        pass
+    (place,) = tmp_path.glob("loka-onnx-*")
+    (place / "accelerator.lock").unlink()
+    (place / "accelerator.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(EngineError, match="cannot lock the accelerator") as caught, device_alone("sm90"):
+        pass
+    assert str(place) in str(caught.value) and "set TMPDIR" in str(caught.value)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def child(tmp_path: Path, code: str) -> str:
+    name = f"child_{abs(hash(code))}"
+    (tmp_path / f"{name}.py").write_text(code)
+    return name
+
+
+def test_time_that_a_child_waits_for_others_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "import sys, time\nfrom pathlib import Path\nwaiting = Path(sys.argv[1])\n{}"
+    waits = child(tmp_path, code.format("waiting.touch(); time.sleep(0.9); waiting.unlink()"))
+    sleeps = child(tmp_path, code.format("time.sleep(0.9)"))
+    waiting, limits = tmp_path / "waiting", Limits(0.6, 1 << 30)
+    assert run_child(waits, [str(waiting)], tmp_path / "log", limits, waiting).ending is Ending.EXITED
+    assert run_child(sleeps, [str(waiting)], tmp_path / "log", limits, waiting).ending is Ending.TIMED_OUT
+
+
+def test_a_thread_that_is_told_to_stop_ends_its_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    name = child(tmp_path, "import os, sys, time\nopen(sys.argv[1], 'w').close()\ntime.sleep(600)")
+    stop, seen = threading.Event(), []
+
+    def build() -> None:
+        try:
+            with cancelled_by(stop):
+                run_child(name, [str(tmp_path / "begun")], tmp_path / "log", Limits(600, 1 << 30))
+        except Cancelled:
+            seen.append("cancelled")
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    stop.set()
+    thread.join(10)
+    assert seen == ["cancelled"]

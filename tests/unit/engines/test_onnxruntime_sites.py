@@ -1,0 +1,129 @@
+"""What sites really run in: types that ONNX Runtime's own graph has, and the provider of each node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import pytest
+
+from loka_onnx.core.formats import Precision
+from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.engines.onnxruntime.site_precision import (
+    Graphs,
+    Placement,
+    dump_optimized,
+    site_precision,
+)
+from loka_onnx.errors import ModelError
+from loka_onnx.sessions.provider_session import PlacedNode
+from loka_onnx.sessions.providers import CPU, CUDA
+
+ON_CUDA, ON_CPU = CUDA.name, CPU.name
+
+
+def product_model(folder: Path, kind: str, *, between_casts: bool = False) -> Path:
+    """``fc``: x · w of one type, or FP32 between casts as ONNX Runtime runs what it has no kernel for."""
+    number = {"float": 1, "float16": 10, "bfloat16": 16}[kind]
+    body = f" h = Cast<to={number}>(x)"
+    left, right = "h", "w"
+    if between_casts:
+        body += " a = Cast<to=1>(h)  c = Cast<to=1>(w)"
+        left, right = "a", "c"
+    text = (
+        f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,4] x) => (float[b,2] y)'
+        f" <{kind}[4,2] w = {{1,1,1,1,1,1,1,1}}> {{ {body}"
+        f" p = MatMul({left}, {right})  y = Cast<to=1>(p) }}"
+    )
+    model = onnx.parser.parse_model(text)
+    next(node for node in model.graph.node if node.op_type == "MatMul").name = "fc"
+    onnx.save(model, folder / "m.onnx")
+    return folder / "m.onnx"
+
+
+def graphs_of(path: Path, *, is_fp32: bool = False) -> Graphs:
+    reader = OperandReader(path)
+    return Graphs(reader, reader, is_fp32)
+
+
+def placed(provider: str, op: str = "MatMul") -> Placement:
+    return Placement(CUDA, [PlacedNode("fc", op, provider), PlacedNode("", "Cast", ON_CUDA)])
+
+
+@pytest.mark.parametrize("kind", ["float", "float16", "bfloat16"])
+def test_a_product_in_the_planned_type_on_the_gpu(kind: str, tmp_path: Path) -> None:
+    planned = {"float": Precision.FP32, "float16": Precision.FP16, "bfloat16": Precision.BF16}[kind]
+    found = site_precision("fc", planned, graphs_of(product_model(tmp_path, kind)), placed(ON_CUDA))
+    assert found.engaged
+    assert found.operands == (kind, kind)
+    assert found.evidence == (
+        "MatMul 'fc' of the graph as ONNX Runtime optimized it (BASIC); on CUDAExecutionProvider"
+    )
+
+
+def test_a_product_that_was_left_to_the_cpu_is_a_fallback(tmp_path: Path) -> None:
+    graphs = graphs_of(product_model(tmp_path, "float16"))
+    found = site_precision("fc", Precision.FP16, graphs, placed(ON_CPU))
+    assert not found.engaged
+    assert found.evidence == (
+        "MatMul 'fc' runs on CPUExecutionProvider: CUDAExecutionProvider does not take it"
+    )
+
+
+def test_a_product_of_unknown_place_is_a_fallback(tmp_path: Path) -> None:
+    graphs = graphs_of(product_model(tmp_path, "float16"))
+    found = site_precision("fc", Precision.FP16, graphs, Placement(CUDA, []))
+    assert not found.engaged
+    assert found.evidence == "ONNX Runtime does not say which provider runs MatMul 'fc'"
+
+
+def test_a_product_between_casts_is_what_it_multiplies(tmp_path: Path) -> None:
+    graphs = graphs_of(product_model(tmp_path, "bfloat16", between_casts=True))
+    found = site_precision("fc", Precision.BF16, graphs, placed(ON_CUDA))
+    assert (found.engaged, found.operands) == (False, ("float", "float"))
+
+
+def test_casts_of_onnxruntime_itself_are_seen(tmp_path: Path) -> None:
+    """Its CPU provider has no FP16 MatMul: it casts, and the graph it dumps is what gives that away."""
+    pytest.importorskip("onnxruntime")
+    path = product_model(tmp_path, "float16")
+    dump_optimized(path, tmp_path / "optimized.onnx", CPU)
+    graphs = Graphs(OperandReader(path), OperandReader(tmp_path / "optimized.onnx"), False)
+    assert site_precision("fc", Precision.FP16, graphs_of(path)).engaged
+    found = site_precision("fc", Precision.FP16, graphs)
+    assert (found.engaged, found.operands) == (False, ("float", "float"))
+
+
+def test_a_site_that_is_gone_is_a_fallback_unless_all_is_fp32_on_one_provider(tmp_path: Path) -> None:
+    graphs = graphs_of(product_model(tmp_path, "float"), is_fp32=True)
+    assert site_precision("gone", Precision.FP32, graphs).engaged
+    found = site_precision("gone", Precision.FP32, graphs, placed(ON_CUDA))
+    assert not found.engaged
+    assert found.evidence == "no node of that name in the graph as ONNX Runtime optimized it (BASIC)"
+
+
+def test_a_bf16_site_of_a_simulation_stands_for_it_in_fp32(tmp_path: Path) -> None:
+    graphs = graphs_of(product_model(tmp_path, "float"), is_fp32=True)
+    found = site_precision("fc", Precision.BF16, graphs, placed(ON_CUDA))
+    assert found.engaged
+    assert "stands for BF16, run in FP32; on CUDAExecutionProvider" in found.evidence
+
+
+def test_a_log_says_where_nodes_went() -> None:
+    nodes = [PlacedNode(f"n{i}", "MatMul", ON_CUDA) for i in range(3)] + [
+        PlacedNode(f"c{i}", "NonZero", ON_CPU) for i in range(25)
+    ]
+    lines = Placement(CUDA, nodes).describe().splitlines()
+    assert lines[:2] == ["25 nodes on CPUExecutionProvider", "3 nodes on CUDAExecutionProvider"]
+    assert lines[2] == "not on CUDAExecutionProvider: NonZero 'c0'"
+    assert len(lines) == 22
+
+
+def test_a_model_that_is_refused_says_why(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = onnx.load(product_model(tmp_path, "float"))
+    model.graph.node[1].op_type = "Frobnicate"
+    onnx.save(model, tmp_path / "bad.onnx")
+    with pytest.raises(ModelError, match=r"ONNX Runtime refuses '.*bad\.onnx' on CPU(?s:.*)Frobnicate"):
+        dump_optimized(tmp_path / "bad.onnx", tmp_path / "o.onnx", CPU)

@@ -1,0 +1,214 @@
+"""Timing kernels, with the real ones of the CPU."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="kernels are timed with torch")
+
+import torch
+
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
+from loka_onnx.engines import tuning
+from loka_onnx.engines.tuned_device import device_called, device_to_time
+from loka_onnx.engines.tuned_kernels import Operands, PreparedOperands, kernels_of
+from loka_onnx.engines.tuning import KernelTimer, Tuned, TuningOptions
+from loka_onnx.errors import ConfigError, EngineError
+
+FEW = TuningOptions(rounds=5, error_rows=16)
+SHAPE = Shape(48, 32, 64)
+
+
+@pytest.fixture(scope="module")
+def timer() -> KernelTimer:
+    return KernelTimer("cpu", FEW)
+
+
+@pytest.fixture(scope="module")
+def tuned(timer: KernelTimer) -> Tuned:
+    return timer.measure(timer.kernels[:-1], Operands.generated(SHAPE, 0))
+
+
+def rounded(values: np.ndarray, axis: int | None) -> np.ndarray:
+    """Values as FP8 and its scale hold them, by ml_dtypes."""
+    amax = np.abs(values).max(axis=axis, keepdims=True)
+    scale = (amax / np.float32(448.0)).astype(np.float32)
+    return (values / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+
+
+def relative_rms(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((got - wanted) ** 2) / np.mean(wanted**2)))
+
+
+def test_every_kernel_of_the_cpu_is_timed(timer: KernelTimer, tuned: Tuned) -> None:
+    assert [str(each.timing.kernel) for each in tuned.measured] == [
+        "inductor:mm/bf16",
+        "inductor:scaled_mm/fp8/per_tensor",
+        "inductor:scaled_mm-row_wise/fp8/per_channel",
+    ]
+    assert tuned.refused == ()
+    for each in tuned.measured:
+        assert each.timing.shape == SHAPE
+        assert each.timing.us > 0.0
+        assert each.timing.repeats == FEW.rounds
+        assert each.timing.spread_us is not None
+        assert each.timing.kernel.device == "cpu"
+        assert each.timing.provenance.versions["torch"] == torch.__version__
+        assert "single calls" in each.timing.provenance.note
+
+
+def test_errors_are_those_of_a_product_in_float64(tuned: Tuned) -> None:
+    """Held against ml_dtypes and NumPy; what a kernel adds is the rounding of its result to BF16, at most."""
+    operands = Operands.generated(SHAPE, 0)
+    assert operands.weight is not None
+    exact = operands.activation[:16].astype(np.float64) @ operands.weight.astype(np.float64)
+    found = {each.timing.kernel.name: each for each in tuned.measured}
+    for name, axis in (("scaled_mm", None), ("scaled_mm-row_wise", 0)):
+        product = rounded(operands.activation, None)[:16] @ rounded(operands.weight, axis)
+        error, total = found[name].timing.error, found[name].total_error
+        assert error is not None
+        assert total is not None
+        # BF16 has 8 bits: rounding errs by 2**-9 at most, 2**-9/√3 in the mean, and sums in FP32 by far less.
+        assert 2.0**-12 < error < 2.0**-9
+        assert total == pytest.approx(np.hypot(relative_rms(product, exact), error), rel=0.02)
+        assert total > 0.02
+    wide = found["mm"].total_error
+    assert wide is not None
+    assert wide < 2.0**-7
+
+
+def test_a_worse_kernel_has_a_larger_error(timer: KernelTimer) -> None:
+    """What sums in few bits shows in the error, not in the error of the operands."""
+    operands = Operands.generated(Shape(16, 16, 256), 0)
+    with torch.inference_mode():
+        prepared = PreparedOperands(operands, "cpu")
+        kernel = next(k for k in timer.kernels if k.name == "scaled_mm")
+        result = prepared.run_of(kernel)()
+        good, _ = prepared.errors(kernel, result, 16)
+        bad, _ = prepared.errors(kernel, result.to(torch.float8_e4m3fn), 16)
+    assert bad > 5.0 * good
+
+
+def test_the_cast_has_a_time_and_no_error(timer: KernelTimer) -> None:
+    operands = Operands.generated(Shape(48, 0, 64), 0)
+    (found,) = timer.measure([timer.kernels[-1]], operands).measured
+    assert (found.timing.kernel.name, found.timing.shape) == (QUANTIZE, Shape(48, 0, 64))
+    assert (found.timing.error, found.total_error) == (None, None)
+    with torch.inference_mode():
+        prepared = PreparedOperands(operands, "cpu")
+        cast = prepared.run_of(timer.kernels[-1])().to(torch.float32).numpy()
+        scale = float(prepared._activation_scale)
+    wide = operands.activation.astype(ml_dtypes.bfloat16).astype(np.float32) / np.float32(scale)
+    assert (cast == np.clip(wide, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)).all()
+
+
+def test_a_kernel_that_does_not_run_is_told_and_the_others_go_on(timer: KernelTimer) -> None:
+    found = timer.measure([timer.kernels[0], timer.kernels[-1]], Operands.generated(Shape(4, 0, 4), 0))
+    assert [each.timing.kernel.name for each in found.measured] == [QUANTIZE]
+    (refused,) = found.refused
+    assert (refused.kernel.name, refused.shape) == ("mm", Shape(4, 0, 4))
+    assert refused.reason == "ValueError: there is no weight to multiply by"
+
+
+def test_a_device_that_died_ends_the_work(timer: KernelTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nlong text")
+
+    monkeypatch.setattr(timer, "_synchronize", dead)
+    with pytest.raises(
+        EngineError, match="the device failed in kernel inductor:mm/bf16 on 48×32×64"
+    ) as error:
+        timer.measure(timer.kernels[:1], Operands.generated(SHAPE, 0))
+    assert "illegal memory access" in error.value.evidence
+    assert "long text" not in error.value.evidence
+
+
+def test_the_median_and_half_the_distance_of_the_quartiles_are_kept(
+    timer: KernelTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([50.0, 1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(tuning, "_clocked", lambda run: next(times))
+    (found,) = timer.measure(timer.kernels[:1], Operands.generated(SHAPE, 0)).measured
+    assert found.timing.us == 3.0
+    # Quartiles of five numbers: between the first two and the last two.
+    assert found.timing.spread_us == (27.0 - 1.5) / 2.0
+
+
+def test_kernels_are_timed_in_turns(timer: KernelTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[int] = []
+
+    def clocked(run: object) -> float:
+        order.append(id(run))
+        return 1.0
+
+    monkeypatch.setattr(tuning, "_clocked", clocked)
+    timer.measure(timer.kernels[:2], Operands.generated(SHAPE, 0))
+    assert len(order) == 2 * FEW.rounds
+    assert order[:2] * FEW.rounds == order
+    assert order[0] != order[1]
+
+
+def test_what_is_wanted_names_each_cast_once(timer: KernelTimer) -> None:
+    wanted = timer.wanted([Shape(8, 16, 32), Shape(8, 64, 32), Shape(8, 16, 32)])
+    products = [pair for pair in wanted if pair[0].name != QUANTIZE]
+    assert len(products) == 2 * (len(timer.kernels) - 1)
+    assert [pair[1] for pair in wanted if pair[0].name == QUANTIZE] == [Shape(8, 0, 32)]
+
+
+def test_the_fastest_inside_a_tolerance() -> None:
+    timer = KernelTimer("cpu", FEW)
+    tuned = timer.measure(timer.kernels[:-1], Operands.generated(SHAPE, 0))
+    found = tuned.fastest(Precision.FP8, 1.0)
+    assert found is not None
+    narrow = [e.timing.us for e in tuned.measured if e.timing.kernel.precision is Precision.FP8]
+    assert found.timing.us == min(narrow)
+    assert tuned.fastest(Precision.FP8, 1e-9) is None
+    assert tuned.fastest(Precision.FP16, 1.0) is None
+
+
+def test_accelerators_have_kernels_with_fast_accumulation() -> None:
+    names = [kernel.name for kernel in kernels_of("nvidia-h100")]
+    assert names == [
+        "mm",
+        "scaled_mm",
+        "scaled_mm-fast",
+        "scaled_mm-row_wise",
+        "scaled_mm-row_wise-fast",
+        QUANTIZE,
+    ]
+    assert Kernel("cpu", "inductor", "scaled_mm", Precision.FP8, Granularity.PER_TENSOR) in kernels_of("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "device"),
+    [
+        ("NVIDIA H100 80GB HBM3", "sm90", "nvidia-h100"),
+        ("NVIDIA H200", "sm90", "nvidia-h200"),
+        ("NVIDIA A100-SXM4-80GB", "sm80", "nvidia-a100"),
+        ("NVIDIA L4", "sm89", "nvidia-l4"),
+        ("NVIDIA L40S", "sm89", "nvidia-l40s"),
+        ("NVIDIA GeForce RTX 4090", "sm89", "nvidia-rtx-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell", "sm120", "nvidia-rtx-blackwell"),
+        ("AMD Instinct MI300X", "", "amd-mi300x"),
+        ("NVIDIA Thor", "sm110", ""),
+    ],
+)
+def test_devices_by_the_names_of_their_drivers(name: str, architecture: str, device: str) -> None:
+    assert device_called(name, architecture) == device
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a GPU to be absent")
+    with pytest.raises(ConfigError, match=r"no 'nvidia-h100'\n  evidence: torch .* sees no GPU"):
+        device_to_time("nvidia-h100")
+    assert device_to_time(None) == "cpu"
+
+
+def test_nothing_is_timed_no_times() -> None:
+    with pytest.raises(ConfigError, match="kernels are timed at least once\n  evidence: rounds 0"):
+        TuningOptions(rounds=0)

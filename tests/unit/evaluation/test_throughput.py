@@ -1,0 +1,238 @@
+"""The load generator against queueing theory, on a clock that the test owns, and on a real engine."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from math import exp, factorial, log
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+from virtual_clock import Server, VirtualClock, exponential
+
+from loka_onnx.errors import EngineError, InternalError
+from loka_onnx.evaluation.throughput import (
+    ALLOWED,
+    FEWEST,
+    Answers,
+    LoadOptions,
+    WallClock,
+    find_highest_rate,
+    offer,
+    over_limit,
+    poisson_arrivals,
+)
+
+INPUTS = ({"x": np.zeros(1)},)
+
+
+@pytest.fixture(autouse=True)
+def what_lives_already_is_not_collected():
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def load(rate: float, count: int, seconds, streams: int = 1, seed: int = 1) -> Answers:
+    clock = VirtualClock(streams)
+    runs = [Server(clock, seconds) for _ in range(streams)]
+    return offer(runs, INPUTS, poisson_arrivals(rate, count, seed), clock)
+
+
+def test_arrivals_are_poisson_and_stretch():
+    arrivals = poisson_arrivals(50.0, 20_000, seed=3)
+    gaps = np.diff(arrivals)
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.03)
+    # The standard deviation of an exponential is its mean; of even gaps it would be 0.
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.03)
+    np.testing.assert_allclose(poisson_arrivals(25.0, 20_000, seed=3), 2 * arrivals)
+    assert not np.allclose(poisson_arrivals(50.0, 20_000, seed=4), arrivals)
+
+
+@pytest.mark.parametrize("utilization", [0.3, 0.7])
+def test_the_wait_of_a_constant_server_is_that_of_theory(utilization):
+    """M/D/1: W = ρ/(2μ(1 − ρ)) (Pollaczek, Khinchine); service time 1 ms."""
+    answers = load(1000 * utilization, 60_000, lambda: 1e-3)
+    wait = np.mean(answers.latency_us) - 1000.0
+    assert wait == pytest.approx(1000 * utilization / (2 * (1 - utilization)), rel=0.05)
+    np.testing.assert_allclose(answers.service_us, 1000.0)
+    assert answers.late_us.max() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_99th_percentile_of_a_random_server_is_that_of_theory():
+    """M/M/1: the time in the system is exponential with rate μ − λ."""
+    answers = load(500.0, 120_000, exponential(1e-3, seed=2))
+    quantiles = np.percentile(answers.latency_us, [50, 99])
+    # Neighbours in the queue are alike: 120,000 of them leave some 3 % at the 99th percentile.
+    assert quantiles == pytest.approx([1e6 * log(2) / 500, 1e6 * log(100) / 500], rel=0.06)
+
+
+def test_several_streams_share_one_queue():
+    """M/M/2: mean wait = C(2, a)/(2μ − λ), Erlang's C; two queues of their own would wait far longer."""
+    servers, load_of = 2, 1.4
+    erlang_b = (load_of**servers / factorial(servers)) / sum(load_of**k / factorial(k) for k in range(3))
+    erlang_c = erlang_b / (1 - load_of / servers * (1 - erlang_b))
+    expected_us = 1e6 * erlang_c / (2000.0 - 1400.0)
+    answers = load(1400.0, 6000, exponential(1e-3, seed=5), streams=servers)
+    wait = float(np.mean(answers.latency_us - answers.service_us))
+    # 6,000 requests through threads; seeds 1 to 8 were within 12 %. Two queues of their own: 2333 µs.
+    assert wait == pytest.approx(expected_us, rel=0.2)
+
+
+def test_latency_counts_from_the_arrival_that_was_intended():
+    """A stall makes those behind it late; a generator that waits for answers would see one slow request."""
+    clock = VirtualClock()
+    times = iter([0.001] * 10 + [0.1] + [0.001] * 89)
+    server = Server(clock, lambda: next(times))
+    answers = offer([server], INPUTS, np.arange(1, 101) * 0.002, clock)
+    # The stalled one arrives at 22 ms, is done at 122; the k-th behind it arrives 2k ms later, done k later.
+    np.testing.assert_allclose(answers.latency_us[10:], 1000.0 * (100 - np.arange(90)))
+    assert (answers.service_us > 10_000).sum() == 1
+    np.testing.assert_allclose(answers.latency_us[:10], 1000.0, rtol=1e-6)
+
+
+def test_without_pause_the_rate_is_the_capacity():
+    answers = load(1.0, 1, lambda: 1e-3)
+    assert answers.latency_us.size == 1
+    clock = VirtualClock(2)
+    found = offer([Server(clock, lambda: 0.004) for _ in range(2)], INPUTS, np.zeros(100), clock)
+    assert 100 / found.seconds == pytest.approx(500.0, rel=1e-6)
+
+
+def options(clock, **changes) -> LoadOptions:
+    base = {"p99_us": 10_000.0, "requests": 20_000, "seconds": 1e9, "clock": clock}
+    return LoadOptions(**{**base, **changes})
+
+
+def test_the_highest_rate_of_a_random_server_is_that_of_theory():
+    """M/M/1 with μ = 1000/s: exp(−(μ − λ)·10 ms) = 1 % at λ = 1000 − 100·ln 100 = 539.5."""
+    clock = VirtualClock()
+    told = []
+    found = find_highest_rate(
+        [Server(clock, exponential(1e-3, seed=7))],
+        INPUTS,
+        options(clock, on_trial=lambda: told.append(clock.now())),
+    )
+    exact = 1000 - 100 * log(100)
+    assert exp(-(1000 - exact) * 0.01) == pytest.approx(0.01)
+    assert found.capacity_per_s == pytest.approx(1000, rel=0.03)
+    # The upper end is held under the limit, so that the rate lies below, by what 20,000 requests leave open.
+    assert 0.85 * exact < found.requests_per_s < 1.01 * exact
+    assert len(told) == len(found.trials)
+    last = found.trials[-1]
+    assert last.passed and last.rate_per_s == found.requests_per_s
+    assert last.p99_us < 10_000 and last.over_upper <= ALLOWED
+
+
+def test_what_is_slower_than_the_limit_alone_has_no_rate():
+    clock = VirtualClock()
+    found = find_highest_rate([Server(clock, lambda: 0.02)], INPUTS, options(clock, requests=FEWEST))
+    assert (found.requests_per_s, found.trials) == (0.0, ())
+    assert found.capacity_per_s == pytest.approx(50.0)
+
+
+def test_a_limit_that_no_queue_reaches_leaves_the_capacity():
+    clock = VirtualClock()
+    limit = options(clock, p99_us=1e9, requests=FEWEST)
+    found = find_highest_rate([Server(clock, lambda: 0.001)], INPUTS, limit)
+    assert found.requests_per_s == pytest.approx(1000.0) == found.capacity_per_s
+
+
+def test_a_result_of_luck_is_not_confirmed():
+    """Stalls that the trials of the search do not meet: the confirmation lowers the rate, then gives up."""
+    clock = VirtualClock()
+    calls = iter(range(10_000_000))
+    search = 20 + FEWEST + 7 * FEWEST
+
+    def seconds() -> float:
+        return 0.001 if next(calls) < search else 0.05
+
+    limits = options(clock, requests=FEWEST, p99_us=5000.0)
+    found = find_highest_rate([Server(clock, seconds)], INPUTS, limits)
+    assert any(trial.passed for trial in found.trials[:7])
+    assert found.requests_per_s == 0.0
+    assert [t.rate_per_s for t in found.trials[8:]] == pytest.approx(
+        [t.rate_per_s * 0.95 for t in found.trials[7:-1]]
+    )
+
+
+def test_the_same_seed_gives_the_same_result():
+    def search(seed):
+        clock = VirtualClock()
+        server = Server(clock, exponential(1e-3, seed=7))
+        return find_highest_rate([server], INPUTS, options(clock, requests=1000, seed=seed))
+
+    assert search(3) == search(3)
+    assert search(3) != search(4)
+
+
+def test_the_upper_end_is_exact_for_independent_requests():
+    late = np.zeros(1000)
+    assert over_limit(late, 1.0, 0.95) == (0.0, pytest.approx(1 - 0.05 ** (1 / 1000)))
+    late[::250] = 2.0
+    share, upper = over_limit(late, 1.0, 0.95)
+    assert share == 0.004
+    # Clopper, Pearson: at that share, 4 or fewer of 1000 come with a probability of 5 %.
+    assert binom.cdf(4, 1000, upper) == pytest.approx(0.05, rel=0.01)
+    assert over_limit(np.full(50, 2.0), 1.0, 0.95) == (1.0, 1.0)
+
+
+def test_late_requests_that_come_together_say_less():
+    apart, together = np.zeros(4000), np.zeros(4000)
+    apart[::100], together[:40] = 2.0, 2.0
+    assert over_limit(apart, 1.0, 0.95)[0] == over_limit(together, 1.0, 0.95)[0] == 0.01
+    assert over_limit(together, 1.0, 0.95)[1] > 1.5 * over_limit(apart, 1.0, 0.95)[1]
+
+
+def test_an_engine_that_fails_ends_the_trial():
+    started = []
+
+    def bad(inputs):
+        started.append(1)
+        if len(started) == 5:
+            raise EngineError("the worker died", evidence="signal 11")
+
+    with pytest.raises(EngineError, match="the worker died"):
+        offer([bad, bad], INPUTS, np.zeros(500), WallClock())
+    assert len(started) < 20
+    assert not [t for t in threading.enumerate() if t.name.startswith("stream-")]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("changes", [{"p99_us": 0.0}, {"requests": 10}, {"steps": 0}, {"seconds": 0.0}])
+def test_options_that_measure_nothing_are_refused(changes):
+    with pytest.raises(InternalError, match="load options ask for no measurement"):
+        LoadOptions(**{"p99_us": 1.0, **changes})
+
+
+def test_the_wall_clock_does_not_wake_early():
+    clock = WallClock()
+    for wait in (0.0, 0.0001, 0.002):
+        moment = clock.now() + wait
+        clock.sleep_until(moment)
+        assert clock.now() >= moment
+    clock.sleep_until(clock.now() - 1.0)
+
+
+def test_two_streams_of_a_real_engine(tmp_path):
+    """Structure only: a shared machine's times prove nothing."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None, 4])
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    inputs = [{"x": np.full((8, 4), value, np.float32)} for value in (1.0, -1.0)]
+    sessions = [OnnxSession(path, SessionOptions(threads=1)) for _ in range(2)]
+    # A second at most: 400 requests at the lowest rate that is tried.
+    limits = LoadOptions(p99_us=1e7, requests=FEWEST, seconds=0.02, steps=1)
+    found = find_highest_rate([session.run for session in sessions], inputs, limits)
+    assert found.capacity_per_s > 0
+    assert found.requests_per_s == found.capacity_per_s
+    assert all(t.requests == FEWEST and 0 <= t.p50_us <= t.p99_us for t in found.trials)

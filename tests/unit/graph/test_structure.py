@@ -1,0 +1,107 @@
+"""What makes two models the same but for their weights, and what is told where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper as nh
+
+from loka_onnx.graph.structure import MOST, differences
+
+
+def model(seed: int = 0) -> onnx.ModelProto:
+    random = np.random.default_rng(seed)
+    then = h.make_graph(
+        [h.make_node("Constant", [], ["t"], "t", value=nh.from_array(random.random(1).astype(np.float32)))],
+        "then",
+        [],
+        [h.make_tensor_value_info("t", T.FLOAT, [1])],
+    )
+    other = h.make_graph(
+        [h.make_node("Constant", [], ["e"], "e", value=nh.from_array(random.random(1).astype(np.float32)))],
+        "else",
+        [],
+        [h.make_tensor_value_info("e", T.FLOAT, [1])],
+    )
+    nodes = [
+        h.make_node("Gemm", ["x", "w", "b"], ["h"], "fc", transB=1),
+        h.make_node("Reshape", ["h", "shape"], ["r"], "reshape"),
+        h.make_node("If", ["flag"], ["c"], "if", then_branch=then, else_branch=other),
+        h.make_node("Add", ["r", "c"], ["y"], "add"),
+    ]
+    weights = {
+        "w": random.random((4, 3)).astype(np.float32),
+        "b": random.random(4).astype(np.float32),
+        "shape": np.array([-1, 4]),
+    }
+    graph = h.make_graph(
+        nodes,
+        "g",
+        [h.make_tensor_value_info("x", T.FLOAT, ["batch", 3]), h.make_tensor_value_info("flag", T.BOOL, [])],
+        [h.make_tensor_value_info("y", T.FLOAT, ["batch", 4])],
+        [nh.from_array(value, name) for name, value in weights.items()],
+    )
+    return h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
+
+
+def found(tmp_path: Path, change: Callable[[onnx.GraphProto], object]) -> tuple[str, ...]:
+    one, other = model(), model(1)
+    change(other.graph)
+    onnx.save(one, tmp_path / "one.onnx")
+    onnx.save(other, tmp_path / "other.onnx")
+    return differences(tmp_path / "one.onnx", tmp_path / "other.onnx")
+
+
+def test_other_weights_are_the_same_structure(tmp_path: Path) -> None:
+    """Those in branches as well."""
+    assert found(tmp_path, lambda graph: None) == ()
+
+
+def _wider(graph: onnx.GraphProto) -> None:
+    graph.initializer[0].CopyFrom(nh.from_array(np.zeros((5, 3), np.float32), "w"))
+
+
+def _in_branch(graph: onnx.GraphProto) -> None:
+    branch = next(a.g for a in graph.node[2].attribute if a.name == "then_branch")
+    branch.node[0].attribute[0].t.CopyFrom(nh.from_array(np.zeros(2, np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_wider, "weight 'w' was TensorProto.FLOAT[4, 3] and is TensorProto.FLOAT[5, 3]"),
+        (
+            lambda g: g.initializer[2].CopyFrom(nh.from_array(np.array([4, -1]), "shape")),
+            "constant 'shape' holds other integers",
+        ),
+        (lambda g: setattr(g.node[3], "op_type", "Mul"), "node 'add' was Add and is Mul"),
+        (lambda g: setattr(g.node[0], "name", "first"), "node 'fc' is gone"),
+        (lambda g: setattr(g.node[0].attribute[0], "i", 0), "attribute 'transB' of node 'fc' was 1 and is 0"),
+        (
+            lambda g: g.node[3].input.__setitem__(0, "c"),
+            "node 'add' was between (r, c) and (y) and is between (c, c) and (y)",
+        ),
+        (
+            lambda g: setattr(g.input[0].type.tensor_type.shape.dim[1], "dim_value", 7),
+            "input 'x' was TensorProto.FLOAT[?, 3] and is TensorProto.FLOAT[?, 7]",
+        ),
+        (_in_branch, "attribute 'value' of node 't' was TensorProto.FLOAT[1] and is TensorProto.FLOAT[2]"),
+    ],
+)
+def test_what_differs_is_named(
+    tmp_path: Path, change: Callable[[onnx.GraphProto], object], said: str
+) -> None:
+    assert said in found(tmp_path, change)
+
+
+def test_not_everything_is_told(tmp_path: Path) -> None:
+    def rename(graph: onnx.GraphProto) -> None:
+        graph.node.extend(h.make_node("Identity", ["y"], [f"o{i}"], f"n{i}") for i in range(20))
+
+    assert len(found(tmp_path, rename)) == MOST

@@ -1,0 +1,150 @@
+"""Build jobs on one tiny model: written, read, executed, held against their results, merged."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
+from tiny_models import MlpShape, mlp
+
+from loka_onnx.core import serde
+from loka_onnx.core.engine import BuildStatus
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.job import BuildJob
+from loka_onnx.core.split import Part
+from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.errors import EngineError, EvaluationError, ModelError
+from loka_onnx.pipeline.closed_world import list_files, verify_files
+from loka_onnx.pipeline.job_execution import execute_job
+from loka_onnx.pipeline.job_results import Replay, choosable, merge_result, read_result
+from loka_onnx.pipeline.jobs import JobOrigin, SplitRows, find_jobs, read_job, request_of, write_job
+from loka_onnx.sessions.onnx_session import OnnxSession
+
+NAME = "cpu-onnxruntime-cpu-fp32"
+ROWS = np.random.default_rng(3).normal(size=(23, 64)).astype(np.float32)
+
+
+def batches() -> Iterator[dict[str, np.ndarray]]:
+    for start in range(0, len(ROWS), 10):
+        yield {"x": ROWS[start : start + 10]}
+
+
+def written(
+    folder: Path, *, data: bool = False, external: bool = False
+) -> tuple[Path, BuildRequest, BuildJob]:
+    model = mlp(
+        folder / "model", Precision.FP32, Precision.FP32, fp8=False, shape=MlpShape(external=external)
+    )
+    request = BuildRequest(
+        model=model.path,
+        plan=model.plan,
+        sites=model.sites,
+        target="cpu",
+        architecture="cpu",
+        batch=BatchRange(1, 8, 16, (4, 8)),
+        output=folder / "unused",
+        sample=model.sample,
+        limits=Limits(60.0, 2 << 30),
+    )
+    rows = [SplitRows(split, len(ROWS), 10, batches) for split in ("selection", "certification")]
+    origin = JobOrigin("run", NAME, "onnxruntime", Part.WHOLE, ("out",), rows if data else ())
+    directory = folder / "jobs" / NAME
+    return directory, request, write_job(directory, request, origin)
+
+
+def test_a_job_says_everything_that_the_build_depends_on(tmp_path: Path) -> None:
+    directory, request, job = written(tmp_path, external=True)
+    assert read_job(directory) == job
+    again = request_of(job, directory, tmp_path / "result" / "engine")
+    told = replace(again, model=request.model, sample=request.sample, output=request.output, relative_to=None)
+    assert told == request
+    # The weights beside the model went along, and are listed.
+    assert sorted(job.files) == ["model/model.onnx", "model/model.onnx.data", "sample.npz"]
+    assert find_jobs(tmp_path / "jobs") == [directory] == find_jobs(directory)
+    # Written again it is the same, and what came back for it stays.
+    (directory / "result").mkdir()
+    again = write_job(directory, request, JobOrigin("run", NAME, "onnxruntime", Part.WHOLE, ("out",)))
+    assert again.digest == job.digest
+    assert (directory / "result").is_dir()
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == [NAME]
+
+
+def test_outputs_come_back_row_by_row(tmp_path: Path) -> None:
+    """Against ONNX Runtime on the same rows at once."""
+    directory, request, job = written(tmp_path, data=True)
+    result = execute_job(directory)
+    assert result.artifact.status is BuildStatus.READY and result.job == job.digest
+    assert [latency.batch for latency in result.latencies] == [4, 8]
+    assert read_result(directory, job) == result
+    merged = merge_result(result, directory, tmp_path / "run" / "engines" / NAME, tmp_path / "run")
+    assert merged.status is BuildStatus.RUN_ELSEWHERE
+    assert merged.path == Path("engines") / NAME / "engine.onnx"
+    assert (tmp_path / "run" / merged.path).read_bytes() == request.model.read_bytes()
+    replay = Replay.load(directory / "result" / result.outputs["selection"])
+    found = np.concatenate([replay.run({"x": ROWS[s : s + 9]})["out"] for s in range(0, 23, 9)])
+    expected = OnnxSession(request.model).run({"x": ROWS})["out"]
+    # Batches of another size may sum in another order.
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(EvaluationError, match="23 rows came back, row 24 is wanted"):
+        replay.run({"x": ROWS[:1]})
+
+
+def test_a_result_of_another_job_is_refused(tmp_path: Path) -> None:
+    directory, _, job = written(tmp_path)
+    assert read_result(directory, job) is None
+    execute_job(directory)
+    plan = replace(job.plan, id="bf16")
+    for other, what in (
+        (replace(job, candidate="cpu-other"), "candidate"),
+        (replace(job, model_digest="0" * 64), "model"),
+        (replace(job, plan=plan), "plan"),
+        (replace(job, memory_bytes=1), "job"),
+    ):
+        with pytest.raises(ModelError) as caught:
+            read_result(directory, other)
+        assert f"the result of job '{other.candidate}' is of another {what}" in str(caught.value)
+        assert "execute this job (`loka-onnx build --job`), or remove the result" in str(caught.value)
+    assert serde.read(BuildJob, directory / "job.json") == job
+
+
+def test_nothing_may_be_missing_extra_altered_or_elsewhere(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    (place / "inner").mkdir(parents=True)
+    (place / "inner" / "a").write_text("a")
+    (place / "document").touch()
+    (place / ".result.building-3").mkdir()
+    (place / ".result.building-3" / "x").touch()
+    files = {"inner/a": list_files(place / "inner", "document")["a"]}
+    verify_files(place, files, "document", besides=("result",))
+
+    def refused(said: str, listed: dict[str, str]) -> None:
+        with pytest.raises(ModelError, match=said):
+            verify_files(place, listed, "document", besides=("result",))
+
+    refused("file 'inner/a' is not listed in 'document'", {})
+    refused("file 'b' is missing", {**files, "b": "0"})
+    refused("file 'inner/a' was altered", {"inner/a": "0" * 64})
+    for path in ("../a", "/etc/passwd", "inner/../inner/a"):
+        refused("leaves the directory", {**files, path: "0"})
+    (place / "link").symlink_to(place / "inner")
+    refused("'link' is neither a file nor a directory", files)
+
+
+def test_a_target_that_waits_is_left_out_of_the_choice(tmp_path: Path) -> None:
+    directory, _, _ = written(tmp_path)
+    here = execute_job(directory).artifact
+    waits = replace(here, target="amd-mi300x", status=BuildStatus.WAITING, detail="no device; its job waits")
+    away = replace(here, target="nvidia-h100", status=BuildStatus.RUN_ELSEWHERE)
+    found = choosable([here, waits, away])
+    assert [engine.target for engine in found] == ["cpu", "nvidia-h100"]
+    assert {engine.status for engine in found} == {BuildStatus.READY}
+    # One that waits beside one that is there takes part: it loses.
+    assert choosable([here, replace(waits, target="cpu")])[1].status is BuildStatus.WAITING
+    with pytest.raises(EngineError, match=r"all wait for their build jobs\n  evidence: .*no device"):
+        choosable([waits])

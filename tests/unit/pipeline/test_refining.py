@@ -1,0 +1,290 @@
+"""The rounds of refining, over a bench whose engines' times and errors are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import OutputKind
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import (
+    BudgetStatus,
+    Evaluation,
+    Latency,
+    OutputEvaluation,
+    PairedDifference,
+    TaskMetrics,
+)
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned
+from loka_onnx.pipeline.refining import Refined, RefineLimits, refine
+from loka_onnx.planning.giving_back import GivenBack
+
+SAVED = {"a": 30.0, "b": 10.0, "c": 20.0, "d": -5.0}
+"""Microseconds that a site in FP8 saves of 100."""
+UPPER = {"a": 0.3, "b": 0.9, "c": 0.4, "d": 0.1}
+"""Part of the budget that its upper bound takes."""
+
+
+def plan(name: str, *fp8: str) -> PrecisionPlan:
+    base = Precision.FP32 if name == "fp32" else Precision.BF16
+    decisions = tuple(
+        Decision(site, Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
+        if site in fp8
+        else Decision(site, base, None, Verdict.NOT_JUDGED, "")
+        for site in SAVED
+    )
+    return PrecisionPlan(name, "digest", base, decisions, {}, len(fp8) / len(SAVED))
+
+
+START = PlanSet((plan("fp32"), plan("bf16"), plan("fp8-all", *SAVED), plan("fp8-safe", "a")))
+
+
+def engine(of: PrecisionPlan, status: BuildStatus = BuildStatus.READY, **more: object) -> EngineArtifact:
+    values: dict[str, object] = {
+        "backend": "trt",
+        "plan": of.id,
+        "target": "gpu",
+        "architecture": "sm90",
+        "status": status,
+        "simulated": False,
+        "path": None,
+        "bytes": 0,
+        "digest": of.id,
+        "backend_version": "",
+        "sites": (),
+        "build_seconds": 1.0,
+    }
+    return EngineArtifact(**{**values, **more})  # type: ignore[arg-type]
+
+
+@dataclass
+class SimulatedBench:
+    """Engines whose time and upper bound are sums over sites; each timing runs on a slower machine."""
+
+    plans: dict[str, PrecisionPlan] = field(default_factory=dict)
+    fails: frozenset[str] = frozenset()
+    built: list[tuple[str, str]] = field(default_factory=list)
+    timed: list[list[str]] = field(default_factory=list)
+    judged: list[str] = field(default_factory=list)
+    slowdown: float = 1.0
+
+    def know(self, plans: Sequence[PrecisionPlan]) -> None:
+        self.plans.update({each.id: each for each in plans})
+
+    def build(self, plans: Sequence[PrecisionPlan], like: EngineArtifact) -> Sequence[EngineArtifact]:
+        self.know(plans)
+        self.built += [(each.id, like.backend) for each in plans]
+        return [
+            replace(
+                engine(each, backend=like.backend, architecture=like.architecture),
+                status=BuildStatus.FAILED if each.id in self.fails else BuildStatus.READY,
+                detail="signal 11" if each.id in self.fails else "",
+            )
+            for each in plans
+        ]
+
+    def time(self, engines: Sequence[EngineArtifact]) -> Mapping[str, tuple[Latency, ...]]:
+        self.timed.append([each.plan for each in engines])
+        self.slowdown *= 1.5
+        return {each.id: (self.latency(each),) for each in engines}
+
+    def latency(self, of: EngineArtifact) -> Latency:
+        chosen = self.plans[of.plan]
+        us = 200.0 if chosen.base is Precision.FP32 else 100.0
+        us = (us - sum(SAVED[site] for site in chosen.fp8_sites)) * self.slowdown
+        return Latency(10, us, us, us, 100, "gpu", True, parts_us=(us,) * 10)
+
+    def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
+        self.judged += [each.plan for each in engines]
+        return [self.evaluation(each) for each in engines]
+
+    def evaluation(self, of: EngineArtifact) -> Evaluation:
+        upper = 1e-3 * sum(UPPER[site] for site in self.plans[of.plan].fp8_sites)
+        interval = Interval(upper / 2, 0.0, upper, 0.95, 1000)
+        status = BudgetStatus.WITHIN if upper <= 1e-3 else BudgetStatus.BEYOND
+        difference = PairedDifference("loss", interval, interval, None, None, None, 0.0, 0.0)
+        metrics = TaskMetrics(0.5, 0.9, 0.8, 1.0)
+        output = OutputEvaluation("ctr", OutputKind.LOGIT, metrics, difference, 1e-3, status, None)
+        return Evaluation(of.id, of.backend, of.plan, of.target, "selection", 1000, (output,), (), "measured")
+
+
+@dataclass
+class Worst:
+    """Gives back the one site that costs most for what it saves; proposes what it is told."""
+
+    proposed: tuple[PrecisionPlan, ...] = ()
+    asked: list[str] = field(default_factory=list)
+
+    def from_search(self, target: str) -> Sequence[PrecisionPlan]:
+        return self.proposed
+
+    def give_back(self, of: PrecisionPlan, evaluation: Evaluation, target: str) -> GivenBack | None:
+        self.asked.append(of.id)
+        order = sorted(of.fp8_sites, key=lambda s: -(UPPER[s] / SAVED[s] if SAVED[s] > 0 else 99))
+        left = [site for site in of.fp8_sites if site != order[0]]
+        if not left:
+            return None
+        return GivenBack(replace(plan(of.id, *left)), (Returned((order[0],), UPPER[order[0]], None),))
+
+
+LIMITS = RefineLimits(rounds=5, plans=2, seconds=1e9)
+
+
+def run(
+    engines: Sequence[EngineArtifact] | None = None,
+    bench: SimulatedBench | None = None,
+    proposals: Worst | None = None,
+    limits: RefineLimits = LIMITS,
+) -> tuple[Refined, SimulatedBench]:
+    bench = bench or SimulatedBench()
+    bench.know(START.plans)
+    start = [engine(each) for each in START.plans] if engines is None else engines
+    found = refine(start, START, bench, proposals or Worst(), limits)
+    assert serde.loads(Refinement, serde.dumps(found.document)) == found.document
+    return found, bench
+
+
+def only(found: Refined) -> HardwareRefinement:
+    (hardware,) = found.document.hardware
+    return hardware
+
+
+def test_sites_go_until_the_fastest_engine_fits() -> None:
+    found, _ = run()
+    hardware = only(found)
+    # a b c d is beyond; d saves nothing, then b costs most: a c takes .7 of the budget and 50 of 100 µs.
+    assert [plan.id for plan in found.plans] == ["refined-1", "refined-2"]
+    assert [set(plan.fp8_sites) for plan in found.plans] == [{"a", "b", "c"}, {"a", "c"}]
+    assert (hardware.best, hardware.ended) == ("refined-2", "there is nothing left to try")
+    steps = {step.plan: step for step in hardware.steps}
+    assert [(s.round, s.origin, s.parent) for s in found.document.hardware[0].steps[-2:]] == [
+        (1, Origin.GIVEN_BACK, "fp8-all"),
+        (2, Origin.GIVEN_BACK, "refined-1"),
+    ]
+    assert steps["refined-2"].returned == (Returned(("b",), 0.9, None),)
+    assert (steps["refined-2"].upper, steps["refined-2"].is_within) == (pytest.approx(0.7), True)
+    assert (steps["refined-1"].is_within, steps["refined-1"].is_on_front) == (False, True)
+    # d makes all of them slower and less accurate; fp32 is slower than bf16 and no better.
+    assert not steps["fp8-all"].is_on_front and not steps["fp32"].is_on_front
+    assert hardware.anchor == "gpu-trt-sm90-bf16"
+    assert [e.plan for e in found.engines] == ["refined-1", "refined-2"]
+
+
+def test_times_of_slower_rounds_are_held_against_the_anchor() -> None:
+    found, bench = run()
+    # Every round runs on a machine that is half slower than the one before.
+    assert bench.timed == [
+        ["fp32", "bf16", "fp8-all", "fp8-safe"],
+        ["refined-1", "bf16"],
+        ["refined-2", "bf16"],
+    ]
+    steps = {step.plan: step for step in only(found).steps}
+    times = {name: step.times.value for name, step in steps.items() if step.times is not None}
+    assert times == {
+        "fp32": pytest.approx(2.0),
+        "bf16": pytest.approx(1.0),
+        "fp8-all": pytest.approx(0.45),
+        "fp8-safe": pytest.approx(0.70),
+        "refined-1": pytest.approx(0.40),
+        "refined-2": pytest.approx(0.50),
+    }
+    assert steps["refined-2"].latency_us["10"] > steps["fp8-safe"].latency_us["10"]
+
+
+def test_what_the_search_proposes_is_tried_once() -> None:
+    proposals = Worst((plan("x", "a", "c"), plan("y", "a"), plan("z")))
+    found, bench = run(proposals=proposals)
+    # The second is fp8-safe, the third has nothing in FP8.
+    assert [(step.plan, step.origin) for step in only(found).steps[-2:]] == [
+        ("refined-1", Origin.GIVEN_BACK),
+        ("refined-2", Origin.SEARCH),
+    ]
+    assert only(found).best == "refined-2"
+    assert bench.built == [("refined-1", "trt"), ("refined-2", "trt")]
+
+
+def test_rounds_plans_and_time_are_limited() -> None:
+    many = Worst(tuple(plan(f"p{i}", *sites) for i, sites in enumerate(("bc", "bd", "cd", "b", "c"))))
+    found, _ = run(proposals=many, limits=RefineLimits(rounds=1, plans=2, seconds=1e9))
+    assert len(found.plans) == 2
+    assert only(found).ended == "the limit of 1 rounds was reached"
+    clock = iter(float(t) for t in range(100))
+    found, _ = run(proposals=many, limits=RefineLimits(9, 1, 2.5, clock=lambda: next(clock)))
+    assert only(found).ended == "the time limit of 2.5 s was reached"
+    # It began at 0; rounds began at 1 and 2.
+    assert len(found.plans) == 2
+
+
+def test_an_engine_that_is_not_faster_gives_nothing_back() -> None:
+    """What misses the budget and is slower than what does not would only become slower."""
+    slow = SimulatedBench()
+    found, _ = run(
+        [engine(START.plan(name)) for name in ("bf16", "fp8-safe")]
+        + [engine(plan("fp8-all"), plan="fp8-all")],
+        slow,
+    )
+    assert found.plans != ()
+    inside = Worst()
+    run([engine(START.plan(name)) for name in ("bf16", "fp8-safe")], proposals=inside)
+    assert inside.asked == []
+
+
+def test_a_build_that_fails_costs_that_plan_only() -> None:
+    bench = SimulatedBench(fails=frozenset({"refined-1"}))
+    proposals = Worst((plan("x", "a", "c"),))
+    found, _ = run(bench=bench, proposals=proposals)
+    steps = {step.plan: step for step in only(found).steps}
+    assert (steps["refined-1"].status, steps["refined-1"].detail) == ("failed", "signal 11")
+    assert steps["refined-1"].times is None
+    assert only(found).best == "refined-2"
+    # What failed is not tried again.
+    assert len({frozenset(p.fp8_sites) for p in found.plans}) == len(found.plans)
+
+
+@pytest.mark.parametrize(
+    ("engines", "ended"),
+    [
+        ([engine(plan("bf16"))], "no engine here runs FP8 at a speed that counts"),
+        (
+            [engine(plan("bf16")), engine(START.plan("fp8-all"), simulated=True)],
+            "no engine here runs FP8 at a speed that counts",
+        ),
+        ([engine(START.plan("fp8-all"))], "no engine without FP8 was timed"),
+    ],
+)
+def test_where_there_is_nothing_to_refine(engines: list[EngineArtifact], ended: str) -> None:
+    found, bench = run(engines)
+    assert (only(found).ended, found.plans, bench.built) == (ended, (), [])
+
+
+def test_hardware_that_is_not_here_is_left_out() -> None:
+    away = [engine(each, BuildStatus.BUILT_NOT_RUN) for each in START.plans]
+    found, bench = run(away)
+    assert found.document.hardware == ()
+    assert bench.timed == []
+
+
+def test_no_rounds_measure_nothing() -> None:
+    found, bench = run(limits=replace(LIMITS, rounds=0))
+    assert (only(found).ended, bench.timed) == ("no round was asked for", [])
+
+
+def test_the_backend_of_the_fastest_engine_builds() -> None:
+    class TwoBackends(SimulatedBench):
+        def latency(self, of: EngineArtifact) -> Latency:
+            taken = super().latency(of)
+            factor = 0.5 if of.backend == "inductor" else 1.0
+            return replace(taken, p50_us=taken.p50_us * factor)
+
+    both = [engine(each, backend=backend) for backend in ("trt", "inductor") for each in START.plans]
+    found, bench = run(both, TwoBackends())
+    assert {backend for _, backend in bench.built} == {"inductor"}
+    assert only(found).backend == "inductor"
+    assert {e.plan for e in found.engines} == {p.id for p in found.plans}

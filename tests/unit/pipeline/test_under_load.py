@@ -1,0 +1,114 @@
+"""Which engines are put under load."""
+
+from __future__ import annotations
+
+import pytest
+
+from loka_onnx.core.artifact import OutputKind
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import (
+    BudgetStatus,
+    Choice,
+    Evaluation,
+    EvaluationSet,
+    Latency,
+    Loser,
+    OutputEvaluation,
+    Route,
+    TargetChoice,
+    TaskMetrics,
+    Why,
+)
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION
+from loka_onnx.pipeline.serving import under_load
+from loka_onnx.planning.evidence import Evidence
+
+
+def plan(name: str, base: Precision, products_us: float = 0.0) -> PrecisionPlan:
+    precision = Precision.FP8 if name.startswith("fp8") else base
+    recipe = PER_TENSOR if precision is Precision.FP8 else None
+    decision = Decision("fc", precision, recipe, Verdict.SAFE, "")
+    times = {"gpu": {"8": products_us}} if products_us else {}
+    return PrecisionPlan(name, "d", base, (decision,), {}, 0.0, predicted_us=times)
+
+
+PLANS = PlanSet(
+    (
+        plan("fp32", Precision.FP32),
+        plan("bf16", Precision.BF16, 60.0),
+        plan("fp16", Precision.FP16),
+        plan("fp8-all", Precision.BF16, 25.0),
+    )
+)
+US = {"fp32": 300.0, "bf16": 100.0, "fp16": 90.0, "fp8-all": 70.0}
+
+
+def engine(of: str, status: BuildStatus = BuildStatus.READY, simulated: bool = False) -> EngineArtifact:
+    return EngineArtifact("trt", of, "gpu", "sm90", status, simulated, None, 0, of, "", (), 0.0)
+
+
+def evaluation(of: EngineArtifact, status: str) -> Evaluation:
+    us = US[of.plan]
+    metrics = TaskMetrics(0.5, 0.9, 0.8, 1.0)
+    output = OutputEvaluation("ctr", OutputKind.LOGIT, metrics, None, 1e-3, status, None)
+    latency = Latency(8, us, us, us, 10, "gpu", True)
+    return Evaluation(of.id, "trt", of.plan, "gpu", "selection", 10, (output,), (latency,), "measured")
+
+
+ENGINES = {name: engine(name) for name in US}
+
+
+def evidence(**accuracy: str) -> Evidence:
+    judged = [evaluation(e, accuracy.get(e.plan, BudgetStatus.WITHIN)) for e in ENGINES.values()]
+    return Evidence(EvaluationSet(tuple(judged)), PLANS)
+
+
+def choice(main: str, *routes: tuple[int, str]) -> Choice:
+    table = tuple(Route(rows, ENGINES[name].id, name) for rows, name in routes)
+    taken = {main, *(name for _, name in routes)}
+    losers = tuple(Loser(e.id, Why.SLOWER, "") for e in ENGINES.values() if e.plan not in taken)
+    return Choice((TargetChoice("gpu", ENGINES[main].id, main, "", "", losers, table),))
+
+
+def loaded(of: Evidence, chosen: Choice, batches: tuple[int, ...] = (8,)) -> list[tuple[int, str, str]]:
+    found = under_load(list(ENGINES.values()), of, chosen, batches)
+    return [(each.batch, each.engine.plan, each.role) for each in found]
+
+
+def test_the_chosen_and_the_best_without_fp8() -> None:
+    assert loaded(evidence(), choice("fp8-all")) == [(8, "fp8-all", CHOSEN), (8, "fp16", HIGH_PRECISION)]
+    # One beyond the budget is not the best, however fast.
+    assert loaded(evidence(fp16=BudgetStatus.BEYOND), choice("fp8-all"))[1][1] == "bf16"
+    assert loaded(evidence(), choice("fp16")) == [(8, "fp16", CHOSEN)]
+
+
+def test_each_size_has_its_own_chosen_engine() -> None:
+    routed = choice("bf16", (8, "bf16"), (64, "fp8-all"))
+    assert loaded(evidence(), routed, (64, 8)) == [
+        (8, "bf16", CHOSEN),
+        (8, "fp16", HIGH_PRECISION),
+        (64, "fp8-all", CHOSEN),
+        (64, "fp16", HIGH_PRECISION),
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"status": BuildStatus.BUILT_NOT_RUN}, {"status": BuildStatus.RUN_ELSEWHERE}, {"simulated": True}],
+)
+def test_what_cannot_be_loaded_here_is_not(change: dict[str, object]) -> None:
+    engines = [engine("fp8-all", **change), ENGINES["bf16"]]  # type: ignore[arg-type]
+    found = under_load(engines, evidence(), choice("fp8-all"), (8,))
+    assert [(each.engine.plan, each.role) for each in found] == [("bf16", HIGH_PRECISION)]
+
+
+def test_a_prediction_rests_on_the_engine_that_differs_by_fp8_alone() -> None:
+    """100 µs measured in BF16, of which products are 60: in FP8 these take 25, so that 65 are expected."""
+    (found,) = evidence().predictions(list(ENGINES.values()))
+    assert (found.plan, found.batch, found.predicted_us, found.measured_us) == ("fp8-all", 8, 65.0, 70.0)
+    assert found.error == pytest.approx(-5 / 70)
+    without = [e for e in ENGINES.values() if e.plan != "bf16"]
+    assert evidence().predictions(without) == ()

@@ -1,0 +1,405 @@
+"""The plan `fp8-fast`: safe and fast sites, by the kernel times of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx import numpy_helper
+from planned_models import CTR, FLOPS, kl_of, profile_of, write_model
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, SpeedVerdict, Verdict
+from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, Granularity
+from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.planning.costs import LABELLED_ALLOWANCE
+from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
+from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds, expected_us
+from loka_onnx.planning.timings import shipped_timings
+
+ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)
+SOURCE = Provenance("a device", {}, "", "2026-11-21")
+BATCH = 100
+SHAPES = {"fc0": Shape(BATCH, 64, 32), "fc1": Shape(BATCH, 16, 64), "fc2": Shape(BATCH, 16, 256)}
+"""fc0 reads an input, fc1 the LayerNormalization, fc2 a product."""
+DEVICE, FUSING, PLAIN = "nvidia-h100", "tensorrt_rtx", "plain"
+"""TensorRT for RTX is known to quantize in the kernel of a norm; of a backend `plain` nothing is known."""
+
+Us = tuple[float, float, float]
+"""In BF16, in FP8, and the cast."""
+
+
+def timings(us: Mapping[str, Us], backend: str = PLAIN, device: str = DEVICE) -> DeviceTimings:
+    """Times of the sites at the batch size that is served."""
+
+    def kernels() -> Iterator[KernelTiming]:
+        for site, (wide, narrow, cast) in us.items():
+            shape = SHAPES[site]
+            scales = Granularity.PER_CHANNEL
+            for kernel, at, time in (
+                (Kernel(device, backend, "mm", Precision.BF16), shape, wide),
+                (Kernel(device, backend, "scaled_mm-row_wise", Precision.FP8, scales), shape, narrow),
+                (Kernel(device, backend, QUANTIZE, Precision.FP8), Shape(shape.m, 0, shape.k), cast),
+            ):
+                yield KernelTiming(kernel, at, time, 0.0, SOURCE)
+
+    return DeviceTimings(device, backend, tuple(kernels()), (BATCH,))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def plans_of(
+    model: ModelArtifact,
+    devices: tuple[DeviceTimings, ...],
+    kl: Mapping[str, RatioMoments] | None = None,
+    plans: tuple[str, ...] = ("fp8-fast",),
+    **options: object,
+) -> PlanSet:
+    chosen = PlanOptions(plans=plans, devices=devices, **options)  # type: ignore[arg-type]
+    return make_plans(model, profile_of(model, kl or {}), (CTR,), [PER_CHANNEL_WEIGHT], chosen)
+
+
+def plan_of(
+    model: ModelArtifact,
+    us: Mapping[str, Us],
+    kl: Mapping[str, RatioMoments] | None = None,
+    **options: object,
+) -> PrecisionPlan:
+    return plans_of(model, (timings(us),), kl, **options).plan("fp8-fast")  # type: ignore[arg-type]
+
+
+ALL_FAST: Mapping[str, Us] = {"fc0": (10.0, 5.0, 1.0), "fc1": (8.0, 4.0, 1.0), "fc2": (6.0, 3.0, 1.0)}
+ONE_FAST: Mapping[str, Us] = {"fc0": (10.0, 5.0, 1.0), "fc1": (8.0, 9.0, 1.0), "fc2": (6.0, 5.5, 1.0)}
+
+
+def test_sites_that_save_time_run_in_fp8(model: ModelArtifact) -> None:
+    plan = plan_of(model, ONE_FAST)
+    assert plan.fp8_sites == ("fc0",)
+    assert (plan.device, plan.base) == (DEVICE, Precision.BF16)
+    decision = plan.decision("fc0")
+    assert (decision.verdict, decision.recipe) == (Verdict.SAFE, PER_CHANNEL_WEIGHT)
+    assert decision.reason == (
+        "the product takes 10 µs in bf16 and 5 in fp8 at batch 100, quantizing takes 1 µs (measured on "
+        "nvidia-h100); its KL is at most 0 % of what is allowed"
+    )
+
+
+def test_every_other_site_says_why_it_stays(model: ModelArtifact) -> None:
+    plan = plan_of(model, ONE_FAST)
+    assert plan.decision("fc1").reason.startswith(
+        "slow: the product takes 8 µs in bf16 and 9 in fp8 at batch 100, quantizing takes 1 µs (measured on "
+        "nvidia-h100); KL 0 %"
+    )
+    # Its product saves half a microsecond, and its cast takes one.
+    assert plan.decision("fc2").reason.startswith("slow: the product takes 6 µs in bf16 and 5.5 in fp8")
+    assert plan.decision("fc2").verdict is Verdict.SAFE
+    assert "a product of two activations runs in FP8 only when forced" in plan.decision("dot").reason
+    assert "N = 1: FP8 kernels want both to be at least 16" in plan.decision("thin").reason
+
+
+def test_what_a_norm_quantizes_costs_nothing(model: ModelArtifact) -> None:
+    us: Mapping[str, Us] = {"fc0": (3.0, 9.0, 1.0), "fc1": (8.0, 7.5, 4.0), "fc2": (6.0, 5.5, 1.0)}
+    assert plans_of(model, (timings(us),)).plans == ()
+    found = plans_of(model, (timings(us, FUSING),)).plan("fp8-fast")
+    assert found.fp8_sites == ("fc1",)
+    assert "quantizing is part of 'ln'" in found.decision("fc1").reason
+
+
+def test_the_budget_is_spent_on_what_saves_most(model: ModelArtifact) -> None:
+    kl = {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED), "fc2": kl_of(0.4 * ALLOWED)}
+    plan = plan_of(model, ALL_FAST, kl)
+    assert plan.fp8_sites == ("fc0", "fc2")
+    assert plan.predicted_kl == {"ctr": pytest.approx(1.0 * ALLOWED)}
+    assert "at most 60 % of what is allowed, at most 100 % together with the 1 other of this plan" in (
+        plan.decision("fc0").reason
+    )
+    assert plan.decision("fc1").reason.startswith(
+        "fast, but there is no room beside the sites that save more: its KL is at most 50 %"
+    )
+
+
+def test_upper_ends_count_against_the_budget(model: ModelArtifact) -> None:
+    kl = {"fc0": kl_of(0.9 * ALLOWED, 0.001 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED, 0.3 * ALLOWED)}
+    plan = plan_of(model, ALL_FAST, kl)
+    assert plan.fp8_sites == ("fc0", "fc2")
+    assert plan.decision("fc1").reason.startswith("fast, but its KL is at most 12")
+
+
+def test_slow_sites_leave_their_share_to_fast_ones(model: ModelArtifact) -> None:
+    """fc1 has a tenth of the operations: beside all others it is unsafe at half of the budget."""
+    kl = {"fc1": kl_of(0.5 * ALLOWED), "fc2": kl_of(0.6 * ALLOWED), "fc0": kl_of(0.3 * ALLOWED)}
+    us: Mapping[str, Us] = {"fc0": (5.0, 6.0, 1.0), "fc1": (8.0, 4.0, 1.0), "fc2": (5.0, 6.0, 1.0)}
+    found = plans_of(model, (timings(us),), kl, ("fp8-safe", "fp8-fast"))
+    assert FLOPS["fc1"] / sum(FLOPS.values()) < 0.2
+    assert "fc1" not in found.plan("fp8-safe").fp8_sites
+    fast = found.plan("fp8-fast")
+    assert fast.fp8_sites == ("fc1",)
+    assert fast.decision("fc1").verdict is Verdict.SAFE
+    assert found.plan("fp8-safe").decision("fc1").verdict is not Verdict.SAFE
+
+
+def test_without_kernel_times_there_is_no_plan_and_the_reader_is_told(model: ModelArtifact) -> None:
+    unknown = DeviceTimings("amd-mi300x", "migraphx", (), (BATCH,))
+    found = plans_of(model, (unknown,), plans=("bf16", "fp8-fast"))
+    assert [plan.id for plan in found.plans] == ["bf16"]
+    assert found.notes == (
+        "plan fp8-fast is left out: no kernel timings for device amd-mi300x; run `loka-onnx tune`",
+    )
+    assert found.speeds == ()
+    assert plans_of(model, ()).notes == (
+        "plan fp8-fast is left out: no device was named that it could be made for",
+    )
+
+
+def test_a_plan_that_saves_nothing_is_left_out(model: ModelArtifact) -> None:
+    slow = plans_of(model, (timings({"fc0": (5.0, 6.0, 1.0), "fc1": (5.0, 4.5, 1.0)}),))
+    assert slow.plans == ()
+    assert slow.notes == (
+        "plan fp8-fast is left out: no set of sites inside of the budget saves time on nvidia-h100: of 2 "
+        "sites with known times 0 are fast, at none of them FP8 saves time",
+    )
+    unsafe = plans_of(model, (timings({"fc0": (5.0, 3.0, 1.0)}),), {"fc0": kl_of(2 * ALLOWED)})
+    assert unsafe.notes[0].endswith("of 1 sites with known times 1 is fast, none of them fits the budget")
+
+
+def test_sites_without_times_are_not_guessed(model: ModelArtifact) -> None:
+    plan = plan_of(model, {"fc0": (10.0, 5.0, 1.0)})
+    assert plan.fp8_sites == ("fc0",)
+    assert plan.decision("fc2").reason.startswith(
+        "not timed: too few kernel timings of plain on nvidia-h100 to predict its time; run `loka-onnx tune`"
+    )
+
+
+def test_kept_sites_stay_and_forced_ones_spend(model: ModelArtifact) -> None:
+    assert plan_of(model, ALL_FAST, keep=("fc0",)).fp8_sites == ("fc1", "fc2")
+    kl = {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED)}
+    poor: Mapping[str, Us] = {"fc0": (10.0, 5.0, 1.0), "fc1": (8.0, 6.5, 1.0)}
+    assert plan_of(model, poor, kl).fp8_sites == ("fc0",)
+    assert plan_of(model, poor, kl, force=("fc1",)).fp8_sites == ("fc1",)
+    # Forced though there is no time of it: it spends all the same.
+    plan = plan_of(model, {"fc0": (10.0, 5.0, 1.0), "fc2": (6.0, 3.0, 1.0)}, kl, force=("fc1",))
+    assert plan.fp8_sites == ("fc1", "fc2")
+    assert "forced by 'fc1'" in plan.decision("fc1").reason
+    assert "its time is not known" in plan.decision("fc1").reason
+
+
+def test_several_devices_have_a_plan_each(model: ModelArtifact) -> None:
+    other = timings({"fc1": (8.0, 4.0, 1.0)}, device="nvidia-h200")
+    none = DeviceTimings("amd-mi300x", "migraphx", (), (BATCH,))
+    found = plans_of(model, (timings(ONE_FAST), other, none))
+    assert [(plan.id, plan.device, plan.fp8_sites) for plan in found.plans] == [
+        ("fp8-fast-nvidia-h100", "nvidia-h100", ("fc0",)),
+        ("fp8-fast-nvidia-h200", "nvidia-h200", ("fc1",)),
+    ]
+    assert {speed.device for speed in found.speeds} == {"nvidia-h100", "nvidia-h200"}
+    assert len(found.notes) == 1
+
+
+def test_every_plan_has_a_predicted_time(model: ModelArtifact) -> None:
+    found = plans_of(model, (timings(ONE_FAST),), plans=("fp32", "bf16", "fp8-all", "fp8-safe", "fp8-fast"))
+    us = {plan.id: plan.predicted_us for plan in found.plans}
+    assert us == {
+        "fp32": {},
+        "bf16": {DEVICE: {"100": pytest.approx(10 + 8 + 6)}},
+        "fp8-all": {DEVICE: {"100": pytest.approx(5 + 9 + 5.5 + 3)}},
+        "fp8-safe": {DEVICE: {"100": pytest.approx(5 + 9 + 5.5 + 3)}},
+        "fp8-fast": {DEVICE: {"100": pytest.approx(5 + 8 + 6 + 1)}},
+    }
+    expected = expected_us(found.plan("fp8-fast"), found.plan("bf16"), {100: 50.0, 7: 9.0}, DEVICE)
+    assert expected == {100: pytest.approx(46.0)}
+    assert serde.loads(PlanSet, serde.dumps(found)) == found
+
+
+def test_the_verdict_on_speed_stands_beside_the_plans(model: ModelArtifact) -> None:
+    found = {speed.site: speed for speed in plans_of(model, (timings(ONE_FAST),)).speeds}
+    assert {site: speed.verdict for site, speed in found.items()} == {
+        "fc0": SpeedVerdict.FAST,
+        "fc1": SpeedVerdict.SLOW,
+        "fc2": SpeedVerdict.SLOW,
+    }
+    assert found["fc2"].saved_us == {"100": pytest.approx(0.5)}
+    assert found["fc2"].quantize_us == {"100": 1.0}
+    assert (found["fc0"].tensor, found["fc2"].tensor) == ("x", "d")
+    assert found["fc0"].is_measured
+
+
+def test_refinements_toggle_sites_and_are_numbered(model: ModelArtifact) -> None:
+    options = PlanOptions(devices=(timings(ALL_FAST),))
+    profile = profile_of(model, {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED)})
+    best = make_plans(
+        model,
+        profile,
+        (CTR,),
+        [PER_CHANNEL_WEIGHT],
+        PlanOptions(plans=("fp8-fast",), devices=options.devices),
+    ).plan("fp8-fast")
+    assert best.fp8_sites == ("fc0", "fc2")
+    found = refine_fast_plans(model, profile, (CTR,), [PER_CHANNEL_WEIGHT], options)
+    assert [(plan.id, plan.fp8_sites) for plan in found] == [
+        ("fp8-fast-1", ("fc1", "fc2")),
+        ("fp8-fast-2", ("fc0",)),
+    ]
+    assert all(plan.device == DEVICE for plan in found)
+    assert all(plan.predicted_kl["ctr"] <= ALLOWED for plan in found)
+
+
+# What FP8 saves at a site -----------------------------------------------------------------------------
+
+SHARED = """
+<ir_version: 10, opset_import: ["" : 21]>
+g (float[batch,32] x, float[batch,4,32] e) => (float[batch,64] a, float[batch,64] b, float[batch,4,64] c,
+                                              float[2,batch,32] t) {
+    h = Relu(x)
+    u = Unsqueeze(h, one)
+    [fa] a = MatMul(h, wa)
+    [fb] v = MatMul(u, wb)
+    b = Squeeze(v, one)
+    [fc] c = MatMul(e, wc)
+    [towers] t = MatMul(x, we)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> GraphModel:
+    proto = onnx.parser.parse_model(SHARED)
+    weights = {"wa": (32, 64), "wb": (32, 64), "wc": (32, 64), "we": (2, 32, 32)}
+    constants = {name: np.ones(shape, np.float32) for name, shape in weights.items()}
+    proto.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in constants.items())
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
+    for node in proto.graph.node:
+        node.name = node.name or f"inner/{node.output[0]}"
+    path: Path = tmp_path_factory.mktemp("shared") / "model.onnx"
+    onnx.save(proto, path)
+    return GraphModel.load(path)
+
+
+def speeds_of(shared: GraphModel, backend: str, serve: tuple[int, ...] = (10,)) -> SiteSpeeds:
+    """At batch 10 the product of `fa` saves 2 µs and its cast takes 3; at batch 20 all take thrice that."""
+    kernels = []
+    for batch, factor in ((10, 1.0), (20, 3.0), (40, 1.0)):
+        shape, cast = Shape(batch, 64, 32), Shape(batch, 0, 32)
+        for name, precision, scales, us, at in (
+            ("mm", Precision.BF16, None, 5.0, shape),
+            ("scaled_mm", Precision.FP8, Granularity.PER_TENSOR, 3.0, shape),
+            (QUANTIZE, Precision.FP8, None, 3.0, cast),
+        ):
+            kernel = Kernel("d", backend, name, precision, scales)
+            kernels.append(KernelTiming(kernel, at, us * factor, 0.1, SOURCE))
+    sites = find_sites(shared)
+    scales_of = {site.name: Granularity.PER_TENSOR for site in sites}
+    known = DeviceTimings("d", backend, tuple(kernels), serve)
+    return SiteSpeeds(shared, sites, known, Precision.BF16, scales_of)
+
+
+def test_readers_of_one_tensor_share_its_cast(shared: GraphModel) -> None:
+    speeds = speeds_of(shared, PLAIN)
+    assert speeds.sources["fa"] == speeds.sources["fb"]
+    assert speeds.speed("fa").verdict is SpeedVerdict.FAST
+    assert "quantizing takes 3 µs, shared with 1 other site (measured on d)" in speeds.speed("fa").reason
+    # 40 rows of e for 10 examples: the product saves 2 µs, the cast takes 3, and nobody shares it.
+    assert speeds.speed("fc").verdict is SpeedVerdict.SLOW
+    assert speeds.speed("fc").saved_us == {"10": 2.0}
+
+
+def test_an_activation_that_quantizes_makes_it_free(shared: GraphModel) -> None:
+    speeds = speeds_of(shared, FUSING)
+    assert speeds.sources["fa"].fused_into == "inner/h"
+    assert speeds.quantize_per_row("fa") == 0.0
+    assert speeds.sources["fc"].fused_into == ""
+
+
+def test_a_product_in_fp8_quantizes_for_the_next_one(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x) => (float[batch,64] b) '
+        "{ [down] a = MatMul(x, wd) [up] b = MatMul(a, wu) }"
+    )
+    weights = {"wd": np.ones((32, 32), np.float32), "wu": np.ones((32, 64), np.float32)}
+    proto.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in weights.items())
+    onnx.save(proto, tmp_path / "model.onnx")
+    graph = GraphModel.load(tmp_path / "model.onnx")
+    assert speeds_of(graph, FUSING).sources["up"].made_by == "down"
+    assert speeds_of(graph, PLAIN).sources["up"].made_by == ""
+    speeds = speeds_of(graph, FUSING)
+    # Of `down` no time is known here: alone, `up` has its cast.
+    assert speeds.quantize_per_row("up") > 0.0
+    assert "nothing behind 'down' in fp8" in speeds.speed("up").reason
+
+    def decision(site: str) -> Decision:
+        return Decision(site, Precision.FP8, None, Verdict.SAFE, "")
+
+    assert speeds.predicted_us(Precision.BF16, [decision("up")]) == {"10": 6.0}
+    assert speeds.predicted_us(Precision.BF16, [decision("up"), decision("down")]) == {"10": 3.0}
+
+
+def test_batch_sizes_count_by_row(shared: GraphModel) -> None:
+    speeds = speeds_of(shared, PLAIN, (20, 10))
+    # 2 µs over 10 rows and 6 µs over 20 rows.
+    assert speeds.saved_per_row("fa") == pytest.approx(1000.0 * (2 / 10 + 6 / 20) / 2)
+    assert speeds.error_per_row("fa") == pytest.approx(1000.0 * 0.1 * 2**0.5 * (1 / 10 + 1 / 20) / 2)
+    assert list(speeds.speed("fa").saved_us) == ["10", "20"]
+
+
+def test_stacks_of_weights_have_no_kernel_times(shared: GraphModel) -> None:
+    found = speeds_of(shared, PLAIN).speed("towers")
+    assert found.verdict is SpeedVerdict.UNKNOWN
+    assert found.reason == "kernel times are of products of two matrices, and its weight is a stack of them"
+    assert (found.saved_us, found.is_measured) == ({}, False)
+
+
+def test_fp16_is_held_to_bf16_where_that_alone_was_timed(shared: GraphModel) -> None:
+    sites = find_sites(shared)
+    known = speeds_of(shared, PLAIN)._known
+    scales = {site.name: Granularity.PER_TENSOR for site in sites}
+    speeds = SiteSpeeds(shared, sites, known, Precision.FP16, scales)
+    assert speeds.speed("fa").saved_us == {"10": 2.0}
+    assert not SiteSpeeds(shared, sites, known, Precision.FP32, scales).known
+
+
+# The shipped times ------------------------------------------------------------------------------------
+
+
+def stack(folder: Path, width: int) -> GraphModel:
+    """One square product behind what no backend is known to quantize in its kernel."""
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g (float[batch,{width}] x) => (float[batch,{width}] y) '
+        f"{{ h = Tile(x, ones) [fc] y = MatMul(h, w) }}"
+    )
+    proto.graph.initializer.append(numpy_helper.from_array(np.ones((width, width), np.float32), "w"))
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([1, 1]), "ones"))
+    for node in proto.graph.node:
+        node.name = node.name or f"inner/{node.output[0]}"
+    onnx.save(proto, folder / "model.onnx")
+    return GraphModel.load(folder / "model.onnx")
+
+
+@pytest.mark.parametrize(("width", "verdict"), [(2048, "fast"), (1024, "slow"), (512, "slow")])
+def test_on_an_h100_large_products_pay_for_their_cast(tmp_path: Path, width: int, verdict: str) -> None:
+    graph = stack(tmp_path, width)
+    known = DeviceTimings("nvidia-h100", "inductor", shipped_timings("nvidia-h100"), (1024,))
+    scales = {"fc": Granularity.PER_TENSOR}
+    found = SiteSpeeds(graph, find_sites(graph), known, Precision.BF16, scales).speed("fc")
+    assert (found.verdict, found.is_measured) == (verdict, True)
+
+
+def test_a_shape_between_measured_ones_is_marked_predicted(tmp_path: Path) -> None:
+    graph = stack(tmp_path, 2048)
+    known = DeviceTimings("nvidia-h100", "inductor", shipped_timings("nvidia-h100"), (1500,))
+    scales = {"fc": Granularity.PER_TENSOR}
+    found = SiteSpeeds(graph, find_sites(graph), known, Precision.BF16, scales).speed("fc")
+    assert (found.verdict, found.is_measured) == ("fast", False)
+    assert "(predicted, ± " in found.reason
+    # It was measured at 1024 rows and at 4096: 4.4 and 18.5 µs.
+    assert 4.4 < found.saved_us["1500"] < 18.5

@@ -1,0 +1,163 @@
+"""Which sites go, in which order, and how many: against figures worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+from planned_models import CTR, CVR, FLOPS, group, kl_of, profile_of, write_model
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact, OutputKind
+from loka_onnx.core.evaluation import (
+    BudgetStatus,
+    Evaluation,
+    OutputEvaluation,
+    PairedDifference,
+    TaskMetrics,
+)
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.refinement import Returned
+from loka_onnx.planning.giving_back import ROOM, GivingBack
+
+KL = {"fc0": kl_of(1e-4), "fc1": kl_of(4e-4), "fc2": kl_of(1e-4)}
+"""Of a budget of 1e-3, of which half is allowed to KL. For each operation fc1 costs most, fc2 least."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def plan(model: ModelArtifact, *fp8: str) -> PrecisionPlan:
+    decisions = tuple(
+        Decision(site.name, Precision.FP8, PER_TENSOR, Verdict.SAFE, "far inside", 1.0, (1.0,))
+        if site.name in fp8
+        else Decision(site.name, Precision.BF16, None, Verdict.NOT_JUDGED, "")
+        for site in model.sites
+    )
+    share = sum(FLOPS[name] for name in fp8) / sum(FLOPS.values())
+    return PrecisionPlan("fp8-all", model.digest, Precision.BF16, decisions, {"ctr": 6e-4}, share)
+
+
+def measured(kl: float, upper: float, output: str = "ctr", budget: float = CTR.budget) -> OutputEvaluation:
+    judged = Interval((kl + upper) / 2, kl, upper, 0.95, 1000)
+    difference = PairedDifference(
+        "loss", judged, Interval(kl, kl, kl, 0.95, 1000), judged, None, None, 0.0, 0.0
+    )
+    metrics = TaskMetrics(0.5, 0.9, 0.8, 1.0)
+    return OutputEvaluation(output, OutputKind.LOGIT, metrics, difference, budget, BudgetStatus.BEYOND, None)
+
+
+def evaluation(*outputs: OutputEvaluation) -> Evaluation:
+    return Evaluation("e", "trt", "fp8-all", "gpu", "selection", 1000, outputs, (), "measured")
+
+
+ALL = ("fc0", "fc1", "fc2")
+
+
+def test_the_worst_goes_first_and_no_more_than_needed(model: ModelArtifact) -> None:
+    # A third of the predicted KL is left without fc1: 1.2e-3/3 + 0.8e-3·√(1/3) = 8.6e-4, inside 9e-4.
+    assert ROOM * CTR.budget == pytest.approx(9e-4)
+    assert 4e-4 + 8e-4 * sqrt(1 / 3) < 9e-4
+    giving = GivingBack(model, profile_of(model, KL), (CTR,), ())
+    found = giving.give_back(plan(model, *ALL), evaluation(measured(1.2e-3, 2e-3)), "gpu")
+    assert found is not None
+    assert [each.sites for each in found.returned] == [("fc1",)]
+    # 4e-4 of the 5e-4 that are allowed to KL; no times are known.
+    assert (found.returned[0].kl, found.returned[0].saved_us) == (pytest.approx(0.8), None)
+    assert found.plan.fp8_sites == ("fc0", "fc2")
+    assert found.plan.fp8_share == pytest.approx((FLOPS["fc0"] + FLOPS["fc2"]) / sum(FLOPS.values()))
+    assert found.plan.predicted_kl == {"ctr": pytest.approx(2e-4)}
+    decision = found.plan.decision("fc1")
+    assert (decision.precision, decision.recipe, decision.activation_scale) == (Precision.BF16, None, None)
+    assert decision.reason == "given back: the engine of 'fp8-all' is not inside the budget; far inside"
+    assert serde.loads(PrecisionPlan, serde.dumps(found.plan)) == found.plan
+
+
+def test_more_go_where_more_is_missing(model: ModelArtifact) -> None:
+    giving = GivingBack(model, profile_of(model, KL), (CTR,), ())
+    # Without fc1: 4e-4 + 1.2e-3·√(1/3) = 1.09e-3; without fc0 too: 2e-4 + 1.2e-3·√(1/6) = 6.9e-4.
+    found = giving.give_back(plan(model, *ALL), evaluation(measured(1.2e-3, 2.4e-3)), "gpu")
+    assert found is not None
+    assert [each.sites for each in found.returned] == [("fc1",), ("fc0",)]
+    # Even a sixth of it is too much: 2e-4 + 1.8e-3·√(1/6) = 9.3e-4, and then nothing would be left.
+    assert giving.give_back(plan(model, *ALL), evaluation(measured(1.2e-3, 3e-3)), "gpu") is None
+
+
+def speed(site: str, saved_us: float, tensor: str, quantize_us: float = 0.0) -> SiteSpeed:
+    verdict = SpeedVerdict.FAST if saved_us > 0 else SpeedVerdict.SLOW
+    return SiteSpeed(site, "gpu", verdict, {"10": saved_us}, {"10": quantize_us}, tensor, True, "")
+
+
+SPEEDS = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 50.0, "n"), speed("fc2", 4.0, "f"))
+
+
+def test_known_times_decide_what_is_worth_its_cost(model: ModelArtifact) -> None:
+    # fc0 saves 1 µs beside its quantize step: 1e-4 a µs; fc2 4: 2.5e-5; fc1 50: 8e-6.
+    giving = GivingBack(model, profile_of(model, KL), (CTR,), SPEEDS)
+    found = giving.give_back(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "gpu")
+    assert found is not None
+    assert [each.sites for each in found.returned] == [("fc0",)]
+    assert found.returned[0].saved_us == pytest.approx(0.1)
+    # Times of another device say nothing of this one.
+    other = giving.give_back(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "another")
+    assert other is not None
+    assert [each.sites for each in other.returned] == [("fc1",)]
+
+
+def test_a_site_that_saves_nothing_goes_first(model: ModelArtifact) -> None:
+    slow = (speed("fc0", 2.0, "x", 3.0), *SPEEDS[1:])
+    little = {**KL, "fc0": kl_of(1e-6), "fc2": kl_of(5e-4)}
+    giving = GivingBack(model, profile_of(model, little), (CTR,), slow)
+    found = giving.give_back(plan(model, *ALL), evaluation(measured(1e-3, 1.1e-3)), "gpu")
+    assert found is not None
+    assert [each.sites for each in found.returned] == [("fc0",), ("fc2",)]
+
+
+def test_the_predicted_time_follows(model: ModelArtifact) -> None:
+    giving = GivingBack(model, profile_of(model, KL), (CTR,), SPEEDS)
+    known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}, "b": {"10": 7.0}}, device="gpu")
+    found = giving.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
+    assert found is not None
+    # What fc0 saved is put back, and its quantize step is not needed any more.
+    assert found.plan.predicted_us == {"gpu": {"10": pytest.approx(100.0 + 2.0 - 1.0)}}
+    shared = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 50.0, "x", 1.0), SPEEDS[2])
+    kept = GivingBack(model, profile_of(model, KL), (CTR,), shared)
+    still = kept.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
+    # Who else reads the tensor still needs the step.
+    assert still is not None and still.returned == (Returned(("fc0",), pytest.approx(0.2), 0.2),)
+    assert still.plan.predicted_us == {"gpu": {"10": pytest.approx(102.0)}}
+
+
+def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:
+    profile = replace(profile_of(model, KL), groups=(group("x", ("fc0", "fc1"), {"ctr": kl_of(4.5e-4)}),))
+    giving = GivingBack(model, profile, (CTR,), ())
+    # Together they cost 4.5e-4 of 5.5e-4: 2/11 is left.
+    found = giving.give_back(plan(model, *ALL), evaluation(measured(1.1e-3, 1.5e-3)), "gpu")
+    assert found is not None
+    assert [each.sites for each in found.returned] == [("fc0", "fc1")]
+    assert found.returned[0].kl == pytest.approx(0.9)
+    assert found.plan.predicted_kl == {"ctr": pytest.approx(1e-4)}
+
+
+def test_what_the_user_forced_stays(model: ModelArtifact) -> None:
+    giving = GivingBack(model, profile_of(model, KL), (CTR,), (), forced=("fc1",))
+    missed = evaluation(measured(6e-4, 1.05e-3))
+    found = giving.give_back(plan(model, *ALL), missed, "gpu")
+    assert found is not None
+    assert "fc1" in found.plan.fp8_sites
+    assert giving.give_back(plan(model, "fc1"), missed, "gpu") is None
+
+
+def test_every_output_must_fit(model: ModelArtifact) -> None:
+    giving = GivingBack(model, profile_of(model, KL, (CTR, CVR)), (CTR, CVR), ())
+    both = evaluation(measured(1e-4, 2e-4), measured(1.2e-3, 2.4e-3, "cvr"))
+    found = giving.give_back(plan(model, *ALL), both, "gpu")
+    assert found is not None
+    # The output that is inside alone would need nothing.
+    assert [each.sites for each in found.returned] == [("fc1",), ("fc0",)]

@@ -1,0 +1,197 @@
+"""Times of shapes that were not measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+import pytest
+
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.planning.predict import FEWEST, KernelModel, TimeTable
+from loka_onnx.planning.timings import shipped_timings
+
+SOURCE = Provenance("a device", {}, "", "2026-11-21")
+WIDE = Kernel("d", "inductor", "mm", Precision.BF16)
+NARROW = Kernel("d", "inductor", "scaled_mm", Precision.FP8, Granularity.PER_TENSOR)
+ROW_WISE = replace(NARROW, name="scaled_mm-row_wise", scales=Granularity.PER_CHANNEL)
+CAST = Kernel("d", "inductor", QUANTIZE, Precision.FP8)
+PER_TENSOR, PER_CHANNEL = Granularity.PER_TENSOR, Granularity.PER_CHANNEL
+
+LAUNCH_US, FLOPS_PER_US, BYTES_PER_US = 2.0, 800e6, 3e6
+
+
+def roofline(shape: Shape) -> float:
+    """What a kernel in BF16 takes that overlaps nothing."""
+    moved = 2 * (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n)
+    return LAUNCH_US + 2 * shape.m * shape.n * shape.k / FLOPS_PER_US + moved / BYTES_PER_US
+
+
+def timing(kernel: Kernel, shape: Shape, us: float, spread: float | None = None) -> KernelTiming:
+    return KernelTiming(kernel, shape, us, spread, SOURCE)
+
+
+GRID = [Shape(m, n, k) for m in (256, 1024, 4096) for n in (64, 512, 4096) for k in (64, 512, 4096)]
+H100 = {model.kernel.name: model for model in TimeTable(shipped_timings("nvidia-h100")).models}
+
+
+def test_measured_shapes_answer_with_what_was_measured() -> None:
+    for model in H100.values():
+        for known in (t for t in shipped_timings("nvidia-h100") if t.kernel == model.kernel):
+            found = model.estimate(known.shape)
+            assert found is not None
+            assert (found.us, found.is_measured, found.error_us) == (known.us, True, 0.0)
+
+
+def test_the_interpolation_itself_goes_through_what_was_measured() -> None:
+    for model in H100.values():
+        for shape, known in model._measured.items():
+            us, relative = model._fit.predict(shape)
+            assert us == pytest.approx(known.us, rel=1e-6)
+            assert relative < 1e-3
+
+
+def test_a_measured_time_errs_by_its_spread() -> None:
+    found = KernelModel([timing(WIDE, GRID[0], 3.0, 0.25)]).estimate(GRID[0])
+    assert found is not None
+    assert found.error_us == 0.25
+
+
+def test_a_roofline_is_found_again() -> None:
+    model = KernelModel([timing(WIDE, shape, roofline(shape)) for shape in GRID])
+    for shape in (Shape(2048, 2048, 2048), Shape(512, 100, 3000), Shape(16384, 8192, 8192)):
+        found = model.estimate(shape)
+        assert found is not None
+        assert not found.is_measured
+        assert found.us == pytest.approx(roofline(shape), rel=1e-3)
+        assert found.error_us < 0.01 * found.us
+
+
+def test_what_the_roofline_misses_is_carried_to_neighbours_only() -> None:
+    """A kernel that is slow where N is small: near it the prediction follows, far away it does not."""
+    slow = [timing(WIDE, s, roofline(s) * (2.0 if s.n == 64 else 1.0)) for s in GRID]
+    model = KernelModel(slow)
+    near, far = model.estimate(Shape(2048, 72, 1024)), model.estimate(Shape(2048, 3000, 3000))
+    assert near is not None
+    assert far is not None
+    assert near.us / roofline(Shape(2048, 72, 1024)) > 1.6
+    assert far.us / roofline(Shape(2048, 3000, 3000)) < 1.15
+
+
+def test_the_error_grows_with_the_distance_from_what_was_measured() -> None:
+    model = H100["mm"]
+    relative = []
+    for shape in (Shape(1024, 2080, 2048), Shape(1024, 3000, 2048), Shape(1024, 100000, 100000)):
+        found = model.estimate(shape)
+        assert found is not None
+        relative.append(found.error_us / found.us)
+    assert relative == sorted(relative)
+    assert relative[-1] > 3 * relative[0]
+
+
+def test_too_few_shapes_predict_nothing() -> None:
+    few = [timing(WIDE, shape, roofline(shape)) for shape in GRID[: FEWEST - 1]]
+    assert KernelModel(few).estimate(Shape(3, 3, 3)) is None
+    assert KernelModel(few).leave_one_out() == ()
+    enough = [timing(WIDE, shape, roofline(shape)) for shape in GRID[:FEWEST]]
+    assert KernelModel(enough).estimate(Shape(3, 3, 3)) is not None
+
+
+def test_a_model_is_of_one_kernel() -> None:
+    with pytest.raises(ValueError, match="of one kernel"):
+        KernelModel([timing(WIDE, GRID[0], 1.0), timing(NARROW, GRID[0], 1.0)])
+
+
+# The shipped records ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "most_median", "most"),
+    [("mm", 0.1, 0.45), ("scaled_mm", 0.1, 0.45), ("scaled_mm-row_wise", 0.12, 0.45), (QUANTIZE, 0.1, 0.45)],
+)
+def test_leave_one_out_on_the_shipped_records(name: str, most_median: float, most: float) -> None:
+    errors = [abs(error) for error in H100[name].leave_one_out()]
+    assert len(errors) == len(H100[name]._measured)
+    assert median(errors) < most_median
+    assert max(errors) < most
+
+
+def test_the_standard_error_is_the_size_of_the_errors_that_are_seen() -> None:
+    """Left out one by one, about two thirds of the times lie inside one standard error."""
+    inside = total = 0
+    for model in H100.values():
+        for shape, known in model._measured.items():
+            others = [other for other in model._measured.values() if other.shape != shape]
+            found = KernelModel(others).estimate(shape)
+            assert found is not None
+            inside += abs(found.us - known.us) <= found.error_us
+            total += 1
+    assert 0.5 < inside / total < 0.95
+
+
+def test_more_work_takes_more_time() -> None:
+    """Monotone but for the little that measured neighbours disagree by."""
+    for model in H100.values():
+        is_cast = model.kernel.name == QUANTIZE
+        for axis in range(3):
+            if is_cast and axis == 1:
+                continue
+            for fixed in (256, 1024, 4096):
+                sizes = [[fixed, 0 if is_cast else fixed, fixed] for _ in range(25)]
+                for size, value in zip(sizes, np.geomspace(256, 4096, 25), strict=True):
+                    size[axis] = round(value)
+                found = [model.estimate(Shape(*size)) for size in sizes]
+                us = np.array([estimate.us for estimate in found if estimate is not None])
+                assert len(us) == 25
+                assert (us >= 0.93 * np.maximum.accumulate(us)).all()
+                if fixed == 4096:
+                    assert us[-1] > 3.0 * us[0]
+
+
+# A table of kernels -----------------------------------------------------------------------------------
+
+
+def table(*timings: KernelTiming) -> TimeTable:
+    grid = [timing(ROW_WISE, shape, 2.0 * roofline(shape)) for shape in GRID]
+    return TimeTable([*grid, *timings])
+
+
+def test_the_fastest_kernel_of_the_precision_counts() -> None:
+    shape = GRID[0]
+    known = table(timing(NARROW, shape, 7.0), timing(replace(NARROW, name="fast"), shape, 6.0))
+    found = known.product("inductor", Precision.FP8, shape, PER_TENSOR)
+    assert found is not None
+    assert (found.kernel.name, found.us) == ("scaled_mm-row_wise", 2.0 * roofline(shape))
+    slower = table(timing(NARROW, shape, 0.7), timing(replace(NARROW, name="fast"), shape, 0.6))
+    found = slower.product("inductor", Precision.FP8, shape, PER_TENSOR)
+    assert found is not None
+    assert (found.kernel.name, found.us) == ("fast", 0.6)
+
+
+def test_one_scale_for_each_channel_needs_a_kernel_that_takes_it() -> None:
+    shape = GRID[0]
+    found = table(timing(NARROW, shape, 0.5)).product("inductor", Precision.FP8, shape, PER_CHANNEL)
+    assert found is not None
+    assert found.kernel == ROW_WISE
+
+
+def test_measured_kernels_stand_before_predicted_ones() -> None:
+    shape = Shape(300, 300, 300)
+    found = table(timing(NARROW, shape, 1000.0)).product("inductor", Precision.FP8, shape, PER_TENSOR)
+    assert found is not None
+    assert (found.kernel, found.is_measured) == (NARROW, True)
+
+
+def test_the_table_knows_other_backends_and_fused_kernels_apart() -> None:
+    shape = GRID[0]
+    fused = replace(NARROW, fused_quantize=True)
+    known = TimeTable([timing(fused, shape, 1.0), timing(CAST, Shape(256, 0, 64), 1.5)])
+    assert known.product("inductor", Precision.FP8, shape, PER_TENSOR) is None
+    assert known.product("tensorrt", Precision.BF16, shape) is None
+    cast = known.quantize("inductor", 256, 64)
+    assert cast is not None
+    assert cast.us == 1.5
+    assert known.quantize("tensorrt", 256, 64) is None

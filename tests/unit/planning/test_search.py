@@ -1,0 +1,215 @@
+"""The search for the sites that save the most time inside the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
+from math import inf, sqrt
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loka_onnx.errors import InternalError
+from loka_onnx.planning import search
+from loka_onnx.planning.search import Item, Problem, Sites, neighbours, solve
+
+
+def subsets(sites: Sites) -> Iterator[Sites]:
+    names = sorted(sites)
+    return (frozenset(c) for size in range(len(names) + 1) for c in combinations(names, size))
+
+
+def best_value(problem: Problem, fixed: Mapping[str, bool]) -> float | None:
+    """By trying every subset; None where none fits."""
+    values = [
+        problem.value(chosen)
+        for chosen in subsets(frozenset(problem.by_site))
+        if all((site in chosen) is is_in for site, is_in in fixed.items()) and problem.fits(chosen)
+    ]
+    return max(values, default=None)
+
+
+def cost_of(alone: Mapping[str, float], together: Mapping[Sites, float]) -> Callable[[Sites], float]:
+    """Of units that were measured, and (Σ√c)² of the others, as in `costs`."""
+    return lambda part: together.get(part, sum(sqrt(alone[site]) for site in part) ** 2)
+
+
+def problem_of(
+    saved: Mapping[str, float],
+    alone: Mapping[str, float] | None = None,
+    *,
+    tensors: Mapping[str, str] | None = None,
+    quantize: Mapping[str, float] | None = None,
+    units: tuple[Sites, ...] | None = None,
+    together: Mapping[Sites, float] | None = None,
+    errors: Mapping[str, float] | None = None,
+    makers: Mapping[str, str] | None = None,
+) -> Problem:
+    named = tensors or {}
+    return Problem(
+        tuple(
+            Item(site, us, (errors or {}).get(site, 0.0), named.get(site, site)) for site, us in saved.items()
+        ),
+        quantize or {},
+        units or tuple(frozenset({site}) for site in saved),
+        cost_of(alone or dict.fromkeys(saved, 0.0), together or {}),
+        makers=makers or {},
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Up to 10 sites that share tensors, in units that need not be those of the tensors."""
+    count = draw(st.integers(1, 10))
+    sites = [f"s{number}" for number in range(count)]
+    saved = {site: draw(st.integers(-50, 100)) / 10 for site in sites}
+    alone = {site: draw(st.integers(0, 700)) / 1000 for site in sites}
+    tensors = {site: f"t{draw(st.integers(0, 4))}" for site in sites}
+    quantize = {tensor: draw(st.integers(0, 100)) / 10 for tensor in sorted({*tensors.values()})}
+    unit_of = {site: draw(st.integers(0, 6)) for site in sites}
+    units = tuple(
+        frozenset(site for site in sites if unit_of[site] == unit) for unit in sorted({*unit_of.values()})
+    )
+    # Below the sum of each alone, above it, or beyond the budget.
+    together = {unit: draw(st.integers(0, 1200)) / 1000 for unit in units if len(unit) > 1}
+    makers = {}
+    for tensor in quantize:
+        others = [site for site in sites if tensors[site] != tensor]
+        if others and draw(st.booleans()):
+            makers[tensor] = draw(st.sampled_from(others))
+    return problem_of(
+        saved, alone, tensors=tensors, quantize=quantize, units=units, together=together, makers=makers
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), st.data())
+def test_nothing_inside_the_budget_saves_more(problem: Problem, data: st.DataObject) -> None:
+    fixed = data.draw(st.dictionaries(st.sampled_from(sorted(problem.by_site)), st.booleans(), max_size=2))
+    found, best = solve(problem, fixed), best_value(problem, fixed)
+    if found is None or best is None:
+        assert found is None
+        assert best is None
+        return
+    assert problem.fits(found)
+    assert all((site in found) is is_in for site, is_in in fixed.items())
+    assert problem.value(found) == pytest.approx(best, abs=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_large_units_stay_inside_the_budget_and_near_the_best(problem: Problem) -> None:
+    """With one variable for each site of a unit, as for units of more than `LARGEST_UNIT`."""
+    largest, search.LARGEST_UNIT = search.LARGEST_UNIT, 1
+    try:
+        found = solve(problem)
+    finally:
+        search.LARGEST_UNIT = largest
+    assert found is not None
+    assert problem.fits(found)
+    best = best_value(problem, {})
+    assert best is not None
+    assert problem.value(found) <= best + 1e-9
+
+
+def test_a_large_unit_is_taken_as_a_whole_at_what_it_was_measured_to_cost() -> None:
+    sites = [f"s{number}" for number in range(search.LARGEST_UNIT + 2)]
+    unit = frozenset(sites)
+    alone, saved = dict.fromkeys(sites, 0.05), dict.fromkeys(sites, 1.0)
+    whole = problem_of(saved, alone, units=(unit,), together={unit: 0.9})
+    assert solve(whole) == unit
+    # Each alone costs .05; of n together no more is known than n²·.05, and by the linear bound n·10·.05.
+    dear = problem_of(saved, alone, units=(unit,), together={unit: 1.1})
+    found = solve(dear)
+    assert found is not None
+    assert len(found) == 2
+
+
+def test_a_shared_quantize_step_is_paid_once() -> None:
+    saved, tensors = {"a": 2.0, "b": 2.0, "c": 2.0}, {"a": "x", "b": "x", "c": "y"}
+    found = solve(problem_of(saved, tensors=tensors, quantize={"x": 3.0, "y": 3.0}))
+    assert found == {"a", "b"}
+
+
+def test_a_site_that_loses_time_makes_no_other_pay() -> None:
+    saved, tensors = {"a": 2.0, "b": -0.5}, {"a": "x", "b": "x"}
+    assert solve(problem_of(saved, tensors=tensors, quantize={"x": 1.0})) == {"a"}
+
+
+def test_a_chain_quantizes_in_the_product_before() -> None:
+    saved, tensors = {"first": -1.0, "second": 2.0}, {"first": "x", "second": "h"}
+    alone = problem_of(saved, tensors=tensors, quantize={"x": 0.0, "h": 3.0})
+    assert solve(alone) == frozenset()
+    chain = problem_of(saved, tensors=tensors, quantize={"x": 0.0, "h": 3.0}, makers={"h": "first"})
+    assert solve(chain) == {"first", "second"}
+    assert chain.value(frozenset({"first", "second"})) == 1.0
+    assert chain.value(frozenset({"second"})) == -1.0
+
+
+def test_nothing_is_chosen_where_nothing_saves_time() -> None:
+    assert solve(problem_of({"a": 2.0, "b": -1.0}, quantize={"a": 2.5})) == frozenset()
+    assert solve(problem_of({})) == frozenset()
+
+
+def test_sites_of_no_use_are_left_out() -> None:
+    assert solve(problem_of({"a": 1.0, "b": 0.0})) == {"a"}
+
+
+def test_a_part_of_the_group_may_cost_more_than_the_whole() -> None:
+    """A slow site comes along where its group was measured to cost less together."""
+    unit = frozenset({"a", "b"})
+    problem = problem_of({"a": 5.0, "b": -1.0}, {"a": 2.0, "b": 0.1}, units=(unit,), together={unit: 0.5})
+    assert solve(problem) == unit
+
+
+def test_the_budget_is_a_limit() -> None:
+    saved = {"big": 10.0, "x": 6.0, "y": 6.0}
+    assert solve(problem_of(saved, {"big": 0.9, "x": 0.5, "y": 0.5})) == {"x", "y"}
+    assert solve(problem_of(saved, {"big": 0.9, "x": 0.5, "y": 0.5 + 1e-7})) == {"big"}
+    assert solve(problem_of(saved, {"big": 0.9, "x": 0.5, "y": inf})) == {"big"}
+
+
+def test_forced_sites_that_do_not_fit_have_no_solution() -> None:
+    problem = problem_of({"a": 1.0, "b": 1.0}, {"a": 1.5, "b": 0.1})
+    assert solve(problem, {"a": True}) is None
+    assert solve(problem, {"a": False}) == {"b"}
+
+
+def test_a_site_in_two_units_is_a_bug() -> None:
+    unit = frozenset({"a"})
+    with pytest.raises(InternalError, match="every site must be in exactly one unit"):
+        problem_of({"a": 1.0}, units=(unit, unit))
+
+
+# Neighbours -------------------------------------------------------------------------------------------
+
+
+def test_uncertain_tensors_are_toggled_first_then_what_saves_most() -> None:
+    saved = {"sure": 10.0, "maybe_in": 1.0, "maybe_out": -1.0, "never": -50.0}
+    errors = {"sure": 1.0, "maybe_in": 2.0, "maybe_out": 3.0, "never": 1.0}
+    problem = problem_of(saved, errors=errors)
+    chosen = solve(problem)
+    assert chosen == {"sure", "maybe_in"}
+    assert neighbours(problem, chosen, 9) == (
+        {"sure", "maybe_in", "maybe_out"},
+        {"sure"},
+        {"maybe_in"},
+    )
+
+
+def test_the_room_of_a_site_that_is_toggled_out_is_used() -> None:
+    problem = problem_of({"a": 10.0, "b": 4.0, "c": 4.0}, {"a": 0.9, "b": 0.5, "c": 0.5})
+    assert solve(problem) == {"a"}
+    assert neighbours(problem, frozenset({"a"}), 1) == ({"b", "c"},)
+
+
+def test_sites_of_one_tensor_are_toggled_together() -> None:
+    problem = problem_of({"a": 3.0, "b": 1.0, "c": 2.0}, tensors={"a": "x", "b": "x", "c": "y"})
+    assert neighbours(problem, frozenset("abc"), 5) == ({"c"}, {"a", "b"})
+
+
+def test_neighbours_stay_inside_the_budget_and_keep_what_is_fixed() -> None:
+    problem = problem_of({"a": 3.0, "b": 2.0, "c": 1.0}, {"a": 0.5, "b": 0.5, "c": 0.6})
+    found = neighbours(problem, frozenset({"a", "b"}), 5, {"a": True})
+    assert found == ({"a"},)

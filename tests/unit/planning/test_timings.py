@@ -1,0 +1,210 @@
+"""The database of kernel times."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.errors import OutputError, UserError
+from loka_onnx.planning.timings import TimingDatabase, known_timings, read_records, shipped_timings
+
+SOURCE = Provenance("NVIDIA H100", {"torch": "2.11"}, "1980 MHz", "2026-11-21", "a note with 'quotes'")
+WIDE = Kernel("nvidia-h100", "inductor", "mm", Precision.BF16)
+NARROW = Kernel("nvidia-h100", "inductor", "scaled_mm", Precision.FP8, Granularity.PER_TENSOR)
+FUSED = replace(NARROW, fused_quantize=True)
+TIMINGS = (
+    KernelTiming(WIDE, Shape(2, 3, 5), 2.0, None, SOURCE),
+    KernelTiming(NARROW, Shape(2, 3, 5), 1.5, 0.25, SOURCE, 15, 1e-3),
+    KernelTiming(FUSED, Shape(2, 3, 5), 1.75, 0.5, SOURCE, 15),
+    KernelTiming(replace(WIDE, device="cpu"), Shape(2, 3, 5), 9.0, 1.0, SOURCE, 3),
+)
+
+
+def in_order(timings: Iterable[KernelTiming]) -> tuple[KernelTiming, ...]:
+    return tuple(sorted(timings, key=lambda timing: (timing.kernel.key, timing.shape)))
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    with TimingDatabase(tmp_path / "sub" / "timings.sqlite") as database:
+        database.add(TIMINGS)
+    with TimingDatabase(tmp_path / "sub" / "timings.sqlite") as database:
+        assert database.read() == in_order(TIMINGS)
+        assert database.read("cpu") == (TIMINGS[3],)
+
+
+def test_the_last_time_of_a_kernel_on_a_shape_stands(tmp_path: Path) -> None:
+    later = replace(TIMINGS[0], us=3.0, provenance=replace(SOURCE, date="2026-11-22"))
+    with TimingDatabase(tmp_path / "timings.sqlite") as database:
+        database.add(TIMINGS)
+        database.add([later])
+        assert database.read("nvidia-h100") == in_order([later, *TIMINGS[1:3]])
+
+
+def test_missing_tells_scales_and_fusion_apart(tmp_path: Path) -> None:
+    shape = Shape(2, 3, 5)
+    per_channel = replace(NARROW, scales=Granularity.PER_CHANNEL)
+    with TimingDatabase(tmp_path / "timings.sqlite") as database:
+        database.add([TIMINGS[1]])
+        others = ((WIDE, shape), (NARROW, Shape(2, 3, 6)), (per_channel, shape), (FUSED, shape))
+        assert database.missing([(NARROW, shape), *others]) == others
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    with TimingDatabase(tmp_path / "timings.sqlite") as database:
+        with pytest.raises(AttributeError):
+            database.add([TIMINGS[0], None])  # type: ignore[list-item]
+        assert database.read() == ()
+        database.add([TIMINGS[0]])
+        assert database.read() == (TIMINGS[0],)
+
+
+def test_times_travel_as_json(tmp_path: Path) -> None:
+    with TimingDatabase(tmp_path / "a.sqlite") as database:
+        database.add(TIMINGS)
+        assert database.export(tmp_path / "timings.json") == 4
+    with TimingDatabase(tmp_path / "b.sqlite") as database:
+        assert database.take(tmp_path / "timings.json") == 4
+        assert database.read() == in_order(TIMINGS)
+
+
+def test_an_impossible_time_in_a_file_is_refused(tmp_path: Path) -> None:
+    with TimingDatabase(tmp_path / "a.sqlite") as database:
+        database.add(TIMINGS[:1])
+        database.export(tmp_path / "timings.json")
+    text = (tmp_path / "timings.json").read_text().replace('"us": 2.0', '"us": -2.0')
+    (tmp_path / "timings.json").write_text(text)
+    with pytest.raises(UserError, match=r"-2\.0 µs is no time of inductor:mm/bf16"):
+        read_records(tmp_path / "timings.json")
+
+
+def test_what_is_no_such_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a database, but long enough that SQLite looks for its header" * 20)
+    with pytest.raises(UserError, match="not a timing database\n  evidence: file is not a database"):
+        TimingDatabase(tmp_path / "text")
+    foreign = sqlite3.connect(tmp_path / "foreign")
+    foreign.execute("CREATE TABLE t (a)")
+    foreign.close()
+    with pytest.raises(UserError, match="its application id is 0x0, not 0x4c4f4b41"):
+        TimingDatabase(tmp_path / "foreign")
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    with TimingDatabase(tmp_path / "timings.sqlite"):
+        pass
+    raw = sqlite3.connect(tmp_path / "timings.sqlite")
+    raw.execute("PRAGMA user_version = 7")
+    raw.close()
+    with pytest.raises(UserError, match="its version is 7, this loka-onnx reads 1"):
+        TimingDatabase(tmp_path / "timings.sqlite")
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot open the timing database"):
+        TimingDatabase(tmp_path / "file" / "timings.sqlite")
+
+
+def test_a_precision_that_is_not_known_is_told(tmp_path: Path) -> None:
+    with TimingDatabase(tmp_path / "timings.sqlite") as database:
+        database.add(TIMINGS[:1])
+    raw = sqlite3.connect(tmp_path / "timings.sqlite")
+    raw.execute("UPDATE timings SET precision = 'fp4'")
+    raw.commit()
+    raw.close()
+    with (
+        TimingDatabase(tmp_path / "timings.sqlite") as database,
+        pytest.raises(UserError, match="what this version of loka-onnx does not know\n  evidence: 'fp4'"),
+    ):
+        database.read()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.timing import Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.planning.timings import TimingDatabase
+
+path, who, go = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+kernel = Kernel("cpu", "inductor", who, Precision.BF16)
+print("ready", flush=True)
+while not go.exists():
+    pass
+for number in range(1, 61):
+    # A connection for each: creation and the switch to WAL race as well.
+    with TimingDatabase(path) as database:
+        timing = KernelTiming(kernel, Shape(number, 1, 1), 1.0, None, Provenance(who, {}, "", "today"))
+        database.add([timing, KernelTiming(kernel, Shape(number, 2, 1), 1.0, None, timing.provenance)])
+"""
+
+
+@pytest.mark.slow
+def test_writers_of_several_processes_lose_nothing(tmp_path: Path) -> None:
+    path, go = tmp_path / "timings.sqlite", tmp_path / "go"
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), who, str(go)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for who in ("a", "b", "c")
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    go.touch()
+    for writer in writers:
+        _, errors = writer.communicate(timeout=60)
+        assert (writer.returncode, errors) == (0, "")
+    with TimingDatabase(path) as database:
+        found = [(timing.kernel.name, timing.shape.m, timing.shape.n) for timing in database.read()]
+        mode = database._connection.execute("PRAGMA journal_mode").fetchone()[0]
+    assert sorted(found) == [(who, m, n) for who in "abc" for m in range(1, 61) for n in (1, 2)]
+    assert mode == "wal"
+
+
+def test_two_open_databases_write_in_turns(tmp_path: Path) -> None:
+    with TimingDatabase(tmp_path / "t.sqlite") as one, TimingDatabase(tmp_path / "t.sqlite") as other:
+        one.add(TIMINGS[:1])
+        other.add(TIMINGS[1:2])
+        one.add(TIMINGS[2:3])
+        assert one.read() == other.read() == in_order(TIMINGS[:3])
+
+
+# What is shipped --------------------------------------------------------------------------------------
+
+
+def test_shipped_times_of_the_h100_say_where_they_come_from() -> None:
+    timings = shipped_timings("nvidia-h100")
+    assert len(timings) == 15 * 4
+    assert {timing.provenance.device_name for timing in timings} == {"NVIDIA H100 80GB HBM3"}
+    assert {timing.provenance.versions["torch"] for timing in timings} == {"2.11.0+cu130"}
+    wide = next(t for t in timings if t.kernel.name == "mm" and t.shape == Shape(4096, 4096, 4096))
+    assert (wide.us, wide.spread_us, wide.kernel.precision) == (184.44, None, Precision.BF16)
+    cast = next(t for t in timings if t.kernel.name == QUANTIZE and t.shape == Shape(1024, 0, 8192))
+    assert (cast.us, cast.kernel.precision) == (8.37, Precision.FP8)
+
+
+def test_nothing_is_shipped_of_a_device_that_nobody_measured() -> None:
+    assert shipped_timings("nvidia-b200") == ()
+
+
+def test_measured_times_stand_before_shipped_ones(tmp_path: Path) -> None:
+    path = tmp_path / "timings.sqlite"
+    mine = KernelTiming(WIDE, Shape(4096, 4096, 4096), 150.0, 1.0, SOURCE, 15)
+    with TimingDatabase(path) as database:
+        database.add([mine])
+    found = {(t.kernel, t.shape): t for t in known_timings("nvidia-h100", (tmp_path / "none.sqlite", path))}
+    assert found[WIDE, Shape(4096, 4096, 4096)] == mine
+    assert len(found) == len(shipped_timings("nvidia-h100"))
+    assert not (tmp_path / "none.sqlite").exists()

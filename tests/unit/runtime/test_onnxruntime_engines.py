@@ -1,0 +1,50 @@
+"""Which engines of ONNX Runtime a bundle may load without vouching for its origin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loka_onnx.errors import EngineError
+from loka_onnx.runtime import loading
+from loka_onnx.sessions.onnx_session import SessionOptions
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was asked of `open_bound`."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(loading, "open_bound", lambda *arguments: asked.append(arguments))
+    return asked
+
+
+def entry(backend: str, architecture: str) -> Any:
+    return SimpleNamespace(backend=backend, architecture=architecture, version="1.31.1", path="engine.onnx")
+
+
+def test_a_graph_on_cuda_is_data(opened: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    cuda = entry("onnxruntime", "sm90")
+    loading._open(tmp_path, cuda, SessionOptions(threads=3), trust_programs=False)
+    loading._open(tmp_path, cuda, None, trust_programs=False)
+    asked = (tmp_path / "engine.onnx", "onnxruntime", "sm90", "1.31.1")
+    assert opened == [(*asked, 3), (*asked, 0)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "architecture"), [("onnxruntime_tensorrt", "sm90"), ("onnxruntime", "gfx942")]
+)
+def test_what_a_provider_compiled_is_a_program(
+    backend: str, architecture: str, opened: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    compiled = entry(backend, architecture)
+    with pytest.raises(
+        EngineError,
+        match=f"engine of {backend} on {architecture} is a program(?s:.*)trust_programs=True",
+    ):
+        loading._open(tmp_path, compiled, None, trust_programs=False)
+    assert not opened
+    loading._open(tmp_path, compiled, None, trust_programs=True)
+    assert opened == [(tmp_path / "engine.onnx", backend, architecture, "1.31.1", 0)]

@@ -1,0 +1,124 @@
+"""Requests of different sizes to different engines of one bundle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_run import SampleRun
+
+from loka_onnx.bundle import BundleContents, write_bundle
+from loka_onnx.bundle.inspection import inspect_bundle
+from loka_onnx.core.evaluation import Choice, Route
+from loka_onnx.errors import BundleInvalid
+from loka_onnx.runtime import load
+
+FP32, FP8 = 1, 2
+"""Places of two engines for this host among those of the sample; they answer differently."""
+
+
+def routed(contents: BundleContents, *places: int, routes: tuple[tuple[int, int], ...]) -> BundleContents:
+    """The contents with these engines, the first one main, and routes of (rows, place)."""
+    engines = tuple(contents.engines[place] for place in places)
+    artifacts = [engine.artifact for engine in contents.engines]
+    table = tuple(Route(rows, artifacts[place].id, artifacts[place].plan) for rows, place in routes)
+    main = engines[0].artifact
+    choice = dataclasses.replace(
+        contents.choice.targets[0], target=main.target, engine=main.id, plan=main.plan, routes=table
+    )
+    return dataclasses.replace(contents, engines=engines, choice=Choice((choice,)))
+
+
+@pytest.fixture(scope="module")
+def bundle(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    contents = routed(sample.contents, FP32, FP8, routes=((4, FP32), (64, FP8)))
+    return write_bundle(contents, tmp_path_factory.mktemp("routed") / "bundle")
+
+
+def rows(count: int) -> np.ndarray:
+    return np.random.default_rng(5).standard_normal((count, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("count", "place"), [(1, FP32), (4, FP32), (5, FP8), (64, FP8), (65, FP8), (300, FP8)]
+)
+def test_a_request_goes_to_the_engine_of_the_next_size(
+    sample: SampleRun, bundle: Path, tmp_path: Path, count: int, place: int
+) -> None:
+    alone = dataclasses.replace(sample.contents, engines=(sample.contents.engines[place],))
+    expected = load(write_bundle(alone, tmp_path / "alone")).infer({"dense": rows(count)})["ctr"]
+    got = load(bundle).infer({"dense": rows(count)})["ctr"]
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_both_are_loaded_and_told(sample: SampleRun, bundle: Path) -> None:
+    engine = load(bundle)
+    fp32, fp8 = (sample.contents.engines[place].artifact.id for place in (FP32, FP8))
+    health = engine.health()
+    assert (health.ready, health.engine) == (True, fp32)
+    assert health.routes == {4: fp32, 64: fp8}
+    assert f"requests  cpu: to 64 rows: {fp8}" in inspect_bundle(bundle)
+    # They do not answer alike, or the tests above would hold for one engine as well.
+    few, many = engine.infer({"dense": rows(5)})["ctr"][:4], engine.infer({"dense": rows(5)[:4]})["ctr"]
+    assert np.abs(few - many).max() > 1e-4
+
+
+def test_health_sees_the_engine_behind_a_route(
+    sample: SampleRun, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(bundle)
+    (other,) = engine._others
+    wrong = np.full((8, 1), np.nan, np.float32)
+    monkeypatch.setattr(other._runner, "run", lambda inputs: {"ctr": wrong})
+    health = engine.health()
+    assert not health.ready
+    assert health.detail.startswith(f"engine '{other.entry.id}': output 'ctr' is off by nan")
+
+
+def test_all_are_freed(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(bundle)
+    closed = []
+    for each in (engine, *engine._others):
+        monkeypatch.setattr(each._runner, "close", lambda each=each: closed.append(each.entry.id))
+    engine.close()
+    assert len(closed) == 2
+
+
+def test_sizes_of_an_engine_that_does_not_run_here_stay_with_the_main_one(
+    sample: SampleRun, tmp_path: Path
+) -> None:
+    gpu = 0
+    contents = routed(sample.contents, FP32, gpu, routes=((4, gpu), (64, FP32)))
+    engine = load(write_bundle(contents, tmp_path / "bundle"))
+    assert engine.health().routes == {}
+    assert [skipped.engine for skipped in engine.skipped] == [sample.contents.engines[gpu].artifact.id]
+    assert engine.infer({"dense": rows(2)})["ctr"].shape == (2, 1)
+
+
+def altered(bundle: Path, edit) -> None:  # type: ignore[no-untyped-def]
+    file = bundle / "manifest.json"
+    document = json.loads(file.read_text())
+    edit(document["value"]["choice"]["targets"][0])
+    file.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda t: t["routes"][1].update(engine="gone"),
+            "requests are routed to engine 'gone', which is not",
+        ),
+        (lambda t: t["routes"][0].update(batch=64), r"out of order[\s\S]*\[64, 64\]"),
+        (lambda t: t["routes"][0].update(batch=0), r"out of order[\s\S]*\[0, 64\]"),
+    ],
+)
+def test_routes_that_lead_nowhere_are_refused(sample: SampleRun, tmp_path: Path, edit, message) -> None:  # type: ignore[no-untyped-def]
+    contents = routed(sample.contents, FP32, FP8, routes=((4, FP32), (64, FP8)))
+    place = write_bundle(contents, tmp_path / "bundle")
+    altered(place, edit)
+    with pytest.raises(BundleInvalid, match=message):
+        load(place)

@@ -1,0 +1,325 @@
+"""Fixed buffers on the CPU provider: which requests they serve, and that nothing leaks between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from loka_onnx.core import serde
+from loka_onnx.errors import EngineError, ModelError, UserError
+from loka_onnx.sessions import bound_session
+from loka_onnx.sessions.bound_session import BoundSession, _Bound, open_bound
+from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.sessions.provider_session import placed_nodes, session_options
+from loka_onnx.sessions.providers import CPU, CUDA, PROVIDERS
+
+ort = pytest.importorskip("onnxruntime")
+
+HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
+MODEL = (
+    "g (float[b,3] x, int64[b] ids) => (float[b] y, int64[2] ran) {"
+    " axes = Constant<value = int64[1] {1}>()  s = ReduceSum<keepdims=0>(x, axes)"
+    " f = Cast<to=1>(ids)  y = Add(s, f)  ran = Shape(x) }"
+)
+"""y: sum of a row and its id. ran: rows that were run, which is how the tests see padding."""
+SIZES = (4, 16)
+
+
+def write(folder: Path, text: str = MODEL) -> Path:
+    onnx.save(onnx.parser.parse_model(f"{HEADER} {text}"), folder / "engine.onnx")
+    return folder / "engine.onnx"
+
+
+def settings(**changes: object) -> BoundSettings:
+    return replace(BoundSettings("cpu", str(ort.__version__), sizes=SIZES), **changes)
+
+
+def batch(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {"x": random.normal(size=(rows, 3)).astype(np.float32), "ids": np.arange(rows) + seed}
+
+
+def expected(inputs: dict[str, np.ndarray]) -> np.ndarray:
+    return inputs["x"].sum(axis=1, dtype=np.float32) + inputs["ids"].astype(np.float32)
+
+
+def spied(session: BoundSession) -> list[_Bound]:
+    """What the session runs from now on."""
+    ran: list[_Bound] = []
+    launch = session._launch
+
+    def spy(bound: _Bound) -> None:
+        ran.append(bound)
+        launch(bound)
+
+    session._launch = spy  # type: ignore[method-assign]
+    return ran
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU provider served as one that compiles: every request in the sizes of the engine."""
+    monkeypatch.setitem(PROVIDERS, "cpu", replace(CPU, compiles=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "ran"), [(1, 1), (2, 4), (3, 4), (4, 4), (5, 5), (7, 7), (8, 16), (16, 16), (17, 17), (40, 40)]
+)
+def test_a_request_is_padded_at_most_twofold(rows: int, ran: int, tmp_path: Path) -> None:
+    with BoundSession(write(tmp_path), settings()) as session:
+        got = session.run(batch(rows))
+    np.testing.assert_allclose(got["y"], expected(batch(rows)), rtol=1e-6)
+    assert got["ran"].tolist() == [ran, 3]
+
+
+@pytest.mark.parametrize(("rows", "last"), [(1, 4), (4, 4), (5, 16), (16, 16), (37, 16)])
+@pytest.mark.usefixtures("compiling")
+def test_a_provider_that_compiles_sees_no_other_size(rows: int, last: int, tmp_path: Path) -> None:
+    with BoundSession(write(tmp_path), settings()) as session:
+        ran = spied(session)
+        got = session.run(batch(rows))
+        seen = [bound.inputs["x"].shape()[0] for bound in ran]
+    np.testing.assert_allclose(got["y"], expected(batch(rows)), rtol=1e-6)
+    assert set(seen) <= set(SIZES)
+    assert seen[-1] == last
+
+
+def test_an_answer_outlives_the_next_request(tmp_path: Path) -> None:
+    with BoundSession(write(tmp_path), settings()) as session:
+        first = session.run(batch(4))["y"]
+        session.run(batch(4, seed=1))
+    np.testing.assert_allclose(first, expected(batch(4)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_a_resident_batch_stays_what_it_was(rows: int, tmp_path: Path) -> None:
+    with BoundSession(write(tmp_path), settings()) as session:
+        kept, mine = spied(session), batch(rows)
+        resident = session.resident(mine)
+        mine["x"][:] = 0
+        resident()
+        got = kept[-1].outputs["y"].numpy()
+    np.testing.assert_allclose(got, expected(batch(rows)), rtol=1e-6)
+
+
+def test_without_sizes_a_request_runs_as_it_comes(tmp_path: Path) -> None:
+    with BoundSession(write(tmp_path), settings(sizes=())) as session:
+        assert session.sizes == ()
+        for rows in (1, 3, 4, 15):
+            assert session.run(batch(rows))["ran"].tolist() == [rows, 3]
+
+
+def test_other_types_of_the_same_numbers_are_taken(tmp_path: Path) -> None:
+    given = batch(4)
+    with BoundSession(write(tmp_path), settings()) as session:
+        got = session.run(
+            {"x": np.asfortranarray(given["x"], np.float64), "ids": given["ids"].astype(np.int32)}
+        )
+    np.testing.assert_allclose(got["y"], expected(given), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [3, 5, 16, 40])
+def test_a_resident_batch_is_the_same_computation(rows: int, tmp_path: Path) -> None:
+    with BoundSession(write(tmp_path), settings()) as session:
+        resident = session.resident(batch(rows))
+        kept = spied(session)
+        resident()
+        (bound,) = kept
+        np.testing.assert_allclose(bound.outputs["y"].numpy()[:rows], expected(batch(rows)), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("compiling")
+def test_a_resident_batch_of_several_pieces_is_the_whole_request(tmp_path: Path) -> None:
+    with BoundSession(write(tmp_path), settings()) as session:
+        ran = spied(session)
+        session.resident(batch(37))()
+    assert len(ran) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda b: {**b, "x": b["x"][:2]}, r"different numbers of rows(?s:.*)'x' 2, 'ids' 4"),
+        (lambda b: {**b, "x": b["x"][:, :2]}, r"input 'x' has another shape(?s:.*)a row of \[2\], not \[3\]"),
+    ],
+)
+def test_a_request_of_another_shape_is_refused(
+    change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], said: str, tmp_path: Path
+) -> None:
+    with BoundSession(write(tmp_path), settings()) as session:
+        with pytest.raises(EngineError, match=said):
+            session.run(change(batch(4)))
+        np.testing.assert_allclose(session.run(batch(4))["y"], expected(batch(4)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("g (float[b,n] x) => (float[b,n] y) { y = Relu(x) }", r"'x' has no fixed shape(?s:.*)\['b', 'n'\]"),
+        ("g (float[b,2] x, float c) => (float[b,2] y) { y = Add(x, c) }", r"'c' has no fixed shape"),
+        (
+            "g (bfloat16[b,2] x) => (float[b,2] y) { y = Cast<to=1>(x) }",
+            r"'x' cannot be bound(?s:.*)bfloat16",
+        ),
+        (
+            "g (float[b,2] x) => (float[b,2] y) { y = Frobnicate(x) }",
+            r"refuses '.*' on CPUEx(?s:.*)Frobnicate",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_bound_says_why(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        BoundSession(write(tmp_path, text), settings())
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider:UserWarning")
+def test_the_cpu_does_not_stand_in_for_a_provider(tmp_path: Path) -> None:
+    if CUDA.name in ort.get_available_providers():
+        pytest.skip("needs a GPU-less ONNX Runtime")
+    with pytest.raises(
+        EngineError, match=r"CUDAExecutionProvider does not start(?s:.*)run on CPUExecutionProvider"
+    ):
+        BoundSession(write(tmp_path), replace(settings(), provider="cuda"))
+
+
+def test_placement_names_each_node_and_its_provider(tmp_path: Path) -> None:
+    with BoundSession(write(tmp_path), settings()) as session:
+        placed = session.placement()
+    assert {node.provider for node in placed} == {"CPUExecutionProvider"}
+    assert {node.op for node in placed} == {"ReduceSum", "Cast", "Add", "Shape"}
+
+
+def test_an_onnxruntime_that_does_not_tell_is_named() -> None:
+    with pytest.raises(EngineError, match=r"does not say which provider(?s:.*)it does from 1\.24 on"):
+        placed_nodes(object())
+
+
+def test_fp8_keeps_its_values(tmp_path: Path) -> None:
+    """Above BASIC the graph would not load; at BASIC alone the bias would be rounded to multiples of 1."""
+    path = write(
+        tmp_path,
+        "g (float[b,4] x) => (float[b,2] y) {"
+        " q = QuantizeLinear(x, one, zero)  d = DequantizeLinear(q, one, zero)"
+        " w = DequantizeLinear(w8, one, zero)  h = Gemm(d, w, bias)"
+        " q2 = QuantizeLinear(h, one, zero)  y = DequantizeLinear(q2, one, zero) }",
+    )
+    model = onnx.load(path)
+    arrays = {
+        "one": np.ones((), np.float32),
+        "zero": np.zeros((), ml_dtypes.float8_e4m3fn),
+        "w8": np.ones((4, 2), ml_dtypes.float8_e4m3fn),
+        "bias": np.array([0.3, -0.4], np.float32),
+    }
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, k) for k, v in arrays.items())
+    onnx.save(model, path)
+    with BoundSession(path, settings()) as session:
+        (y,) = session.run({"x": np.ones((1, 4), np.float32)}).values()
+    np.testing.assert_array_equal(y, [[4.5, 3.5]])
+
+
+def test_a_compiler_gets_the_graph_as_it_was_written(tmp_path: Path) -> None:
+    levels, path = ort.GraphOptimizationLevel, write(tmp_path)
+    assert session_options(path, CPU).graph_optimization_level == levels.ORT_ENABLE_ALL
+    compiler = replace(CPU, compiles=True)
+    assert session_options(path, compiler).graph_optimization_level == levels.ORT_DISABLE_ALL
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"provider": "abacus"}, r"no provider 'abacus'(?s:.*)known: cpu, cuda, tensorrt, migraphx"),
+        (
+            {"provider": "tensorrt", "options": {"trt_extra_plugin_lib_paths": "/tmp/evil.so"}},
+            r"cannot set option 'trt_extra_plugin_lib_paths' of TensorrtExecutionProvider(?s:.*)"
+            r"trt_builder_optimization_level",
+        ),
+        ({"options": {"device_id": "1"}}, "cannot set option 'device_id'(?s:.*)it may set none"),
+        ({"sizes": (16, 4)}, r"sizes of an engine are out of order(?s:.*)\[16, 4\]"),
+        ({"sizes": (0, 4)}, "sizes of an engine are out of order"),
+    ],
+)
+def test_settings_that_no_engine_has(change: dict[str, object], said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        settings(**change)
+
+
+def test_settings_are_a_document(tmp_path: Path) -> None:
+    value = BoundSettings("cuda", "1.31.1", {"use_tf32": "0"}, (4, 16), False)
+    assert serde.loads(BoundSettings, serde.dumps(value)) == value
+
+
+class TestOpening:
+    @pytest.fixture
+    def engine(self, tmp_path: Path) -> Path:
+        serde.write(settings(), tmp_path / SETTINGS_FILE)
+        return write(tmp_path)
+
+    def test_an_engine_runs_as_its_settings_say(self, engine: Path) -> None:
+        with open_bound(engine, "onnxruntime", "cpu") as session:
+            assert session.sizes == SIZES
+            assert session.run(batch(3))["ran"].tolist() == [4, 3]
+
+    def test_without_settings(self, engine: Path) -> None:
+        engine.with_name(SETTINGS_FILE).unlink()
+        with pytest.raises(UserError, match=r"cannot read the loka-onnx/onnxruntime-engine/1"):
+            open_bound(engine, "onnxruntime", "cpu")
+
+    def test_settings_of_another_engine(self, engine: Path) -> None:
+        with pytest.raises(
+            EngineError, match=r"not its own(?s:.*)'cpu' of ONNX Runtime (?s:.*)sm90 is 'cuda'"
+        ):
+            open_bound(engine, "onnxruntime", "sm90")
+        with pytest.raises(EngineError, match=r"not its own(?s:.*)is 'cpu' of 0\.1"):
+            open_bound(engine, "onnxruntime", "cpu", "0.1")
+
+    def test_a_host_without_the_provider(self, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bound_session, "why_not_here", lambda provider, architecture: "there is none")
+        with pytest.raises(EngineError, match="cannot run here: there is none"):
+            open_bound(engine, "onnxruntime", "cpu")
+
+    @pytest.mark.usefixtures("compiling")
+    def test_programs_of_another_version(self, engine: Path) -> None:
+        serde.write(settings(version="1.2.3", programs=True), engine.with_name(SETTINGS_FILE))
+        with pytest.raises(
+            EngineError, match=r"compiled for another version(?s:.*)Runtime 1\.2\.3, this host"
+        ):
+            open_bound(engine, "onnxruntime", "cpu", "1.2.3")
+
+    def test_a_graph_runs_on_another_version(self, engine: Path) -> None:
+        serde.write(settings(version="1.2.3"), engine.with_name(SETTINGS_FILE))
+        with open_bound(engine, "onnxruntime", "cpu", "1.2.3") as session:
+            assert session.run(batch(3))["ran"].tolist() == [4, 3]
+
+    @pytest.mark.parametrize("kept", [True, False])
+    @pytest.mark.usefixtures("compiling")
+    def test_a_provider_writes_into_a_copy_of_its_programs(
+        self, engine: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: list[Path | None] = []
+        chain = bound_session.provider_chain
+
+        def spy(provider, options, device, programs, timing):
+            given.append(programs)
+            return chain(provider, options, device, programs, timing)
+
+        monkeypatch.setattr(bound_session, "provider_chain", spy)
+        programs = engine.parent / PROGRAMS
+        if kept:
+            programs.mkdir()
+            (programs / "kernels.bin").write_bytes(b"machine code")
+        serde.write(settings(programs=True), engine.with_name(SETTINGS_FILE))
+        with open_bound(engine, "onnxruntime", "cpu"):
+            (copy,) = given
+            assert copy is not None and copy != programs
+            assert [file.read_bytes() for file in copy.iterdir()] == [b"machine code"] * kept
+        assert not copy.exists()
+        assert programs.exists() == kept
+        with BoundSession(engine, settings(programs=True), writes=True):
+            assert given[-1] == programs

@@ -1,0 +1,462 @@
+"""Requests through loaded programs: which program or CUDA graph serves them, buffers, refusals, freeing.
+
+Programs are plain functions here; a stand-in for the GPU keeps what a CUDA graph promises: fixed addresses
+in and out, and nothing but a replay in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loka_onnx.core import serde
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions import inductor_session
+from loka_onnx.sessions.buckets import Piece
+from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
+from loka_onnx.sessions.inductor_lanes import Captured, DeviceLane, Gpu, HostLane, Placement
+from loka_onnx.sessions.inductor_package import (
+    InductorEngine,
+    InputPort,
+    OutputPort,
+    Program,
+    check_host,
+    instruction_sets,
+    read_engine,
+    read_sources,
+)
+from loka_onnx.sessions.inductor_session import InductorSession, open_inductor, placements
+
+torch = pytest.importorskip("torch")
+
+DYNAMIC = InductorEngine(
+    torch="2.13.0+cpu",
+    architecture="cpu",
+    instruction_sets=("avx2",),
+    inputs=(InputPort("x", "float32", (2,)), InputPort("ids", "int64", ())),
+    outputs=(OutputPort("out", True), OutputPort("version", False)),
+    minimum=1,
+    maximum=64,
+    sizes=(4, 16),
+    programs=(Program("rows", 1, 64),),
+)
+STATIC = replace(DYNAMIC, programs=(Program("rows4", 4, 4), Program("rows16", 16, 16)))
+
+
+class Recording:
+    """The program: ``out = x · 2 + ids``; keeps how many rows it saw, and the last ids."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.ids: list[int] = []
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        x, ids = inputs
+        self.rows.append(len(x))
+        self.ids = ids.tolist()
+        inputs.clear()
+        return [x * 2 + ids[:, None], torch.arange(3)]
+
+
+class StandInGpu:
+    """Replays by running the captured call on the addresses it was captured with."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.captures = 0
+        self.calls: list[str] = []
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> Any:
+        return torch.zeros(tuple(shape), dtype=dtype)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        yield
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def capture(self, call: Any) -> Captured:
+        outputs = tuple(output.clone() for output in call())
+        self.captures += 1
+
+        def replay() -> None:
+            self.calls.append("replay")
+            for output, value in zip(outputs, call(), strict=True):
+                output.copy_(value)
+
+        return Captured(replay, outputs, lambda: self.calls.append("reset"))
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def request(rows: int, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    x = np.random.default_rng([rows, seed]).normal(size=(rows, 2)).astype(np.float32)
+    return {"x": x, "ids": np.arange(rows) + 1}
+
+
+def expected(inputs: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    return inputs["x"] * np.float32(2) + inputs["ids"][:, None].astype(np.float32)
+
+
+def calls_of(engine: InductorEngine, program: Recording) -> dict[str, Any]:
+    return {each.name: program for each in engine.programs}
+
+
+def on_gpu(engine: InductorEngine = DYNAMIC) -> tuple[InductorSession, Recording]:
+    program = Recording()
+    lane = DeviceLane(torch, engine, calls_of(engine, program), StandInGpu())  # type: ignore[arg-type]
+    program.rows.clear()
+    return InductorSession(engine, lane), program
+
+
+def on_cpu(engine: InductorEngine = DYNAMIC) -> tuple[InductorSession, Recording]:
+    program = Recording()
+    return InductorSession(engine, HostLane(torch, engine, calls_of(engine, program))), program
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "captured"),
+    [
+        (1, 1, False),
+        (2, 4, True),
+        (4, 4, True),
+        (5, 5, False),
+        (8, 16, True),
+        (16, 16, True),
+        (17, 17, False),
+    ],
+)
+def test_a_graph_serves_what_it_holds_unless_most_of_it_would_be_padding(
+    rows: int, size: int, captured: bool
+) -> None:
+    assert placements(DYNAMIC, rows, captures=True) == (Placement("rows", Piece(0, rows, size), captured),)
+    assert placements(DYNAMIC, rows, captures=False) == (Placement("rows", Piece(0, rows, rows), False),)
+
+
+def test_programs_of_fixed_sizes_serve_any_size() -> None:
+    assert placements(STATIC, 3, captures=False) == (Placement("rows4", Piece(0, 3, 4), False),)
+    assert [(p.program, p.piece.size, p.captured) for p in placements(STATIC, 22, captures=True)] == [
+        ("rows16", 16, True),
+        ("rows16", 16, True),
+    ]
+
+
+@pytest.mark.parametrize("rows", [0, 65])
+@pytest.mark.parametrize("make", [on_gpu, on_cpu])
+def test_a_batch_outside_the_range_is_refused(make: Any, rows: int) -> None:
+    session, _ = make()
+    with pytest.raises(
+        EngineError, match=rf"not one that the engine was built for(?s:.*){rows} rows; it takes 1 to 64"
+    ):
+        session.run(request(rows))
+
+
+@pytest.mark.parametrize("engine", [DYNAMIC, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize("make", [on_gpu, on_cpu])
+def test_every_batch_size_is_answered_row_by_row(make: Any, engine: InductorEngine) -> None:
+    session, _ = make(engine)
+    for rows in (1, 2, 3, 4, 7, 16, 17, 33, 64):
+        inputs = request(rows)
+        answer = session.run(inputs)
+        np.testing.assert_array_equal(answer["out"], expected(inputs))
+        np.testing.assert_array_equal(answer["version"], np.arange(3))
+
+
+def test_what_pads_a_graph_is_the_last_row_of_the_request() -> None:
+    session, program = on_gpu()
+    session.run(request(4))
+    session.run(request(3))
+    assert program.rows == [4, 4]
+    # Not 4, which the request before left in the buffer.
+    assert program.ids == [1, 2, 3, 3]
+
+
+def test_an_answer_outlives_the_next_request() -> None:
+    session, _ = on_gpu()
+    first, second = request(4), request(4, seed=1)
+    kept = session.run(first)
+    session.run(second)
+    np.testing.assert_array_equal(kept["out"], expected(first))
+    kept["out"][:] = 0
+    np.testing.assert_array_equal(session.run(second)["out"], expected(second))
+
+
+def test_graphs_are_captured_once_for_each_size_that_is_served() -> None:
+    program, gpu = Recording(), StandInGpu()
+    DeviceLane(torch, DYNAMIC, calls_of(DYNAMIC, program), gpu)  # type: ignore[arg-type]
+    # The largest first, so that the others find their memory in its pool.
+    assert program.rows == [16, 4]
+    assert gpu.captures == 2
+
+
+def test_a_program_that_cannot_be_captured_is_refused() -> None:
+    class Refuses(StandInGpu):
+        def capture(self, call: Any) -> Captured:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    with pytest.raises(
+        EngineError, match=r"CUDA graph for 16 rows(?s:.*)evidence: operation not permitted when"
+    ):
+        DeviceLane(torch, DYNAMIC, calls_of(DYNAMIC, Recording()), Refuses())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [on_gpu, on_cpu])
+def test_types_are_converted_and_other_shapes_refused(make: Any) -> None:
+    session, _ = make()
+    inputs = request(4)
+    wide = {"x": inputs["x"].astype(np.float64), "ids": inputs["ids"].astype(np.int32)}
+    np.testing.assert_array_equal(session.run(wide)["out"], expected(inputs))
+    with pytest.raises(
+        EngineError, match=r"input 'x' is missing or has another shape(?s:.*)\(4, 3\), .* \(rows, 2\)"
+    ):
+        session.run({**inputs, "x": np.zeros((4, 3))})
+    with pytest.raises(EngineError, match="input 'ids' is missing"):
+        session.run({"x": inputs["x"]})
+    with pytest.raises(EngineError, match=r"different numbers of rows(?s:.*)'x' 4, 'ids' 3"):
+        session.run({**inputs, "ids": inputs["ids"][:3]})
+
+
+def test_read_only_rows_are_taken_and_not_written() -> None:
+    inputs = request(4)
+    for value in inputs.values():
+        value.flags.writeable = False
+    for make in (on_gpu, on_cpu):
+        session, _ = make()
+        np.testing.assert_array_equal(session.run(inputs)["out"], expected(inputs))
+
+
+def test_an_input_that_is_handed_through_is_copied() -> None:
+    engine = replace(DYNAMIC, inputs=DYNAMIC.inputs[:1], outputs=DYNAMIC.outputs[:1])
+    session = InductorSession(engine, HostLane(torch, engine, {"rows": lambda inputs: [inputs[0]]}))
+    x = request(4)["x"]
+    answer = session.run({"x": x})["out"]
+    np.testing.assert_array_equal(answer, x)
+    answer[:] = 0
+    assert x.any()
+
+
+def test_closing_frees_everything_once() -> None:
+    program, gpu = Recording(), StandInGpu()
+    calls = calls_of(DYNAMIC, program)
+    with InductorSession(DYNAMIC, DeviceLane(torch, DYNAMIC, calls, gpu)) as session:  # type: ignore[arg-type]
+        session.run(request(4))
+    assert gpu.calls[-3:] == ["reset", "reset", "close"]
+    assert calls == {}
+    session.close()
+    assert gpu.calls.count("close") == 1
+    with pytest.raises(EngineError, match="the engine is closed"):
+        session.run(request(4))
+
+
+def test_a_failure_of_the_program_is_an_error_of_the_engine() -> None:
+    def fails(inputs: list[Any]) -> Sequence[Any]:
+        raise RuntimeError("CUDA error: an illegal memory access\nstack")
+
+    session = InductorSession(DYNAMIC, HostLane(torch, DYNAMIC, {"rows": fails}))
+    with pytest.raises(
+        EngineError, match=r"failed on a batch(?s:.*)evidence: CUDA error: an illegal memory access$"
+    ):
+        session.run(request(4))
+
+
+def test_threads_are_served_one_after_the_other() -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def slow(inputs: list[Any]) -> Sequence[Any]:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.005)
+        inside.pop()
+        return [inputs[0] * 2 + inputs[1][:, None], torch.arange(3)]
+
+    session = InductorSession(DYNAMIC, HostLane(torch, DYNAMIC, {"rows": slow}))
+    threads = [threading.Thread(target=session.run, args=(request(4),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1]
+
+
+def test_a_resident_batch_is_launched_without_its_copies() -> None:
+    session, program = on_gpu()
+    resident = session.resident(request(3))
+    gpu: Any = session._lane._gpu  # type: ignore[union-attr]
+    gpu.calls.clear()
+    resident.launch()
+    resident.launch()
+    assert gpu.calls == ["replay", "replay"]
+    resident()
+    assert gpu.calls == ["replay", "replay", "replay", "synchronize"]
+    assert program.ids == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("make", "rows", "ran"), [(on_gpu, 5, [5]), (on_cpu, 5, [5])])
+def test_a_resident_batch_without_a_graph_runs_the_program(make: Any, rows: int, ran: list[int]) -> None:
+    session, program = make()
+    resident = session.resident(request(rows))
+    resident()
+    assert program.rows == ran
+
+
+def test_a_request_in_pieces_is_resident_as_a_whole() -> None:
+    session, program = on_cpu(STATIC)
+    resident = session.resident(request(22))
+    assert program.rows == []
+    resident()
+    assert program.rows == [16, 16]
+
+
+def test_another_release_of_pytorch_is_refused() -> None:
+    check_host(DYNAMIC, "2.13.1+cu130", ("avx2", "sse2"), Path("e.pt2"))
+    with pytest.raises(
+        EngineError, match=r"e\.pt2: (?s:.*)compiled by 2\.13\.0\+cpu, this host has 2\.11\.0(?s:.*)2\.13,"
+    ):
+        check_host(DYNAMIC, "2.11.0", ("avx2",), Path("e.pt2"))
+
+
+def test_a_processor_that_lacks_instructions_is_refused() -> None:
+    engine = replace(DYNAMIC, instruction_sets=("avx2", "avx512f"))
+    with pytest.raises(EngineError, match=r"another processor(?s:.*)this host lacks avx512f"):
+        check_host(engine, "2.13.0", ("avx2", "sse2"), Path("e.pt2"))
+
+
+def test_instruction_sets_are_read_from_the_kernel(tmp_path: Path) -> None:
+    text = "processor : 0\nflags\t\t: fpu sse2 avx2 ibrs fma\n\nprocessor : 1\nflags : sse2\n"
+    (tmp_path / "cpuinfo").write_text(text)
+    assert instruction_sets(tmp_path / "cpuinfo") == ("avx2", "fma", "sse2")
+    assert instruction_sets(tmp_path / "absent") == ()
+
+
+def package(path: Path, engine: InductorEngine) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("engine/extra/engine.json", serde.dumps(engine))
+        archive.writestr("engine/data/aotinductor/rows4/a.wrapper.cpp", "first")
+        archive.writestr("engine/data/aotinductor/rows4/a.so", "not text")
+        archive.writestr("engine/data/aotinductor/rows40/b.cpp", "other")
+    return path
+
+
+def test_a_package_says_what_it_is(tmp_path: Path) -> None:
+    path = package(tmp_path / "e.pt2", STATIC)
+    assert read_engine(path) == STATIC
+    assert read_sources(path, "rows4") == ("first",)
+    assert read_sources(path, "rows40") == ("other",)
+
+
+def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.pt2").write_bytes(b"text")
+    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
+        archive.writestr("archive/data.pkl", "x")
+    with zipfile.ZipFile(tmp_path / "old.pt2", "w") as archive:
+        archive.writestr(
+            "extra/engine.json", serde.dumps(DYNAMIC).replace("inductor-engine/1", "inductor-engine/0")
+        )
+    for name, said in (
+        ("text", "not a zip file"),
+        ("other", "no 'engine.json' among its extra files"),
+        ("old", "inductor-engine/0"),
+        ("absent", "No such file"),
+    ):
+        with pytest.raises(
+            EngineError, match=rf"{name}\.pt2: not an engine of the inductor backend(?s:.*){said}"
+        ):
+            read_engine(tmp_path / f"{name}.pt2")
+
+
+def test_nothing_is_loaded_where_the_host_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*arguments: Any) -> Any:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(inductor_session, "_load", load)
+    path = package(tmp_path / "e.pt2", DYNAMIC)
+    with pytest.raises(EngineError, match=r"another architecture(?s:.*)asked for sm90, it is for cpu"):
+        open_inductor(path, "sm90")
+    monkeypatch.setattr(inductor_session, "import_torch", lambda: SimpleNamespace(__version__="2.11.0"))
+    with pytest.raises(EngineError, match="another version of PyTorch"):
+        open_inductor(path, "cpu")
+    here = replace(DYNAMIC, architecture="sm90", instruction_sets=())
+    path = package(tmp_path / "gpu.pt2", here)
+    no_cuda = SimpleNamespace(
+        __version__="2.13.0+cpu",
+        version=SimpleNamespace(cuda=None),
+        cuda=SimpleNamespace(is_available=lambda: False),
+    )
+    monkeypatch.setattr(inductor_session, "import_torch", lambda: no_cuda)
+    monkeypatch.setattr(inductor_session, "why_no_gpu", lambda architecture: f"no {architecture}")
+    with pytest.raises(EngineError, match="cannot run here: no sm90"):
+        open_inductor(path, "sm90")
+    monkeypatch.setattr(inductor_session, "why_no_gpu", lambda architecture: "")
+    with pytest.raises(EngineError, match=r"does not use the GPU(?s:.*)install PyTorch 2\.13\.0\+cpu"):
+        open_inductor(path, "sm90")
+
+
+def test_the_gpu_of_the_architecture_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+
+    def load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict[str, Any]:
+        chosen.append(index)
+        return calls_of(DYNAMIC, Recording())
+
+    def make(torch: Any, index: int) -> StandInGpu:
+        chosen.append(index)
+        return StandInGpu()
+
+    devices = (CudaDevice(0, "L4", "sm89"), CudaDevice(1, "H100", "sm90"))
+    monkeypatch.setattr(inductor_session, "list_cuda_devices", lambda: devices)
+    monkeypatch.setattr(inductor_session, "why_no_gpu", lambda architecture: "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(inductor_session, "_load", load)
+    monkeypatch.setattr(inductor_session, "Gpu", make)
+    engine = replace(DYNAMIC, architecture="sm90", torch=str(torch.__version__), instruction_sets=())
+    with open_inductor(package(tmp_path / "e.pt2", engine), "sm90") as session:
+        np.testing.assert_array_equal(session.run(request(4))["out"], expected(request(4)))
+    assert chosen == [1, 1]
+
+
+def test_a_package_that_does_not_load_says_why(tmp_path: Path) -> None:
+    engine = replace(DYNAMIC, torch=str(torch.__version__), instruction_sets=())
+    with pytest.raises(EngineError, match=r"PyTorch does not load the engine(?s:.*)one PyTorch version"):
+        open_inductor(package(tmp_path / "e.pt2", engine), "cpu")
+
+
+def test_missing_pytorch_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[inductor\]'"):
+        open_inductor(package(tmp_path / "e.pt2", DYNAMIC), "cpu")
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_on_a_gpu() -> None:
+    if not list_cuda_devices() or not torch.cuda.is_available():
+        pytest.skip("needs a GPU: CUDA graphs are captured and replayed")
+    for engine in (DYNAMIC, STATIC):
+        program = Recording()
+
+        def eager(inputs: list[Any]) -> Sequence[Any]:
+            # No item() of a tensor: that waits for the device, which a capture refuses.
+            x, ids = inputs
+            return [x * 2 + ids[:, None], torch.arange(3, device=x.device)]
+
+        lane = DeviceLane(torch, engine, {p.name: eager for p in engine.programs}, Gpu(torch, 0))
+        with InductorSession(engine, lane) as session:
+            for rows in (1, 3, 4, 16, 33):
+                inputs = request(rows)
+                np.testing.assert_allclose(session.run(inputs)["out"], expected(inputs), rtol=1e-6)
+            session.resident(request(4))()
+        assert program.rows == []

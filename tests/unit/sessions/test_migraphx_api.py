@@ -1,0 +1,301 @@
+"""What is asked of MIGraphX's module, by a stand-in that keeps it; the module is not needed."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loka_onnx.errors import EngineError, MissingPackage, ModelError
+from loka_onnx.sessions.migraphx_api import (
+    Compilation,
+    compile_program,
+    import_migraphx,
+    load_program,
+    parse_onnx,
+    reread_float8,
+    run_program,
+    version_of,
+    why_no_target,
+)
+
+
+class Shape:
+    def __init__(self, type: str, lens: list[int], strides: list[int]) -> None:
+        self._type, self._lens, self._strides = type, lens, strides
+
+    def type_string(self) -> str:
+        return self._type
+
+    def lens(self) -> list[int]:
+        return self._lens
+
+    def strides(self) -> list[int]:
+        return self._strides
+
+
+class Argument:
+    """As the vendor's: a pointer into memory that somebody else owns."""
+
+    def __init__(self, shape: Shape, address: int, size: int) -> None:
+        self.shape, self.address, self.size = shape, address, size
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    @property
+    def bits(self) -> bytes:
+        return ctypes.string_at(self.address, self.size)
+
+
+class Instruction:
+    def __init__(self, name: str, inputs: list[Any], shape: Shape | None = None, literal: Any = None) -> None:
+        self._name, self._inputs, self._shape, self._literal = name, inputs, shape, literal
+
+    def name(self) -> str:
+        return self._name
+
+    def inputs(self) -> list[Any]:
+        return self._inputs
+
+    def shape(self) -> Shape | None:
+        return self._shape
+
+    def op(self) -> str:
+        return f"op {self._name}"
+
+    def get_literal(self) -> Any:
+        return self._literal
+
+
+class Module:
+    """Keeps what is added; copies literals, as the vendor's does."""
+
+    def __init__(self, instructions: list[Instruction] | None = None, text: str = "") -> None:
+        self.instructions, self.text = list(instructions or []), text
+
+    def __iter__(self):
+        return iter(self.instructions)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _add(self, *what: Any) -> tuple[Any, ...]:
+        self.instructions.append(what)
+        return what
+
+    def add_literal(self, argument: Argument) -> Any:
+        return self._add("literal", argument.shape.type_string(), argument.shape.strides(), argument.bits)
+
+    def add_parameter(self, name: str, shape: Shape) -> Any:
+        return self._add("parameter", name, shape.lens())
+
+    def add_instruction(self, op: str, inputs: list[Any]) -> Any:
+        return self._add(op, inputs)
+
+    def add_return(self, inputs: list[Any]) -> Any:
+        return self._add("return", inputs)
+
+
+class Program:
+    def __init__(self, main: Module | None = None) -> None:
+        self.main = main or Module()
+
+    def get_main_module(self) -> Module:
+        return self.main
+
+
+def vendor(**others: Any) -> SimpleNamespace:
+    def argument_from_pointer(shape: Shape, address: int) -> Argument:
+        return Argument(shape, address, int(np.prod(shape.lens())))
+
+    def refuse(name: str) -> str:
+        if name != "ref":
+            raise RuntimeError("Dynamic loading or symbol lookup failed with libmigraphx_gpu.so\nmore")
+        return f"target {name}"
+
+    parts = {
+        "shape": Shape,
+        "argument_from_pointer": argument_from_pointer,
+        "program": Program,
+        "get_target": refuse,
+    }
+    return SimpleNamespace(**{**parts, **others})
+
+
+def literal(type: str, values: np.ndarray[Any, Any], held: list[Any]) -> Instruction:
+    held.append(values)
+    strides = [each // values.itemsize for each in values.strides]
+    shape = Shape(type, list(values.shape), strides)
+    return Instruction("@literal", [], shape, Argument(shape, values.ctypes.data, values.nbytes))
+
+
+class TestRereading:
+    def parsed(self, held: list[Any]) -> tuple[Program, np.ndarray[Any, Any]]:
+        bits = np.array([[0x7E, 0x80, 0x01], [0xFE, 0x38, 0x00]], np.uint8)
+        weight = literal("fp8e4m3fnuz_type", bits, held)
+        scale = literal("float_type", np.array([0.5], np.float32), held)
+        x = Instruction("@param", [], Shape("float_type", [4, 2], [2, 1]))
+        other = Instruction("@param", [], Shape("float_type", [4], [1]))
+        dequantized = Instruction("dequantizelinear", [weight, scale])
+        dot = Instruction("dot", [x, dequantized])
+        text = (
+            'module: "main"\n'
+            "x = @param:x -> float_type, {4, 2}, {2, 1}\n"
+            "main:second = @param:main:second -> float_type, {4}, {1}\n"
+        )
+        everything = [weight, scale, x, other, dequantized, dot, Instruction("@return", [dot, other])]
+        return Program(Module(everything, text)), bits
+
+    def test_only_the_type_of_fp8_constants_changes(self) -> None:
+        held: list[Any] = []
+        program, bits = self.parsed(held)
+        main = reread_float8(vendor(), program).get_main_module()
+        weight, scale, x, other, dequantized, dot, returned = main.instructions
+        # Every bit stays, -0 (NaN in E4M3FNUZ) and the strides included.
+        assert weight == ("literal", "fp8e4m3fn_type", [3, 1], bits.tobytes())
+        assert scale == ("literal", "float_type", [1], np.float32(0.5).tobytes())
+        assert (x, other) == (("parameter", "x", [4, 2]), ("parameter", "main:second", [4]))
+        assert dequantized == ("op dequantizelinear", [weight, scale])
+        assert dot == ("op dot", [x, dequantized])
+        assert returned == ("return", [dot, other])
+
+    def test_a_release_that_cannot_be_walked_says_so(self) -> None:
+        program = Program(Module([SimpleNamespace(shape=None, op=None)]))  # type: ignore[list-item]
+        with pytest.raises(
+            EngineError, match=r"cannot take E4M3FN(?s:.*)has no name, inputs, get_literal(?s:.*)2\.16"
+        ):
+            reread_float8(vendor(), program)
+
+    def test_control_flow_is_refused(self) -> None:
+        with pytest.raises(EngineError, match=r"control flow cannot take E4M3FN(?s:.*)it has if"):
+            reread_float8(vendor(), Program(Module([Instruction("if", [])])))
+
+
+class TestParsing:
+    def test_every_dimension_is_given(self, tmp_path: Path) -> None:
+        asked: dict[str, Any] = {}
+
+        def parse(filename: str, **options: Any) -> str:
+            """parse_onnx(filename: str, map_input_dims: dict = {})"""
+            asked.update(options, filename=filename)
+            return "program"
+
+        assert parse_onnx(vendor(parse_onnx=parse), tmp_path / "m.onnx", {"x": (8, 64)}) == "program"
+        assert asked == {"filename": str(tmp_path / "m.onnx"), "map_input_dims": {"x": [8, 64]}}
+
+    def test_names_are_asked_for_where_the_release_has_them(self) -> None:
+        asked: dict[str, Any] = {}
+
+        def parse(filename: str, **options: Any) -> None:
+            """parse_onnx(filename: str, use_debug_symbols: bool = False)"""
+            asked.update(options)
+
+        parse_onnx(vendor(parse_onnx=parse), Path("m.onnx"), {})
+        assert asked == {"map_input_dims": {}, "use_debug_symbols": True}
+
+    def test_a_refusal_is_a_model_error(self) -> None:
+        def parse(filename: str, **options: Any) -> None:
+            raise RuntimeError("get_type: Prototensor data type 17 not supported\n  at ...")
+
+        with pytest.raises(
+            ModelError, match=r"m\.onnx: MIGraphX refuses the model(?s:.*)type 17 not supported\n"
+        ):
+            parse_onnx(vendor(parse_onnx=parse), Path("m.onnx"), {})
+
+
+class TestCompiling:
+    @pytest.mark.parametrize("tune", [False, True])
+    def test_it_is_told_how(self, tune: bool) -> None:
+        asked: dict[str, Any] = {}
+        program = SimpleNamespace(compile=lambda target, **options: asked.update(options, target=target))
+        compile_program(vendor(), program, Compilation("ref", exhaustive_tune=tune, fast_math=not tune))
+        assert asked == {
+            "target": "target ref",
+            "offload_copy": True,
+            "fast_math": not tune,
+            "exhaustive_tune": tune,
+        }
+
+    def test_a_missing_target_is_an_engine_error(self) -> None:
+        said = r"target 'gpu': MIGraphX could not compile(?s:.*)failed with libmigraphx_gpu\.so\n"
+        with pytest.raises(EngineError, match=said):
+            compile_program(vendor(), SimpleNamespace(compile=None), Compilation("gpu"))
+        assert why_no_target(vendor(), "ref") == ""
+        assert why_no_target(vendor(), "gpu").endswith("failed with libmigraphx_gpu.so")
+
+
+class TestRunning:
+    def test_buffers_live_until_the_run_returns(self) -> None:
+        """The vendor's argument points to the buffer and does not keep it."""
+        alive: list[weakref.ref[Any]] = []
+
+        def argument(array: np.ndarray[Any, Any]) -> tuple[int, tuple[int, ...]]:
+            assert array.flags.c_contiguous
+            alive.append(weakref.ref(array))
+            return array.ctypes.data, array.shape
+
+        def run(arguments: dict[str, Any]) -> list[Any]:
+            gc.collect()
+            assert all(each() is not None for each in alive)
+            address, shape = arguments["x"]
+            read = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), shape)
+            return [read * 2]
+
+        x = np.arange(6, dtype=np.float32).reshape(3, 2).T
+        (got,) = run_program(vendor(argument=argument), SimpleNamespace(run=run), {"x": x})
+        np.testing.assert_array_equal(got, x * 2)
+        gc.collect()
+        assert [each() for each in alive] == [None]
+
+    def test_outputs_are_copies(self) -> None:
+        owned = np.ones(3, np.float32)
+        program = SimpleNamespace(run=lambda arguments: [owned])
+        (got,) = run_program(vendor(argument=lambda array: array), program, {})
+        owned[:] = 0
+        np.testing.assert_array_equal(got, np.ones(3))
+
+    def test_a_failure_is_an_engine_error(self) -> None:
+        def run(arguments: dict[str, Any]) -> list[Any]:
+            raise RuntimeError("eval: Parameter not found: x")
+
+        with pytest.raises(EngineError, match=r"MIGraphX failed on a batch(?s:.*)Parameter not found: x"):
+            run_program(vendor(), SimpleNamespace(run=run), {})
+
+
+class TestLoading:
+    def test_another_file_version_is_an_engine_error(self) -> None:
+        def load(path: str) -> None:
+            raise RuntimeError("PROGRAM: Program version mismatch")
+
+        with pytest.raises(EngineError, match=r"rows-8\.mxr: MIGraphX does not load(?s:.*)version mismatch"):
+            load_program(vendor(load=load), Path("rows-8.mxr"))
+
+    def test_a_program_that_was_not_compiled_is_refused(self) -> None:
+        program = SimpleNamespace(is_compiled=lambda: False)
+        with pytest.raises(EngineError, match="never compiled"):
+            load_program(vendor(load=lambda path: program), Path("rows-8.mxr"))
+
+
+class TestImporting:
+    def test_a_missing_library_says_where_it_comes_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "migraphx", None)
+        with pytest.raises(MissingPackage, match=r"MIGraphX is not installed(?s:.*)install ROCm"):
+            import_migraphx()
+
+    def test_the_placeholder_on_pypi_is_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        placeholder = SimpleNamespace(__file__="/site-packages/migraphx/__init__.py")
+        monkeypatch.setitem(sys.modules, "migraphx", placeholder)
+        with pytest.raises(MissingPackage, match=r"placeholder(?s:.*)pip uninstall migraphx"):
+            import_migraphx()
+
+    def test_a_version_that_is_not_said_is_unknown(self) -> None:
+        assert version_of(SimpleNamespace()) == "unknown"
+        assert version_of(SimpleNamespace(__version__="2.15.0")) == "2.15.0"
