@@ -20,7 +20,7 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,15 +32,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.engines.cases import CASES, RECIPES, SPEC, Case, Exported, export_case
+from benchmarks.engines.cases import CASES, RECIPES, Case, Exported, export_case
 from benchmarks.recording import write_record
-from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
+from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.formats import Precision
+from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.fusions import fusions_of
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.rewrite import Declined
+from loka_onnx.core.site import SiteKind
 from loka_onnx.core.split import ModelSplit
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.inductor.compile import FUSE, STATIC
@@ -48,13 +50,18 @@ from loka_onnx.engines.inductor.fusions import fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
-from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.model import GraphModel, values_of
+from loka_onnx.numerics.scales import amax_scale
 from loka_onnx.pipeline.splitting import Source, source_of
 from loka_onnx.planning.flops import useful_flops
-from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Resident
-from loka_onnx.transforms.lookups.split_sparse import describe_halves, split_sparse, verify_split
+from loka_onnx.transforms.lookups.split_sparse import (
+    DENSE_FILE,
+    LOOKUP_FILE,
+    describe_halves,
+    split_sparse,
+)
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import apply_mods
 
@@ -63,7 +70,14 @@ CHECK_ROWS = 64
 FEW = 64
 """Rows that scales are taken from: random weights ask for no more."""
 LAUNCHES = 20
-NAMES = {"bf16": "BF16", "fp8-all": "blanket FP8", "fp8-outside": "FP8 outside of fused kernels"}
+WORTH = 1 << 19
+"""K·N from which FP8 pays on an H100 when its quantize step is fused (`records`)."""
+NAMES = {
+    "bf16": "BF16",
+    "fp8-all": "blanket FP8",
+    "fp8-outside": "FP8 outside of fused kernels",
+    "fp8-pays": "FP8 at large sites outside of fused kernels",
+}
 
 
 @dataclass(frozen=True)
@@ -98,15 +112,14 @@ class Engine:
     options: tuple[tuple[str, int], ...] = ()
 
 
-def cut(model: ModelArtifact, plans: PlanSet, rows: Arrays, directory: Path) -> Variant:
+def cut(model: ModelArtifact, plans: PlanSet, directory: Path) -> Variant:
     """What follows the embeddings of a model, with its plans."""
     directory.mkdir(exist_ok=True)
     found = split_sparse(GraphModel.load(model.path))
     if isinstance(found, Declined):
         raise RuntimeError(f"{model.path}: {found}")
-    refused = verify_split(found, model.path, [rows], directory)
-    if refused is not None:
-        raise RuntimeError(f"{model.path}: {refused}")
+    found.lookup.save(directory / LOOKUP_FILE)
+    found.dense.save(directory / DENSE_FILE)
     halves = describe_halves(found, model, directory)
     return Variant(source_of(model, plans, ModelSplit(model.digest, halves, None, None)), halves.lookup.path)
 
@@ -119,25 +132,46 @@ def wide_plan(model: ModelArtifact, precision: Precision) -> PrecisionPlan:
     return PrecisionPlan(str(precision), model.digest, precision, decisions, {}, 0.0)
 
 
+def float8_plan(
+    name: str, graph: GraphModel, model: ModelArtifact, scales: Mapping[str, float], keep: Collection[str]
+) -> PrecisionPlan:
+    """FP8 at every linear site but some, BF16 elsewhere."""
+    flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
+    decisions = []
+    for site in model.sites:
+        decision = Decision(site.name, Precision.BF16, None, Verdict.NOT_JUDGED, "kept")
+        if site.weight is not None and site.kind is SiteKind.LINEAR and site.name not in keep:
+            weight = values_of(graph.node(site.name).inputs[site.weight.index])
+            decision = Decision(
+                site.name,
+                Precision.FP8,
+                PER_TENSOR,
+                Verdict.NOT_JUDGED,
+                "asked for",
+                scales[site.activation.tensor],
+                (amax_scale(float(np.abs(weight).max()), Float8.E4M3FN),),
+            )
+        decisions.append(decision)
+    chosen = sum(flops.get(d.site, 0) for d in decisions if d.precision is Precision.FP8)
+    share = chosen / sum(flops.values())
+    return PrecisionPlan(name, model.digest, Precision.BF16, tuple(decisions), {}, share)
+
+
 def our_plans(model: ModelArtifact, exported: Exported, directory: Path) -> PlanSet:
     """Scales from a few rows; BF16, blanket FP8, and FP8 outside of what one of our kernels computes."""
-    profile = calibrate(
-        model,
-        (SPEC,),
-        exported.data.open("calibration"),
-        directory,
-        ProbeOptions(
-            recipes=RECIPES, batch_size=FEW, rows=FEW, sensitivity_rows=FEW // 2, draws=1, synthetic=True
-        ),
-    )
-    both = make_plans(model, profile, (SPEC,), RECIPES, PlanOptions(plans=("bf16", "fp8-all")))
-    bf16 = apply_plan(model, both.plans[0], PlanForm(Precision.BF16), directory / "bf16/model.onnx")
+    data = exported.data.open("calibration")
+    probe = Probe(model, model.sites, data, PassOptions(recipes=RECIPES, batch_size=FEW, rows=FEW))
+    (scales,) = scales_of(probe.ranges(directory), RECIPES).values()
+    graph = GraphModel.load(model.path)
+    wide = wide_plan(model, Precision.BF16)
+    bf16 = apply_plan(model, wide, PlanForm(Precision.BF16), directory / "bf16/model.onnx")
     report = fuse(PlannedGraph.load(bf16.path))
-    kept = tuple(sorted({site for places in report.fused.values() for each in places for site in each.sites}))
-    if not kept:
-        return both
-    narrow = make_plans(model, profile, (SPEC,), RECIPES, PlanOptions(plans=("fp8-all",), keep=kept))
-    return PlanSet((*both.plans, replace(narrow.plans[0], id="fp8-outside")))
+    fused = {site for places in report.fused.values() for each in places for site in each.sites}
+    small = {site.name for site in model.sites if site.k * site.n < WORTH}
+    kept = {"fp8-all": set[str](), "fp8-outside": fused, "fp8-pays": fused | small}
+    plans = {name: float8_plan(name, graph, model, scales, keep) for name, keep in kept.items()}
+    unlike = {frozenset(plan.fp8_sites): plan for plan in reversed(plans.values())}
+    return PlanSet((wide, *(plan for plan in plans.values() if plan in unlike.values())))
 
 
 def inputs_of(variant: Variant, rows: Arrays, count: int) -> dict[str, npt.NDArray[Any]]:
@@ -269,13 +303,17 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--target", default="nvidia-h100")
     parser.add_argument("--today", nargs="+", default=["bf16"], choices=["bf16", "fp16"])
-    parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--batches", nargs="+", type=int, help="in place of those of the case")
+    parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--out", type=Path, help="directory of the record, and of the logs of builds")
     options = parser.parse_args()
     with TemporaryDirectory() as directory:
         try:
-            figures = measure(CASES[options.case], options, Path(directory))
+            case = CASES[options.case]
+            if options.batches:
+                case = replace(case, batches=tuple(sorted(options.batches)))
+            figures = measure(case, options, Path(directory))
         finally:
             for log in Path(directory).rglob("*.log") if options.out is not None else ():
                 shutil.copyfile(log, options.out / f"{options.case}-{log.parent.name}.log")
@@ -302,8 +340,8 @@ def measure(case: Case, options: argparse.Namespace, directory: Path) -> dict[st
     modified = apply_mods(exported.model, [rows], directory / "modified.onnx")
     tell(f"mods: {len(modified.model.sites)} sites")
     untouched = [wide_plan(exported.model, Precision(name)) for name in options.today]
-    plain = cut(exported.model, PlanSet(tuple(untouched)), rows, directory / "plain")
-    ours = cut(modified.model, our_plans(modified.model, exported, directory), rows, directory / "ours")
+    plain = cut(exported.model, PlanSet(tuple(untouched)), directory / "plain")
+    ours = cut(modified.model, our_plans(modified.model, exported, directory), directory / "ours")
     tell("planned")
     fixed = (STATIC, int(options.static))
     engines = [

@@ -76,7 +76,7 @@ def test_unknown_key_and_the_nearest(place: Workplace, capsys: Capture) -> None:
     assert refusal(capsys, place) == (
         "error: DIR/RUN.yaml:59: unknown key 'bacth'\n"
         "  evidence: the keys here are name, model, outputs, data, batch, calibration, mods, plan, targets, "
-        "build, threads, output\n"
+        "build, refine, serving, threads, output\n"
         "  remedy: did you mean 'batch'?\n"
     )
 

@@ -123,3 +123,7 @@ def _number(node: Node, value: Value) -> float:
     if isinstance(value, Constant) and value.array is not None and value.array.size == 1:
         return float(value.array.reshape(())[()])
     raise node.error("a scale is not a constant number", f"it is {type(value).__name__}")
+
+
+# Scales are multiplied in FP32; in a BF16 graph they would be converted in every run.
+OPERATORS.store_in_float32("Float8Product", domain=DOMAIN, positions=(1, 3))

@@ -108,6 +108,8 @@ def _attribute(attribute: onnx.AttributeProto) -> Any:
         return value.decode("utf-8")
     if isinstance(value, onnx.TensorProto):
         return _constant(value, Path())
+    if attribute.type == onnx.AttributeProto.STRINGS:
+        return [each.decode("utf-8") for each in value]
     return list(value) if attribute.type in _LISTS else value
 
 
