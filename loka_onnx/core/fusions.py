@@ -77,7 +77,7 @@ FUSIONS: Mapping[str, Fusions] = {
         "read from compiled graphs of TensorRT for RTX 1.7.1 for sm89 (tests/contract/test_fusions.py)",
     ),
     "onnxruntime": Fusions(evidence="its CPU and CUDA providers run each Q and DQ alone: FP8 is simulated"),
-    "onnxruntime_tensorrt": Fusions(evidence="declines FP8: its provider does not say which sites engaged it"),
+    "onnxruntime_tensorrt": Fusions(evidence="declines FP8: what engages it cannot be read back"),
     "inductor": Fusions(
         frozenset({*_ACTIVATIONS, *_ARITHMETIC, "LayerNormalization", "RMSNormalization"}),
         frozenset({"LayerNormalization", "RMSNormalization"}),
