@@ -42,6 +42,7 @@ BENCHMARKS = (
     Benchmark("benchmarks.pipeline.embedding_tables"),
     Benchmark("benchmarks.pipeline.ray_speedup", packages=("ray",)),
     Benchmark("benchmarks.pipeline.refresh_time", packages=("torch", "tensorrt_rtx")),
+    Benchmark("benchmarks.pipeline.refresh_time"),
     Benchmark("benchmarks.micro.engine_size"),
     Benchmark("benchmarks.micro.rewrite_time"),
     Benchmark("benchmarks.micro.site_shapes"),

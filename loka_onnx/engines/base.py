@@ -104,6 +104,20 @@ class Backend(ABC):
     def load(self, engine: Path, architecture: str) -> Runner:
         """Hook: load an engine of this backend that can run here."""
 
+    def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
+        """Linear sites that this backend computes in the base precision inside of a larger kernel.
+
+        FP8 there would break the kernel apart and cost more than it saves; plans for speed leave them out.
+
+        Args:
+            model: The model that plans are made for, in FP32.
+            base: Precision of everything that is not FP8.
+
+        Returns:
+            By name of the site, which kernel.
+        """
+        return {}
+
     def why_not_here(self, architecture: str) -> str:
         """Why an engine for an architecture cannot be built on this machine, but may be on another.
 

@@ -226,7 +226,7 @@ class Steps:
     def plan(self, model: ModelArtifact, profile: Profile) -> PlanSet:
         """Profile → `plan.json`."""
         document = self._path("plan.json")
-        chosen, options = self.config.plan, self.plan_options
+        chosen, options = self.config.plan, self.plan_options(model)
 
         def produce() -> Sequence[Path]:
             recipes = planned_recipes(chosen)
@@ -244,10 +244,9 @@ class Steps:
         }
         return self.directory.stage("plan", key, produce, lambda: serde.read(PlanSet, document))
 
-    @cached_property
-    def plan_options(self) -> PlanOptions:
+    def plan_options(self, model: ModelArtifact) -> PlanOptions:
         """What the user decided about plans, with the kernel times of every target as they are now."""
-        chosen, devices = self.config.plan, device_timings(self.config, self.directory.path)
+        chosen, devices = self.config.plan, device_timings(self.config, self.directory.path, model.path)
         return PlanOptions(
             keep=chosen.keep,
             force=chosen.force,
@@ -274,7 +273,7 @@ class Steps:
     def search_plans(self, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
         """Plans beside the best one of the search over kernel times, for every device with such times."""
         recipes = planned_recipes(self.config.plan)
-        return refine_fast_plans(model, profile, self.specs, recipes, self.plan_options)
+        return refine_fast_plans(model, profile, self.specs, recipes, self.plan_options(model))
 
     # Evaluation ------------------------------------------------------------------------------------
 

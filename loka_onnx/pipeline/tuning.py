@@ -10,10 +10,12 @@ from pathlib import Path
 from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.site import Site
 from loka_onnx.core.timing import Kernel, Shape
 from loka_onnx.engines.device_lock import device_alone
+from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.tuned_kernels import Operands
 from loka_onnx.engines.tuning import KernelTimer, Refused
 from loka_onnx.graph.entry import canonicalize
@@ -122,7 +124,9 @@ def sites_of_file(path: Path) -> tuple[Site, ...]:
     return find_sites(canonicalize(path).model)
 
 
-def device_timings(config: RunConfig, directory: Path) -> tuple[DeviceTimings, ...]:
+def device_timings(
+    config: RunConfig, directory: Path, model: Path | None = None
+) -> tuple[DeviceTimings, ...]:
     """Kernel times of every target of a run.
 
     Times of the target's own backends stand before those of another, which are better than none: libraries
@@ -131,7 +135,9 @@ def device_timings(config: RunConfig, directory: Path) -> tuple[DeviceTimings, .
     Args:
         config: The run file.
         directory: The run directory.
+        model: The model that plans are made for; None where it does not matter what engine makers fuse.
     """
+    base = Precision.BF16 if config.plan.base == "auto" else config.plan.base
     found = []
     databases = (directory / TIMINGS, *((config.plan.timings,) if config.plan.timings else ()))
     for target in config.targets:
@@ -141,7 +147,10 @@ def device_timings(config: RunConfig, directory: Path) -> tuple[DeviceTimings, .
         backend = next((name for name in names if name in known), min(known, default=names[0]))
         stands_for = "" if backend in names else names[0]
         serve = tuple(config.batch.serve)
-        found.append(DeviceTimings(target.device, backend, timings, serve, stands_for))
+        fused: dict[str, str] = {}
+        if model is not None and timings:
+            fused = get_backend(stands_for or backend).fused_sites(model, base)
+        found.append(DeviceTimings(target.device, backend, timings, serve, stands_for, fused))
     return tuple(found)
 
 

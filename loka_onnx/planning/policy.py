@@ -274,13 +274,22 @@ class _Planner:
     def _searches(self) -> dict[str, FastSearch]:
         """By device that there are kernel times of."""
         decided = {*self.kept, *self.bases.protected, *self.forced}
-        free = tuple(name for name in self.flops if name not in decided)
+        free = [name for name in self.flops if name not in decided]
         forced = tuple(site.name for site in self.model.sites if site.name in self.forced)
         risk = 1.0 - self.options.confidence
         return {
-            device: FastSearch(Candidates(free, forced), speeds, self.costs, risk)
+            device: FastSearch(
+                Candidates(tuple(n for n in free if n not in self._fused(device)), forced),
+                speeds,
+                self.costs,
+                risk,
+            )
             for device, speeds in self._site_speeds.items()
         }
+
+    def _fused(self, device: str) -> Mapping[str, str]:
+        """Sites that are faster as they are, inside of a larger kernel, by name with that kernel's."""
+        return next(known.fused for known in self.options.devices if known.device == device)
 
     def _fast_id(self, device: str) -> str:
         """`FAST`, with the device where there are several."""
@@ -309,6 +318,9 @@ class _Planner:
         obstacle = self._obstacle(site, FAST)
         if obstacle or site.name not in self.flops or site.name in self.kept:
             return obstacle or ""
+        kernel = self._fused(search.speeds.device).get(site.name)
+        if kernel is not None:
+            return f"slow: FP8 would break up the kernel '{kernel}', which computes it with its neighbours; "
         return f"{search.why_out(site.name, chosen)}; "
 
     # Decisions -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ the mean over the served sizes of microseconds for a request over its rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum, hypot
 from typing import Any
 
@@ -44,6 +44,8 @@ class DeviceTimings:
         serve: Batch sizes that will be served.
         stands_for: Engine maker that runs the plans, where it is another: what that one fuses decides where
             quantizing is free. Empty for the same.
+        fused: By name of a site that the engine maker computes in the base precision inside of a larger
+            kernel, which; FP8 there would break that apart.
     """
 
     device: str
@@ -51,13 +53,20 @@ class DeviceTimings:
     timings: tuple[KernelTiming, ...]
     serve: tuple[int, ...]
     stands_for: str = ""
+    fused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> dict[str, Any]:
         """Plain data that plans by these times depend on."""
         records = serde.to_plain(TimingRecords.of(self.timings))
         backends = [self.backend, self.stands_for]
-        return {"device": self.device, "backends": backends, "serve": self.serve, "times": records}
+        return {
+            "device": self.device,
+            "backends": backends,
+            "serve": self.serve,
+            "times": records,
+            "fused": dict(self.fused),
+        }
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+from onnx import TensorProto
+
 from loka_onnx.core.devices import CPU, FLOAT8_FROM, NVIDIA, capability
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.inductor.compile import OPTIONS, compile_engine
+from loka_onnx.engines.inductor.fusions import fuse
+from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.site_precision import read_site_precisions
 from loka_onnx.engines.inductor.toolchain import build_environment, find_compilers
 from loka_onnx.engines.request import BuildRequest
@@ -36,6 +40,8 @@ from loka_onnx.sessions.tensorrt_vendors import why_no_gpu
 
 FIRST = 80
 """Least compute capability that Triton's products and BF16 need."""
+BASES = {Precision.BF16: TensorProto.BFLOAT16, Precision.FP16: TensorProto.FLOAT16}
+"""Precisions that fused kernels multiply, as ONNX numbers them."""
 NO_COMPILER = "there is no C++ compiler, which Inductor needs"
 
 
@@ -84,6 +90,13 @@ class InductorBackend(Backend):
     def base_precision(self, plan: PrecisionPlan) -> Precision:
         """The plan's, on the CPU as well: its FP8 engine then answers as the GPU's does."""
         return plan.base
+
+    def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
+        """See `Backend.fused_sites`; what `fusions` would take in a plan without FP8."""
+        if base not in BASES:
+            return {}
+        report = fuse(PlannedGraph.load(model, BASES[base]))
+        return {site: name for name, places in report.fused.items() for each in places for site in each.sites}
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
         """On the CPU, FP8 is about accuracy only."""

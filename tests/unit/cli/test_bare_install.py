@@ -58,7 +58,6 @@ TORCH_MODULES |= {
     f"loka_onnx.engines.inductor.{name}"
     for name in (
         "choosing",
-        "fusions",
         "kernels.operators",
         "kernels.products",
         "kernels.triton_factorization",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,17 @@ def test_sites_that_save_time_run_in_fp8(model: ModelArtifact) -> None:
     assert decision.reason == (
         "the product takes 10 µs in bf16 and 5 in fp8 at batch 100, quantizing takes 1 µs (measured on "
         "nvidia-h100); its KL is at most 0 % of what is allowed"
+    )
+
+
+def test_what_an_engine_maker_fuses_stays_as_it_is(model: ModelArtifact) -> None:
+    known = replace(timings(ALL_FAST), fused={"fc1": "factorization-norm"})
+    plan = plans_of(model, (known,)).plan("fp8-fast")
+    assert plan_of(model, ALL_FAST).fp8_sites == ("fc0", "fc1", "fc2")
+    assert plan.fp8_sites == ("fc0", "fc2")
+    assert plan.decision("fc1").precision is Precision.BF16
+    assert plan.decision("fc1").reason.startswith(
+        "slow: FP8 would break up the kernel 'factorization-norm', which computes it with its neighbours; "
     )
 
 

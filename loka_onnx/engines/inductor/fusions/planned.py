@@ -17,10 +17,10 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
-from loka_onnx.engines.inductor.lowering.types import read_array
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.shapes import add_inferred_shapes
 from loka_onnx.graph.storage import check_external_files, move_outside, read_external, read_proto
+from loka_onnx.graph.tensor_values import read_array
 
 Array = npt.NDArray[Any]
 
@@ -127,8 +127,13 @@ class PlannedGraph:
         self._names = {*self._tensors, *(node.name for node in self.nodes)}
 
     @classmethod
-    def load(cls, path: Path) -> PlannedGraph:
+    def load(cls, path: Path, base: int | None = None) -> PlannedGraph:
         """Read a model; types and shapes are inferred.
+
+        Args:
+            path: The model file.
+            base: Type that everything in FP32 is taken to have, as if a plan had given it; what is found then
+                is true of that plan, and cannot be saved. None to take types as they are.
 
         Raises:
             ModelError: The file is missing, truncated or not an ONNX model, or its external data are.
@@ -139,7 +144,11 @@ class PlannedGraph:
             if uses_external_data(tensor):
                 read_external(tensor, path.parent)
         add_inferred_shapes(proto)
-        return cls(proto)
+        graph = cls(proto)
+        if base is not None:
+            for tensor in graph._tensors.values():
+                tensor.kind = base if tensor.kind == onnx.TensorProto.FLOAT else tensor.kind
+        return graph
 
     def save(self, path: Path) -> None:
         """Write the graph without what nothing reads, producers before consumers."""

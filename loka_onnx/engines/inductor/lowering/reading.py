@@ -13,10 +13,11 @@ import onnx.inliner
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.engines.inductor.lowering.node import REMEDY, Node, Scope
-from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, read_array, type_name
+from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, type_name
 from loka_onnx.engines.inductor.lowering.values import Constant
 from loka_onnx.errors import EngineError
 from loka_onnx.graph.storage import check_external_files, read_external, read_proto
+from loka_onnx.graph.tensor_values import read_array
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-import onnx
 import torch
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 Array = npt.NDArray[Any]
 
@@ -37,12 +36,6 @@ TORCH_TYPES: dict[int, torch.dtype] = {
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-_NARROW: dict[int, Any] = {
-    TensorProto.BFLOAT16: ml_dtypes.bfloat16,
-    TensorProto.FLOAT8E4M3FN: ml_dtypes.float8_e4m3fn,
-    TensorProto.FLOAT8E5M2: ml_dtypes.float8_e5m2,
-}
-"""What older versions of onnx read as FP32."""
 _BITS: dict[np.dtype[Any], tuple[Any, torch.dtype]] = {
     np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
     np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
@@ -63,17 +56,6 @@ def type_name(onnx_type: int) -> str:
 def short_name(dtype: torch.dtype) -> str:
     """A torch type without its package, for example ``float8_e4m3fn``."""
     return str(dtype).removeprefix("torch.")
-
-
-def read_array(tensor: onnx.TensorProto) -> Array:
-    """Values of a tensor that is held inside the model.
-
-    Returns:
-        An array of the tensor's own type, from ml_dtypes where NumPy has none.
-    """
-    array = numpy_helper.to_array(tensor)
-    expected = _NARROW.get(tensor.data_type)
-    return array if expected is None or array.dtype == np.dtype(expected) else array.astype(expected)
 
 
 def to_torch(array: Array) -> torch.Tensor:

@@ -313,3 +313,22 @@ def test_an_fp32_graph_declines_with_a_reason(tmp_path):
     report = fuse(PlannedGraph.load(path))
     assert report.fused == {}
     assert report.declined == {"factorization-norm": ("norm: the kernel multiplies BF16 and FP16",)}
+
+
+def test_the_backend_names_what_it_would_fuse_before_there_is_a_plan(tmp_path):
+    """Plans are made for the FP32 model: the same places are found there, as of BF16."""
+    from loka_onnx.core.formats import Precision
+    from loka_onnx.engines.inductor.backend import InductorBackend
+
+    model = factorization()
+    model.constants = {
+        name: value.astype(np.float32) if value.dtype == BF16 else value
+        for name, value in model.constants.items()
+    }
+    path = model.save(tmp_path / "model.onnx")
+    proto = onnx.load(path)
+    proto.graph.node[0].attribute[0].i = TensorProto.FLOAT
+    onnx.save(proto, path)
+    found = InductorBackend().fused_sites(path, Precision.BF16)
+    assert found == dict.fromkeys(["project", "interact", "norm"], "factorization-norm")
+    assert InductorBackend().fused_sites(path, Precision.FP32) == {}
