@@ -59,10 +59,10 @@ class ChildOutcome:
         """One sentence on the ending, with its evidence and remedy where there is one."""
         used = f"after {self.seconds:.1f} s, peak memory {self.peak_bytes / MIB:.0f} MiB"
         if self.ending is Ending.TIMED_OUT:
-            return f"ended at the time limit of {limits.seconds:g} s ({used}); raise limits.seconds"
+            return f"ended at the time limit of {limits.seconds:g} s ({used}); raise `build.timeout_seconds`"
         if self.ending is Ending.OUT_OF_MEMORY:
             limit = f"{limits.memory_bytes / MIB:.0f} MiB"
-            return f"ended at the memory limit of {limit} ({used}); raise limits.memory_bytes"
+            return f"ended at the memory limit of {limit} ({used}); raise `build.memory_gb`"
         if self.ending is Ending.SIGNALLED:
             # Only the kernel and operators send SIGKILL; a build that ends so most often ran out of memory.
             cause = "; SIGKILL is what the kernel sends when memory runs out" if self.code == 9 else ""

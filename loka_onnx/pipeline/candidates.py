@@ -25,7 +25,7 @@ from loka_onnx.engines.base import Backend
 from loka_onnx.engines.cache import EngineCache
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
-from loka_onnx.errors import TransformError, UserError
+from loka_onnx.errors import EngineError, MissingPackage, TransformError, UserError
 from loka_onnx.pipeline.building import Task, build_all, how_many
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.job_cluster import execute_on_cluster
@@ -213,7 +213,11 @@ class EngineBuilder:
             for written in self._jobs.values()
             if read_result(written.directory, written.job) is None
         }
-        return execute_on_cluster(missing, settings.ray_address, self.progress) if missing else {}
+        try:
+            return execute_on_cluster(missing, settings.ray_address, self.progress) if missing else {}
+        except (EngineError, MissingPackage) as error:
+            # What was built here stands; the jobs wait.
+            return dict.fromkeys(missing, str(error))
 
     def _merged(self, written: WrittenJob, failures: dict[Path, str]) -> EngineArtifact:
         """The engine that came back for a job, or that it is waited for.
@@ -292,6 +296,11 @@ def build_engines(builder: EngineBuilder, source: Source) -> Built:
         "batch": builder.config.batch.model_dump(mode="json"),
         "only": None if builder.only is None else sorted(builder.only),
         "jobs": [settings.jobs, settings.job_data],
+        "rows": [
+            [rows.split, rows.batch_size, rows.digest] for rows in builder.job_rows if settings.job_data
+        ],
+        # A build that met its limit is tried again with another one; the others come from the cache.
+        "limits": [settings.timeout_seconds, settings.memory_gb],
     }
     on_cluster = settings.executor is Executor.RAY
     if not on_cluster:
@@ -308,7 +317,7 @@ def build_engines(builder: EngineBuilder, source: Source) -> Built:
 def _job_files(jobs: Path) -> list[Path]:
     """Files of jobs; their results come from elsewhere, and are told by their digests."""
     files = (path for path in sorted(jobs.rglob("*")) if path.is_file())
-    return [path for path in files if path.relative_to(jobs).parts[1] != RESULT]
+    return [path for path in files if path.relative_to(jobs).parts[1:2] not in {(), (RESULT,)}]
 
 
 def _results(jobs: Path) -> dict[str, str]:

@@ -43,12 +43,14 @@ class SplitRows:
         rows: How many.
         batch_size: Rows of each batch but the last.
         batches: Reads them, in order; every call starts anew.
+        digest: Of the split.
     """
 
     split: str
     rows: int
     batch_size: int
     batches: Callable[[], Iterator[Arrays]]
+    digest: str = ""
 
 
 @dataclass(frozen=True)

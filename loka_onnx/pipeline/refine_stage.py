@@ -93,7 +93,7 @@ def refine_engines(steps: Steps, inputs: RefineInputs) -> RefineResult:
     key = {
         "exported": inputs.exported.digest,
         "plans": serde.to_plain(inputs.plans),
-        "engines": [engine.digest or engine.detail for engine in inputs.engines.engines],
+        "engines": [[e.id, e.status, e.digest or e.detail] for e in inputs.engines.engines],
         "corrections": serde.to_plain(inputs.corrections),
         "split": () if steps.split is None else steps.split.digests,
         "data": [steps.splits.calibration.digest, steps.splits.selection.digest],

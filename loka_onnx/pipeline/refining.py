@@ -324,7 +324,7 @@ class _Loop:
         evaluation = self.judged.get(engine.id)
         anchor = self._anchors.get(engine.id)
         detail = engine.detail
-        if not detail and evaluation is not None and not evaluation.outputs:
+        if evaluation is not None and not evaluation.outputs:
             detail = evaluation.status
         return Step(
             round=self._rounds[engine.id],

@@ -62,7 +62,7 @@ def measure_throughput(
         return [document]
 
     key = {
-        "engines": [(each.engine.digest, each.batch, each.role) for each in wanted],
+        "engines": [(each.engine.id, each.engine.digest, each.batch, each.role) for each in wanted],
         "serving": serving.model_dump(mode="json"),
     }
     return steps.directory.stage("throughput", key, produce, lambda: serde.read(ThroughputSet, document))

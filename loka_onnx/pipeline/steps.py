@@ -23,8 +23,9 @@ from loka_onnx.core.progress import Progress
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.split import ModelSplit, Part
 from loka_onnx.data import Dataset, InputBinding, Splits, ensure_disjoint, open_dataset
+from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.errors import DataError
+from loka_onnx.errors import DataError, StageError
 from loka_onnx.evaluation.columns import read_scores, read_truth
 from loka_onnx.evaluation.engines import (
     Reference,
@@ -301,7 +302,7 @@ class Steps:
 
         key = {
             "exported": exported.digest,
-            "engines": [engine.digest or engine.detail for engine in engines.engines],
+            "engines": [[e.id, e.status, e.digest or e.detail] for e in engines.engines],
             "elsewhere": self.elsewhere.key(engines.engines),
             "split": () if self.split is None else self.split.digests,
             "data": [self.splits.selection.digest, self.splits.certification.digest],
@@ -322,7 +323,13 @@ class Steps:
     def job_rows(self) -> tuple[SplitRows, ...]:
         """What engines take for the rows that they are judged on, as build jobs carry them."""
         return tuple(
-            SplitRows(split.name, split.data.rows, split.batch_size, partial(self._engine_batches, split))
+            SplitRows(
+                split.name,
+                split.data.rows,
+                split.batch_size,
+                partial(self._engine_batches, split),
+                split.data.digest,
+            )
             for split in self._judged_splits()
         )
 
@@ -382,7 +389,7 @@ class Steps:
         """
         latencies: dict[str, tuple[Latency, ...]] = {}
         ready = [e for e in engines if e.status is BuildStatus.READY]
-        kinds = sorted({e.simulated for e in ready})
+        kinds = sorted({(e.target, e.simulated) for e in ready})
         sizes, done = len(kinds) * len(self.config.batch.serve), count(1)
         options = LatencyOptions(
             max_seconds=1.0,
@@ -390,12 +397,13 @@ class Steps:
             on_batch=lambda: self.progress("latency", next(done), sizes),
         )
         self.progress("latency", 0, sizes)
-        for simulated in kinds:
-            group = [e for e in ready if e.simulated is simulated]
+        for target, simulated in kinds:
+            group = [e for e in ready if (e.target, e.simulated) == (target, simulated)]
             with ExitStack() as stack:
-                runs: dict[str, Run] = {
-                    engine.id: stack.enter_context(self.open_alone(engine)).run for engine in group
-                }
+                stack.enter_context(device_alone(group[0].architecture))
+                runs = self._opened(group, stack)
+                if not runs:
+                    continue
                 make_inputs = self.generated
                 if group[0].part is Part.DENSE:
                     lookup = stack.enter_context(open_lookup(self.split, self.threads))
@@ -406,11 +414,21 @@ class Steps:
                     make_inputs,
                     self.config.batch.serve,
                     options,
-                    group[0].target,
+                    target,
                     counts_for_choice=not simulated,
                 )
             latencies.update(beside_lookup(timed.latencies))
         return latencies
+
+    def _opened(self, engines: Sequence[EngineArtifact], stack: ExitStack) -> dict[str, Run]:
+        """Engines that open, until the stack closes; one that does not costs that engine its latency."""
+        runs: dict[str, Run] = {}
+        for engine in engines:
+            try:
+                runs[engine.id] = stack.enter_context(self.open_alone(engine)).run
+            except StageError as error:
+                self.progress(f"latency: {engine.id} does not open: {error}", 0, 1)
+        return runs
 
     def generated(self, rows: int) -> Arrays:
         """Generated model inputs, others at every call; no row of the user's data."""

@@ -251,18 +251,19 @@ def _choose_provisional(
 ) -> TargetChoice:
     """Rest on what was judged of the same plans on this host."""
     fp8 = [e for e in built if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
-    if fp8:
-        winner = max(fp8, key=lambda e: _fp8_rank(e, evidence))
-        reason = (
-            f"the simulated accuracy of '{winner.plan}' is inside the budget; "
-            "evaluate it on the device before deploying"
-        )
+    selected = max(fp8, key=lambda e: _fp8_rank(e, evidence), default=None)
+    if selected is not None and evidence.certified_status(selected.plan) is not False:
+        winner = selected
+        reason = f"the simulated accuracy of '{winner.plan}' is inside the budget"
     else:
         winner = min(built, key=lambda e: _high_precision_rank(e, evidence))
+        # Another FP8 plan in its place would be chosen by the rows that only certify.
         reason = (
-            "no FP8 plan is inside the budget in simulation: high precision; "
-            "evaluate it on the device before deploying"
+            "no FP8 plan is inside the budget in simulation: high precision"
+            if selected is None
+            else f"'{selected.plan}' was selected, and misses the budget on certification: high precision"
         )
+    reason += "; evaluate it on the device before deploying"
     others = tuple(
         Loser(e.id, Why.NOT_RUN, _why_not_provisional(e, winner, evidence)) if e.is_built else not_built(e)
         for e in engines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,10 +70,12 @@ class Evidence:
         return {name: speed for name, speed in found.items() if set(speed.batches) == sizes}
 
     def plan_status(self, plan: str) -> bool | None:
-        """Whether every engine of the plan that was judged here was inside the budget; None without any."""
-        both = (*self.by_engine.values(), *self.certified.values())
-        judged = [e.is_within_budget for e in both if e.plan == plan and e.outputs]
-        return all(judged) if judged else None
+        """Whether every engine of a plan that was judged here was inside the budget; None without any."""
+        return _all_within(self.by_engine.values(), plan)
+
+    def certified_status(self, plan: str) -> bool | None:
+        """The same on certification, which decides nothing but whether what was selected holds."""
+        return _all_within(self.certified.values(), plan)
 
     def has_fp8(self, engine: EngineArtifact) -> bool:
         """Whether the engine's plan has sites in FP8."""
@@ -146,3 +148,8 @@ def worst_status(evaluation: Evaluation) -> str:
         if status in statuses:
             return status
     return BudgetStatus.WITHIN
+
+
+def _all_within(evaluations: Iterable[Evaluation], plan: str) -> bool | None:
+    judged = [e.is_within_budget for e in evaluations if e.plan == plan and e.outputs]
+    return all(judged) if judged else None

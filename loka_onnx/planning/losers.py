@@ -76,8 +76,9 @@ def _loser(
     evaluation = evidence.by_engine.get(engine.id)
     if evaluation is None or not evaluation.outputs:
         why = Why.NOT_MEASURED if engine.was_run else Why.NOT_RUN
-        said = engine.detail or (evaluation.status if evaluation else engine.status)
-        return Loser(engine.id, why, f"not measured: {said}")
+        # A cached engine's detail says where it came from, not why it was not judged.
+        judged = evaluation.status if engine.was_run and evaluation is not None else ""
+        return Loser(engine.id, why, f"not measured: {judged or engine.detail or engine.status}")
     ours, theirs = speeds.get(engine.id), speeds.get(verdict.winner.id)
     times = None if engine.simulated or ours is None or theirs is None else ours.over(theirs)
     if engine in verdict.missed:

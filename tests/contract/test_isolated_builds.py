@@ -106,7 +106,7 @@ def test_a_hang_ends_at_the_time_limit(model: TinyModel, tmp_path: Path) -> None
     assert time.monotonic() - started < 15
     assert artifact.status is BuildStatus.FAILED
     assert "ended at the time limit of 1.5 s" in artifact.detail
-    assert "raise limits.seconds" in artifact.detail
+    assert "raise `build.timeout_seconds`" in artifact.detail
     assert sorted(path.name for path in tmp_path.iterdir()) == ["engine.log"]
 
 
@@ -159,7 +159,7 @@ def test_memory_ends_at_the_limit(model: TinyModel, tmp_path: Path) -> None:
     artifact = faulty.Allocates().build(request_for(model, tmp_path / "engine", Limits(60.0, 400 * MIB)))
     assert artifact.status is BuildStatus.FAILED
     assert "ended at the memory limit of 400 MiB" in artifact.detail
-    assert "raise limits.memory_bytes" in artifact.detail
+    assert "raise `build.memory_gb`" in artifact.detail
 
 
 @pytest.mark.slow

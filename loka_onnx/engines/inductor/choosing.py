@@ -112,12 +112,14 @@ def candidates(*, fast_accumulation: bool = True) -> dict[str, ProductStrategy]:
     """By name, what may compute a product.
 
     Args:
-        fast_accumulation: Whether cuBLASLt may keep its sums in fewer bits.
+        fast_accumulation: Whether sums may be kept in fewer bits than FP32.
     """
     exact = ScaledMatMul()
     found: dict[str, ProductStrategy] = {"cublas": exact}
-    if fast_accumulation:
-        found["cublas-fast"] = replace(exact, fast_accumulation=True)
+    if not fast_accumulation:
+        # On Hopper Triton keeps sums of FP8 products in the tensor core's bits, as fast accumulation does.
+        return found
+    found["cublas-fast"] = replace(exact, fast_accumulation=True)
     return found | {f"triton {tile}": TiledProduct(tile) for tile in TILES}
 
 
@@ -141,24 +143,22 @@ def choose_kernels(
     tried = candidates(fast_accumulation=fast_accumulation)
     choices: dict[str, ProductStrategy] = {}
     measured: list[Measured] = []
-    known: dict[tuple[object, ...], tuple[Measured, ...]] = {}
+    known: dict[tuple[object, ...], dict[str, dict[int, float]]] = {}
     for number, (site, (product, epilogue)) in enumerate(seen.items()):
         progress("kernels", number, len(seen))
-        # Sites of one shape and one epilogue take equally long.
-        key = (*product.a.shape[1:], *product.b.shape, product.scale_b.dim(), epilogue.describe())
-        if key not in known:
-            known[key] = tuple(
-                _measure(site, name, strategy, _Case(product, epilogue, batch, tuple(sizes)))
-                for name, strategy in tried.items()
-            )
-        results = tuple(replace(each, site=site) for each in known[key])
+        # Sites of one shape and one epilogue take equally long; how exact they are is up to their values.
+        case = _Case(product, epilogue, batch, tuple(sizes))
+        key = (*product.a.shape, *product.b.shape, product.scale_b.dim(), product.dtype, epilogue.describe())
+        times = known.setdefault(key, {})
+        results = tuple(_measure(site, name, strategy, case, times) for name, strategy in tried.items())
         measured.extend(results)
         able = [each for each in results if not each.obstacle]
         if able:
             best = min(able, key=lambda each: sum(each.us.values()))
             choices[site] = tried[best.kernel]
     progress("kernels", len(seen), len(seen))
-    return Chosen(PerSite(choices, ScaledMatMul()), tuple(measured))
+    others = ScaledMatMul(fast_accumulation=fast_accumulation)
+    return Chosen(PerSite(choices, others), tuple(measured))
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,21 +184,25 @@ def _repeated(tensor: Tensor, rows: int) -> Tensor:
     return raw.repeat(times, *(1,) * (raw.dim() - 1))[:rows].contiguous().view(tensor.dtype)
 
 
-def _measure(site: str, name: str, strategy: ProductStrategy, case: _Case) -> Measured:
-    times: dict[int, float] = {}
+def _measure(
+    site: str, name: str, strategy: ProductStrategy, case: _Case, known: dict[str, dict[int, float]]
+) -> Measured:
     try:
         error = _error(strategy, case)
         if not error <= LARGEST_ERROR:
             return Measured(
                 site, name, {}, error, f"error {error:.2g}, at most {LARGEST_ERROR:.2g} is allowed"
             )
-        for size in case.sizes:
-            product, epilogue = case.at(size)
-            times[product.a.shape[:-1].numel()] = _time(strategy, product, epilogue)
+        if name not in known:
+            given = [case.at(size) for size in case.sizes]
+            known[name] = {
+                product.a.shape[:-1].numel(): _time(strategy, product, epilogue)
+                for product, epilogue in given
+            }
     except Exception as failure:
         # A tile may need more shared memory than there is, and the compiler raises what it likes then.
         return Measured(site, name, {}, float("nan"), f"{type(failure).__name__}: {str(failure)[:200]}")
-    return Measured(site, name, times, error)
+    return Measured(site, name, known[name], error)
 
 
 def _time(strategy: ProductStrategy, product: FloatProduct, epilogue: Epilogue) -> float:
@@ -222,7 +226,7 @@ def _time(strategy: ProductStrategy, product: FloatProduct, epilogue: Epilogue) 
 def _error(strategy: ProductStrategy, case: _Case) -> float:
     """Of the product itself, wide, without what follows."""
     plain = Epilogue(bias=None, is_wide=True)
-    product = replace(case.product, bias=None, dtype=torch.bfloat16)
+    product = replace(case.product, bias=None)
     done = (
         strategy.multiply_with(product, plain)
         if isinstance(strategy, EpilogueStrategy)
@@ -231,9 +235,9 @@ def _error(strategy: ProductStrategy, case: _Case) -> float:
     found = done.outputs[0].to(torch.float64)
     exact = torch.matmul(product.a.to(torch.float64) * product.scale_a, product.b.to(torch.float64))
     exact = exact * product.scale_b
-    rounded = exact.to(torch.bfloat16).to(torch.float64)
+    rounded = exact.to(product.dtype).to(torch.float64)
     norm = exact.norm()
-    # The result is BF16: what its rounding makes is not the kernel's.
+    # What rounding the result to its type makes is not the kernel's.
     total, own = (found - exact).norm() / norm, (rounded - exact).norm() / norm
     return float(torch.sqrt(torch.clamp(total * total - own * own, min=0.0)))
 

@@ -24,7 +24,7 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.exported import entering_types, marked, output_types, products_of
 from loka_onnx.engines.inductor.toolchain import Compilers
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.inductor_package import (
@@ -139,7 +139,8 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     module = lower_model(model, chosen_products(build, model))
     module = module.to(torch_device(request.architecture)).eval()
     programs, files = [], {}
-    with device_alone(request.architecture) if settings.max_autotune else nullcontext():
+    waiting = into.parent / WAITING
+    with device_alone(request.architecture, waiting) if settings.max_autotune else nullcontext():
         for program in batch_programs(request.batch, static=settings.static):
             done, files[program.name] = _compile_program(build, module, program)
             programs.append(done)
@@ -201,7 +202,7 @@ def chosen_products(build: Build, model: Path) -> Any:
     examples = example_rows(request.sample, build.inputs, rows)
     module = lower_model(model, recorder).to(device).eval()
     # Programs compile side by side; who times kernels has the device alone.
-    with torch.no_grad(), device_alone(request.architecture):
+    with torch.no_grad(), device_alone(request.architecture, build.scratch.parent / WAITING):
         module(*(each.to(device) for each in examples))
         chosen = choose_kernels(
             recorder.seen, rows, request.batch.sizes, fast_accumulation=settings.fast_accumulation

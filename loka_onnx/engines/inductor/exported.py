@@ -17,6 +17,7 @@ MARK = "loka_onnx_node"
 OWN_OPERATORS = "loka."
 """What names of this project's own operators begin with."""
 SCALED = "aten._scaled_mm.default"
+FLOAT8_KERNEL = "loka.float8_product.default"
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _FLOATING = {*FLOAT8, "bfloat16", "float16", "float32", "float64"}
 _FACTORS = {
@@ -70,7 +71,10 @@ def _products(graph: Any) -> Iterator[Product]:
         else:
             continue
         positional = node.args[_FAST_ACCUMULATION] if len(node.args) > _FAST_ACCUMULATION else False
-        fast = operator == SCALED and bool(node.kwargs.get("use_fast_accum", positional))
+        # Our FP8 kernel keeps its sums as fast accumulation does (`choosing.candidates`).
+        fast = operator == FLOAT8_KERNEL or (
+            operator == SCALED and bool(node.kwargs.get("use_fast_accum", positional))
+        )
         yield Product(_mark(node), operator, tuple(_dtype(factor) for factor in factors), fast)
 
 

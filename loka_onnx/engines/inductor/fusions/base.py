@@ -11,6 +11,7 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tenso
 
 DOMAIN = "loka"
 """Of nodes that only the lowering of this backend knows."""
+E4M3FN = onnx.TensorProto.FLOAT8E4M3FN
 HALVES = frozenset({onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT16})
 """Types that the kernels multiply."""
 MOST_ELEMENTS = 1 << 15
@@ -108,6 +109,20 @@ def static(tensor: Tensor, rank: int) -> tuple[int, ...] | None:
     return lengths if len(lengths) == rank - 1 else None
 
 
-def is_quantize_per_tensor(node: Node) -> bool:
-    """Whether a node is a Q with one constant scale."""
-    return node.op == "QuantizeLinear" and node.reads(1).is_constant and node.reads(1).values.size == 1
+def is_float8_quantize(node: Node) -> bool:
+    """Whether a node is a saturating Q to E4M3FN with one constant scale."""
+    return (
+        node.op == "QuantizeLinear"
+        and bool(node.outputs)
+        and node.outputs[0].kind == E4M3FN
+        and bool(node.attrs.get("saturate", 1))
+        and node.reads(1).is_constant
+        and node.reads(1).values.size == 1
+    )
+
+
+def normalizes_last_axis(norm: Node, shape: tuple[int | None, ...]) -> bool:
+    """Whether a norm is over the last axis of a tensor of that shape (None for the batch), and no more."""
+    read = norm.reads(0).shape or ()
+    axis = norm.attrs.get("axis", -1)
+    return len(norm.outputs) == 1 and read[1:] == shape[1:] and axis in {-1, len(shape) - 1}

@@ -19,8 +19,9 @@ from loka_onnx.engines.inductor.fusions.base import (
     Findings,
     Fused,
     attributes,
-    is_quantize_per_tensor,
+    is_float8_quantize,
     made_by,
+    normalizes_last_axis,
     only_reader,
     padded,
     static,
@@ -65,6 +66,10 @@ def _fuse(graph: PlannedGraph, norm: Node, product: Node, mix: TokenMix) -> Fuse
         raise DeclinedFusion("the shape of the tokens is not known")
     if x.kind not in HALVES:
         raise DeclinedFusion("the kernel multiplies BF16 and FP16")
+    if product.outputs[0].kind != x.kind:
+        raise DeclinedFusion("the plan keeps the product in FP32")
+    if not normalizes_last_axis(norm, (None, n * k)):
+        raise DeclinedFusion("it does not normalize over all of the flattened product, and that alone")
     d = lengths[1]
     if padded(n) * max(padded(d), padded(k)) > MOST_ELEMENTS or padded(d) * padded(k) > MOST_ELEMENTS:
         raise DeclinedFusion(f"{n}×{d} tokens and rank {k} are too large for one program")
@@ -97,7 +102,7 @@ def _end(graph: PlannedGraph, norm: Node, x: Tensor) -> tuple[Tensor, Node | Non
     if reader is not None and reader.op == "Cast" and reader.outputs[0].kind == x.kind:
         out = reader.outputs[0]
         reader = only_reader(graph, out)
-    if reader is not None and is_quantize_per_tensor(reader):
+    if reader is not None and is_float8_quantize(reader):
         return reader.outputs[0], reader
     if out.kind != x.kind:
         raise DeclinedFusion("its output is read in another precision than that of the tokens")

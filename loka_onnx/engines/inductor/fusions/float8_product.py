@@ -16,19 +16,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8
 from loka_onnx.engines.inductor.fusions.base import (
     DOMAIN,
+    E4M3FN,
     DeclinedFusion,
     Findings,
     Fused,
-    is_quantize_per_tensor,
+    is_float8_quantize,
     only_reader,
 )
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 OP = f"{DOMAIN}::Float8Product"
-E4M3FN = FLOAT8_SPECS[Float8.E4M3FN].onnx_type
 
 
 @dataclass
@@ -82,6 +81,11 @@ def _operands(node: Node) -> tuple[Node, Node] | None:
     values, stored = activation.reads(0), weight.reads(0)
     if values.is_constant or not stored.is_constant or len(stored.shape or ()) != 2:
         return None
+    # The product takes one scale, or one for each of its columns.
+    columns = 0 if node.attrs.get("transB", 0) else 1
+    is_outer = weight.reads(1).values.size == 1 or weight.attrs.get("axis", 1) % 2 == columns
+    if not is_outer or weight.attrs.get("block_size", 0):
+        return None
     return (activation, weight) if values.kind == stored.kind == E4M3FN else None
 
 
@@ -95,7 +99,7 @@ def _fuse(graph: PlannedGraph, node: Node, activation: Node, weight: Node) -> Fu
     for reader in end.readers:
         if not reader.outputs:
             continue
-        if is_quantize_per_tensor(reader) and reader.outputs[0].kind == E4M3FN:
+        if is_float8_quantize(reader):
             quantized.append(reader)
         else:
             others += 1
@@ -161,6 +165,8 @@ def _is_bias(tensor: Tensor, end: Tensor) -> bool:
     if not tensor.is_constant or end.shape is None or tensor.kind != end.kind:
         return False
     shape = tensor.shape or ()
+    if len(shape) > len(end.shape):
+        return False
     return shape[-1:] == end.shape[-1:] and all(length == 1 for length in shape[:-1])
 
 
@@ -168,4 +174,4 @@ def _is_alike(tensor: Tensor, end: Tensor) -> bool:
     """Whether a tensor surely has the shape and type of another, so that nothing is broadcast."""
     if tensor.is_constant or tensor.shape is None or end.shape is None or tensor.kind != end.kind:
         return False
-    return len(tensor.shape) == len(end.shape) == 2 and tensor.shape[1] == end.shape[1]
+    return len(end.shape) == 2 and tensor.shape == end.shape

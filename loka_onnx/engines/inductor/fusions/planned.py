@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from loka_onnx.graph.storage import check_external_files, move_outside, read_ext
 from loka_onnx.graph.tensor_values import read_array
 
 Array = npt.NDArray[Any]
+MOST_READ = 1 << 22
+"""Elements of an external constant that is read where the graph is only looked at: tables are not."""
 
 
 @dataclass(eq=False)
@@ -141,7 +144,7 @@ class PlannedGraph:
         proto = read_proto(path)
         check_external_files(proto, path)
         for tensor in proto.graph.initializer:
-            if uses_external_data(tensor):
+            if uses_external_data(tensor) and (base is None or prod(tensor.dims) <= MOST_READ):
                 read_external(tensor, path.parent)
         add_inferred_shapes(proto)
         graph = cls(proto)

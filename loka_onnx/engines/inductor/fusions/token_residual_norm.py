@@ -23,6 +23,7 @@ from loka_onnx.engines.inductor.fusions.base import (
     Fused,
     attributes,
     made_by,
+    normalizes_last_axis,
     only_reader,
     padded,
     static,
@@ -82,7 +83,9 @@ def _fuse(graph: PlannedGraph, block: _Block) -> Fused:
     if x.kind not in HALVES or own.kind != x.kind:
         raise DeclinedFusion("the kernel multiplies BF16 and FP16")
     d = lengths[1]
-    if padded(n) * padded(d) > MOST_ELEMENTS:
+    if not normalizes_last_axis(norm, (None, n, d)):
+        raise DeclinedFusion("it does not normalize each token, and that alone")
+    if max(padded(n), padded(later)) * padded(d) > MOST_ELEMENTS or padded(n) * padded(later) > MOST_ELEMENTS:
         raise DeclinedFusion(f"{n}×{d} tokens are too large for one program")
     affine = [tensor for tensor in norm.inputs[1:] if tensor is not None]
     if not all(tensor.is_constant and tensor.values.size == d for tensor in affine):

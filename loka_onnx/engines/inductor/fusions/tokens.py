@@ -44,7 +44,7 @@ def token_mix(tensor: Tensor) -> TokenMix | None:
         return None
     weight = node.reads(1).values
     x = transposed(node.reads(0))
-    if x is None or weight.ndim != 2:
+    if x is None or weight.ndim != 2 or node.reads(1).kind != x.kind:
         return None
     return TokenMix(x, weight[:, columns], node)
 
@@ -60,6 +60,8 @@ def transposed(tensor: Tensor) -> Tensor | None:
 def _part(split: Node, tensor: Tensor) -> slice | None:
     """The columns that one output of a Split along the last axis holds."""
     if split.attrs.get("axis", 0) not in {-1, 2} or not split.has(1) or not split.reads(1).is_constant:
+        return None
+    if len(split.reads(1).values) != len(split.outputs):
         return None
     ends = np.cumsum(split.reads(1).values)
     position = next(i for i, output in enumerate(split.outputs) if output is tensor)

@@ -1,6 +1,7 @@
 """Kernels that the compiler does not make by itself, as PyTorch operators that it calls.
 
-Each module holds one operator: the Triton kernel, the operator that launches it (on CUDA), and the same
-arithmetic in plain PyTorch, which runs on the CPU and is what tests compare with. Triton is imported when a
-module of `triton_*` is, which nothing on a CPU does.
+Each module `triton_*` holds one operator: the Triton kernel and what launches it, on CUDA. `operators` says
+how nodes are lowered to them, and elsewhere to plain PyTorch, which rounds to the base precision where the
+graph does and a kernel does not. Triton is imported when a module of `triton_*` is, which nothing on a CPU
+does.
 """

@@ -99,6 +99,12 @@ def float8_product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
         bias=parts.bias,
         dtype=TORCH_TYPES[int(node.get("base", 1))],
     )
+    whole = (*product.a.shape[:-1], product.b.shape[1])
+    for each in parts.cross:
+        if tuple(each.shape) != whole:
+            raise node.error(
+                "x0 and x must have the shape of the product", f"{tuple(each.shape)}, not {whole}"
+            )
     strategy = node.scope.products
     if isinstance(strategy, PerSite):
         strategy = strategy.choices.get(product.site, strategy.otherwise)
@@ -126,4 +132,5 @@ def _number(node: Node, value: Value) -> float:
 
 
 # Scales are multiplied in FP32; in a BF16 graph they would be converted in every run.
-OPERATORS.store_in_float32("Float8Product", domain=DOMAIN, positions=(1, 3))
+OPERATORS.store_in_float32("Float8Product", domain=DOMAIN, positions=(1, 3, 7))
+OPERATORS.store_in_float32("FactorizationNorm", domain=DOMAIN, positions=(4,))

@@ -151,7 +151,8 @@ class TiledProduct(EpilogueStrategy):
         )
         made = kernel.float8_product(
             product.a.reshape(-1, k).contiguous(),
-            product.b.t(),
+            # A tied weight may be stored the other way round; else this is free.
+            product.b.t().contiguous(),
             (product.scale_a * product.scale_b).expand(n).contiguous(),
             epilogue.bias,
             x0,

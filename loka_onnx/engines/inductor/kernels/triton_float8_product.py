@@ -8,7 +8,7 @@ With A (M, K) and B (N, K) in E4M3FN and a scale for each output column::
 
 cuBLASLt writes Z in the base precision, and another kernel reads it to quantize; here Z never leaves the
 registers. Tiles in L2 order as in Triton's matrix multiplication tutorial. Which tile is fastest depends on
-the shape and is measured (`candidates`).
+the shape and is measured (`choosing`).
 """
 
 from __future__ import annotations

@@ -332,3 +332,77 @@ def test_the_backend_names_what_it_would_fuse_before_there_is_a_plan(tmp_path):
     found = InductorBackend().fused_sites(path, Precision.BF16)
     assert found == dict.fromkeys(["project", "interact", "norm"], "factorization-norm")
     assert InductorBackend().fused_sites(path, Precision.FP32) == {}
+
+
+def unchanged(model: Model, folder: Path, *inputs: np.ndarray) -> FusionReport:
+    """The fused form computes what the planned one does, whatever was fused."""
+    graph, report = fused(model, folder)
+    graph.save(folder / "fused.onnx")
+    for found, expected in zip(
+        run(folder / "fused.onnx", *inputs), run(folder / "planned.onnx", *inputs), strict=True
+    ):
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(
+            found, expected, rtol=4 * ULP, atol=8 * ULP * max(1, np.abs(expected).max())
+        )
+    return report
+
+
+def test_scales_of_rows_of_a_weight_are_not_those_of_its_columns(tmp_path):
+    model = product(bias=False, behind="", outputs="wide")
+    model.constants["ws"] = np.abs(bf16(32)) * BF16(0.01) + BF16(0.005)
+    model.constants["wz"] = np.zeros(32, FP8)
+    next(n for n in model.nodes if n.output[0] == "dw").attribute[0].i = 1
+    report = unchanged(model, tmp_path, RANDOM.standard_normal((BATCH, 32)).astype(np.float32))
+    assert "float8-product" not in report.fused
+
+
+def test_a_row_that_is_broadcast_is_no_x0(tmp_path):
+    model = product(bias=False, behind="", outputs="")
+    model.constant("row32", RANDOM.standard_normal((1, 48)).astype(np.float32))
+    model.add("Cast", ["row32"], "row", to=TensorProto.BFLOAT16).add("Mul", ["row", "g"], "gm")
+    model.add("Add", ["gm", "row"], "wide")
+    model.outputs = ("wide",)
+    unchanged(model, tmp_path, RANDOM.standard_normal((BATCH, 32)).astype(np.float32))
+    assert "Mul" in ops(fused(model, tmp_path)[0], tmp_path)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_a_norm_over_something_else_is_left_alone(axis, tmp_path):
+    """The gain has as many elements either way."""
+    model = factorization()
+    model.constants["to"] = np.array([-1, N * K] if axis == 0 else [-1, N, K])
+    norm = next(node for node in model.nodes if node.op_type == "LayerNormalization")
+    norm.attribute.append(helper.make_attribute("axis", 0 if axis == 0 else 1))
+    for name in ("gamma", "beta"):
+        values = model.constants[name]
+        model.constants[name] = values if axis == 0 else values.reshape(N, K)
+    _, report = fused(model, tmp_path)
+    assert "factorization-norm" not in report.fused
+    assert report.declined["factorization-norm"] == (
+        "norm: it does not normalize over all of the flattened product, and that alone",
+    )
+
+
+def test_a_q_to_another_type_is_not_taken_along(tmp_path):
+    model = factorization(quantized=True)
+    model.constants["zero"] = np.array(0, np.int8)
+    graph, report = fused(model, tmp_path)
+    assert "factorization-norm" in report.fused
+    assert "QuantizeLinear" in ops(graph, tmp_path)
+
+
+def test_products_that_the_plan_keeps_in_fp32_stay_there(tmp_path):
+    model = factorization()
+    interact = next(node for node in model.nodes if node.name == "interact")
+    place = model.nodes.index(interact)
+    model.add("Cast", ["x"], "xw", to=1).add("Cast", ["p"], "pw", to=1)
+    model.nodes[place:place] = [model.nodes.pop(), model.nodes.pop()][::-1]
+    interact.input[:] = ["xw", "pw"]
+    for name in ("gamma", "beta"):
+        model.constants[name] = model.constants[name].astype(np.float32)
+    norm = next(node for node in model.nodes if node.op_type == "LayerNormalization")
+    norm.output[0] = "n32"
+    model.add("Cast", ["n32"], "y", to=TensorProto.BFLOAT16)
+    report = unchanged(model, tmp_path, RANDOM.standard_normal((BATCH, N, D)).astype(np.float32))
+    assert report.declined["factorization-norm"] == ("norm: the plan keeps the product in FP32",)
