@@ -8,8 +8,8 @@ follows the embeddings:
 - **blanket FP8**: every linear site, with the same mods and kernels;
 - **chosen**: FP8 where it pays, which is what the timings of this run say.
 
-Batches lie on the device, requests are CUDA graphs, engines take turns, and what is recorded is the median of
-the time of one request among many::
+Each engine's outputs are compared with the exported model's. Batches lie on the device, requests are CUDA
+graphs, engines take turns, and what is recorded is the median of the time of one request among many::
 
     python -m benchmarks.engines.speed --case wukong-large
 """
@@ -368,10 +368,29 @@ def measure(case: Case, options: argparse.Namespace, directory: Path) -> dict[st
             "build_seconds": artifact.build_seconds,
             "detail": artifact.detail[-400:],
         }
+    exact = OnnxSession(exported.model.path).run(rows)
+    for engine in engines:
+        found["engines"][engine.name]["difference"] = difference(engine, built[engine.name], rows, exact)
+    tell(json.dumps({name: each["difference"] for name, each in found["engines"].items()}))
     for batch in case.batches:
         found["batches"][str(batch)] = time_batch(engines, built, (rows, batch, options.rounds), best)
         tell(f"batch {batch}: " + json.dumps(found["batches"][str(batch)]["ratios"]))
     return found
+
+
+def difference(engine: Engine, made: Built, rows: Arrays, exact: Arrays) -> dict[str, float] | None:
+    """How far an engine's outputs are from those of the exported model in FP32, relative to their spread.
+
+    A fast engine that computes something else would be worth nothing.
+    """
+    if not made.artifact.is_built or made.artifact.path is None:
+        return None
+    with get_backend(engine.backend).open(made.artifact, made.directory / made.artifact.path) as runner:
+        found = runner.run(inputs_of(engine.variant, rows, len(next(iter(rows.values())))))
+    return {
+        name: float(np.sqrt(np.square(found[name] - value).mean()) / value.std())
+        for name, value in exact.items()
+    }
 
 
 def time_batch(
