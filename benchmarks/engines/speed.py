@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -319,6 +320,7 @@ def main() -> None:
                 shutil.copyfile(log, options.out / f"{options.case}-{log.parent.name}.log")
     settings = {
         "target": options.target,
+        "device": device_facts(),
         "rounds": options.rounds,
         "launches": LAUNCHES,
         "weights": "random",
