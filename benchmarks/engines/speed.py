@@ -277,6 +277,15 @@ def limits() -> dict[str, float]:
     return found | {name: 2 * n**3 / time_in_graph(run) / 1e6 for name, run in multiply.items()}
 
 
+def device_facts() -> str:
+    """Name, driver, power limit and clocks of the device as its driver tells them; empty without one."""
+    asked = "name,driver_version,power.limit,clocks.sm,clocks.max.sm,clocks.mem"
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def floors(variant: Variant, plan: PrecisionPlan, batch: int, best: Mapping[str, float]) -> dict[str, float]:
     """Least time of the linear sites of a plan, at the device's measured rates.
 
