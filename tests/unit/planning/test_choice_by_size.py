@@ -1,0 +1,217 @@
+"""Noise, and engines of their own for batch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from choice_cases import (
+    BEYOND,
+    BF16,
+    FP32,
+    PLANS,
+    WITHIN,
+    Candidate,
+    latency,
+    output,
+)
+
+from loka_onnx.core import serde
+from loka_onnx.core.evaluation import (
+    Choice,
+    Evaluation,
+    EvaluationSet,
+    OutputEvaluation,
+    PairedDifference,
+    TargetChoice,
+    Why,
+)
+from loka_onnx.core.intervals import Interval
+from loka_onnx.planning.choice import ChoiceOptions, choose
+
+# Noise, batch sizes -----------------------------------------------------------------------------------
+
+JITTER = (0.97, 1.03, 0.98, 1.02, 0.99, 1.01, 1.0, 1.0, 0.995, 1.005)
+
+
+def timed(candidate: Candidate, spread: float = 0.0, **us: float) -> Evaluation:
+    """Judged inside the budget, with medians by batch size (``b8=120.0``) whose parts spread."""
+    whole = candidate.evaluation("selection")
+    # Turned by the candidate, so that the jitter of two engines does not cancel.
+    turned = JITTER[len(candidate.plan) % 10 :] + JITTER[: len(candidate.plan) % 10]
+    latencies = tuple(
+        replace(
+            latency(value, batch=int(name[1:])),
+            parts_us=tuple(value * (1 + spread * (factor - 1)) for factor in turned),
+        )
+        for name, value in us.items()
+    )
+    return replace(whole, latencies=latencies)
+
+
+def by_size(
+    evaluations: dict[Candidate, Evaluation],
+    certified: tuple[str, ...] | None = None,
+    options: ChoiceOptions | None = None,
+) -> TargetChoice:
+    """The choice; plans in `certified` are inside the budget there, all of them by default."""
+    second = [
+        candidate.evaluation("certification")
+        if certified is None or candidate.plan in certified
+        else replace(candidate, accuracy=(BEYOND,)).evaluation("certification")
+        for candidate in evaluations
+    ]
+    found = choose(
+        [candidate.engine() for candidate in evaluations],
+        EvaluationSet((*evaluations.values(), *second)),
+        PLANS,
+        options,
+    )
+    assert serde.loads(Choice, serde.dumps(found)) == found
+    return found.targets[0]
+
+
+FP8_SAFE, FP8_ALL = Candidate("fp8-safe"), Candidate("fp8-all")
+
+
+def test_within_noise_the_higher_precision_wins() -> None:
+    noisy = {BF16: timed(BF16, 1.0, b8=100), FP8_SAFE: timed(FP8_SAFE, 1.0, b8=98.5)}
+    target = by_size(noisy)
+    assert target.plan == "bf16"
+    assert target.reason == (
+        "within noise of the fastest of 2 engines whose upper bound is inside the budget, 'fp8-safe', "
+        "and more exact; FP8 is no faster"
+    )
+    (loser,) = target.losers
+    assert loser.why is Why.WITHIN_NOISE
+    assert loser.reason.startswith("accuracy inside the budget; faster by 1.5 % (")
+    assert loser.reason.endswith("): within noise of an engine in higher precision")
+    assert loser.times is not None and loser.times.lower < 0.985 < loser.times.upper
+    # The same medians, measured without spread, are a difference; less than 1 % never is.
+    steady = {BF16: timed(BF16, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=98.5)}
+    assert by_size(steady).plan == "fp8-safe"
+    close = {BF16: timed(BF16, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=99.5)}
+    assert by_size(close).plan == "bf16"
+    assert by_size(close, options=ChoiceOptions(noise=0.001)).plan == "fp8-safe"
+
+
+def test_of_two_alike_the_one_with_less_fp8_wins() -> None:
+    alike = {BF16: timed(BF16, b8=200), FP8_ALL: timed(FP8_ALL, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=100.5)}
+    assert by_size(alike).plan == "fp8-safe"
+
+
+def test_a_surely_slower_engine_is_not_taken_for_its_precision() -> None:
+    apart = {BF16: timed(BF16, 1.0, b8=110), FP8_SAFE: timed(FP8_SAFE, 1.0, b8=98)}
+    target = by_size(apart)
+    assert target.plan == "fp8-safe"
+    assert [loser.why for loser in target.losers] == [Why.SLOWER]
+
+
+BOTH_SIZES = {BF16: timed(BF16, b8=50, b512=1000), FP8_SAFE: timed(FP8_SAFE, b8=60, b512=700)}
+
+
+def test_each_batch_size_gets_its_engine_where_that_pays() -> None:
+    target = by_size(BOTH_SIZES)
+    # Over both sizes: (6.25 + 1.95)/2 µs a row against (7.5 + 1.37)/2.
+    assert target.plan == "bf16"
+    assert [(route.batch, route.plan) for route in target.routes] == [(8, "bf16"), (512, "fp8-safe")]
+    assert target.routes[0].times is None
+    gain = target.routes[1].times
+    assert gain is not None and gain.value == pytest.approx(1000 / 700)
+    assert target.reason.endswith("; 2 engines by batch size, each faster there by more than 3 %")
+    assert target.engines == (BF16.engine().id, FP8_SAFE.engine().id)
+    assert target.plans == ("bf16", "fp8-safe")
+    assert target.losers == ()
+    # A request between sizes goes to the next larger's, one above all of them to the largest's.
+    for rows, plan_id in ((1, "bf16"), (8, "bf16"), (9, "fp8-safe"), (512, "fp8-safe"), (4096, "fp8-safe")):
+        assert target.route(rows).endswith(plan_id)
+
+
+def test_one_engine_serves_where_the_gain_is_inside_margin_or_spread() -> None:
+    assert by_size(BOTH_SIZES, options=ChoiceOptions(by_batch=False)).routes == ()
+    assert by_size(BOTH_SIZES, options=ChoiceOptions(margin=0.5)).routes == ()
+    little = {BF16: timed(BF16, b8=50, b512=1000), FP8_SAFE: timed(FP8_SAFE, b8=60, b512=975)}
+    assert by_size(little).routes == ()
+    # 5 % at the median, but the spread reaches below 3 %.
+    noisy = {BF16: timed(BF16, 1.0, b8=50, b512=1000), FP8_SAFE: timed(FP8_SAFE, 1.0, b8=60, b512=952)}
+    assert by_size(noisy).routes == ()
+    steady = {BF16: timed(BF16, b8=50, b512=1000), FP8_SAFE: timed(FP8_SAFE, b8=60, b512=952)}
+    assert len(by_size(steady).routes) == 2
+
+
+def test_an_engine_that_is_best_nowhere_does_not_lead() -> None:
+    """The best over all sizes may be second at each of them."""
+    three = {
+        FP32: timed(FP32, b1=10, b2=40),
+        BF16: timed(BF16, b1=11, b2=22),
+        FP8_SAFE: timed(FP8_SAFE, b1=30, b2=20),
+    }
+    target = by_size(three)
+    assert [(route.batch, route.plan) for route in target.routes] == [(1, "fp32"), (2, "fp8-safe")]
+    # 15 µs a row over both sizes against 20.
+    assert target.plan == "fp32"
+    (loser,) = target.losers
+    assert (loser.engine, loser.why) == (BF16.engine().id, Why.SLOWER)
+    assert loser.reason == (
+        "accuracy inside the budget; faster by 26.7 % over all batch sizes; "
+        "at each of them another is as fast or faster"
+    )
+
+
+def test_a_routed_engine_that_misses_on_certification_gives_its_sizes_back() -> None:
+    target = by_size(BOTH_SIZES, certified=("bf16",))
+    assert (target.plan, target.routes) == ("bf16", ())
+    assert target.reason.endswith(
+        "'fp8-safe' gave its batch sizes back: it is not inside the budget on certification"
+    )
+    (loser,) = target.losers
+    assert (loser.why, loser.reason) == (
+        Why.NOT_CERTIFIED,
+        "selected; on certification accuracy beyond the budget",
+    )
+    # The main engine missing leaves nothing that selection chose.
+    both = {**BOTH_SIZES, FP32: timed(FP32, b8=100, b512=2000)}
+    fallen = by_size(both, certified=("fp8-safe", "fp32"))
+    assert (fallen.plan, fallen.routes) == ("fp32", ())
+    assert {loser.engine: loser.why for loser in fallen.losers} == {
+        BF16.engine().id: Why.NOT_CERTIFIED,
+        FP8_SAFE.engine().id: Why.NOT_SELECTED,
+    }
+
+
+def test_an_engine_that_failed_at_a_served_size_is_not_emitted() -> None:
+    partly = {BF16: timed(BF16, b8=50, b512=1000), FP8_SAFE: timed(FP8_SAFE, b8=10)}
+    target = by_size(partly)
+    assert (target.plan, target.routes) == ("bf16", ())
+    (loser,) = target.losers
+    assert (loser.why, loser.reason) == (
+        Why.NO_SPEED,
+        "accuracy inside the budget; it was timed at batch 8 only, and failed beyond",
+    )
+
+
+def test_the_upper_bound_of_losers_is_told() -> None:
+    spoiled = judged(4e-4, BEYOND)
+    far = replace(Candidate("fp8-all", 50, (BEYOND,)).evaluation("selection"), outputs=(spoiled,))
+    near = replace(BF16.evaluation("selection"), outputs=(judged(5e-5, WITHIN),))
+    found = choose(
+        [FP8_ALL.engine(), BF16.engine()],
+        EvaluationSet((far, near, replace(near, split="certification"))),
+        PLANS,
+    )
+    (loser,) = found.targets[0].losers
+    assert (loser.why, loser.upper) == (Why.BEYOND, pytest.approx(2.0))
+    assert loser.reason == "accuracy beyond the budget, upper bound 2.00× the budget; faster by 75.0 %"
+
+
+def judged(upper: float, status: str) -> OutputEvaluation:
+    """An output with an upper end, against the budget of 2e-4."""
+    change = Interval(upper / 2, 0.0, upper, 0.95, 1000)
+    return replace(
+        output(status), difference=PairedDifference("loss", change, change, change, None, None, 0.0, 0.0)
+    )
+
+
+def test_margins_below_zero_are_refused() -> None:
+    with pytest.raises(ValueError, match="margins are at least 0"):
+        ChoiceOptions(margin=-0.1)

@@ -1,0 +1,115 @@
+"""The choice for hardware that is not here."""
+
+from __future__ import annotations
+
+import pytest
+from choice_cases import (
+    BEYOND,
+    PLANS,
+    UNDECIDED,
+    WITHIN,
+    Candidate,
+    chosen,
+    reasons,
+)
+
+from loka_onnx.core.engine import BuildStatus
+from loka_onnx.core.evaluation import (
+    EvaluationSet,
+    TargetChoice,
+)
+from loka_onnx.planning.choice import PROVISIONAL, choose
+
+# Hardware that is not here ----------------------------------------------------------------------------
+
+
+def absent(plan_id: str, **more: object) -> Candidate:
+    return Candidate(plan_id, None, (), BuildStatus.BUILT_NOT_RUN, **more)  # type: ignore[arg-type]
+
+
+def simulated(plan_id: str, accuracy: str = WITHIN) -> Candidate:
+    return Candidate(
+        plan_id, 1, (accuracy,), backend="ort", architecture="cpu", simulated=plan_id != "fp32", target="cpu"
+    )
+
+
+def provisional(engines: list[Candidate], here: list[Candidate]) -> TargetChoice:
+    candidates = [*engines, simulated("fp32"), *here]
+    choice = chosen(*candidates)
+    assert [target.target for target in choice.targets] == ["gpu", "cpu"]
+    target = choice.targets[0]
+    assert target.basis == PROVISIONAL
+    assert len(target.losers) == len(engines) - 1
+    return target
+
+
+EVERY = [absent(p) for p in ("fp32", "bf16", "fp8-all", "fp8-safe")]
+
+
+def test_the_most_fp8_whose_simulation_is_inside_is_chosen_provisionally() -> None:
+    target = provisional(EVERY, [simulated("fp8-all", BEYOND), simulated("fp8-safe")])
+    assert target.plan == "fp8-safe"
+    assert target.reason == (
+        "the simulated accuracy of 'fp8-safe' is inside the budget; "
+        "evaluate it on the device before deploying"
+    )
+    assert reasons(target) == {
+        "fp32": "built, not run: 'fp8-safe' has no less in FP8, at a simulated accuracy inside the budget",
+        "bf16": "built, not run: 'fp8-safe' has no less in FP8, at a simulated accuracy inside the budget",
+        "fp8-all": "built, not run: the accuracy of its plan on this host is not inside the budget",
+    }
+
+
+def test_what_was_not_simulated_is_not_chosen() -> None:
+    target = provisional(EVERY, [simulated("fp8-safe", UNDECIDED)])
+    assert target.plan == "bf16"
+    assert target.reason.startswith("no FP8 plan is inside the budget in simulation: high precision")
+    assert reasons(target) == {
+        "fp32": "built, not run: bf16 is expected to be faster",
+        "fp8-all": "built, not run: the accuracy of its plan was not simulated",
+        "fp8-safe": "built, not run: the accuracy of its plan on this host is not inside the budget",
+    }
+
+
+def test_a_plan_that_one_engine_here_saw_beyond_the_budget_is_not_chosen() -> None:
+    real = Candidate("fp8-all", 1, (BEYOND,), target="cpu", backend="other", architecture="cpu")
+    target = provisional([absent("bf16"), absent("fp8-all")], [simulated("fp8-all"), real])
+    assert target.plan == "bf16"
+
+
+def test_fp8_is_told_by_the_plan_and_not_by_its_name() -> None:
+    engines = [absent("bf16"), absent("refined-1")]
+    assert provisional(engines, [simulated("refined-1")]).plan == "refined-1"
+    assert provisional(engines, [simulated("refined-1", BEYOND)]).plan == "bf16"
+
+
+def test_a_high_precision_plan_seen_beyond_the_budget_gives_way() -> None:
+    engines = [absent("fp32"), absent("bf16")]
+    seen = Candidate("bf16", 1, (BEYOND,), target="cpu", backend="ort", architecture="cpu")
+    target = provisional(engines, [seen])
+    assert target.plan == "fp32"
+    assert reasons(target)["bf16"].endswith("on this host is not inside the budget")
+
+
+def test_the_engine_with_fewer_fallbacks_wins() -> None:
+    engines = [absent("fp8-all", fallbacks=2), absent("fp8-all", backend="rtx", fallbacks=1)]
+    target = provisional(engines, [simulated("fp8-all")])
+    assert target.engine == engines[1].engine().id
+    assert target.losers[0].reason.startswith("built, not run: the same plan as 'gpu-rtx-sm90-fp8-all'")
+
+
+@pytest.mark.parametrize("status", [BuildStatus.FAILED, BuildStatus.DECLINED])
+def test_an_engine_that_was_not_built_keeps_its_reason(status: BuildStatus) -> None:
+    # Its simulation is inside the budget: only what was built is chosen all the same.
+    missing = Candidate("fp8-all", None, (), status, detail="refused sm80")
+    target = provisional([absent("bf16"), missing], [simulated("fp8-all")])
+    assert target.plan == "bf16"
+    assert reasons(target)["fp8-all"] == f"{status}: refused sm80"
+
+
+def test_a_simulation_must_hold_on_both_splits() -> None:
+    built = [absent("bf16").engine(), absent("fp8-all").engine()]
+    good, bad = simulated("fp8-all"), simulated("fp8-all", BEYOND)
+    for first, second, plan in ((good, good, "fp8-all"), (good, bad, "bf16"), (bad, good, "bf16")):
+        evaluations = EvaluationSet((first.evaluation("selection"), second.evaluation("certification")))
+        assert choose(built, evaluations, PLANS).targets[0].plan == plan
