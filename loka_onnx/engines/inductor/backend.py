@@ -95,8 +95,7 @@ class InductorBackend(Backend):
         """See `Backend.fused_sites`; what `fusions` would take in a plan without FP8."""
         if base not in BASES:
             return {}
-        report = fuse(PlannedGraph.load(model, BASES[base]))
-        return {site: name for name, places in report.fused.items() for each in places for site in each.sites}
+        return fuse(PlannedGraph.load(model, BASES[base])).joined
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
         """On the CPU, FP8 is about accuracy only."""

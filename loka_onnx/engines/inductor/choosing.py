@@ -1,11 +1,11 @@
-"""Which kernel computes each FP8 product: measured on the device, on what the site really reads.
+"""Which kernel computes each product: measured on the device, on what the site really reads.
 
-For each product of the fused graph the candidates are cuBLASLt with exact and with fast accumulation, what
-follows it fused by the compiler, and the Triton kernel in several tiles, with what follows inside. Each is
-timed in a CUDA graph at every batch size that will be served, and the fastest in sum over the sizes is
-compiled in, if its arithmetic adds little to what quantization costs: Hopper's tensor cores keep about 14
-bits of an FP8 sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), and a plan was judged by a simulation that
-keeps 24.
+For each product of the fused graph the candidates are the library (for FP8 cuBLASLt with exact and with fast
+accumulation), what follows it fused by the compiler, and the Triton kernel in several tiles, with what
+follows inside. Each is timed in a CUDA graph at every batch size that will be served, and the fastest in sum
+over the sizes is compiled in, if its arithmetic adds little to what quantization costs: Hopper's tensor cores
+keep about 14 bits of an FP8 sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), and a plan was judged by a
+simulation that keeps 24.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ from loka_onnx.engines.inductor.lowering.strategies import (
 
 TILES = (
     Tile(128, 128, 128, 3, 8),
-    Tile(128, 128, 128, 2, 8),
-    Tile(128, 256, 128, 3, 8),
     Tile(64, 128, 128, 4, 4),
     Tile(64, 128, 128, 2, 4),
-    Tile(64, 128, 64, 3, 4),
     Tile(128, 64, 128, 4, 4),
     Tile(64, 64, 128, 4, 4),
     Tile(64, 64, 128, 2, 4),
+    Tile(64, 32, 256, 3, 4),
 )
-"""Tiles that were fastest at one shape or another on an H100 (`benchmarks`)."""
+"""Tiles that were fastest at one shape or another on an H100 (`benchmarks`), by bytes of FP8: of wider
+factors a step takes as many bytes, and half the depth."""
 LARGEST_ERROR = 2.0**-9
 """Root mean square error of a kernel over that of the exact product of the same FP8 values. Rounding the two
 factors to E4M3 makes about 2⁻⁵ of it: what is allowed here adds less than a hundredth of that energy."""
@@ -108,13 +107,17 @@ class Recorder(EpilogueStrategy):
         return library_with(self.library, product, epilogue)
 
 
-def candidates(*, fast_accumulation: bool = True) -> dict[str, ProductStrategy]:
+def candidates(product: FloatProduct, *, fast_accumulation: bool = True) -> dict[str, ProductStrategy]:
     """By name, what may compute a product.
 
     Args:
-        fast_accumulation: Whether sums may be kept in fewer bits than FP32.
+        product: The product.
+        fast_accumulation: Whether sums of FP8 products may be kept in fewer bits than FP32.
     """
     exact = ScaledMatMul()
+    if not product.is_float8:
+        tiles = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in TILES]
+        return {"library": exact} | {f"triton {tile}": TiledProduct(tile) for tile in tiles}
     found: dict[str, ProductStrategy] = {"cublas": exact}
     if not fast_accumulation:
         # On Hopper Triton keeps sums of FP8 products in the tensor core's bits, as fast accumulation does.
@@ -140,7 +143,6 @@ def choose_kernels(
         progress: Called after each site.
         fast_accumulation: Whether cuBLASLt may keep its sums in fewer bits.
     """
-    tried = candidates(fast_accumulation=fast_accumulation)
     choices: dict[str, ProductStrategy] = {}
     measured: list[Measured] = []
     known: dict[tuple[object, ...], dict[str, dict[int, float]]] = {}
@@ -148,8 +150,9 @@ def choose_kernels(
         progress("kernels", number, len(seen))
         # Sites of one shape and one epilogue take equally long; how exact they are is up to their values.
         case = _Case(product, epilogue, batch, tuple(sizes))
-        key = (*product.a.shape, *product.b.shape, product.scale_b.dim(), product.dtype, epilogue.describe())
-        times = known.setdefault(key, {})
+        key = (*product.a.shape, *product.b.shape, product.scale_b.dim(), product.a.dtype, product.dtype)
+        times = known.setdefault((*key, epilogue.describe()), {})
+        tried = candidates(product, fast_accumulation=fast_accumulation)
         results = tuple(_measure(site, name, strategy, case, times) for name, strategy in tried.items())
         measured.extend(results)
         able = [each for each in results if not each.obstacle]
@@ -174,6 +177,8 @@ class _Case:
         """The same with as many rows as a batch of that size has, the real ones over and over."""
         rows = self.product.a.shape[0] * size // self.batch
         cross = tuple(_repeated(each, rows) for each in self.epilogue.cross)
+        if self.epilogue.is_first:
+            cross = (cross[0], cross[0])
         return replace(self.product, a=_repeated(self.product.a, rows)), replace(self.epilogue, cross=cross)
 
 

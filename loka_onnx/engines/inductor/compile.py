@@ -1,7 +1,7 @@
 """From a planned ONNX graph to one package of AOTInductor.
 
 In order: fusions of the ONNX graph (`fusions`), lowering to PyTorch, on a GPU the choice of a kernel for each
-FP8 product (`choosing`), export with a batch that may vary, compilation ahead of time, packaging.
+fused product (`choosing`), export with a batch that may vary, compilation ahead of time, packaging.
 
 The package holds `engine.json` beside its programs
 (`sessions.inductor_package`), which says what the exported programs multiply.
@@ -57,7 +57,7 @@ class Settings:
         fast_accumulation: Whether FP8 products may keep their sums in fewer bits than FP32 (Hopper).
         static: Whether each batch size that is served gets a program of its own.
         fuse: Whether the graph is fused into the operators of `kernels` where it can be.
-        choose: Whether the kernel of each FP8 product is chosen by timing on a GPU.
+        choose: Whether the kernel of each fused product is chosen by timing on a GPU.
     """
 
     max_autotune: bool = False
@@ -186,7 +186,7 @@ def fused(model: Path, folder: Path) -> Path:
 
 
 def chosen_products(build: Build, model: Path) -> Any:
-    """What computes FP8 products: on a GPU, what was measured to be fastest at each site."""
+    """What computes the products that were fused: on a GPU, what was measured to be fastest at each site."""
     import torch
 
     from loka_onnx.engines.inductor.choosing import Recorder, choose_kernels
@@ -195,7 +195,7 @@ def chosen_products(build: Build, model: Path) -> Any:
     request, settings = build.request, build.settings
     library = ScaledMatMul(fast_accumulation=settings.fast_accumulation)
     device = torch_device(request.architecture)
-    if not settings.choose or device.type == CPU or not request.plan.fp8_sites:
+    if not settings.choose or not settings.fuse or device.type == CPU:
         return library
     recorder = Recorder(ScaledMatMul())
     rows = request.batch.serve

@@ -17,7 +17,7 @@ MARK = "loka_onnx_node"
 OWN_OPERATORS = "loka."
 """What names of this project's own operators begin with."""
 SCALED = "aten._scaled_mm.default"
-FLOAT8_KERNEL = "loka.float8_product.default"
+PRODUCT_KERNEL = "loka.float8_product.default"
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _FLOATING = {*FLOAT8, "bfloat16", "float16", "float32", "float64"}
 _FACTORS = {
@@ -72,10 +72,11 @@ def _products(graph: Any) -> Iterator[Product]:
             continue
         positional = node.args[_FAST_ACCUMULATION] if len(node.args) > _FAST_ACCUMULATION else False
         # Our FP8 kernel keeps its sums as fast accumulation does (`choosing.candidates`).
-        fast = operator == FLOAT8_KERNEL or (
+        types = tuple(_dtype(factor) for factor in factors)
+        fast = (operator == PRODUCT_KERNEL and types[0] in FLOAT8) or (
             operator == SCALED and bool(node.kwargs.get("use_fast_accum", positional))
         )
-        yield Product(_mark(node), operator, tuple(_dtype(factor) for factor in factors), fast)
+        yield Product(_mark(node), operator, types, fast)
 
 
 def entering_types(graph: Any, names: Collection[str]) -> dict[str, tuple[str, ...]]:

@@ -43,6 +43,17 @@ class FusionReport:
     fused: dict[str, tuple[Fused, ...]]
     declined: dict[str, tuple[str, ...]]
 
+    @property
+    def joined(self) -> dict[str, str]:
+        """The fusion of each site that a kernel computes together with others; FP8 there would part them."""
+        return {
+            site: name
+            for name, places in self.fused.items()
+            for each in places
+            if len(each.sites) > 1
+            for site in each.sites
+        }
+
 
 class DeclinedFusion(Exception):
     """A place that looks alike and cannot be fused; the reason is its message."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from loka_onnx.engines.inductor.fusions.base import Findings, Fusion, FusionReport
 from loka_onnx.engines.inductor.fusions.factorization_norm import fuse_factorization_norm
 from loka_onnx.engines.inductor.fusions.float8_product import fuse_float8_product
+from loka_onnx.engines.inductor.fusions.half_product import fuse_half_product
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.fusions.token_residual_norm import fuse_token_residual_norm
 
@@ -14,6 +15,7 @@ FUSIONS: Mapping[str, Fusion] = {
     "factorization-norm": fuse_factorization_norm,
     "token-residual-norm": fuse_token_residual_norm,
     "float8-product": fuse_float8_product,
+    "half-product": fuse_half_product,
 }
 """By name. Products come last: a Q that a norm takes along is not theirs."""
 

@@ -77,11 +77,11 @@ def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tens
     return functional.layer_norm(joined, joined.shape[-1:], *wide, epsilon).to(x.dtype)
 
 
-@OPERATORS.operator("Float8Product", domain=DOMAIN, raw=True)
-def float8_product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
-    """A product of FP8 factors and what follows it (`fusions.float8_product`)."""
-    missing: list[Value] = [None] * (8 - len(inputs))
-    a, scale_a, b, scale_b, bias, x0, x, out_scale = [*inputs, *missing]
+@OPERATORS.operator("Float8Product", "HalfProduct", domain=DOMAIN, raw=True)
+def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
+    """A product and what follows it (`fusions.float8_product`, `fusions.half_product`)."""
+    missing: list[Value] = [None] * (9 - len(inputs))
+    a, scale_a, b, scale_b, bias, x0, x, out_scale, scale = [*inputs, *missing]
     parts = Epilogue(
         bias=None if bias is None else node.tensor(bias).reshape(-1),
         cross=() if x0 is None or x is None else (node.tensor(x0), node.tensor(x)),
@@ -89,17 +89,19 @@ def float8_product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
         scale=None if out_scale is None else _number(node, out_scale),
         is_wide=bool(node.get("wide", 1)),
     )
-    weight_scale = node.tensor(scale_b).to(torch.float32)
-    product = FloatProduct(
+    factor = node.tensor(a)
+    weight_scale = _scale(node, scale_b, factor)
+    factors = FloatProduct(
         site=node.name,
-        a=node.tensor(a),
-        scale_a=node.tensor(scale_a).to(torch.float32).reshape(()),
+        a=factor,
+        scale_a=_scale(node, scale_a, factor).reshape(()),
         b=node.tensor(b).t(),
         scale_b=weight_scale.reshape(()) if weight_scale.numel() == 1 else weight_scale.reshape(-1),
         bias=parts.bias,
         dtype=TORCH_TYPES[int(node.get("base", 1))],
+        scale=None if scale is None else node.tensor(scale),
     )
-    whole = (*product.a.shape[:-1], product.b.shape[1])
+    whole = (*factors.a.shape[:-1], factors.b.shape[1])
     for each in parts.cross:
         if tuple(each.shape) != whole:
             raise node.error(
@@ -107,17 +109,24 @@ def float8_product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
             )
     strategy = node.scope.products
     if isinstance(strategy, PerSite):
-        strategy = strategy.choices.get(product.site, strategy.otherwise)
+        strategy = strategy.choices.get(factors.site, strategy.otherwise)
     done = (
-        strategy.multiply_with(product, parts)
+        strategy.multiply_with(factors, parts)
         if isinstance(strategy, EpilogueStrategy)
-        else library_with(strategy, product, parts)
+        else library_with(strategy, factors, parts)
     )
     # One name for the product in the plan, in the graph and here.
-    node.scope.sites[product.site] = LoweredSite(
-        product.site, node.op_type, done.kernel, done.operands, done.engaged, done.reason
+    node.scope.sites[factors.site] = LoweredSite(
+        factors.site, node.op_type, done.kernel, done.operands, done.engaged, done.reason
     )
     return done.outputs
+
+
+def _scale(node: Node, value: Value, factor: Tensor) -> Tensor:
+    """Scale of a factor in FP32; 1 for one that is not quantized."""
+    if value is None:
+        return torch.ones((), dtype=torch.float32, device=factor.device)
+    return node.tensor(value).to(torch.float32)
 
 
 def _number(node: Node, value: Value) -> float:
@@ -132,5 +141,5 @@ def _number(node: Node, value: Value) -> float:
 
 
 # Scales are multiplied in FP32; in a BF16 graph they would be converted in every run.
-OPERATORS.store_in_float32("Float8Product", domain=DOMAIN, positions=(1, 3, 7))
+OPERATORS.store_in_float32("Float8Product", "HalfProduct", domain=DOMAIN, positions=(1, 3, 7, 8))
 OPERATORS.store_in_float32("FactorizationNorm", domain=DOMAIN, positions=(4,))

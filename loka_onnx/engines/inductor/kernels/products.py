@@ -1,4 +1,4 @@
-"""FP8 products together with what follows them: by a library and the compiler, or in one kernel."""
+"""Products together with what follows them: by a library and the compiler, or in one kernel."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     ProductStrategy,
     ScaledMatMul,
 )
+from loka_onnx.engines.inductor.lowering.types import short_name
 
 E4M3FN = torch.float8_e4m3fn
 LIMIT = 448.0
@@ -32,7 +33,8 @@ class Epilogue:
 
     Attributes:
         bias: Added first; part of the product where a library computes that.
-        cross: x0 and x of a cross layer, of the shape of the product; none otherwise.
+        cross: x0 and x of a cross layer, of the shape of the product; none otherwise. In the first layer they
+            are one tensor.
         relu: Whether negative values become 0.
         scale: Of the quantized output; None where there is none.
         is_wide: Whether there is an output that is not quantized.
@@ -53,12 +55,17 @@ class Epilogue:
         wide = (value,) if self.is_wide else ()
         return wide if self.scale is None else (*wide, to_float8(value, self.scale))
 
+    @property
+    def is_first(self) -> bool:
+        """Whether x is x0."""
+        return len(self.cross) > 0 and self.cross[0] is self.cross[1]
+
     def describe(self) -> str:
         """What it does, for a log; alike for alike kernels."""
         parts = [
             "bias" if self.bias is not None else "",
             "relu" if self.relu else "",
-            "cross" if self.cross else "",
+            "" if not self.cross else "first cross" if self.is_first else "cross",
             "wide" if self.is_wide else "",
             "quantize" if self.scale is not None else "",
         ]
@@ -146,14 +153,13 @@ class TiledProduct(EpilogueStrategy):
 
         k, n = product.b.shape
         lead, tile = product.a.shape[:-1], self.tile
-        x0, x = (
-            (each.reshape(-1, n).contiguous() for each in epilogue.cross) if epilogue.cross else (None, None)
-        )
+        read = epilogue.cross[:1] if epilogue.is_first else epilogue.cross
+        x0, x = (*(each.reshape(-1, n).contiguous() for each in read), None, None)[:2]
         made = kernel.float8_product(
             product.a.reshape(-1, k).contiguous(),
             # A tied weight may be stored the other way round; else this is free.
             product.b.t().contiguous(),
-            (product.scale_a * product.scale_b).expand(n).contiguous(),
+            product.column_scale() if product.is_float8 else None,
             epilogue.bias,
             x0,
             x,
@@ -163,4 +169,5 @@ class TiledProduct(EpilogueStrategy):
             [tile.rows, tile.columns, tile.depth, tile.stages, tile.warps],
         )
         outputs = tuple(each.reshape(*lead, n) for each in made)
-        return Finished(outputs, f"triton {tile}", ("float8_e4m3fn",) * 2, engaged=True)
+        operands = (short_name(product.a.dtype), short_name(product.b.dtype))
+        return Finished(outputs, f"triton {tile}", operands, engaged=product.is_float8)

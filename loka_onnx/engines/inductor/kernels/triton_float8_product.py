@@ -1,6 +1,6 @@
-"""FP8 products whose epilogue does what follows: bias, ReLU, a cross layer's sum, the next Q.
+"""Products whose epilogue does what follows: bias, ReLU, a cross layer's sum, the next Q.
 
-With A (M, K) and B (N, K) in E4M3FN and a scale for each output column::
+With A (M, K) and B (N, K) in E4M3FN and a scale for each output column, or in BF16 or FP16 without one::
 
     Z    =   relu?(A · Bᵀ · scale + bias)
     Z    =   x0 ⊙ Z + x                      of a cross layer (arXiv 2008.13535, equation 1)
@@ -45,9 +45,11 @@ def _kernel(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP_M: tl.constexpr,
+    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     RELU: tl.constexpr,
     CROSS: tl.constexpr,
+    FIRST: tl.constexpr,
     WIDE: tl.constexpr,
     NARROW: tl.constexpr,
     WHOLE_K: tl.constexpr,
@@ -81,14 +83,16 @@ def _kernel(  # type: ignore[no-untyped-def]
         b += BK
     stored = (m[:, None] < M) & (n[None, :] < N)
     place = m.to(tl.int64)[:, None] * N + n[None, :]
-    z *= tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
+    if SCALED:
+        z *= tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
     if BIAS:
         z += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if RELU:
         z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if CROSS:
-        z *= tl.load(x0_ptr + place, mask=stored, other=0.0).to(tl.float32)
-        z += tl.load(x_ptr + place, mask=stored, other=0.0).to(tl.float32)
+        x0 = tl.load(x0_ptr + place, mask=stored, other=0.0).to(tl.float32)
+        x = x0 if FIRST else tl.load(x_ptr + place, mask=stored, other=0.0).to(tl.float32)
+        z = x0 * z + x
     if WIDE:
         tl.store(wide_ptr + place, z.to(wide_ptr.dtype.element_ty), mask=stored)
     if NARROW:
@@ -99,7 +103,7 @@ def _kernel(  # type: ignore[no-untyped-def]
 def float8_product(
     a: Tensor,
     b: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     x0: Tensor | None,
     x: Tensor | None,
@@ -111,12 +115,12 @@ def float8_product(
     """Launch it.
 
     Args:
-        a: (M, K) in E4M3FN, contiguous; K a multiple of 16.
-        b: (N, K) in E4M3FN, contiguous: the transposed weight; N a multiple of 16.
-        scale: (N,) FP32, of a times that of each column of the weight.
+        a: (M, K) in E4M3FN, BF16 or FP16, contiguous; K a multiple of 16.
+        b: (N, K) in the same type, contiguous: the transposed weight; N a multiple of 16.
+        scale: (N,) FP32, of a times that of each column of the weight; None where they are not quantized.
         bias: (N,), or None.
         x0: (M, N), of a cross layer, or None.
-        x: (M, N), likewise.
+        x: (M, N), likewise; None where it is x0, as in the first layer.
         inverse_scale: One over the scale of the quantized output; 0 where nothing is quantized.
         relu: Whether negative values become 0.
         wide: Type of the output that is not quantized; None where there is none.
@@ -132,13 +136,8 @@ def float8_product(
     wrap_triton(_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
         a,
         b,
-        scale,
         # A pointer that is not used still has to point somewhere.
-        scale if bias is None else bias,
-        scale if x0 is None else x0,
-        scale if x is None else x,
-        scale if high is None else high,
-        scale if low is None else low,
+        *(a if each is None else each for each in (scale, bias, x0, x, high, low)),
         m,
         n // MULTIPLE,
         k // MULTIPLE,
@@ -147,9 +146,11 @@ def float8_product(
         BN=bn,
         BK=bk,
         GROUP_M=GROUP,
+        SCALED=scale is not None,
         BIAS=bias is not None,
         RELU=relu,
         CROSS=x0 is not None,
+        FIRST=x is None,
         WIDE=high is not None,
         NARROW=low is not None,
         WHOLE_K=k % bk == 0,

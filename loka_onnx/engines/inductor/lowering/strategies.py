@@ -50,16 +50,17 @@ class LoweredSite:
 
 @dataclass(frozen=True, eq=False)
 class FloatProduct:
-    """A product of FP8 factors.
+    """A product of FP8 factors, or of two factors of the result's type.
 
     Attributes:
         site: Name of the node.
-        a: Left factor (…, M, K), FP8.
-        scale_a: Its scale in FP32, of rank 0 or, one for each row, (M,).
-        b: Right factor (…, K, N), FP8; a weight has its columns contiguous, as cuBLASLt takes it.
+        a: Left factor (…, M, K).
+        scale_a: Its scale in FP32, of rank 0 or, one for each row, (M,); 1 for a factor that is not FP8.
+        b: Right factor (…, K, N); a weight has its columns contiguous, as cuBLASLt takes it.
         scale_b: Its scale in FP32, of rank 0 or, one for each column, (N,).
         bias: Added to the result, (N,); None for nothing.
         dtype: Element type of the result, and of the bias.
+        scale: Product of both scales for each column, (N,), where it is known beforehand.
     """
 
     site: str
@@ -69,11 +70,23 @@ class FloatProduct:
     scale_b: torch.Tensor
     bias: torch.Tensor | None
     dtype: torch.dtype
+    scale: torch.Tensor | None = None
+
+    def column_scale(self) -> torch.Tensor:
+        """Product of both scales for each column, (N,) contiguous; of a left factor with one scale."""
+        if self.scale is not None:
+            return self.scale
+        return (self.scale_a * self.scale_b).expand(self.b.shape[1]).contiguous()
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether both factors are FP8."""
+        return self.a.element_size() == self.b.element_size() == 1
 
     def swapped(self) -> FloatProduct:
         """(Bᵀ Aᵀ), the transpose of the product; without its bias, which then belongs to the rows."""
         a, b = self.b.transpose(-1, -2), self.a.transpose(-1, -2)
-        return replace(self, a=a, scale_a=self.scale_b, b=b, scale_b=self.scale_a, bias=None)
+        return replace(self, a=a, scale_a=self.scale_b, b=b, scale_b=self.scale_a, bias=None, scale=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +146,7 @@ class ChannelScales(StrEnum):
 
 @dataclass(frozen=True)
 class ScaledMatMul(ProductStrategy):
-    """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU.
+    """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; for factors that are floats `torch.matmul`.
 
     Attributes:
         fast_accumulation: Whether Hopper may keep its partial sums in fewer bits than FP32
@@ -146,6 +159,8 @@ class ScaledMatMul(ProductStrategy):
 
     def multiply(self, product: FloatProduct) -> Multiplied:
         """Compute a product; that of a weight on the left as its transpose, (Bᵀ Aᵀ)ᵀ."""
+        if not product.is_float8:
+            return multiply_floats(product)
         turned = (
             product.a.dim() == 2
             and (product.b.dim() > 2 or product.scale_a.dim() > 0)
@@ -205,6 +220,13 @@ class ScaledMatMul(ProductStrategy):
             out_dtype=dtype,
             use_fast_accum=fast,
         )
+
+
+def multiply_floats(product: FloatProduct) -> Multiplied:
+    """Multiply factors of the result's type, as an operator of PyTorch that has a bias does."""
+    values = torch.nn.functional.linear(product.a, product.b.transpose(-1, -2), product.bias)
+    operands = (short_name(product.a.dtype), short_name(product.b.dtype))
+    return Multiplied(values, "dense", operands, engaged=False)
 
 
 def multiply_dequantized(product: FloatProduct, reason: str) -> Multiplied:

@@ -88,6 +88,24 @@ def product() -> None:
     )
     close(only, exact, 2 * ULP, 4 * ULP * float(exact.abs().max()))
     assert only.dtype is HALF
+    # In the first cross layer x is x0, which the kernel reads once.
+    (first,) = triton_float8_product.float8_product(
+        a, b, scale, bias, x0, None, 0.0, False, HALF, [16, 16, 16, 2, 4]
+    )
+    z = x0.double() * (exact + bias.double()) + x0.double()
+    close(first, z, 2 * ULP, 4 * ULP * float(z.abs().max()))
+
+
+def half_product() -> None:
+    """Factors that are not quantized have no scale."""
+    m, n, k = 21, 48, 80
+    a, b, bias = random(m, k), random(n, k, scale=k**-0.5), random(n)
+    z = (a.double() @ b.double().t() + bias.double()).clamp(min=0)
+    wide, narrow = triton_float8_product.float8_product(
+        a, b, None, bias, None, None, 64.0, True, HALF, [16, 16, 16, 2, 4]
+    )
+    close(wide, z, 2 * ULP, 4 * ULP * float(z.max()))
+    quantized(narrow, z * 64, 2.0**-4 + ULP, 2.0**-9)
 
 
 if __name__ == "__main__":

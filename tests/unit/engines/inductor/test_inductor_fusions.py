@@ -251,6 +251,71 @@ def test_a_product_takes_along_what_follows(bias, behind, outputs, tmp_path):
         )
 
 
+def test_both_scales_are_multiplied_when_the_graph_is_fused(tmp_path):
+    """An engine would multiply them in every request, in a kernel of its own."""
+    model = product(bias=True, behind="relu", outputs="wide")
+    graph, _ = fused(model, tmp_path)
+    (made,) = [node for node in graph.nodes if node.op == "Float8Product"]
+    wanted = model.constants["ws"].astype(np.float32) * model.constants["s"].astype(np.float32)
+    np.testing.assert_array_equal(made.reads(8).values, wanted)
+
+
+def half(behind: str, width: int = 32, transposed: bool = True) -> Model:
+    """A BF16 Gemm with what follows it."""
+    n = 48
+    model = Model((width,)).constant(
+        "w", bf16(n, width, scale=0.2) if transposed else bf16(width, n, scale=0.2)
+    )
+    model.constant("b", bf16(n)).add("Gemm", ["x", "w", "b"], "g", name="fc", transB=int(transposed))
+    last = "g"
+    if "relu" in behind:
+        last = "r"
+        model.add("Relu", ["g"], "r")
+    if "cross" in behind:
+        model.constant("m", bf16(width, n, scale=0.2)).add("MatMul", ["x", "m"], "x0", name="other")
+        model.add("Mul", ["g", "x0"], "gm").add("Add", ["x0", "gm"], "r")
+        last = "r"
+    if "quantized" in behind:
+        model.constant("s2", np.array(0.03125, BF16)).constant("zero", np.array(0, FP8))
+        model.add("QuantizeLinear", [last, "s2", "zero"], "q2").add(
+            "DequantizeLinear", ["q2", "s2", "zero"], "y"
+        )
+    model.outputs = ("y",) if "quantized" in behind else (last,)
+    return model
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("behind", ["relu", "cross", "quantized", "relu, quantized"])
+def test_a_product_in_bf16_takes_along_what_follows(behind, transposed, tmp_path):
+    model = half(behind, transposed=transposed)
+    graph, report = fused(model, tmp_path)
+    assert [found.sites for found in report.fused["half-product"]] == [("fc",)]
+    assert not {"Gemm", "Relu", "Add", "Mul", "QuantizeLinear"} & set(ops(graph, tmp_path))
+    # Quantizing the site would leave the fusion as it is.
+    assert report.joined == {}
+    c = {name: value.astype(np.float64) for name, value in model.constants.items()}
+    x = RANDOM.standard_normal((BATCH, 32)).astype(np.float32)
+    rows = x.astype(BF16).astype(np.float64)
+    z = rows @ (c["w"].T if transposed else c["w"]) + c["b"]
+    z = np.maximum(z, 0.0) if "relu" in behind else z
+    if "cross" in behind:
+        x0 = (rows @ c["m"]).astype(np.float32).astype(BF16).astype(np.float64)
+        z = x0 * z + x0
+    (got,) = run(tmp_path / "fused.onnx", x)
+    magnitude = np.abs(z).max()
+    if "quantized" in behind:
+        z = np.clip(z, -448 * c["s2"], 448 * c["s2"])
+        np.testing.assert_allclose(got, z, rtol=2.0**-4 + 4 * ULP, atol=4 * ULP * magnitude + 2.0**-9)
+    else:
+        np.testing.assert_allclose(got, z, rtol=4 * ULP, atol=4 * ULP * magnitude)
+
+
+def test_a_product_in_bf16_is_left_to_the_library_where_nothing_is_gained(tmp_path):
+    assert fused(half(""), tmp_path)[1].fused == {}
+    # The kernel takes multiples of 16.
+    assert fused(half("relu", width=13), tmp_path)[1].fused == {}
+
+
 def test_a_weight_that_is_not_transposed_is_stored_so(tmp_path):
     """Matrix units read FP8 along K from both factors."""
     model = product(bias=True, behind="relu", outputs="wide")

@@ -1,0 +1,58 @@
+"""A product in BF16 or FP16 with everything that follows it and needs no other element of its output.
+
+With A and W in one of these types::
+
+    Z  =  A · W + b,    its epilogue (`epilogue`),    Z, Q(Z)
+
+become one node, as FP8 products do (`float8_product`). A library adds a bias, and no more: where the epilogue
+is no more, there is nothing to fuse.
+"""
+
+from __future__ import annotations
+
+from loka_onnx.engines.inductor.fusions.base import DOMAIN, HALVES, DeclinedFusion, Findings, Fused
+from loka_onnx.engines.inductor.fusions.epilogue import ends_of, is_plain, read_epilogue, transposed
+from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph
+
+OP = f"{DOMAIN}::HalfProduct"
+MULTIPLE = 16
+"""What K and N must be multiples of in the kernel (`kernels.triton_float8_product`)."""
+
+
+def fuse_half_product(graph: PlannedGraph) -> Findings:
+    """Fuse every product of a constant in BF16 or FP16 that something is behind; see the module."""
+    found = Findings([], [])
+    for node in list(graph.nodes):
+        if not _is_half(node):
+            continue
+        try:
+            fused = _fuse(graph, node)
+        except DeclinedFusion as reason:
+            found.declined.append(f"{node.name}: {reason}")
+        else:
+            found.fused.extend(fused)
+    return found
+
+
+def _is_half(node: Node) -> bool:
+    if not is_plain(node):
+        return False
+    activation, weight = node.reads(0), node.reads(1)
+    if activation.is_constant or not weight.is_constant or len(weight.shape or ()) != 2:
+        return False
+    sizes = [length or 1 for length in weight.shape or ()]
+    return activation.kind == weight.kind and weight.kind in HALVES and not any(n % MULTIPLE for n in sizes)
+
+
+def _fuse(graph: PlannedGraph, node: Node) -> list[Fused]:
+    epilogue = read_epilogue(graph, node)
+    ends = ends_of(graph, epilogue.end)
+    if epilogue.end.kind != node.reads(1).kind:
+        raise DeclinedFusion("its result has another type than its factors")
+    if not (epilogue.relu or epilogue.cross or ends.quantize):
+        return []
+    inputs = [node.reads(0), None, transposed(graph, node, node.reads(1)), None, epilogue.bias]
+    inputs += [*(epilogue.cross or (None, None)), ends.scale]
+    attrs = {"relu": int(epilogue.relu), "wide": int(ends.wide), "base": epilogue.end.kind}
+    graph.replace(OP, node.name, inputs, ends.replaced(epilogue.end), attrs)
+    return [Fused(node.name, (node.name,))]
