@@ -3,9 +3,9 @@
 For each product of the fused graph the candidates are the library (for FP8 cuBLASLt with exact and with fast
 accumulation), what follows it fused by the compiler, and the Triton kernel in several tiles, with what
 follows inside. Each is timed in a CUDA graph at every batch size that will be served, and the fastest in sum
-over the sizes is compiled in, if its arithmetic adds little to what quantization costs: Hopper's tensor cores
-keep about 14 bits of an FP8 sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), and a plan was judged by a
-simulation that keeps 24.
+over the sizes that a program takes is compiled into it, if its arithmetic adds little to what quantization
+costs: Hopper's tensor cores keep about 14 bits of an FP8 sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2),
+and a plan was judged by a simulation that keeps 24.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Measured:
     Attributes:
         site: The site.
         kernel: The candidate.
-        us: Median time by rows of the product, microseconds.
+        us: Median time by batch size, microseconds.
         error: Root mean square error relative to the exact product of the same FP8 values.
         obstacle: Why it was not measured or may not be chosen; empty where it may.
     """
@@ -77,12 +77,24 @@ class Chosen:
     """What the measurements say.
 
     Attributes:
-        products: A strategy for each site.
         measured: Every candidate of every site.
+        tried: By site and name, what the candidates are.
+        otherwise: What computes every other product.
     """
 
-    products: ProductStrategy
     measured: tuple[Measured, ...]
+    tried: Mapping[tuple[str, str], ProductStrategy]
+    otherwise: ProductStrategy
+
+    def products(self, sizes: Sequence[int]) -> ProductStrategy:
+        """For each site the candidate that is fastest in sum over batch sizes, of those that were timed."""
+        best: dict[str, tuple[float, str]] = {}
+        for each in self.measured:
+            if not each.obstacle:
+                took = sum(each.us[size] for size in sizes)
+                best[each.site] = min(best.get(each.site, (took, each.kernel)), (took, each.kernel))
+        choices = {site: self.tried[site, kernel] for site, (_, kernel) in best.items()}
+        return PerSite(choices, self.otherwise)
 
 
 @dataclass(eq=False)
@@ -134,7 +146,7 @@ def choose_kernels(
     *,
     fast_accumulation: bool = True,
 ) -> Chosen:
-    """Measure every candidate at every site and take the fastest that is exact enough.
+    """Measure every candidate at every site.
 
     Args:
         seen: By site, a product on real values with what follows it, on a GPU.
@@ -143,7 +155,7 @@ def choose_kernels(
         progress: Called after each site.
         fast_accumulation: Whether cuBLASLt may keep its sums in fewer bits.
     """
-    choices: dict[str, ProductStrategy] = {}
+    strategies: dict[tuple[str, str], ProductStrategy] = {}
     measured: list[Measured] = []
     known: dict[tuple[object, ...], dict[str, dict[int, float]]] = {}
     for number, (site, (product, epilogue)) in enumerate(seen.items()):
@@ -153,15 +165,11 @@ def choose_kernels(
         key = (*product.a.shape, *product.b.shape, product.scale_b.dim(), product.a.dtype, product.dtype)
         times = known.setdefault((*key, epilogue.describe()), {})
         tried = candidates(product, fast_accumulation=fast_accumulation)
-        results = tuple(_measure(site, name, strategy, case, times) for name, strategy in tried.items())
-        measured.extend(results)
-        able = [each for each in results if not each.obstacle]
-        if able:
-            best = min(able, key=lambda each: sum(each.us.values()))
-            choices[site] = tried[best.kernel]
+        strategies |= {(site, name): strategy for name, strategy in tried.items()}
+        measured += [_measure(site, name, strategy, case, times) for name, strategy in tried.items()]
     progress("kernels", len(seen), len(seen))
     others = ScaledMatMul(fast_accumulation=fast_accumulation)
-    return Chosen(PerSite(choices, others), tuple(measured))
+    return Chosen(tuple(measured), strategies, others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,11 +207,7 @@ def _measure(
                 site, name, {}, error, f"error {error:.2g}, at most {LARGEST_ERROR:.2g} is allowed"
             )
         if name not in known:
-            given = [case.at(size) for size in case.sizes]
-            known[name] = {
-                product.a.shape[:-1].numel(): _time(strategy, product, epilogue)
-                for product, epilogue in given
-            }
+            known[name] = {size: _time(strategy, *case.at(size)) for size in case.sizes}
     except Exception as failure:
         # A tile may need more shared memory than there is, and the compiler raises what it likes then.
         return Measured(site, name, {}, float("nan"), f"{type(failure).__name__}: {str(failure)[:200]}")

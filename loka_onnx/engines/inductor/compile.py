@@ -136,14 +136,16 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     graph = onnx.load(os.fspath(model), load_external_data=False).graph
     scratch = into.parent / "scratch"
     build = Build(request, settings, compilers, input_ports(graph), output_ports(graph), scratch)
-    module = lower_model(model, chosen_products(build, model))
-    module = module.to(torch_device(request.architecture)).eval()
-    programs, files = [], {}
+    products = chosen_products(build, model)
+    programs, files, lowered = [], {}, []
     waiting = into.parent / WAITING
     with device_alone(request.architecture, waiting) if settings.max_autotune else nullcontext():
         for program in batch_programs(request.batch, static=settings.static):
+            served = [size for size in request.batch.sizes if program.minimum <= size <= program.maximum]
+            module = lower_model(model, products(served)).to(torch_device(request.architecture)).eval()
             done, files[program.name] = _compile_program(build, module, program)
             programs.append(done)
+            lowered.append(module.sites)
     engine = InductorEngine(
         torch=str(torch.__version__),
         architecture=request.architecture,
@@ -154,7 +156,7 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
         maximum=request.batch.maximum,
         sizes=request.batch.sizes,
         programs=tuple(programs),
-        sites=compiled_sites(module.sites),
+        sites=compiled_sites(lowered),
         options=settings.options,
     )
     package = into / PACKAGE
@@ -185,8 +187,10 @@ def fused(model: Path, folder: Path) -> Path:
     return target
 
 
-def chosen_products(build: Build, model: Path) -> Any:
-    """What computes the products that were fused: on a GPU, what was measured to be fastest at each site."""
+def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]:
+    """What computes products, by the batch sizes of a program: on a GPU, of those that were fused what was
+    measured to be fastest at each site.
+    """
     import torch
 
     from loka_onnx.engines.inductor.choosing import Recorder, choose_kernels
@@ -196,7 +200,7 @@ def chosen_products(build: Build, model: Path) -> Any:
     library = ScaledMatMul(fast_accumulation=settings.fast_accumulation)
     device = torch_device(request.architecture)
     if not settings.choose or not settings.fuse or device.type == CPU:
-        return library
+        return lambda sizes: library
     recorder = Recorder(ScaledMatMul())
     rows = request.batch.serve
     examples = example_rows(request.sample, build.inputs, rows)
@@ -208,7 +212,7 @@ def chosen_products(build: Build, model: Path) -> Any:
             recorder.seen, rows, request.batch.sizes, fast_accumulation=settings.fast_accumulation
         )
     for each in chosen.measured:
-        times = ", ".join(f"{us:.2f} µs at M {m}" for m, us in each.us.items())
+        times = ", ".join(f"{us:.2f} µs at batch {n}" for n, us in each.us.items())
         print(f"{each.site}: {each.kernel}: {times or each.obstacle}; error {each.error:.2g}", flush=True)
     return chosen.products
 
@@ -297,12 +301,19 @@ def torch_device(architecture: str) -> Any:
     raise EngineError(f"there is no GPU of architecture {architecture} here to compile on")
 
 
-def compiled_sites(sites: Mapping[str, Any]) -> tuple[CompiledSite, ...]:
-    """What the lowering says of each product, by node."""
-    return tuple(
-        CompiledSite(name, site.kernel, tuple(site.operands), site.engaged, site.reason)
-        for name, site in sites.items()
-    )
+def compiled_sites(lowered: Sequence[Mapping[str, Any]]) -> tuple[CompiledSite, ...]:
+    """What the lowering says of each product, by node; programs may compute one by different kernels.
+
+    Args:
+        lowered: `LoweredSite` of every site, for each program.
+    """
+    found = []
+    for name, site in lowered[0].items():
+        kernels = dict.fromkeys(each[name].kernel for each in lowered)
+        engaged = all(each[name].engaged for each in lowered)
+        reason = next((each[name].reason for each in lowered if each[name].reason), "")
+        found.append(CompiledSite(name, ", ".join(kernels), tuple(site.operands), engaged, reason))
+    return tuple(found)
 
 
 def example_rows(sample: Path, inputs: Sequence[InputPort], rows: int) -> tuple[Any, ...]:

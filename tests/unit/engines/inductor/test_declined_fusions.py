@@ -1,0 +1,39 @@
+"""Fusions that a build declined reach the artifact and the report, by way of what the build printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx.parser
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+
+from loka_onnx.engines.inductor import fusions
+from loka_onnx.engines.inductor.backend import InductorBackend
+from loka_onnx.engines.inductor.compile import fused
+from loka_onnx.engines.inductor.fusions import FusionReport
+
+MODEL = """
+<ir_version: 10, opset_import: ["" : 21]>
+g (float[batch, 8] x) => (float[batch, 8] y) { y = Relu(x) }
+"""
+
+
+def test_what_is_printed_is_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "planned.onnx"
+    onnx.save(onnx.parser.parse_model(MODEL), path)
+    declined = {
+        "factorization-norm": ("norm/0: the kernel multiplies BF16 and FP16", "norm/1: 40000 elements"),
+        "float8-product": ("fc: its activation has several scales",),
+    }
+    monkeypatch.setattr(fusions, "fuse", lambda graph: FusionReport({}, declined))
+    assert fused(path, tmp_path) == path
+    log = f"before\n{capsys.readouterr().out}fc: scaled_mm: declined by nobody\nnorm: a: declined b\n"
+    assert InductorBackend().read_remarks(log) == (
+        "factorization-norm: norm/0: the kernel multiplies BF16 and FP16",
+        "factorization-norm: norm/1: 40000 elements",
+        "float8-product: fc: its activation has several scales",
+    )
