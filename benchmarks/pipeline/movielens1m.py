@@ -67,7 +67,7 @@ def run_pipeline(
     checkpoint = trained(model, data, directory)
     # The run file names whole files; selection is a part of train.parquet.
     files = {
-        split: _file_of(data, split, directory, MOST_ROWS.get(model))
+        split: file_of(data, split, directory, MOST_ROWS.get(model))
         for split in ("calibration", "selection", "certification")
     }
     config = build_run_config(
@@ -91,8 +91,8 @@ def run_pipeline(
     return run(config, RunOptions(resume=True, on_stage=show))
 
 
-def _file_of(data: PreparedData, split: str, directory: Path, most: int | None) -> Path:
-    """The file of a split, or of its first rows."""
+def file_of(data: PreparedData, split: str, directory: Path, most: int | None) -> Path:
+    """The file of a split, or of its first rows; a part of a file is written to one of its own."""
     part = data.splits[split]
     if part.rows is None and most is None:
         return part.path

@@ -33,10 +33,14 @@ def arguments_of(model: str, data: PreparedData) -> dict[str, Any]:
     }
 
 
+def checkpoint_path(model: str, directory: Path) -> Path:
+    """Where the checkpoint of a model is, under its options."""
+    return directory / f"{model}-{digest_json(vars(TRAINING[model]))[:8]}.safetensors"
+
+
 def trained(model: str, data: PreparedData, directory: Path) -> Path:
     """A checkpoint of the model, trained once per set of options."""
-    options = TRAINING[model]
-    path = directory / f"{model}-{digest_json(vars(options))[:8]}.safetensors"
+    options, path = TRAINING[model], checkpoint_path(model, directory)
     if not path.exists():
         module, _ = build(**arguments_of(model, data))
         began = time.perf_counter()

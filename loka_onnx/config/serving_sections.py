@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from loka_onnx.config.fields import Count, Seed, Strict
+from loka_onnx.core.evaluation import InputPlace
 
 
 class RefineConfig(Strict):
@@ -34,6 +35,13 @@ class ServingConfig(Strict):
         0.03,
         description="least gain at a batch size, beyond what the measurement leaves open, that is worth one "
         "more engine; 0.03 is 3 %",
+    )
+    inputs: InputPlace = Field(
+        InputPlace.HOST,
+        description="where the inputs of a request lie when engines are timed, which decides what is chosen: "
+        "host for arrays in memory of the process, as a loaded bundle takes them, with the copies to the "
+        "device and back; device for servers that put them there themselves, which times the engine alone "
+        "(an engine that cannot take them there is timed from the host, and the report says so)",
     )
     p99_ms: Annotated[float, Field(gt=0.0)] | None = Field(
         None,

@@ -28,6 +28,8 @@ AMD: Mapping[str, tuple[str, ...]] = {
     "amd-radeon-rx9070": ("gfx1201",),
 }
 """LLVM target of each AMD device."""
+ACCELERATORS: Mapping[str, tuple[str, ...]] = {**NVIDIA, **AMD}
+"""Architectures of each device that is not the processor."""
 FLOAT8_FROM = 89
 """Least NVIDIA compute capability whose tensor cores multiply FP8, major and minor digits together."""
 
@@ -39,3 +41,20 @@ def capability(architecture: str) -> int:
         architecture: ``sm`` and digits.
     """
     return int(architecture.removeprefix("sm"))
+
+
+def device_called(name: str, architecture: str) -> str:
+    """The device of a driver's name, as run files name it; empty where none is known.
+
+    Args:
+        name: As the driver names it, for example ``NVIDIA H100 80GB HBM3``.
+        architecture: Compute capability of an NVIDIA device (``sm90``); of others it does not matter.
+    """
+    words = name.upper().replace("-", " ").split()
+    # A generation of several models has no number of its own: it follows from the architecture.
+    generations = {device for device in NVIDIA if "-rtx-" in device}
+    for device in ACCELERATORS:
+        if device not in generations and device.rpartition("-")[2].upper() in words:
+            return device
+    matching = (device for device in sorted(generations) if architecture in NVIDIA[device])
+    return next(matching, "") if {"RTX", "GEFORCE"} & {*words} else ""

@@ -65,6 +65,7 @@ class EngineArtifact:
         detail: Failure with its evidence, or why it was declined or not run.
         portability: Where the engine file may be loaded.
         part: What it was built from: the whole model, or its dense half.
+        remarks: What its maker left out that it does elsewhere, each with the place and the reason.
     """
 
     SCHEMA: ClassVar[str] = "engine/2"
@@ -85,6 +86,7 @@ class EngineArtifact:
     detail: str = ""
     portability: str = ""
     part: Part = Part.WHOLE
+    remarks: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:

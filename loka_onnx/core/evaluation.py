@@ -15,6 +15,8 @@ from loka_onnx.core.serde import STRICT
 DELTA_NE_NAME = "ΔNE"
 KL_NAME = "KL over the mean entropy"
 """What an output is judged on, with labels and without."""
+FAILED = "failed"
+"""How `Evaluation.status` begins where the engine failed."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,15 @@ class OutputEvaluation:
         return tuple(item for item in self.slices if item.status == status)
 
 
+class InputPlace(StrEnum):
+    """Where the inputs of a request lie when an engine is asked."""
+
+    HOST = "host"
+    """In memory of the process, as a loaded bundle takes them: a request is the engine with its copies."""
+    DEVICE = "device"
+    """Where the engine computes: a request is the engine alone."""
+
+
 @dataclass(frozen=True)
 class Latency:
     """Latency of one engine at one batch size, microseconds.
@@ -162,12 +173,14 @@ class Latency:
         p90_us: 90th percentile.
         p99_us: 99th percentile.
         repeats: Measured requests.
-        device: Where it was measured.
-        counts_for_choice: False where the speed says nothing about the target (a simulation).
+        device: Where it was measured: the device as its driver names it, ``cpu`` for the processor.
+        counts_for_choice: False where the speed says nothing about the target: of a simulation, or on another
+            device of the architecture.
         lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, which the other figures leave out;
             None for an engine that takes ids.
         parts_us: Medians of consecutive parts of the requests, in order; the i-th parts of engines that were
             timed in turns were timed together. Empty where they were not kept.
+        inputs: Where the inputs of the requests lay.
     """
 
     batch: int
@@ -179,6 +192,7 @@ class Latency:
     counts_for_choice: bool
     lookup_p50_us: float | None = None
     parts_us: tuple[float, ...] = ()
+    inputs: InputPlace = InputPlace.HOST
 
 
 @dataclass(frozen=True)
@@ -195,6 +209,7 @@ class Evaluation:
         outputs: One entry per judged output; empty when the engine could not run here.
         latencies: One entry per batch size; empty when not measured.
         status: ``measured``, or why not.
+        latency_failure: What ended the engine while it was timed; empty where nothing did.
     """
 
     engine: str
@@ -206,6 +221,12 @@ class Evaluation:
     outputs: tuple[OutputEvaluation, ...]
     latencies: tuple[Latency, ...]
     status: str
+    latency_failure: str = ""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine failed while it was judged."""
+        return self.status.startswith(FAILED)
 
     @property
     def is_within_budget(self) -> bool:
@@ -249,6 +270,8 @@ class Why(StrEnum):
     SIMULATED = "simulated"
     NOT_MEASURED = "not measured"
     NOT_RUN = "not run"
+    OTHER_DEVICE = "run on another device"
+    """Of the same architecture: its accuracy counts, what it took there does not."""
     DECLINED = "declined"
     FAILED = "failed"
 
@@ -300,7 +323,7 @@ class TargetChoice:
         engine: Id of the engine emitted; of several, the one that is best over all batch sizes.
         plan: Its plan.
         reason: Why it was chosen.
-        basis: ``measured on the target`` or ``not measured``: what the choice of speed rests on.
+        basis: What the choice rests on, in words: measured on the target, or provisional.
         losers: Every other candidate.
         routes: Which engine takes requests of which size, by ascending size; empty where one takes all. A
             request between two sizes goes to the engine of the larger.

@@ -13,7 +13,7 @@ from typing import ClassVar
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_json
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import Latency
+from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.site import Site
@@ -42,7 +42,7 @@ class JobRows:
     """What an engine takes for the rows of a split.
 
     Attributes:
-        split: ``selection`` or ``certification``.
+        split: ``selection`` or ``certification``; ``timed`` for generated rows.
         rows: How many.
         batch_size: Rows of one request.
         inputs: ``.npy`` file of each input of the engine, rows on axis 0; relative to the job.
@@ -76,6 +76,8 @@ class BuildJob:
         options: Settings of the backend.
         outputs: Names of the outputs that are judged.
         rows: Rows to run the engine on; empty where data stays with the run.
+        timed: Generated rows that the requests of latencies are drawn from; None for those of the sample.
+        inputs: Where the inputs of timed requests lie.
         files: SHA-256 of every file of the job but ``job.json``, by path relative to the job.
         version: Version of this package that wrote it.
     """
@@ -102,6 +104,8 @@ class BuildJob:
     rows: tuple[JobRows, ...]
     files: dict[str, str]
     version: str
+    timed: JobRows | None = None
+    inputs: InputPlace = InputPlace.HOST
 
     @property
     def digest(self) -> str:

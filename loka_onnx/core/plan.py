@@ -46,6 +46,8 @@ class SiteSpeed:
         tensor: That tensor, before layout operations.
         is_measured: Whether every time behind it was measured on this very shape; else some are predicted.
         reason: One sentence.
+        made_by: Site that makes the tensor, if its kernel quantizes as well when it runs in FP8 itself, and
+            the quantize step then costs nothing; empty for none.
     """
 
     site: str
@@ -56,6 +58,7 @@ class SiteSpeed:
     tensor: str
     is_measured: bool
     reason: str
+    made_by: str = ""
 
 
 class Protection(StrEnum):

@@ -54,6 +54,9 @@ class Step:
         detail: Failure with its evidence, or why it was declined or not judged; empty where it was judged.
         build_seconds: Wall time of the build.
         latency_us: Median latency by batch size (as text); empty where it was not timed.
+        predicted_us: The same as it was expected before anything of this engine was measured, at the pace of
+            its round, which the anchor tells; empty where nothing was known to start from.
+        predicted_from: Engine whose measured time the prediction starts from; empty where there is none.
         times: Latency over that of the anchor, which was timed in turns with it; None where it was not timed.
         upper: Upper bound of what is judged on selection over the budget, of the worst output; None where it
             was not judged.
@@ -73,10 +76,21 @@ class Step:
     detail: str
     build_seconds: float
     latency_us: dict[str, float]
+    predicted_us: dict[str, float]
+    predicted_from: str
     times: Interval | None
     upper: float | None
     is_within: bool
     is_on_front: bool
+
+    @property
+    def predictions(self) -> tuple[PredictedTime, ...]:
+        """Predicted and measured, at each batch size that has both."""
+        return tuple(
+            PredictedTime(self.engine, self.plan, int(batch), us, self.latency_us[batch])
+            for batch, us in self.predicted_us.items()
+            if batch in self.latency_us
+        )
 
 
 @dataclass(frozen=True)
@@ -111,11 +125,11 @@ class Refinement:
 
     Attributes:
         hardware: One entry per piece of hardware that an engine runs on here.
-        predictions: Predicted against measured time of every plan tried that a time was predicted for.
+        predictions: Those of all steps.
         median_prediction_error: Median magnitude of their relative errors; None where there is none.
     """
 
-    SCHEMA: ClassVar[str] = "refinement/1"
+    SCHEMA: ClassVar[str] = "refinement/2"
     __pydantic_config__ = STRICT
 
     hardware: tuple[HardwareRefinement, ...] = ()

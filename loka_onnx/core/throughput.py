@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.core.serde import STRICT
 
 CHOSEN = "chosen"
@@ -56,6 +57,7 @@ class Throughput:
         requests_per_s: Highest rate with the 99th percentile under the limit; 0 where there is none.
         trials: Every rate that was tried, in order; the last one has other arrivals and confirms the result.
         failure: What ended the measurement; empty where nothing did.
+        inputs: Where the inputs of the requests lay; on the device one batch is asked for again and again.
     """
 
     engine: str
@@ -71,6 +73,7 @@ class Throughput:
     requests_per_s: float
     trials: tuple[Trial, ...]
     failure: str = ""
+    inputs: InputPlace = InputPlace.HOST
 
     @property
     def rows_per_s(self) -> float:

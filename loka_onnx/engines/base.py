@@ -104,6 +104,17 @@ class Backend(ABC):
     def load(self, engine: Path, architecture: str) -> Runner:
         """Hook: load an engine of this backend that can run here."""
 
+    def read_remarks(self, log: str) -> tuple[str, ...]:
+        """What the maker left out that it does elsewhere, from what the build printed; nothing by default.
+
+        Args:
+            log: Standard output and error of the child process.
+
+        Returns:
+            One sentence each, with the place and the reason.
+        """
+        return ()
+
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
         """Linear sites that this backend computes in the base precision inside of a larger kernel.
 
@@ -182,7 +193,7 @@ class Backend(ABC):
             response, detail = self._build_isolated(request, staging, log)
             if response is None:
                 return failed(detail)
-            return self._publish(request, response, staging)
+            return replace(self._publish(request, response, staging), remarks=self._remarks(log))
         finally:
             if staging is not None:
                 with interrupts_held():
@@ -298,6 +309,13 @@ class Backend(ABC):
         lines = tail(log)
         shown = "\n    ".join(lines.splitlines()) if lines else "(empty)"
         return None, f"{detail}\n  log: {log}, its end:\n    {shown}"
+
+    def _remarks(self, log: Path) -> tuple[str, ...]:
+        try:
+            return self.read_remarks(log.read_text(encoding="utf-8", errors="replace"))
+        except OSError:
+            # The engine stands; somebody has removed its log.
+            return ()
 
     def _publish(self, request: BuildRequest, response: BuildResponse, staging: Path) -> EngineArtifact:
         built = staging / ENGINE

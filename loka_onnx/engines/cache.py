@@ -11,6 +11,7 @@ Engines are copied in and out, never linked: a file in a run directory is the us
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import os
 import platform
@@ -18,8 +19,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -29,7 +30,7 @@ from typing import Any, ClassVar
 import psutil
 
 from loka_onnx.core import serde
-from loka_onnx.core.digests import digest_file, digest_files, digest_json
+from loka_onnx.core.digests import CHUNK_BYTES, digest_file, digest_files, digest_json
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.serde import STRICT
@@ -39,6 +40,7 @@ from loka_onnx.engines.publishing import make_staging, replace_directory
 from loka_onnx.engines.request import ENGINE, BuildRequest
 from loka_onnx.errors import OutputError, UserError
 from loka_onnx.graph.storage import model_digest
+from loka_onnx.sessions.host_devices import device_of_architecture
 
 ENTRY = "entry.json"
 NEW, OLD = ".new-", ".old-"
@@ -77,15 +79,15 @@ def cache_key(backend: Backend, request: BuildRequest) -> str:
 
     These are the model with its weights, what the plan assigns (not the prose of its reasons), the sites, the
     sample, the architecture, batch sizes and options, the backend with the version of its library, the code
-    of this package that takes part, the instructions of the processor, and the devices here that the engine
-    is run on.
+    of this package that takes part, the instructions of the processor, and the device here that kernels are
+    timed on and the engine is run on, by its full name: another of the same architecture may be faster with
+    other kernels.
 
     Raises:
         ModelError: The model cannot be read.
     """
     plain: dict[str, Any] = serde.to_plain(request)
     availability = backend.availability()
-    runs = not backend.why_not_run(request.architecture)
     return digest_json(
         {
             "model": model_digest(request.model),
@@ -97,8 +99,9 @@ def cache_key(backend: Backend, request: BuildRequest) -> str:
             "package": version("loka-onnx"),
             # Compilers write code for the processor that they run on; a cache may be shared by hosts.
             "processor": _processor(),
-            # What an engine that was run here is known to do is not known of it elsewhere.
-            "devices": availability.devices if runs else None,
+            "device": device_of_architecture(request.architecture),
+            # What an engine that was run here is known to do is not known of it where it cannot be.
+            "runs": not backend.why_not_run(request.architecture),
         }
     )
 
@@ -118,6 +121,7 @@ class EngineCache:
         """An engine that was built from the same before, or else what `Backend.build` makes, which is kept.
 
         The artifact's detail says so where it was taken from here; its build seconds are those of its build.
+        A cache that cannot be read or written costs time and no engine: the detail tells it, with what to do.
 
         Raises:
             UserError: As `Backend.build`.
@@ -127,13 +131,23 @@ class EngineCache:
         if backend.decline(request.plan, request.architecture) or backend.why_not_here(request.architecture):
             return backend.build(request)
         key = cache_key(backend, request)
-        found = self._take(key, request)
+        said = ""
+        try:
+            found = self._take(key, request)
+        except _Unreadable as error:
+            found, said = None, self._failed("be read", error)
         if found is not None:
             return found
         built = backend.build(request)
-        if built.is_built:
-            self._keep(key, built, request)
-        return built
+        if built.is_built and not said:
+            said = self._keep(key, built, request)
+        return replace(built, detail="; ".join(filter(None, (built.detail, said)))) if said else built
+
+    def _failed(self, what: str, error: Exception) -> str:
+        return (
+            f"the engine cache '{self.directory}' cannot {what} ({error}): correct its permissions, name "
+            "another place with `build.cache`, or do without (`build.cache_gb: 0`)"
+        )
 
     def entries(self) -> list[Path]:
         """Directories of the entries, the one that was not used for longest first."""
@@ -151,10 +165,15 @@ class EngineCache:
 
         Raises:
             OutputError: The place cannot be written.
+            _Unreadable: The cache cannot be read.
         """
         entry = self._entry(key)
-        if not (entry / ENTRY).is_file():
-            return None
+        try:
+            # `Path.is_file` takes a directory that may not be searched for an error.
+            if not (entry / ENTRY).is_file():
+                return None
+        except OSError as error:
+            raise _Unreadable(str(error)) from error
         staging: Path | None = None
         try:
             with interrupts_held():
@@ -184,29 +203,33 @@ class EngineCache:
         )
 
     def _copy_out(self, entry: Path, key: str, into: Path) -> CachedEngine | None:
-        """Copy an entry's files; None where one is missing, too many or altered."""
+        """Copy an entry's files; None where one is missing, too many or altered.
+
+        Raises:
+            OutputError: The place cannot be written.
+            _Unreadable: The entry cannot be read.
+        """
         try:
-            cached = serde.read(CachedEngine, entry / ENTRY)
+            cached = serde.loads(CachedEngine, (entry / ENTRY).read_text(encoding="utf-8"))
             if cached.key != key or set(cached.files) != _files_below(entry / ENGINE):
                 return None
             for name, digest in cached.files.items():
-                place = into / name
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(entry / ENGINE / name, place)
-                if digest_file(place) != digest:
+                if not _copy(entry / ENGINE / name, into / name, digest):
                     return None
-        except (UserError, FileNotFoundError):
-            # Of another version, or removed by another process in this moment.
+        except OutputError:
+            raise
+        except (UserError, UnicodeDecodeError, FileNotFoundError):
+            # Of another version, damaged, or removed by another process in this moment.
             return None
         except OSError as error:
-            raise OutputError(f"cannot write '{into}'", evidence=str(error)) from error
+            raise _Unreadable(str(error)) from error
         return cached
 
-    def _keep(self, key: str, built: EngineArtifact, request: BuildRequest) -> None:
-        """Copy an engine in. What goes wrong here costs the entry only, and is told in the engine's log."""
+    def _keep(self, key: str, built: EngineArtifact, request: BuildRequest) -> str:
+        """Copy an engine in; says what went wrong, which costs the entry only."""
         size = sum((request.output / name).stat().st_size for name in _files_below(request.output))
         if size > self.limit_bytes:
-            return
+            return ""
         new: Path | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -233,13 +256,12 @@ class EngineCache:
                 new.rename(entry)
             self._shrink()
         except (OSError, UserError) as error:
-            log = request.output.with_name(f"{request.output.name}.log")
-            with suppress(OSError), log.open("a", encoding="utf-8") as stream:
-                stream.write(f"not kept in the engine cache '{self.directory}': {error}\n")
+            return self._failed("be written", error)
         finally:
             if new is not None:
                 with interrupts_held():
                     shutil.rmtree(new, ignore_errors=True)
+        return ""
 
     def _shrink(self) -> None:
         sizes = {entry: _bytes_below(entry) for entry in self.entries()}
@@ -269,6 +291,45 @@ class EngineCache:
                 is_old = time.time() - place.stat().st_mtime > STALE_SECONDS
                 if is_old or (is_here and owner.isdecimal() and not psutil.pid_exists(int(owner))):
                     shutil.rmtree(place, ignore_errors=True)
+
+
+class _Unreadable(Exception):
+    """The cache cannot be read; says why."""
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot write '{target}'",
+            evidence=str(error),
+            remedy="make room there or correct its permissions, and go on with `run --resume`",
+        ) from error
+
+
+def _copy(source: Path, target: Path, digest: str) -> bool:
+    """Copy one file; whether it is the one with this digest.
+
+    Raises:
+        OutputError: The target cannot be written.
+        OSError: The source cannot be read.
+    """
+    state = hashlib.sha256()
+    with source.open("rb") as stream:
+        with _writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            into = target.open("wb")
+        try:
+            while chunk := stream.read(CHUNK_BYTES):
+                state.update(chunk)
+                with _writing(target):
+                    into.write(chunk)
+        finally:
+            with _writing(target):
+                into.close()
+    return state.hexdigest() == digest
 
 
 def _assigned(plan: PrecisionPlan) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
-from loka_onnx.core.devices import AMD, CPU, NVIDIA
+from loka_onnx.core.devices import CPU, device_called
 from loka_onnx.errors import ConfigError, MissingPackage
 
 CUDA = "cuda"
@@ -82,28 +82,15 @@ def device_here() -> str:
     return device_called(device_name(), "" if torch.version.hip else f"sm{major}{minor}")
 
 
-def device_called(name: str, architecture: str) -> str:
-    """The device of a driver's name, as run files name it; empty where none is known.
+def device_name(torch_device: str = CUDA) -> str:
+    """The accelerator as its driver names it; the processor where there is none, or where that is meant.
 
     Args:
-        name: As the driver names it, for example ``NVIDIA H100 80GB HBM3``.
-        architecture: Compute capability of an NVIDIA device (``sm90``), empty for others.
+        torch_device: How torch calls the device that is meant.
     """
-    words = name.upper().replace("-", " ").split()
-    # A generation of several models has no number of its own: it follows from the architecture.
-    generations = {device for device in NVIDIA if "-rtx-" in device}
-    for device in (*NVIDIA, *AMD):
-        if device not in generations and device.rpartition("-")[2].upper() in words:
-            return device
-    matching = (device for device in sorted(generations) if architecture in NVIDIA[device])
-    return next(matching, "") if {"RTX", "GEFORCE"} & {*words} else ""
-
-
-def device_name() -> str:
-    """The accelerator as its driver names it; the processor where there is none."""
     import torch
 
-    if torch.cuda.is_available():
+    if torch_device != CPU and torch.cuda.is_available():
         return torch.cuda.get_device_name(0)
     return platform.processor() or platform.machine()
 

@@ -119,6 +119,11 @@ class KernelTimer:
         device: The device as run files name it; None for what is found.
         options: How.
 
+    Attributes:
+        device: As run files name it.
+        device_name: As its driver names it.
+        kernels: What is timed.
+
     Raises:
         MissingPackage: torch is not installed.
         ConfigError: The device is not that of this machine, or has no name that run files know.
@@ -129,6 +134,7 @@ class KernelTimer:
         self.device = device_to_time(device)
         self.kernels = kernels_of(self.device)
         self._torch_device = torch_device(self.device)
+        self.device_name = device_name(self._torch_device)
 
     def wanted(self, shapes: Iterable[Shape]) -> tuple[tuple[Kernel, Shape], ...]:
         """Every kernel on every shape, each once; of the quantize step without N.
@@ -205,7 +211,7 @@ class KernelTimer:
         # To the minute and taken once: one series of the records for each run, not one for each shape.
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
         note = f"{how}, kernels of one shape in turns, operands warm in the caches"
-        return Provenance(device_name(), library_versions(), "" if is_cpu else clocks(), now, note)
+        return Provenance(self.device_name, library_versions(), "" if is_cpu else clocks(), now, note)
 
     def _synchronize(self) -> None:
         import torch

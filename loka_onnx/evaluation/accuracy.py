@@ -93,6 +93,7 @@ def evaluate_outputs(
     columns: Mapping[str, Array],
     specs: tuple[OutputSpec, ...],
     units: Units | None = None,
+    confidence: float = CONFIDENCE,
 ) -> tuple[OutputEvaluation, ...]:
     """Quality of an engine, and its paired difference from the FP32 reference.
 
@@ -102,9 +103,11 @@ def evaluate_outputs(
         columns: (rows,) labels and weights by column name.
         specs: The judged outputs.
         units: Groups and slices; None for independent rows without slices.
+        confidence: Of the two-sided intervals that are judged, and of all slices of an output together; the
+            other intervals have 95 %.
 
     Returns:
-        One entry per spec, with two-sided 95 % intervals.
+        One entry per spec.
 
     Raises:
         DataError: A label or weight is missing, not finite, or out of range; there are no rows.
@@ -114,7 +117,9 @@ def evaluate_outputs(
     """
     units = units or Units()
     return tuple(
-        _against(spec, reference, candidate, read_truth(columns, spec, units.groups), units.slices)
+        _against(
+            spec, reference, candidate, read_truth(columns, spec, units.groups), units.slices, confidence
+        )
         for spec in specs
     )
 
@@ -144,14 +149,15 @@ def _against(
     candidate: Mapping[str, Array],
     truth: Truth,
     slices: tuple[SliceColumn, ...],
+    confidence: float,
 ) -> OutputEvaluation:
     before = _reference_scores(spec, reference, truth)
     after = read_scores(candidate, spec, before.raw.size, is_reference=False)
     paired = paired_rows(spec, before, after, truth)
     if weighted_mean(paired.base, paired.weights) == 0.0:
         raise _nothing_to_relate_to(spec, paired)
-    difference = _difference(spec, before, after, truth, paired)
-    table = slice_differences(paired, slices, spec.budget)
+    difference = _difference(spec, before, after, truth, paired, confidence)
+    table = slice_differences(paired, slices, spec.budget, confidence)
     return OutputEvaluation(
         output=spec.name,
         kind=spec.kind,
@@ -194,9 +200,9 @@ def _metrics(spec: OutputSpec, scores: Scores, truth: Truth) -> TaskMetrics:
 
 
 def _difference(
-    spec: OutputSpec, before: Scores, after: Scores, truth: Truth, paired: PairedRows
+    spec: OutputSpec, before: Scores, after: Scores, truth: Truth, paired: PairedRows, confidence: float
 ) -> PairedDifference:
-    change = paired.relative()
+    change = paired.relative(confidence)
     delta = after.scores - before.scores
     area = moved = None
     if truth.labels is not None:

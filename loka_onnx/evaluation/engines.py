@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import Evaluation, Latency
+from loka_onnx.core.evaluation import FAILED, Evaluation
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.data import Dataset
+from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import StageError
 from loka_onnx.evaluation.accuracy import Units, evaluate_outputs, evaluate_reference
+from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.evaluation.predictions import Predictions, Run, predict
+from loka_onnx.numerics.intervals import CONFIDENCE
 
 REFERENCE = "reference"
 """Id of the exported model before mods, in ONNX Runtime on the CPU in FP32."""
@@ -29,6 +31,8 @@ class Split:
         group: Column of rows that belong together.
         slices: Columns whose values are judged apart.
         batch_size: Rows of one request.
+        confidence: Of the intervals that are held against the budget.
+        most: Rows that are judged at most, in requests that lie at even distances; None for all.
     """
 
     name: str
@@ -37,6 +41,28 @@ class Split:
     group: str | None = None
     slices: tuple[str, ...] = ()
     batch_size: int = 4096
+    confidence: float = CONFIDENCE
+    most: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows are judged."""
+        return sum(stop - start for start, stop in self._spans)
+
+    def batches(self) -> Iterator[Batch]:
+        """The rows that are judged, in order."""
+        for start, stop in self._spans:
+            yield from self.data.batches(self.batch_size, start=start, stop=stop)
+
+    @property
+    def _spans(self) -> tuple[tuple[int, int], ...]:
+        """Rows [start, stop) of each piece: one whole, or requests whose starts lie at even distances."""
+        if self.most is None or self.data.rows <= self.most:
+            return ((0, self.data.rows),)
+        size = min(self.batch_size, self.most)
+        count = self.most // size
+        starts = (index * self.data.rows // count for index in range(count))
+        return tuple((start, start + size) for start in starts)
 
 
 @dataclass(frozen=True)
@@ -58,10 +84,10 @@ def predict_split(
     """Outputs of an engine for every row of a split."""
     return predict(
         run,
-        split.data.batches(split.batch_size),
+        split.batches(),
         tuple(spec.name for spec in specs),
         split.columns,
-        lambda done: progress(task, done, split.data.rows),
+        lambda done: progress(task, done, split.rows),
     )
 
 
@@ -107,9 +133,11 @@ def judge_engine(
     try:
         predictions = predict_split(split, open_run(), specs, f"{artifact.plan} on {split.name}", progress)
         known = reference.predictions
-        outputs = evaluate_outputs(known.outputs, predictions.outputs, known.columns, specs, reference.units)
+        outputs = evaluate_outputs(
+            known.outputs, predictions.outputs, known.columns, specs, reference.units, split.confidence
+        )
     except StageError as error:
-        return _unmeasured(artifact, split, f"failed: {error}")
+        return _unmeasured(artifact, split, f"{FAILED} on {split.name}: {error}")
     return Evaluation(
         engine=artifact.id,
         backend=artifact.backend,
@@ -123,9 +151,13 @@ def judge_engine(
     )
 
 
-def with_latencies(evaluation: Evaluation, latencies: Mapping[str, tuple[Latency, ...]]) -> Evaluation:
-    """The evaluation with what was timed for its engine."""
-    return replace(evaluation, latencies=latencies.get(evaluation.engine, ()))
+def with_latencies(evaluation: Evaluation, timed: Interleaved) -> Evaluation:
+    """The evaluation with what was timed for its engine, and what ended that."""
+    return replace(
+        evaluation,
+        latencies=timed.latencies.get(evaluation.engine, ()),
+        latency_failure=timed.failures.get(evaluation.engine, ""),
+    )
 
 
 def _unmeasured(artifact: EngineArtifact, split: Split, status: str) -> Evaluation:

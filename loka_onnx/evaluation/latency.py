@@ -1,5 +1,9 @@
 """Latency per request, by wall clock around the call that a server would make.
 
+What a server hands over decides what the call is. Arrays in host memory, as a loaded bundle takes them: the
+copies to the device and back are timed. Or inputs that lie on the device already, put there by whatever made
+them: each request is handed over before the clock starts, and the engine alone is timed.
+
 Several engines are timed in turns, one request each, so that a machine that slows down slows them all: clock
 drift and neighbours cancel from the comparison. The order turns by one engine every round, so that none
 always runs in the cache that the same other one left behind. Requests fall into consecutive parts, and the
@@ -14,22 +18,61 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.evaluation import Latency
+from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.errors import InternalError, StageError
+from loka_onnx.sessions.runner import Runner
 
 Array = npt.NDArray[Any]
 Run = Callable[[Mapping[str, Array]], object]
 """Runs one request and returns when its outputs can be read."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, ready to be timed.
+
+    Attributes:
+        call: Answers it and returns when that is done.
+        inputs: Where its inputs lie.
+    """
+
+    call: Callable[[], object]
+    inputs: InputPlace = InputPlace.HOST
+
+
+Prepare = Callable[[Mapping[str, Array]], Request]
+"""Makes a request of its inputs; not timed."""
 MakeInputs = Callable[[int], Mapping[str, Array]]
 """Model inputs for a number of rows."""
 
 PARTS = 10
 """Parts that the requests of one batch size are divided into; an interval of a median takes 6 at least."""
+
+
+def from_host(run: Run) -> Prepare:
+    """Requests that are handed over as arrays, copies included."""
+    return lambda inputs: Request(partial(run, inputs))
+
+
+def from_device(runner: Runner) -> Prepare:
+    """Requests whose inputs lie where the engine computes; of an engine that cannot, from the host."""
+
+    def prepare(inputs: Mapping[str, Array]) -> Request:
+        resident = runner.resident(inputs)
+        return Request(resident, InputPlace.DEVICE if resident.is_on_device else InputPlace.HOST)
+
+    return prepare
+
+
+def prepared(runner: Runner, place: InputPlace) -> Prepare:
+    """How requests are put to an engine, by where their inputs lie."""
+    return from_device(runner) if place is InputPlace.DEVICE else from_host(runner.run)
 
 
 @dataclass(frozen=True)
@@ -79,7 +122,7 @@ class Interleaved:
 
 
 def measure_latency(
-    run: Run,
+    prepare: Prepare,
     make_inputs: MakeInputs,
     batches: tuple[int, ...],
     options: LatencyOptions,
@@ -89,7 +132,7 @@ def measure_latency(
     """Latency of one engine.
 
     Args:
-        run: Runs one request and waits for its outputs.
+        prepare: Makes a request of its inputs.
         make_inputs: Gives inputs for a number of rows; not timed.
         batches: Rows per request.
         options: How long to measure.
@@ -104,16 +147,16 @@ def measure_latency(
     """
     latencies: tuple[Latency, ...] = ()
     for batch in batches:
-        timed = _time_in_turns({"": run}, make_inputs, batch, options)
+        timed = _time_in_turns({"": prepare}, make_inputs, batch, options)
         for failure in timed.failures.values():
             raise failure
-        latencies += (_latency(timed.nanoseconds[""], batch, device, counts_for_choice),)
+        latencies += (timed.latency("", batch, device, counts_for_choice),)
         options.on_batch()
     return latencies
 
 
 def measure_interleaved(
-    runs: Mapping[str, Run],
+    engines: Mapping[str, Prepare],
     make_inputs: MakeInputs,
     batches: tuple[int, ...],
     options: LatencyOptions,
@@ -125,7 +168,7 @@ def measure_interleaved(
     An engine that fails drops out, there and at the later batch sizes; the others go on.
 
     Args:
-        runs: By engine id, as for `measure_latency`.
+        engines: By engine id, as for `measure_latency`.
         make_inputs: Gives inputs for a number of rows; every engine gets the same.
         batches: Rows per request.
         options: How long to measure; the time limit is for each engine, not for all together.
@@ -135,16 +178,16 @@ def measure_interleaved(
     Returns:
         Latencies and failures.
     """
-    left = dict(runs)
+    left = dict(engines)
     failures: dict[str, str] = {}
-    latencies: dict[str, tuple[Latency, ...]] = dict.fromkeys(runs, ())
+    latencies: dict[str, tuple[Latency, ...]] = dict.fromkeys(engines, ())
     for batch in batches:
         timed = _time_in_turns(left, make_inputs, batch, options)
         for engine, failure in timed.failures.items():
             failures[engine] = f"at batch {batch}: {failure}"
             del left[engine]
         for engine in left:
-            latencies[engine] += (_latency(timed.nanoseconds[engine], batch, device, counts_for_choice),)
+            latencies[engine] += (timed.latency(engine, batch, device, counts_for_choice),)
         options.on_batch()
     return Interleaved(latencies, failures)
 
@@ -155,49 +198,69 @@ class _Turns:
 
     nanoseconds: dict[str, list[int]]
     failures: dict[str, StageError]
+    inputs: dict[str, InputPlace] = field(default_factory=dict)
+
+    def latency(self, engine: str, batch: int, device: str, counts_for_choice: bool) -> Latency:
+        """What an engine took."""
+        times_us = np.asarray(self.nanoseconds[engine], dtype=np.float64) / 1e3
+        p50, p90, p99 = np.percentile(times_us, [50, 90, 99])
+        parts = tuple(float(np.median(part)) for part in np.array_split(times_us, min(PARTS, times_us.size)))
+        return Latency(
+            batch,
+            float(p50),
+            float(p90),
+            float(p99),
+            times_us.size,
+            device,
+            counts_for_choice,
+            parts_us=parts,
+            inputs=self.inputs[engine],
+        )
 
 
 def _time_in_turns(
-    runs: Mapping[str, Run], make_inputs: MakeInputs, batch: int, options: LatencyOptions
+    engines: Mapping[str, Prepare], make_inputs: MakeInputs, batch: int, options: LatencyOptions
 ) -> _Turns:
     requests = [make_inputs(batch) for _ in range(options.input_sets)]
-    turns = _Turns({engine: [] for engine in runs}, {})
+    turns = _Turns({engine: [] for engine in engines}, {})
     limit_ns = options.max_seconds * 1e9
     with without_collector():
-        warm = _Turns({engine: [] for engine in runs}, turns.failures)
+        warm = _Turns({engine: [] for engine in engines}, turns.failures)
         start = options.clock_ns()
         for round_index in range(options.warmup):
-            _one_round(runs, requests, round_index, warm, options.clock_ns)
-            if options.clock_ns() - start > limit_ns * len(runs):
+            _one_round(engines, requests, round_index, warm, options.clock_ns)
+            if options.clock_ns() - start > limit_ns * len(engines):
                 break
         start = options.clock_ns()
         for round_index in range(options.max_repeats):
-            _one_round(runs, requests, round_index, turns, options.clock_ns)
-            is_late = options.clock_ns() - start > limit_ns * len(runs)
+            _one_round(engines, requests, round_index, turns, options.clock_ns)
+            is_late = options.clock_ns() - start > limit_ns * len(engines)
             if is_late and round_index + 1 >= options.min_repeats:
                 break
     return turns
 
 
 def _one_round(
-    runs: Mapping[str, Run],
+    engines: Mapping[str, Prepare],
     requests: list[Mapping[str, Array]],
     round_index: int,
     turns: _Turns,
     clock_ns: Callable[[], int],
 ) -> None:
     """Time one request of each engine that has not failed; appends to `turns`."""
-    engines = [engine for engine in runs if engine not in turns.failures]
+    left = [engine for engine in engines if engine not in turns.failures]
     inputs = requests[round_index % len(requests)]
-    for position in range(len(engines)):
-        engine = engines[(position + round_index) % len(engines)]
-        run = runs[engine]
+    for position in range(len(left)):
+        engine = left[(position + round_index) % len(left)]
         try:
+            request = engines[engine](inputs)
             start = clock_ns()
-            run(inputs)
+            request.call()
             turns.nanoseconds[engine].append(clock_ns() - start)
         except StageError as failure:
             turns.failures[engine] = failure
+        else:
+            turns.inputs[engine] = request.inputs
 
 
 @contextmanager
@@ -211,19 +274,3 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _latency(nanoseconds: list[int], batch: int, device: str, counts_for_choice: bool) -> Latency:
-    times_us = np.asarray(nanoseconds, dtype=np.float64) / 1e3
-    p50, p90, p99 = np.percentile(times_us, [50, 90, 99])
-    parts = tuple(float(np.median(part)) for part in np.array_split(times_us, min(PARTS, times_us.size)))
-    return Latency(
-        batch,
-        float(p50),
-        float(p90),
-        float(p99),
-        times_us.size,
-        device,
-        counts_for_choice,
-        parts_us=parts,
-    )

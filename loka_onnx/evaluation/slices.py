@@ -135,13 +135,16 @@ def read_slices(columns: Mapping[str, Array], names: Sequence[str]) -> tuple[Sli
     return tuple(_numbered(name, columns[name]) for name in names)
 
 
-def slice_differences(paired: PairedRows, columns: Sequence[SliceColumn], budget: float) -> SliceTable:
-    """The difference on each slice, with intervals that hold together at 95 %.
+def slice_differences(
+    paired: PairedRows, columns: Sequence[SliceColumn], budget: float, together: float = CONFIDENCE
+) -> SliceTable:
+    """The difference on each slice, with intervals that hold together.
 
     Args:
         paired: Changes of one output, row by row.
         columns: (rows,) values of each slice column.
         budget: Largest accepted relative loss increase.
+        together: Confidence of all intervals together.
 
     Returns:
         Every slice that was looked at, worst first.
@@ -149,7 +152,7 @@ def slice_differences(paired: PairedRows, columns: Sequence[SliceColumn], budget
     found = [item for column in columns for item in _largest(paired, column)]
     reasons = [item.why_not_judged for item in found]
     judged = [item for item, reason in zip(found, reasons, strict=True) if not reason]
-    confidence = 1.0 - (1.0 - CONFIDENCE) / max(len(judged), 1)
+    confidence = 1.0 - (1.0 - together) / max(len(judged), 1)
     differences = [_difference(item, confidence, budget) for item in judged]
     others = [_not_judged(item, reason) for item, reason in zip(found, reasons, strict=True) if reason]
     left_out = {c.name: len(c.values) - LARGEST for c in columns if len(c.values) > LARGEST}

@@ -122,7 +122,7 @@ def export_torch(
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
         raw = Path(scratch) / "raw.onnx"
         _export(module, tensors, tuple(rows), tuple(spec.name for spec in outputs), raw)
-        parity = _parity(raw, rows, dict(zip((o.name for o in outputs), results, strict=True)))
+        parity = measure_parity(raw, rows, dict(zip((o.name for o in outputs), results, strict=True)))
         return import_onnx(raw, target, outputs, parity, link_tables=True)
 
 
@@ -164,7 +164,17 @@ def _export(
         noisy.setLevel(level)
 
 
-def _parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor]) -> Parity:
+def measure_parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor]) -> Parity:
+    """How well a graph agrees with a module.
+
+    Args:
+        path: The graph.
+        rows: One array per input, the batch on axis 0.
+        expected: Outputs of the module on them, by name.
+
+    Raises:
+        ExportError: They differ by more than the tolerance, or an output of the module is not finite.
+    """
     got = OnnxSession(path, SessionOptions(optimize=False)).run(rows)
     worst, squares, count, largest = 0.0, 0.0, 0, 1.0
     _check_finite(expected)

@@ -250,7 +250,9 @@ def move_outside(proto: onnx.ModelProto, path: Path) -> None:
     That file may be a link to the source of the tables: it is replaced, never written into, and has another
     name where the tables of this model are in it.
     """
-    if sum(len(tensor.raw_data) for tensor in proto.graph.initializer) <= INLINE_LIMIT_BYTES:
+    # Branches hold weights as well: of a switchable model, all of them, and each twice.
+    weights = [*_all_initializers(proto.graph)]
+    if sum(len(tensor.raw_data) for tensor in weights) <= INLINE_LIMIT_BYTES:
         return
     linked = set(external_files(proto))
     location = f"{path.name}.data"
@@ -259,7 +261,7 @@ def move_outside(proto: onnx.ModelProto, path: Path) -> None:
     (path.parent / location).unlink(missing_ok=True)
     offset = 0
     with (path.parent / location).open("wb") as stream:
-        for tensor in proto.graph.initializer:
+        for tensor in weights:
             if uses_external_data(tensor) or len(tensor.raw_data) < 1024:
                 continue
             padding = -offset % 4096

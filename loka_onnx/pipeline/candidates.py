@@ -98,6 +98,7 @@ class EngineBuilder:
     Attributes:
         only: Names of the candidates to build; None for all.
         job_rows: Rows that build jobs carry, as engines take them.
+        timed_rows: Makes generated rows that their latencies are measured on; None for those of the sample.
         is_addition: Whether engines are added to those of an earlier builder, whose jobs stay.
     """
 
@@ -113,6 +114,7 @@ class EngineBuilder:
         self.corrections = corrections
         self.only: frozenset[str] | None = None
         self.job_rows: Sequence[SplitRows] = ()
+        self.timed_rows: Callable[[], SplitRows] | None = None
         self.is_addition = False
         self._planned: dict[tuple[str, Precision, Fusions], Path] = {}
         self._logs: dict[str, RewriteLog] = {}
@@ -181,6 +183,8 @@ class EngineBuilder:
             part=source.part,
             outputs=tuple(output.name for output in self.config.outputs),
             rows=self.job_rows if self.config.build.job_data else (),
+            timed=None if self.timed_rows is None else self.timed_rows(),
+            inputs=self.config.serving.inputs,
         )
         place = self.directory.path / JOBS / candidate.directory
         written = WrittenJob(candidate, write_job(place, request, origin), place, away)
@@ -295,7 +299,7 @@ def build_engines(builder: EngineBuilder, source: Source) -> Built:
         "targets": [target.model_dump(mode="json") for target in builder.config.targets],
         "batch": builder.config.batch.model_dump(mode="json"),
         "only": None if builder.only is None else sorted(builder.only),
-        "jobs": [settings.jobs, settings.job_data],
+        "jobs": [settings.jobs, settings.job_data, builder.config.serving.inputs if settings.jobs else ""],
         "rows": [
             [rows.split, rows.batch_size, rows.digest] for rows in builder.job_rows if settings.job_data
         ],

@@ -87,19 +87,26 @@ class Correcting:
         self._outputs = [output.model_dump(mode="json") for output in config.outputs]
 
     @classmethod
-    def of(cls, config: RunConfig, directory: RunDirectory, splits: Splits, progress: Progress) -> Correcting:
-        """Over the splits of a run."""
+    def of(
+        cls,
+        config: RunConfig,
+        directory: RunDirectory,
+        splits: Splits,
+        progress: Progress,
+        most: int | None = None,
+    ) -> Correcting:
+        """Over the splits of a run; `most` limits the rows that constants are fitted to, and that decide."""
         settings = config.calibration
         rows = MeanRows(
             splits.calibration,
-            FITTED_ROWS,
+            FITTED_ROWS if most is None else min(most, FITTED_ROWS),
             settings.batch_size,
             settings.seed,
             LocalExecutor(config.threads or 0),
             progress,
             settings.rows,
         )
-        selection = Split("selection", splits.selection, config.columns, config.data.group)
+        selection = Split("selection", splits.selection, config.columns, config.data.group, most=most)
         return cls(config, directory, rows, selection, progress)
 
     def correct(self, inputs: CorrectionInputs) -> CorrectionSet:
@@ -118,7 +125,7 @@ class Correcting:
             "model": inputs.modified.digest,
             "plans": [serde.to_plain(plan) for plan in inputs.quantized],
             "data": [rows.data.digest, self.selection.data.digest],
-            "rows": [rows.most, rows.first, rows.batch_size, rows.seed],
+            "rows": [rows.most, rows.first, rows.batch_size, rows.seed, self.selection.most],
             "outputs": self._outputs,
             "group": self.selection.group,
         }
@@ -159,10 +166,10 @@ class Correcting:
         exposed = path.with_suffix(".scores.onnx")
         graph.save(exposed)
         names = tuple(dict.fromkeys((*kinds, *scores.values())))
-        total = self.selection.data.rows
+        total = self.selection.rows
         predictions = predict(
             OnnxSession(exposed, SessionOptions(threads=self.threads)).run,
-            self.selection.data.batches(self.selection.batch_size),
+            self.selection.batches(),
             names,
             progress=lambda done: self.progress(task, done, total),
         )

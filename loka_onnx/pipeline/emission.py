@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,8 +118,19 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
         ),
         versions=steps.directory.record.versions,
         lineage=steps.directory.before("report"),
-        notes=() if steps.split is None else (steps.split.note,),
+        notes=tuple(_notes(steps)),
     )
+
+
+def _notes(steps: Steps) -> Iterator[str]:
+    if steps.split is not None:
+        yield steps.split.note
+    if steps.looks > 1:
+        yield (
+            f"The certification rows may be looked at {steps.looks} times for this model: to certify what a "
+            "refresh kept and, where that fails, what a full run then chooses. Their error of 5 % is divided "
+            f"(Bonferroni): intervals on certification hold with {steps.certification.confidence:.1%}."
+        )
 
 
 def _label_rule(spec: OutputSpec) -> str:

@@ -25,12 +25,14 @@ from loka_onnx.engines.isolation import interrupts_held
 from loka_onnx.engines.publishing import make_staging, replace_directory
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import EngineError, StageError
-from loka_onnx.evaluation.latency import LatencyOptions, measure_latency
+from loka_onnx.evaluation.latency import LatencyOptions, measure_latency, prepared
 from loka_onnx.evaluation.predictions import Run, predict
 from loka_onnx.pipeline.closed_world import list_files
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT
 from loka_onnx.pipeline.jobs import RESULT, read_job, request_of
 from loka_onnx.pipeline.versions import library_versions
+from loka_onnx.sessions.host_devices import device_of_architecture, is_target
+from loka_onnx.sessions.runner import Runner
 
 ENGINE = "engine"
 LATENCY = LatencyOptions(max_seconds=1.0, max_repeats=200)
@@ -40,8 +42,8 @@ _SEED = 0
 def execute_job(directory: Path, progress: Progress = silent) -> JobResult:
     """Build what a job asks for, and leave ``result/`` in it; an earlier one is replaced.
 
-    A build that fails is a result. Latency is measured on the job's generated sample; outputs are those on
-    the rows that the job carries.
+    A build that fails is a result. Latency is measured on generated rows, those that the job carries for it;
+    outputs are those on the rows of the splits, where it carries them.
 
     Args:
         directory: The job.
@@ -106,7 +108,7 @@ class _Execution:
                     device_alone(job.architecture),
                     self.backend.open(artifact, self.result / artifact.path) as runner,
                 ):
-                    latencies = self._latencies(runner.run, counts=not artifact.simulated)
+                    latencies = self._latencies(runner, counts=not artifact.simulated)
                     outputs = {rows.split: self._outputs(runner.run, rows) for rows in job.rows}
             except StageError as error:
                 latencies, outputs, failure = (), {}, str(error)
@@ -127,19 +129,35 @@ class _Execution:
             versions=library_versions(),
         )
 
-    def _latencies(self, run: Run, counts: bool) -> tuple[Latency, ...]:
-        with np.load(self.directory / self.job.sample, allow_pickle=False) as arrays:
-            sample = {name: np.asarray(arrays[name]) for name in arrays.files}
-        known = min(len(values) for values in sample.values())
+    def _latencies(self, runner: Runner, counts: bool) -> tuple[Latency, ...]:
+        """At the batch sizes that are served; on another device of the architecture they do not count."""
+        job = self.job
+        known = self._timed_rows()
+        rows = min(len(values) for values in known.values())
         generator = np.random.default_rng(_SEED)
 
-        def drawn(rows: int) -> dict[str, npt.NDArray[Any]]:
-            places = generator.integers(0, known, rows)
-            return {name: values[places] for name, values in sample.items()}
+        def drawn(wanted: int) -> dict[str, npt.NDArray[Any]]:
+            # Every row once before any comes twice.
+            turns = [generator.permutation(rows) for _ in range(-(-wanted // rows))]
+            places = np.concatenate(turns)[:wanted]
+            return {name: np.asarray(values[places]) for name, values in known.items()}
 
         self.progress("latency", 0, 0)
-        sizes = self.job.batch.sizes
-        return measure_latency(run, drawn, sizes, LATENCY, self.job.target, counts_for_choice=counts)
+        return measure_latency(
+            prepared(runner, job.inputs),
+            drawn,
+            job.batch.sizes,
+            LATENCY,
+            device_of_architecture(job.architecture) or job.target,
+            counts_for_choice=counts and is_target(job.target, job.architecture),
+        )
+
+    def _timed_rows(self) -> dict[str, npt.NDArray[Any]]:
+        """Generated rows by input: those that the job carries for this, else its sample."""
+        if self.job.timed is not None:
+            return self._columns(self.job.timed)
+        with np.load(self.directory / self.job.sample, allow_pickle=False) as arrays:
+            return {name: np.asarray(arrays[name]) for name in arrays.files}
 
     def _outputs(self, run: Run, rows: JobRows) -> str:
         task = f"{self.job.plan.id} on {rows.split}"
@@ -154,13 +172,16 @@ class _Execution:
         return name
 
     def _batches(self, rows: JobRows) -> Iterator[Batch]:
-        columns = {
-            name: np.load(self.directory / file, mmap_mode="r", allow_pickle=False)
-            for name, file in rows.inputs.items()
-        }
+        columns = self._columns(rows)
         for start in range(0, rows.rows, rows.batch_size):
             stop = start + rows.batch_size
             yield Batch({name: np.array(values[start:stop]) for name, values in columns.items()}, {}, start)
+
+    def _columns(self, rows: JobRows) -> dict[str, npt.NDArray[Any]]:
+        return {
+            name: np.load(self.directory / file, mmap_mode="r", allow_pickle=False)
+            for name, file in rows.inputs.items()
+        }
 
 
 def _outputs_name(rows: JobRows) -> str:

@@ -196,11 +196,15 @@ class Replay:
         return taken
 
 
-def choosable(engines: Iterable[EngineArtifact]) -> list[EngineArtifact]:
+def choosable(engines: Iterable[EngineArtifact], command: str = "run --resume") -> list[EngineArtifact]:
     """Engines among which is chosen now: those of targets that have one, or that never will.
 
     One that was run elsewhere was run. A target whose engines all wait for their jobs gets its choice when
     the run goes on with their results.
+
+    Args:
+        engines: Every candidate.
+        command: What goes on with the results of jobs.
 
     Raises:
         EngineError: Every target waits.
@@ -214,7 +218,7 @@ def choosable(engines: Iterable[EngineArtifact]) -> list[EngineArtifact]:
             where=", ".join(sorted(waiting)),
             evidence="; ".join(f"{e.id}: {e.detail}" for e in every if e.status is BuildStatus.WAITING),
             remedy=f"execute the jobs in `{JOBS}/` where their devices are, bring each `{RESULT}/` back into "
-            "its job, and go on with `run --resume`",
+            f"its job, and go on with `{command}`",
         )
     return [
         replace(e, status=BuildStatus.READY) if e.status is BuildStatus.RUN_ELSEWHERE else e

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core import serde
+from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.core.job import BuildJob, JobBatch, JobRows
 from loka_onnx.core.split import Part
 from loka_onnx.engines.isolation import interrupts_held
@@ -64,6 +65,8 @@ class JobOrigin:
         part: What is built.
         outputs: Names of the judged outputs.
         rows: Rows that the job carries; empty for none.
+        timed: Generated rows that the requests of latencies are drawn from; None for those of the sample.
+        inputs: Where the inputs of timed requests lie.
     """
 
     run: str
@@ -72,6 +75,8 @@ class JobOrigin:
     part: Part
     outputs: tuple[str, ...]
     rows: Sequence[SplitRows] = ()
+    timed: SplitRows | None = None
+    inputs: InputPlace = InputPlace.HOST
 
 
 def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> BuildJob:
@@ -99,7 +104,8 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
             link_or_copy(file, place)
         shutil.copyfile(request.sample, new / _SAMPLE)
         rows = tuple(_write_rows(new, split) for split in origin.rows)
-        job = _describe(new, request, origin, rows)
+        timed = None if origin.timed is None else _write_rows(new, origin.timed)
+        job = replace(_describe(new, request, origin, rows), timed=timed, inputs=origin.inputs)
         if _is_there(directory, job):
             return job
         serde.write(job, new / JOB)
@@ -127,7 +133,8 @@ def read_job(directory: Path) -> BuildJob:
         )
     job = serde.read(BuildJob, directory / JOB)
     verify_files(directory, job.files, JOB, besides=(RESULT,))
-    for path in (job.model, job.sample, *(Path(name) for rows in job.rows for name in rows.inputs.values())):
+    carried = (*job.rows, *([] if job.timed is None else [job.timed]))
+    for path in (job.model, job.sample, *(Path(name) for rows in carried for name in rows.inputs.values())):
         if path.as_posix() not in job.files:
             raise ModelError(f"'{JOB}' names '{path}', which is no file of the job", where=str(directory))
     model = directory / job.model

@@ -102,6 +102,7 @@ def refine_engines(steps: Steps, inputs: RefineInputs) -> RefineResult:
         "slices": steps.config.data.slices,
         "batch": steps.config.batch.model_dump(mode="json"),
         "refine": settings.model_dump(mode="json"),
+        "inputs": steps.config.serving.inputs,
         "plan": steps.config.plan.model_dump(mode="json"),
     }
     return steps.directory.stage("refine", key, produce, load)
@@ -168,7 +169,7 @@ class RunBench:
 
     def time(self, engines: Sequence[EngineArtifact]) -> Mapping[str, tuple[Latency, ...]]:
         """Latencies by engine id, all timed in turns."""
-        return self._steps.time_engines(engines)
+        return self._steps.time_engines(engines).latencies
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
         """Each engine on the selection split."""

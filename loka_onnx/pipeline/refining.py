@@ -9,6 +9,8 @@ what was found, in rounds:
 * Plans that the search over kernel times proposes beside its best one are tried: they toggle what it is least
   sure of.
 
+Before an engine is built, its latency is predicted (`planning.nearest`) from what was measured until then.
+
 What is worth a step is on the Pareto front of time and upper bound (`planning.pareto`). Times of rounds
 are compared through an engine without FP8, the anchor, which is timed in turns with the others each time.
 Accuracy is judged on the selection split, from the engines' own outputs; certification is not looked at here.
@@ -36,8 +38,9 @@ from loka_onnx.core.refinement import (
     Step,
 )
 from loka_onnx.planning.choice import group_by_hardware
-from loka_onnx.planning.evidence import Evidence, worst_upper
+from loka_onnx.planning.evidence import worst_upper
 from loka_onnx.planning.giving_back import GivenBack
+from loka_onnx.planning.nearest import Known, Prediction, predict
 from loka_onnx.planning.pareto import Point, front
 from loka_onnx.planning.speed import Speed
 
@@ -144,8 +147,7 @@ def refine(
     for loop in loops:
         judged.update(loop.judged)
     evaluations = EvaluationSet(tuple(judged.values()))
-    evidence = Evidence(evaluations, PlanSet((*plans.plans, *added)))
-    predictions = evidence.predictions([e for e in (*engines, *built) if e.id in judged])
+    predictions = tuple(each for found in hardware for step in found.steps for each in step.predictions)
     document = Refinement(tuple(hardware), predictions, median_error(predictions))
     return Refined(added, built, evaluations, document)
 
@@ -183,6 +185,8 @@ class _Loop:
         self._rounds = {engine.id: 0 for engine in self._engines}
         self._times: dict[str, Speed] = {}
         self._anchors: dict[str, Speed] = {}
+        self._first: Speed | None = None
+        self._predicted: dict[str, Prediction | None] = {}
         self.judged: dict[str, Evaluation] = {}
         self.added: list[_Made] = []
         self.built: list[EngineArtifact] = []
@@ -205,7 +209,10 @@ class _Loop:
             reason = "no engine without FP8 was timed" if timed else "no engine with FP8 could be timed"
             return self._document(here[0].target, None, None, reason, 0.0)
         anchor = min(exact, key=lambda e: self._times[e.id].per_row_us)
-        self._anchors = dict.fromkeys(self._times, self._times[anchor.id])
+        self._first = self._times[anchor.id]
+        self._anchors = dict.fromkeys(self._times, self._first)
+        # They were timed in turns: what those with FP8 take must follow from those without.
+        self._predicted = {e.id: self._expected(self._plans[e.plan], e, exact) for e in timed}
         like = min(timed, key=lambda e: self._times[e.id].per_row_us)
         began = self._limits.clock()
         ended = self._rounds_of(anchor, like, names, began)
@@ -219,10 +226,13 @@ class _Loop:
             wanted = self._wanted(names, like.target)
             if not wanted:
                 return "there is nothing left to try"
+            known = [e for e in self._engines if e.id in self._anchors]
+            expected = [self._expected(made.plan, like, known) for made in wanted]
             built = list(self._bench.build([made.plan for made in wanted], like))
-            for made, engine in zip(wanted, built, strict=True):
+            for made, engine, us in zip(wanted, built, expected, strict=True):
                 self._engines.append(engine)
                 self._made[engine.id], self._rounds[engine.id] = made, number
+                self._predicted[engine.id] = us
                 self._plans[made.plan.id] = made.plan
                 self.added.append(made)
                 self.built.append(engine)
@@ -289,6 +299,26 @@ class _Loop:
         """Time over that of the anchor."""
         return self._times[engine.id].over(self._anchors[engine.id]).value
 
+    def _expected(
+        self, plan: PrecisionPlan, like: EngineArtifact, among: Iterable[EngineArtifact]
+    ) -> Prediction | None:
+        """Latency of an engine, at the pace of the first round, from others of its maker and architecture."""
+        known = []
+        for engine in among:
+            if (engine.backend, engine.architecture) == (like.backend, like.architecture):
+                pace = self._pace(engine.id)
+                us = {b: x.p50_us / pace[b] for b, x in self._times[engine.id].latencies.items() if b in pace}
+                known.append(Known(engine.id, self._plans[engine.plan], us))
+        return predict(plan, known, like.target)
+
+    def _pace(self, engine: str) -> Mapping[int, float]:
+        """What the anchor took in the round of an engine over what it took in the first, by batch size."""
+        beside = self._anchors.get(engine)
+        if beside is None or self._first is None:
+            return {}
+        first = self._first.latencies
+        return {b: x.p50_us / first[b].p50_us for b, x in beside.latencies.items() if b in first}
+
     def _front(self) -> tuple[Point, ...]:
         points = []
         for engine in self._engines:
@@ -321,6 +351,7 @@ class _Loop:
 
     def _step(self, engine: EngineArtifact, is_on_front: bool) -> Step:
         made, speed = self._made[engine.id], self._times.get(engine.id)
+        predicted, pace = self._predicted.get(engine.id), self._pace(engine.id)
         evaluation = self.judged.get(engine.id)
         anchor = self._anchors.get(engine.id)
         detail = engine.detail
@@ -339,6 +370,10 @@ class _Loop:
             detail=detail,
             build_seconds=engine.build_seconds,
             latency_us={} if speed is None else {str(b): item.p50_us for b, item in speed.latencies.items()},
+            predicted_us={}
+            if predicted is None
+            else {str(b): us * pace.get(b, 1.0) for b, us in predicted.us.items()},
+            predicted_from="" if predicted is None else predicted.start,
             times=None if speed is None or anchor is None else speed.over(anchor),
             upper=worst_upper(evaluation),
             is_within=evaluation is not None and evaluation.is_within_budget,

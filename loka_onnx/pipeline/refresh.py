@@ -2,9 +2,9 @@
 
 Kept: which sites there are, which of them run in FP8 and under which recipe, which engines are built, kernel
 timings and tuning. Done again: the export, the mods (they write weights), ranges and the scales that follow,
-corrections, the engines that the earlier run chose and the best high-precision one of each target, and the
-certification of what was chosen. Where that does not hold on the new weights, everything is done anew, in the
-same directory.
+corrections, the engines that the earlier run chose, and their certification. Where that does not hold on the
+new weights, everything is done anew, in the same directory, and its certification counts as the second look
+at those rows (`core.refresh`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from loka_onnx.core.evaluation import Choice, EvaluationSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.refresh import Refresh
+from loka_onnx.core.refresh import LOOKS, Refresh
 from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
-from loka_onnx.evaluation.engines import Split, judge_engine, judge_reference, predict_reference
+from loka_onnx.evaluation.engines import judge_engine, judge_reference, predict_reference
 from loka_onnx.graph.structure import differences
+from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import Results, describe_run, emit_bundle, write_report
@@ -45,6 +46,9 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 DOCUMENT = "refresh.json"
 CERTIFICATION = "certification"
+CORRECTION_ROWS = 16_384
+"""Rows that corrections are fitted to, and selection rows that decide which are kept, at most: a mean is then
+known to .008 of its spread, and certification judges what comes of it."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,8 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
         options: How to run.
 
     Raises:
-        UserError: The earlier run is not finished, or an input is wrong; without `may_fall_back` also where
-            the structure differs.
+        UserError: The earlier run is not finished or waits for build jobs, or an input is wrong; without
+            `may_fall_back` also where the structure differs.
         BudgetMissed: Without `may_fall_back`: an engine is not inside the budget on the certification split.
         StageError: A stage could not finish.
     """
@@ -119,28 +123,43 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
         directory.on_stage = options.on_stage
         steps = Steps(config, directory, options.progress)
         attempt = _Attempt(steps, before)
-        try:
-            result = attempt.run()
-        except _Outdated as outdated:
-            reason, error = outdated.reason, outdated.error
-        else:
-            found = attempt.described("", time.perf_counter() - began)
-            serde.write(found, directory.path / DOCUMENT)
-            return RefreshResult(result, found)
-        if not options.may_fall_back:
-            raise error(
-                "the decisions of the earlier run do not hold for this model",
-                where=str(before.directory),
-                evidence=reason,
-                remedy="leave out --no-fallback, or run the whole pipeline on it",
-            )
+        found = attempt.earlier_failure() if options.resume else None
+        if found is None:
+            try:
+                result = attempt.run()
+            except _Outdated as outdated:
+                if not options.may_fall_back:
+                    raise _refusal(before, outdated) from outdated
+                found = attempt.described(outdated.reason, time.perf_counter() - began)
+                # A look at the certification rows is never forgotten, also where the full run is interrupted.
+                serde.write(found, directory.path / DOCUMENT)
+            else:
+                found = attempt.described("", time.perf_counter() - began)
+                serde.write(found, directory.path / DOCUMENT)
+                return RefreshResult(result, found)
         for stage in ("refresh", "replan"):
             directory.forget(stage)
-    full = RunOptions(resume=True, progress=options.progress, on_stage=options.on_stage)
+    looks = LOOKS if found.confidence > CONFIDENCE else 1
+    full = RunOptions(resume=True, looks=looks, progress=options.progress, on_stage=options.on_stage)
     result = run(config, full)
-    found = attempt.described(reason, time.perf_counter() - began)
+    found = replace(found, seconds=time.perf_counter() - began)
     serde.write(found, result.directory / DOCUMENT)
     return RefreshResult(result, found)
+
+
+def _refusal(before: EarlierRun, outdated: _Outdated) -> ModelError | BudgetMissed:
+    remedy = "leave out --no-fallback, or run the whole pipeline on it"
+    if outdated.error is BudgetMissed:
+        remedy = (
+            "leave out --no-fallback, which counts both looks at the certification rows, or run the whole "
+            "pipeline on it with other certification rows"
+        )
+    return outdated.error(
+        "the decisions of the earlier run do not hold for this model",
+        where=str(before.directory),
+        evidence=outdated.reason,
+        remedy=remedy,
+    )
 
 
 def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> RunConfig:
@@ -182,14 +201,27 @@ class _Attempt:
 
     def __init__(self, steps: Steps, before: EarlierRun) -> None:
         self.steps, self.before = steps, before
+        steps.looks = LOOKS
         self.exported: ModelArtifact | None = None
         self.profile: Profile | None = None
         self.plans = PlanSet(())
         self.evaluations = EvaluationSet(())
 
+    def earlier_failure(self) -> Refresh | None:
+        """What a refresh that is resumed found before its full run was interrupted; None for nothing."""
+        document = self.steps.directory.path / DOCUMENT
+        if not document.is_file():
+            return None
+        found = serde.read(Refresh, document)
+        with self.steps.directory.undone_on_error():
+            model = self.steps.export(self.before.export).digest
+        is_same = (found.earlier, found.model) == (self.before.directory, model)
+        return found if is_same and found.fallback else None
+
     def described(self, fallback: str, seconds: float) -> Refresh:
         """What moved, as far as it came."""
         profile, before = self.profile, self.before
+        has_looked = bool(self.evaluations.evaluations) or not fallback
         return Refresh(
             earlier=before.directory,
             earlier_model=before.exported.digest,
@@ -197,6 +229,7 @@ class _Attempt:
             sites=() if profile is None else site_moves(before, profile, self.plans),
             outputs=output_moves(before.evaluations, self.evaluations),
             fallback=fallback,
+            confidence=self.steps.certification.confidence if has_looked else CONFIDENCE,
             seconds=seconds,
             earlier_seconds=before.seconds,
         )
@@ -210,7 +243,7 @@ class _Attempt:
         steps, before = self.steps, self.before
         directory = steps.directory
         with directory.undone_on_error():
-            exported = self.exported = steps.export()
+            exported = self.exported = steps.export(before.export)
             with directory.watched("check data"):
                 steps.check_data()
         with directory.watched("compare"):
@@ -224,7 +257,7 @@ class _Attempt:
         sample = write_sample(
             steps.taken_by_engines(steps.sample(BUILD_ROWS)), directory.path / "calibration" / "sample.npz"
         )
-        corrections = steps.correct(exported, modified.model, plans)
+        corrections = steps.correct(exported, modified.model, plans, CORRECTION_ROWS)
         builder = EngineBuilder(steps.config, directory, sample, steps.progress, corrections)
         builder.only = frozenset(before.wanted)
         builder.job_rows = steps.job_rows()
@@ -252,7 +285,7 @@ class _Attempt:
 
         def produce() -> Sequence[Path]:
             # As in a full run: a target that waits for its build job has no choice yet.
-            there = choosable(built.engines.engines)
+            there = choosable(built.engines.engines, "refresh --resume")
             serde.write(before.choice_again(there), document)
             return [document]
 
@@ -307,13 +340,11 @@ class _Attempt:
 
     def _certify(self, exported: ModelArtifact, engines: EngineSet) -> EvaluationSet:
         """Accuracy of what was chosen, or of its simulation, on certification → `evaluation.json`."""
-        steps, config = self.steps, self.steps.config
+        steps, config, split = self.steps, self.steps.config, self.steps.certification
         document = steps.directory.path / "evaluation.json"
         judged = [engine for engine in engines.engines if engine.id in self.before.judged]
 
         def produce() -> Sequence[Path]:
-            rows = steps.splits.certification
-            split = Split(CERTIFICATION, rows, config.columns, config.data.group, config.data.slices)
             session = OnnxSession(exported.path, SessionOptions(threads=steps.threads))
             reference = predict_reference(split, session.run, steps.specs, steps.progress)
             found = [judge_reference(split, reference, steps.specs)]
@@ -330,7 +361,8 @@ class _Attempt:
             "refresh": [engine.digest or engine.detail for engine in judged],
             "elsewhere": steps.elsewhere.key(judged),
             "exported": exported.digest,
-            "data": steps.splits.certification.digest,
+            "data": split.data.digest,
+            "looks": steps.looks,
             "outputs": [output.model_dump(mode="json") for output in config.outputs],
             "group": config.data.group,
             "slices": config.data.slices,

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.engine import EngineArtifact, EngineSet
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Choice, EvaluationSet, Loser, Why
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refined_run import read_refined
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import ConfigError, LokaError
+from loka_onnx.export.retrained import EarlierExport
 from loka_onnx.pipeline.directory import RECORD
+from loka_onnx.pipeline.jobs import JOBS, RESULT
 from loka_onnx.pipeline.probing import EXPORTED, MODIFIED
 from loka_onnx.pipeline.run import GIVEN
 
@@ -31,8 +36,8 @@ _NEEDED = (
     "plan.json",
     MODIFIED,
 )
-_HIGH = ("bf16", "fp16", "fp32")
-"""Plans without FP8, what is expected to be faster first."""
+_GIVEN = {"directory": str, "values": str}
+"""Types of what a record holds of its run file."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,13 @@ class EarlierRun:
         """Read what a run left.
 
         Raises:
-            ConfigError: It is not a finished run.
+            ConfigError: It is not a finished run, or a target has no choice yet because its engines wait for
+                their build jobs.
             UserError: It was written by another version of this package.
         """
         missing = [name for name in _NEEDED if not (directory / name).is_file()]
+        if "engines.json" not in missing:
+            _refuse_waiting(directory)
         if missing:
             raise ConfigError(
                 f"'{directory}' is not a finished run",
@@ -95,7 +103,7 @@ class EarlierRun:
     @property
     def config(self) -> dict[str, Any]:
         """What its run file gave."""
-        return dict(self._given["values"])
+        return dict(json.loads(self._given["values"]))
 
     @property
     def base(self) -> Path:
@@ -105,7 +113,7 @@ class EarlierRun:
     @property
     def _given(self) -> dict[str, Any]:
         found = self.record.config.get(GIVEN)
-        if not isinstance(found, dict) or set(found) != {"directory", "values"}:
+        if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != _GIVEN:
             raise ConfigError(
                 f"the run '{self.directory}' was recorded by another version of loka-onnx",
                 where="--run",
@@ -113,6 +121,23 @@ class EarlierRun:
                 remedy="run the whole pipeline again with this version",
             )
         return found
+
+    @property
+    def export(self) -> EarlierExport:
+        """Its exported model, with the weights that it was exported with."""
+        return EarlierExport(self.exported, self._read_weights)
+
+    def _read_weights(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Of its checkpoint; nothing where there is none any more, or it cannot be read."""
+        given = self.config["model"].get("checkpoint")
+        if given is None:
+            return {}
+        from loka_onnx.zoo.checkpoint import load_checkpoint
+
+        try:
+            return {name: tensor.numpy() for name, tensor in load_checkpoint(self.base / given).items()}
+        except (LokaError, TypeError):
+            return {}
 
     @property
     def seconds(self) -> float:
@@ -131,18 +156,6 @@ class EarlierRun:
         return tuple(dict.fromkeys(e for target in self.choice.targets for e in target.engines))
 
     @cached_property
-    def reserve(self) -> tuple[str, ...]:
-        """Id of the best high-precision engine of each target that is not among the chosen ones."""
-        found = []
-        for target in dict.fromkeys(choice.target for choice in self.choice.targets):
-            rivals = [
-                e for e in self.engines.engines if e.target == target and e.is_built and e.plan in _HIGH
-            ]
-            if rivals:
-                found.append(min(rivals, key=self._preference).id)
-        return tuple(engine for engine in found if engine not in self.chosen)
-
-    @cached_property
     def judged(self) -> frozenset[str]:
         """Ids of the engines whose outputs certify the chosen ones: theirs, or simulations of their plans."""
         names = set()
@@ -156,7 +169,7 @@ class EarlierRun:
     @cached_property
     def wanted(self) -> frozenset[str]:
         """Ids of the engines to build."""
-        return frozenset({*self.chosen, *self.reserve, *self.judged})
+        return frozenset({*self.chosen, *self.judged})
 
     @cached_property
     def wanted_plans(self) -> frozenset[str]:
@@ -175,7 +188,7 @@ class EarlierRun:
     def choice_again(self, engines: Collection[EngineArtifact]) -> Choice:
         """The same choice, for engines that were built anew."""
         others = [engine for engine in engines if engine.id not in self.chosen]
-        why = "kept in reserve: the run that was refreshed chose another"
+        why = "built to simulate a plan: the run that was refreshed chose another"
         return Choice(
             tuple(
                 replace(
@@ -195,16 +208,26 @@ class EarlierRun:
     def _named(self, names: Collection[str]) -> list[EngineArtifact]:
         return [engine for engine in self.engines.engines if engine.id in names]
 
-    def _preference(self, engine: EngineArtifact) -> tuple[float, int]:
-        """What makes a high-precision engine the better one: its measured time, else its precision."""
-        times = [
-            latency.p50_us / latency.batch
-            for evaluation in self.evaluations.evaluations
-            if evaluation.engine == engine.id
-            for latency in evaluation.latencies
-            if latency.counts_for_choice
-        ]
-        return (sum(times) / len(times) if times else float("inf"), _HIGH.index(engine.plan))
+
+def _refuse_waiting(directory: Path) -> None:
+    """Refuse a run in which nothing was decided yet for a target that jobs are open for.
+
+    Raises:
+        ConfigError: There is such a target.
+    """
+    engines = serde.read(EngineSet, directory / "engines.json").engines
+    document = directory / "choice.json"
+    decided = {t.target for t in serde.read(Choice, document).targets} if document.is_file() else set()
+    waiting = [e for e in engines if e.status is BuildStatus.WAITING and e.target not in decided]
+    if waiting:
+        targets = ", ".join(dict.fromkeys(engine.target for engine in waiting))
+        raise ConfigError(
+            f"'{directory}' has chosen no engine for {targets} yet, so that there is no choice to keep",
+            where="--run",
+            evidence="; ".join(f"{engine.id}: {engine.detail}" for engine in waiting),
+            remedy=f"execute the jobs in `{JOBS}/` where their devices are, bring each `{RESULT}/` back into "
+            "its job, go on with `loka-onnx run --resume`, and refresh then",
+        )
 
 
 def _model(directory: Path, name: str) -> ModelArtifact:

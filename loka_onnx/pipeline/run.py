@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -62,6 +63,8 @@ class RunOptions:
             finished.
         added: Data file whose rows are added to the profile; None for none.
         label_rule: What the labels mean, for the report.
+        looks: Times that the certification rows are looked at for this model, this run included; their error
+            is divided among them.
         progress: Called as work is done.
         on_stage: Called when a stage begins (with None) and when it ends.
     """
@@ -72,6 +75,7 @@ class RunOptions:
     only: tuple[str, ...] = ()
     added: Path | None = None
     label_rule: str = ""
+    looks: int = 1
     progress: Progress = silent
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
 
@@ -117,12 +121,18 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
         resume=options.resume,
     ) as directory:
         directory.on_stage = options.on_stage
-        return _run_stages(Steps(config, directory, options.progress), options)
+        steps = Steps(config, directory, options.progress)
+        steps.looks = options.looks
+        return _run_stages(steps, options)
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
-    """A run file as the record of its run holds it: every key, and what was given to read it again from."""
-    given = config.model_dump(mode="json", exclude_unset=True)
+    """A run file as the record of its run holds it: every key, and what was given to read it again from.
+
+    What was given is JSON as text: a document sorts its keys, and the order of a builder's arguments may be
+    that of the model's embedding tables.
+    """
+    given = json.dumps(config.model_dump(mode="json", exclude_unset=True))
     return {
         **config.model_dump(mode="json"),
         GIVEN: {"directory": str(config.directory), "values": given},
@@ -161,7 +171,7 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     source = source_of(modified.model, plans, split)
     corrections = steps.correct(exported, modified.model, plans)
     builder = EngineBuilder(config, directory, sample, options.progress, corrections)
-    builder.job_rows = steps.job_rows()
+    builder.job_rows, builder.timed_rows = steps.job_rows(), steps.timed_rows
     built = build_engines(builder, source)
     if options.until is Stage.BUILD:
         return ended

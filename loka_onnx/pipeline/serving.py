@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import Choice, EvaluationSet, TargetChoice
+from loka_onnx.core.evaluation import Choice, EvaluationSet, InputPlace, TargetChoice
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput, ThroughputSet
 from loka_onnx.errors import StageError
+from loka_onnx.evaluation.latency import Run
 from loka_onnx.evaluation.throughput import LoadOptions, find_highest_rate
+from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.planning.evidence import Evidence
+from loka_onnx.sessions.host_devices import is_target
+from loka_onnx.sessions.runner import Resident, Runner
 
 DOCUMENT = "throughput.json"
 INPUT_SETS = 4
@@ -36,6 +39,36 @@ class Loaded:
     engine: EngineArtifact
     batch: int
     role: str
+
+
+@dataclass(frozen=True)
+class Served:
+    """Copies of an engine as servers use them.
+
+    Attributes:
+        runs: What answers one request, for each copy.
+        inputs: Where the inputs of the requests lie.
+    """
+
+    runs: Sequence[Run]
+    inputs: InputPlace
+
+    @classmethod
+    def of(cls, runners: Sequence[Runner], request: Arrays, wanted: InputPlace) -> Served:
+        """Copies with the place that inputs are wanted in; the host where the engine takes them only there.
+
+        On the device one batch stays before each copy: another would overwrite what a request reads.
+        """
+        if wanted is InputPlace.HOST:
+            return cls([runner.run for runner in runners], wanted)
+        residents = [runner.resident(request) for runner in runners]
+        if not all(resident.is_on_device for resident in residents):
+            return cls([runner.run for runner in runners], InputPlace.HOST)
+        return cls([_asked_again(resident) for resident in residents], wanted)
+
+
+def _asked_again(resident: Resident) -> Run:
+    return lambda inputs: resident()
 
 
 def measure_throughput(
@@ -73,10 +106,15 @@ def under_load(
 ) -> Iterator[Loaded]:
     """What is put under load: at each batch size the chosen engine, and the best one without FP8.
 
-    Engines that do not run here, and those whose FP8 is simulated, are not.
+    Engines that do not run here, those whose FP8 is simulated, and those whose target is another device of
+    the architecture are not.
     """
     here = {
-        engine.id: engine for engine in engines if engine.status is BuildStatus.READY and not engine.simulated
+        engine.id: engine
+        for engine in engines
+        if engine.status is BuildStatus.READY
+        and not engine.simulated
+        and is_target(engine.target, engine.architecture)
     }
     for target in choice.targets:
         exact = best_without_fp8(target, here.values(), evidence)
@@ -134,10 +172,11 @@ def _measure(steps: Steps, loaded: Loaded) -> Throughput:
     steps.progress(task, 0, 8)
     with ExitStack() as stack:
         try:
-            make = partial(steps.open_alone, engine)
-            runs = [stack.enter_context(make()).run for _ in range(serving.streams)]
+            runners = [stack.enter_context(steps.open_alone(engine)) for _ in range(serving.streams)]
             inputs = [steps.taken_by_engines(steps.generated(loaded.batch)) for _ in range(INPUT_SETS)]
-            found = find_highest_rate(runs, inputs, options)
+            served = Served.of(runners, inputs[0], serving.inputs)
+            nothing = replace(nothing, inputs=served.inputs)
+            found = find_highest_rate(served.runs, inputs, options)
         except StageError as error:
             return replace(nothing, failure=str(error))
     return replace(

@@ -15,17 +15,16 @@ from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
-from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
-from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
+from loka_onnx.core.engine import EngineArtifact, EngineSet
+from loka_onnx.core.evaluation import Evaluation, EvaluationSet
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.split import ModelSplit, Part
 from loka_onnx.data import Dataset, InputBinding, Splits, ensure_disjoint, open_dataset
-from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.errors import DataError, StageError
+from loka_onnx.errors import DataError, UserError
 from loka_onnx.evaluation.columns import read_scores, read_truth
 from loka_onnx.evaluation.engines import (
     Reference,
@@ -35,16 +34,19 @@ from loka_onnx.evaluation.engines import (
     predict_reference,
     with_latencies,
 )
-from loka_onnx.evaluation.latency import LatencyOptions, measure_interleaved
+from loka_onnx.evaluation.latency import Interleaved, LatencyOptions
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.export.onnx_model import import_onnx
+from loka_onnx.export.retrained import EarlierExport, export_retrained
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest, model_files
+from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.competing import competing_plans
 from loka_onnx.pipeline.correcting import Correcting, CorrectionInputs
 from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.engine_times import TimingBench, counts_here
 from loka_onnx.pipeline.job_results import ElsewhereRuns
 from loka_onnx.pipeline.jobs import SplitRows
 from loka_onnx.pipeline.mods import ChosenMods
@@ -53,8 +55,6 @@ from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.sample import Arrays, generated_rows
 from loka_onnx.pipeline.splits import bind_inputs, open_splits
 from loka_onnx.pipeline.splitting import (
-    LOOKUP,
-    beside_lookup,
     cut_model,
     open_lookup,
     taken_by_engines,
@@ -70,6 +70,10 @@ from loka_onnx.transforms.sequence import apply_mods
 
 CHECK_ROWS = 2048
 """Rows of the calibration split that mods and export parity are held against."""
+JOB_TIMED_BYTES = 1 << 26
+"""Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
+JUDGED_ROWS = 4096
+"""Most rows of a request that engines are judged by."""
 LABEL_ROWS = 65536
 """Rows read at a time where only labels and weights are."""
 
@@ -83,13 +87,19 @@ class ModdedModel:
 
 
 class Steps:
-    """The stages of one run, each over the same directory and configuration."""
+    """The stages of one run, each over the same directory and configuration.
+
+    Attributes:
+        split: The model cut at its embeddings, where it was.
+        looks: Times that the certification rows are looked at for this model; their error is divided.
+    """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
         self.config, self.directory, self.progress = config, directory, progress
         self.specs = config.output_specs
         self.threads = config.threads or 0
         self.split: ModelSplit | None = None
+        self.looks = 1
         self.elsewhere = ElsewhereRuns(directory.path)
         self._seeds = count(1)
         self._mods = ChosenMods(config)
@@ -97,8 +107,12 @@ class Steps:
 
     # Model and data --------------------------------------------------------------------------------
 
-    def export(self) -> ModelArtifact:
-        """Torch or a foreign ONNX file → `model/exported.onnx` with named sites."""
+    def export(self, earlier: EarlierExport | None = None) -> ModelArtifact:
+        """Torch or a foreign ONNX file → `model/exported.onnx` with named sites.
+
+        Args:
+            earlier: What the same module was exported to with other weights, which may save the exporter.
+        """
         target = self._path("model/exported.onnx")
         document = self._path("model/exported.json")
         outputs = [output.model_dump(mode="json") for output in self.config.outputs]
@@ -115,7 +129,8 @@ class Steps:
             def produce() -> Sequence[Path]:
                 bindings = bind_inputs(self.config, torch_model.inputs)
                 rows = next(open_splits(self.config, bindings).calibration.batches(CHECK_ROWS))
-                artifact = export_torch(torch_model.module, rows.inputs, target, self.specs)
+                parts = (torch_model.module, rows.inputs, target, self.specs)
+                artifact = export_torch(*parts) if earlier is None else export_retrained(*parts, earlier)
                 return self._write_model(artifact, document)
 
         exported = self.directory.stage("export", key, produce, lambda: self._read_model(document))
@@ -259,9 +274,19 @@ class Steps:
             devices=devices,
         )
 
-    def correct(self, exported: ModelArtifact, modified: ModelArtifact, plans: PlanSet) -> CorrectionSet:
-        """Constants fitted to each FP8 plan, kept where they help on selection → `corrections.json`."""
-        stage = Correcting.of(self.config, self.directory, self.splits, self.progress)
+    def correct(
+        self, exported: ModelArtifact, modified: ModelArtifact, plans: PlanSet, most: int | None = None
+    ) -> CorrectionSet:
+        """Constants fitted to each FP8 plan, kept where they help on selection → `corrections.json`.
+
+        Args:
+            exported: The FP32 model that plans are judged against.
+            modified: The model that they are for.
+            plans: The plans.
+            most: Rows that constants are fitted to, and selection rows that decide, at most; None for as
+                many as a run takes.
+        """
+        stage = Correcting.of(self.config, self.directory, self.splits, self.progress, most)
         return stage.correct(CorrectionInputs(exported, modified, plans))
 
     def fit_corrections(
@@ -291,7 +316,8 @@ class Steps:
         document = self._path("evaluation.json")
 
         def produce() -> Sequence[Path]:
-            timed = {**self.elsewhere.latencies(engines.engines), **self.time_engines(engines.engines)}
+            timed = self.time_engines(engines.engines)
+            timed.latencies.update(self.elsewhere.latencies(engines.engines))
             measured = [
                 with_latencies(evaluation, timed)
                 for split in self._judged_splits()
@@ -310,14 +336,48 @@ class Steps:
             "group": self.config.data.group,
             "slices": self.config.data.slices,
             "batch": self.config.batch.model_dump(mode="json"),
+            "inputs": self.config.serving.inputs,
+            "looks": self.looks,
         }
-        return self.directory.stage("evaluate", key, produce, lambda: serde.read(EvaluationSet, document))
+        return self.directory.stage(
+            "evaluate",
+            key,
+            produce,
+            lambda: serde.read(EvaluationSet, document),
+            again=document.is_file() and self._counts_now(document, engines),
+        )
+
+    def _counts_now(self, document: Path, engines: EngineSet) -> bool:
+        """Whether this machine has a target that engines were not timed on before."""
+        try:
+            return counts_here(serde.read(EvaluationSet, document).evaluations, engines.engines)
+        except UserError:
+            return False
+
+    @property
+    def certification(self) -> Split:
+        """The certification rows, with what each look at them may err."""
+        rows = self.config.data
+        return Split(
+            "certification",
+            self.splits.certification,
+            self.config.columns,
+            rows.group,
+            rows.slices,
+            self._judged_at_once,
+            confidence=1.0 - (1.0 - CONFIDENCE) / self.looks,
+        )
+
+    @property
+    def _judged_at_once(self) -> int:
+        """Rows of a request that engines are judged by: none was built for more than `batch.max`."""
+        return min(JUDGED_ROWS, self.config.batch.max)
 
     def _judged_splits(self) -> tuple[Split, Split]:
         columns, rows = self.config.columns, self.config.data
         return (
-            Split("selection", self.splits.selection, columns, rows.group, rows.slices),
-            Split("certification", self.splits.certification, columns, rows.group, rows.slices),
+            Split("selection", self.splits.selection, columns, rows.group, rows.slices, self._judged_at_once),
+            self.certification,
         )
 
     def job_rows(self) -> tuple[SplitRows, ...]:
@@ -332,6 +392,18 @@ class Steps:
             )
             for split in self._judged_splits()
         )
+
+    def timed_rows(self) -> SplitRows:
+        """Generated rows that latencies of build jobs are drawn from, as engines take them: no user's row.
+
+        As many as the largest requests take in turns, so that none of them repeats a row, below
+        `JOB_TIMED_BYTES`.
+        """
+        largest = max(self.config.batch.serve)
+        one = self.taken_by_engines(self.sample(1))
+        room = JOB_TIMED_BYTES // max(1, sum(values.nbytes for values in one.values()))
+        rows = max(1, min(LatencyOptions().input_sets * largest, room))
+        return SplitRows("timed", rows, rows, lambda: iter([self.taken_by_engines(self.sample(rows))]))
 
     def _engine_batches(self, split: Split) -> Iterator[Arrays]:
         for batch in split.data.batches(split.batch_size):
@@ -382,53 +454,16 @@ class Steps:
         """Load an engine without the lookup before it; takes what engines take."""
         return get_backend(engine.backend).open(engine, self._path(engine.path or Path()))
 
-    def time_engines(self, engines: Sequence[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
-        """Latency of every engine that runs here, in turns with the others of its kind.
-
-        Where the model was cut, each engine is timed alone, on looked-up rows, and the lookup beside them.
-        """
-        latencies: dict[str, tuple[Latency, ...]] = {}
-        ready = [e for e in engines if e.status is BuildStatus.READY]
-        kinds = sorted({(e.target, e.simulated) for e in ready})
-        sizes, done = len(kinds) * len(self.config.batch.serve), count(1)
-        options = LatencyOptions(
-            max_seconds=1.0,
-            max_repeats=200,
-            on_batch=lambda: self.progress("latency", next(done), sizes),
+    def time_engines(self, engines: Sequence[EngineArtifact]) -> Interleaved:
+        """Latency of every engine that runs here; see `TimingBench.time`."""
+        bench = TimingBench(
+            self.config,
+            self.progress,
+            self.open_alone,
+            partial(open_lookup, self.split, self.threads),
+            self.generated,
         )
-        self.progress("latency", 0, sizes)
-        for target, simulated in kinds:
-            group = [e for e in ready if (e.target, e.simulated) == (target, simulated)]
-            with ExitStack() as stack:
-                stack.enter_context(device_alone(group[0].architecture))
-                runs = self._opened(group, stack)
-                if not runs:
-                    continue
-                make_inputs = self.generated
-                if group[0].part is Part.DENSE:
-                    lookup = stack.enter_context(open_lookup(self.split, self.threads))
-                    runs[LOOKUP] = lookup.run
-                    make_inputs = partial(self._generated_and_looked_up, lookup)
-                timed = measure_interleaved(
-                    runs,
-                    make_inputs,
-                    self.config.batch.serve,
-                    options,
-                    target,
-                    counts_for_choice=not simulated,
-                )
-            latencies.update(beside_lookup(timed.latencies))
-        return latencies
-
-    def _opened(self, engines: Sequence[EngineArtifact], stack: ExitStack) -> dict[str, Run]:
-        """Engines that open, until the stack closes; one that does not costs that engine its latency."""
-        runs: dict[str, Run] = {}
-        for engine in engines:
-            try:
-                runs[engine.id] = stack.enter_context(self.open_alone(engine)).run
-            except StageError as error:
-                self.progress(f"latency: {engine.id} does not open: {error}", 0, 1)
-        return runs
+        return bench.time(engines)
 
     def generated(self, rows: int) -> Arrays:
         """Generated model inputs, others at every call; no row of the user's data."""
@@ -441,10 +476,6 @@ class Steps:
     def taken_by_engines(self, inputs: Arrays) -> Arrays:
         """What engines take for these inputs of the model."""
         return taken_by_engines(inputs, self.split, self.threads)
-
-    def _generated_and_looked_up(self, lookup: Runner, rows: int) -> Arrays:
-        inputs = self.generated(rows)
-        return {**inputs, **lookup.run(inputs)}
 
     # Files -----------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
     key = {
         "builder": reference,
         "source": digest_file(Path(source)) if source else "",
-        "arguments": config.arguments,
+        # As text: the order of a mapping may be that of the model's tables, and digests sort keys.
+        "arguments": json.dumps(config.arguments),
         "checkpoint": digest_file(config.checkpoint) if config.checkpoint else "",
     }
     inputs = tuple(_spec(name, array) for name, array in example.items())

@@ -35,7 +35,7 @@ class TuningRequest:
 
     Attributes:
         shapes: Shapes of products.
-        database: Where times are kept; what it holds is not measured again.
+        database: Where times are kept; what it holds of this very device is not measured again.
         again: Measure everything, also what is known.
     """
 
@@ -80,7 +80,7 @@ def tune_shapes(request: TuningRequest, timer: KernelTimer, progress: Progress =
     refused: list[Refused] = []
     measured = 0
     with TimingDatabase(request.database) as database, device_alone(timer.device):
-        open_pairs = wanted if request.again else database.missing(wanted)
+        open_pairs = wanted if request.again else database.missing(wanted, timer.device_name)
         by_shape = _by_shape(open_pairs)
         progress("kernels", 0, len(by_shape))
         for done, (shape, kernels) in enumerate(by_shape, start=1):

@@ -6,8 +6,13 @@ no part in choosing it. An engine that misses there gives way to the exact model
 choosing again would make certification a second selection. High precision always competes: when FP8 is
 slower, or outside the budget, the best high-precision engine is emitted, and FP32 when nothing is inside.
 An engine that is faster by no more than noise loses to one in higher precision (`planning.speed` says how
-sure a ratio is). Where no engine could run on this host nothing was judged on its own outputs; the choice
-then is provisional and says what it rests on.
+sure a ratio is). Where no engine could run on this host nothing was judged on its own outputs, and where
+engines could only run on another device of the architecture nothing is known of their speed; the choice then
+is provisional and says what it rests on.
+
+What falls back falls back on the exact model in FP32. Where that was not built, on the most exact engine
+without FP8, if that is inside the budget on both splits. What was seen outside of it is never emitted: a user
+who accepts it says so by a larger budget.
 
 Where different engines are fastest at different batch sizes, by more than a margin, each size gets its own
 (`planning.routing`). The engine that is best over all sizes is the main one: an engine of some sizes that
@@ -22,7 +27,7 @@ of another backend whose architecture is none of those competes on every one of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loka_onnx.core.engine import EngineArtifact
@@ -45,6 +50,7 @@ from loka_onnx.planning.speed import Speed
 
 MEASURED = "measured on the target"
 PROVISIONAL = "provisional: accuracy simulated here, speed not measured"
+OTHER_DEVICE = "provisional: accuracy measured on another device of the architecture, speed not measured"
 
 NOISE = 0.01
 """Relative difference of latency that is not worth precision, however surely it was measured."""
@@ -124,9 +130,11 @@ def _choose_one(
             evidence="; ".join(f"{e.id} {e.status}: {e.detail}" for e in engines),
             remedy="`loka-onnx doctor` says what this machine can build",
         )
-    if any(e.was_run for e in built):
+    was_elsewhere = any(evidence.was_elsewhere(e) for e in built)
+    if any(e.was_run for e in built) and not (was_elsewhere and not any(map(evidence.speed, built))):
         return _Measured(engines, evidence, options).choose()
-    return _choose_provisional(engines, built, evidence)
+    basis = OTHER_DEVICE if was_elsewhere else PROVISIONAL
+    return _choose_provisional(engines, [e for e in built if not evidence.failure(e)], evidence, basis)
 
 
 # Engines that ran here --------------------------------------------------------------------------------
@@ -145,11 +153,13 @@ class _Measured:
         """The engine that is emitted, or the engines."""
         if self.inside:
             return self._fastest()
-        candidates = [e for e in self.ready if not e.simulated]
-        winner = _most_exact(candidates, self.evidence, self.engines[0].target)
+        winner = _high_precision(self.ready, self.evidence, self.engines[0].target)
         reason = f"no engine with a measured speed is inside the budget: the exact model, {winner.plan}"
         if self.evidence.base(winner) is not Precision.FP32:
-            reason = "no engine is inside the budget, and FP32 was not built: the most exact engine"
+            reason = (
+                "no engine with a measured speed is inside the budget, and FP32 was not built: the most "
+                f"exact engine, {winner.plan}, which is inside it"
+            )
         return self._emit(Verdict(winner, frozenset({winner.id})), reason)
 
     def _fastest(self) -> TargetChoice:
@@ -198,8 +208,8 @@ class _Measured:
 
     def _fall_back(self, missed: EngineArtifact) -> TargetChoice:
         """What was selected misses the budget on certification: the exact model."""
-        others = [e for e in self.ready if not e.simulated and e is not missed]
-        winner = _most_exact(others or [missed], self.evidence, missed.target)
+        others = [e for e in self.ready if e is not missed or self.evidence.is_exact(e)]
+        winner = _high_precision(others, self.evidence, missed.target, missed)
         reason = (
             f"'{missed.plan}' was selected and is not inside the budget on certification: "
             f"{winner.plan} instead"
@@ -223,53 +233,86 @@ def _given_back(
     return kept if any(route.engine != main.id for route in kept) else ()
 
 
-def _most_exact(engines: Sequence[EngineArtifact], evidence: Evidence, target: str) -> EngineArtifact:
-    """The engine that departs least from the exact model; the faster of two alike."""
-    if not engines:
-        raise PlanningError(
-            f"no engine of '{target}' can be emitted",
-            evidence="every engine that runs here simulates FP8, and none of another kind was built",
-            remedy="add fp32 to `plan.plans`",
-        )
+def _high_precision(
+    engines: Sequence[EngineArtifact],
+    evidence: Evidence,
+    target: str,
+    missed: EngineArtifact | None = None,
+) -> EngineArtifact:
+    """The engine without FP8 that departs least from the exact model; the faster of two alike.
 
-    def rank(engine: EngineArtifact) -> tuple[bool, int, float]:
+    Args:
+        engines: Those that were run.
+        evidence: What was measured.
+        target: What they are for.
+        missed: What was selected and is not inside the budget on certification.
+
+    Raises:
+        PlanningError: There is none but what was seen outside of the budget.
+    """
+
+    def rank(engine: EngineArtifact) -> tuple[int, float]:
         speed = evidence.speed(engine)
-        return (
-            evidence.has_fp8(engine),
-            -FASTER_FIRST.index(evidence.base(engine)),
-            float("inf") if speed is None else speed.per_row_us,
-        )
+        precision = FASTER_FIRST.index(evidence.base(engine))
+        return (-precision, float("inf") if speed is None else speed.per_row_us)
 
-    return min(engines, key=rank)
+    able = [e for e in engines if not evidence.has_fp8(e) and not e.simulated and not evidence.failure(e)]
+    found = min(able, key=rank, default=None)
+    # Which one it is, certification does not say; whether that one holds, it does.
+    if found is not None and (
+        evidence.is_exact(found) or (evidence.is_within_budget(found) and evidence.is_certified(found))
+    ):
+        return found
+    seen = {engine.id: engine for engine in (*engines, *([missed] if missed is not None else []))}
+    raise _nothing_to_emit(seen.values(), evidence, target)
+
+
+def _nothing_to_emit(engines: Iterable[EngineArtifact], evidence: Evidence, target: str) -> PlanningError:
+    return PlanningError(
+        f"no engine of '{target}' can be emitted: FP32 was not built, and no other engine without FP8 is "
+        "inside the budget",
+        evidence="; ".join(f"{e.id}: {evidence.standing(e)}" for e in engines) or "no engine runs here",
+        remedy="the engine of fp32 has why it was not built in `engines.json`; mend that, or raise "
+        "`outputs.budget` to accept what is outside of it",
+    )
 
 
 # Engines for hardware that is not here ----------------------------------------------------------------
 
 
 def _choose_provisional(
-    engines: Sequence[EngineArtifact], built: Sequence[EngineArtifact], evidence: Evidence
+    engines: Sequence[EngineArtifact], built: Sequence[EngineArtifact], evidence: Evidence, basis: str
 ) -> TargetChoice:
     """Rest on what was judged of the same plans on this host."""
     fp8 = [e for e in built if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
     selected = max(fp8, key=lambda e: _fp8_rank(e, evidence), default=None)
+    how = "measured" if basis == OTHER_DEVICE else "simulated"
     if selected is not None and evidence.certified_status(selected.plan) is not False:
         winner = selected
-        reason = f"the simulated accuracy of '{winner.plan}' is inside the budget"
+        reason = f"the {how} accuracy of '{winner.plan}' is inside the budget"
     else:
-        winner = min(built, key=lambda e: _high_precision_rank(e, evidence))
+        able = [e for e in built if not evidence.has_fp8(e) and not _is_outside(e, evidence)]
+        found = min(able, key=lambda e: _high_precision_rank(e, evidence), default=None)
+        if found is None:
+            raise _nothing_to_emit(built, evidence, engines[0].target)
+        winner = found
         # Another FP8 plan in its place would be chosen by the rows that only certify.
         reason = (
-            "no FP8 plan is inside the budget in simulation: high precision"
+            f"no FP8 plan is inside the budget {'as measured' if how == 'measured' else 'in simulation'}: "
+            "high precision"
             if selected is None
             else f"'{selected.plan}' was selected, and misses the budget on certification: high precision"
         )
     reason += "; evaluate it on the device before deploying"
-    others = tuple(
-        Loser(e.id, Why.NOT_RUN, _why_not_provisional(e, winner, evidence)) if e.is_built else not_built(e)
-        for e in engines
-        if e is not winner
-    )
-    return TargetChoice(winner.target, winner.id, winner.plan, reason, PROVISIONAL, others)
+    others = tuple(_provisional_loser(e, winner, evidence) for e in engines if e is not winner)
+    return TargetChoice(winner.target, winner.id, winner.plan, reason, basis, others)
+
+
+def _is_outside(engine: EngineArtifact, evidence: Evidence) -> bool:
+    """Whether a plan that is not the exact model's was seen outside the budget."""
+    if evidence.is_exact(engine):
+        return False
+    return evidence.plan_status(engine.plan) is False or evidence.certified_status(engine.plan) is False
 
 
 def _fp8_rank(engine: EngineArtifact, evidence: Evidence) -> tuple[float, int]:
@@ -277,23 +320,35 @@ def _fp8_rank(engine: EngineArtifact, evidence: Evidence) -> tuple[float, int]:
     return (evidence.plans.plan(engine.plan).fp8_share, -len(engine.fallbacks))
 
 
-def _high_precision_rank(engine: EngineArtifact, evidence: Evidence) -> tuple[bool, bool, int]:
-    """No FP8; then, nothing that was seen outside the budget; then, what is expected to be faster."""
-    return (
-        evidence.has_fp8(engine),
-        evidence.plan_status(engine.plan) is False,
-        FASTER_FIRST.index(evidence.base(engine)),
-    )
+def _high_precision_rank(engine: EngineArtifact, evidence: Evidence) -> tuple[bool, int]:
+    """Nothing that was seen outside the budget; then, what is expected to be faster."""
+    return (evidence.plan_status(engine.plan) is False, FASTER_FIRST.index(evidence.base(engine)))
+
+
+def _provisional_loser(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> Loser:
+    if not engine.is_built:
+        return not_built(engine)
+    failure = evidence.failure(engine)
+    if failure:
+        return Loser(engine.id, Why.FAILED, failure)
+    why, known = Why.NOT_RUN, "built, not run"
+    if engine.was_run:
+        why, known = Why.OTHER_DEVICE, "run on another device"
+        evaluation = evidence.by_engine.get(engine.id)
+        if evaluation is not None and evaluation.latencies:
+            known = f"run on {evaluation.latencies[0].device}, which is not the target"
+    reason = f"{known}: {_why_not_provisional(engine, winner, evidence)}"
+    return Loser(engine.id, why, reason, upper=evidence.upper(engine))
 
 
 def _why_not_provisional(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> str:
     status = evidence.plan_status(engine.plan)
     if status is False:
-        return "built, not run: the accuracy of its plan on this host is not inside the budget"
+        return "the accuracy of its plan on this host is not inside the budget"
     if evidence.has_fp8(engine) and status is None:
-        return "built, not run: the accuracy of its plan was not simulated"
+        return "the accuracy of its plan was not simulated"
     if engine.plan == winner.plan:
-        return f"built, not run: the same plan as '{winner.id}', which has no more fallbacks"
+        return f"the same plan as '{winner.id}', which has no more fallbacks"
     if not evidence.has_fp8(winner):
-        return f"built, not run: {evidence.base(winner)} is expected to be faster"
-    return f"built, not run: '{winner.plan}' has no less in FP8, at a simulated accuracy inside the budget"
+        return f"{evidence.base(winner)} is expected to be faster"
+    return f"'{winner.plan}' has no less in FP8, at an accuracy inside the budget"

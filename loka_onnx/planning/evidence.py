@@ -60,6 +60,20 @@ class Evidence:
         """What the engine takes on the target; None where that is not known."""
         return Speed.of(self.by_engine.get(engine.id), engine.simulated)
 
+    def was_elsewhere(self, engine: EngineArtifact) -> bool:
+        """Whether the engine was timed, and only where that says nothing about its target."""
+        evaluation = self.by_engine.get(engine.id)
+        if evaluation is None or engine.simulated or not evaluation.latencies:
+            return False
+        return not any(latency.counts_for_choice for latency in evaluation.latencies)
+
+    def failure(self, engine: EngineArtifact) -> str:
+        """What ended the engine while it was timed or judged; empty where nothing did."""
+        found = [e for e in (self.by_engine.get(engine.id), self.certified.get(engine.id)) if e is not None]
+        timed = [f"failed while it was timed: {e.latency_failure}" for e in found if e.latency_failure]
+        judged = [e.status for e in found if e.has_failed]
+        return next(iter((*timed, *judged)), "")
+
     def speeds(self, engines: Collection[EngineArtifact]) -> dict[str, Speed]:
         """By id, of the engines that were timed at every batch size that any of them was timed at.
 
@@ -88,6 +102,24 @@ class Evidence:
     def base(self, engine: EngineArtifact) -> Precision:
         """Precision of what is not FP8."""
         return self.plans.plan(engine.plan).base
+
+    def is_exact(self, engine: EngineArtifact) -> bool:
+        """Whether the engine's plan is the exact model: FP32 throughout."""
+        return self.base(engine) is Precision.FP32 and not self.has_fp8(engine)
+
+    def standing(self, engine: EngineArtifact) -> str:
+        """How an engine was judged, in a few words, for a message."""
+        failure = self.failure(engine)
+        if failure or not engine.is_built:
+            return failure or f"{engine.status}: {engine.detail}"
+        for name, found in (("selection", self.by_engine), ("certification", self.certified)):
+            evaluation = found.get(engine.id)
+            if evaluation is None or not evaluation.outputs:
+                return f"not judged on {name}"
+            if not evaluation.is_within_budget:
+                against = "" if worst_status(evaluation) == BudgetStatus.BEYOND else "against "
+                return f"{worst_status(evaluation)} {against}the budget on {name}"
+        return "simulated, inside the budget" if engine.simulated else "inside the budget"
 
     def exactness(self, engine: EngineArtifact) -> tuple[bool, float, int]:
         """Orders engines by their precision, the most exact first: no FP8, less FP8, a wider base."""

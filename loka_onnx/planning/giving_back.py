@@ -160,33 +160,26 @@ class GivingBack:
             decisions=decisions,
             predicted_kl={name: self._kl_of(left, name) for name in plan.predicted_kl},
             fp8_share=sum(self._flops.get(site, 0) for site in left) / able if able else 0.0,
-            predicted_us=self._predicted_us(plan, gone, left, device),
+            predicted_us=self._predicted_us(plan, left, device),
             device=device if plan.device else "",
         )
 
     def _predicted_us(
-        self, plan: PrecisionPlan, gone: Collection[str], left: Collection[str], device: str
+        self, plan: PrecisionPlan, left: Collection[str], device: str
     ) -> dict[str, dict[str, float]]:
-        """The times of the plan, with what the sites saved put back, less quantize steps without a reader."""
+        """The times of the plan, with what fewer sites save less, and the quantize steps that they need."""
         known = plan.predicted_us.get(device, {})
-        speeds = {site: self._speed(site, device) for site in (*gone, *left)}
-        if not known or any(speeds[site] is None for site in gone):
+        speeds = [self._speed(site, device) for site in plan.fp8_sites]
+        if not known or None in speeds:
             return {}
-        read = {speed.tensor for site in left if (speed := speeds[site]) is not None}
-        times = dict(known)
-        tensors: dict[str, Mapping[str, float]] = {}
-        for site in sorted(gone):
-            speed = speeds[site]
-            if speed is None:
-                continue
-            for batch in times:
-                times[batch] += speed.saved_us.get(batch, 0.0)
-            if speed.tensor not in read:
-                tensors[speed.tensor] = speed.quantize_us
-        for quantize_us in tensors.values():
-            for batch in times:
-                times[batch] -= quantize_us.get(batch, 0.0)
-        return {device: times}
+        of_plan = [speed for speed in speeds if speed is not None]
+        of_left = [speed for speed in of_plan if speed.site in left]
+        return {
+            device: {
+                batch: us + _float8_us(of_left, batch) - _float8_us(of_plan, batch)
+                for batch, us in known.items()
+            }
+        }
 
 
 def _expected(output: OutputEvaluation, left: float) -> float:
@@ -196,6 +189,15 @@ def _expected(output: OutputEvaluation, left: float) -> float:
         return 0.0
     kl = max(difference.kl.value, 0.0)
     return kl * left + (difference.judged.upper - kl) * sqrt(max(left, 0.0))
+
+
+def _float8_us(speeds: Sequence[SiteSpeed], batch: str) -> float:
+    """What sites in FP8 take more than in the base precision: quantize steps, less what products save."""
+    sites = {speed.site for speed in speeds}
+    casts = {
+        speed.tensor: 0.0 if speed.made_by in sites else speed.quantize_us.get(batch, 0.0) for speed in speeds
+    }
+    return fsum([*casts.values(), *(-speed.saved_us.get(batch, 0.0) for speed in speeds)])
 
 
 def _in_base(decision: Decision, plan: PrecisionPlan) -> Decision:

@@ -74,6 +74,9 @@ def _loser(
     if not engine.is_built:
         return not_built(engine)
     evaluation = evidence.by_engine.get(engine.id)
+    failure = evidence.failure(engine)
+    if failure and (evaluation is None or not evaluation.outputs):
+        return Loser(engine.id, Why.FAILED, failure)
     if evaluation is None or not evaluation.outputs:
         why = Why.NOT_MEASURED if engine.was_run else Why.NOT_RUN
         # A cached engine's detail says where it came from, not why it was not judged.
@@ -81,7 +84,9 @@ def _loser(
         return Loser(engine.id, why, f"not measured: {judged or engine.detail or engine.status}")
     ours, theirs = speeds.get(engine.id), speeds.get(verdict.winner.id)
     times = None if engine.simulated or ours is None or theirs is None else ours.over(theirs)
-    if engine in verdict.missed:
+    if failure:
+        why, said = Why.FAILED, f"{failure}; {accuracy(evaluation)}"
+    elif engine in verdict.missed:
         certified = evidence.certified.get(engine.id)
         how = accuracy(certified) if certified else "not measured"
         why, said = Why.NOT_CERTIFIED, f"selected; on certification {how}"
@@ -106,7 +111,7 @@ def _of_judged(
         beyond = worst_status(evaluation) == BudgetStatus.BEYOND
         return (Why.BEYOND if beyond else Why.UNDECIDED), compared
     if times is None:
-        return Why.NO_SPEED, _unknown_speed(evaluation)
+        return _unknown_speed(evaluation, is_elsewhere=evidence.was_elsewhere(engine))
     if verdict.missed:
         return Why.NOT_SELECTED, f"{compared}; certification does not choose among the others"
     if engine.id in verdict.alike and evidence.exactness(engine) > evidence.exactness(verdict.winner):
@@ -115,12 +120,15 @@ def _of_judged(
     return Why.SLOWER, f"{compared}{beaten if len(verdict.emitted) > 1 else ''}"
 
 
-def _unknown_speed(evaluation: Evaluation) -> str:
+def _unknown_speed(evaluation: Evaluation, *, is_elsewhere: bool) -> tuple[Why, str]:
     """Why the speed is unknown of an engine that was judged."""
+    if is_elsewhere:
+        device = evaluation.latencies[0].device
+        return Why.OTHER_DEVICE, f"timed on {device}, which is not the target: its speed does not count"
     counted = [latency.batch for latency in evaluation.latencies if latency.counts_for_choice]
     if not counted or len(counted) < len(evaluation.latencies):
-        return "its speed on the target was not measured"
-    return f"it was timed at batch {', '.join(map(str, counted))} only, and failed beyond"
+        return Why.NO_SPEED, "its speed on the target was not measured"
+    return Why.NO_SPEED, f"it was timed at batch {', '.join(map(str, counted))} only, and failed beyond"
 
 
 def _compared(times: Interval) -> str:

@@ -185,6 +185,7 @@ class SiteSpeeds:
             tensor=source.tensor,
             is_measured=all(time.is_measured for time in times.values()),
             reason=self._in_words(site),
+            made_by=source.made_by,
         )
 
     def predicted_us(self, base: Precision, decisions: Sequence[Decision]) -> dict[str, float]:

@@ -126,15 +126,29 @@ class TimingDatabase:
                 remedy="export it with the version that wrote it, or measure again into another file",
             ) from error
 
-    def missing(self, wanted: Iterable[tuple[Kernel, Shape]]) -> tuple[tuple[Kernel, Shape], ...]:
-        """Those that no time is known of, in their order."""
+    def missing(
+        self, wanted: Iterable[tuple[Kernel, Shape]], device_name: str | None = None
+    ) -> tuple[tuple[Kernel, Shape], ...]:
+        """Those that no time is known of, in their order.
+
+        Args:
+            wanted: Kernels on shapes.
+            device_name: The device as its driver names it: a time of another one (an H100 of another form
+                factor, say) is as good as none. None for any.
+        """
         condition = " AND ".join(f"{column} = ?" for column in _KEY)
-        query = f"SELECT 1 FROM timings WHERE {condition}"
-        return tuple(
-            (kernel, shape)
-            for kernel, shape in wanted
-            if self._connection.execute(query, _key(kernel, shape)).fetchone() is None
+        query = (
+            "SELECT document FROM timings JOIN provenances ON provenances.id = timings.provenance "
+            f"WHERE {condition}"
         )
+
+        def is_missing(kernel: Kernel, shape: Shape) -> bool:
+            row = self._connection.execute(query, _key(kernel, shape)).fetchone()
+            if row is None or device_name is None:
+                return row is None
+            return bool(json.loads(row[0])["device_name"] != device_name)
+
+        return tuple((kernel, shape) for kernel, shape in wanted if is_missing(kernel, shape))
 
     def export(self, path: Path) -> int:
         """Write every time as JSON (`TimingRecords`) and return how many there are.

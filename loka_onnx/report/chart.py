@@ -11,7 +11,7 @@ from typing import Any
 
 from loka_onnx.core.evaluation import Evaluation, OutputEvaluation
 from loka_onnx.report import numbers
-from loka_onnx.report.data import SELECTION, ReportData
+from loka_onnx.report.data import SELECTION, ReportData, confidence_text
 from loka_onnx.report.engine_tables import delta_text
 
 # Mid tones that stand out on a white and on a black page; text and lines follow the page by CSS.
@@ -54,7 +54,8 @@ def charts(data: ReportData) -> tuple[Chart, ...]:
     for number, output in enumerate(outputs):
         shares = _points(output, [(e, _share(data, e)) for e in found])
         speeds = _points(output, [(e, _latency_us(data, e)) for e in found])
-        caption = f"{_judged_name(shares)} of {output} on {split} with its 95 % interval"
+        level = confidence_text(data, split)
+        caption = f"{_judged_name(shares)} of {output} on {split} with its {level} interval"
         made += [
             Chart(f"{caption} against {against}", _figure(points, title, f"chart-{number}-{kind}"))
             for points, against, title, kind in (

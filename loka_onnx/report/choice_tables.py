@@ -8,7 +8,19 @@ from loka_onnx.core.evaluation import Loser, PredictedTime, TargetChoice, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.document import (
+    Cell,
+    Column,
+    Field,
+    Section,
+    Table,
+    Tone,
+    cell,
+    number,
+    prose,
+    table_of,
+    text,
+)
 
 _TONES = {
     Why.BEYOND: Tone.BAD,
@@ -17,6 +29,7 @@ _TONES = {
     Why.FAILED: Tone.BAD,
     Why.NOT_RUN: Tone.WARN,
     Why.NO_SPEED: Tone.WARN,
+    Why.OTHER_DEVICE: Tone.WARN,
 }
 
 
@@ -77,28 +90,20 @@ def _routes(target: TargetChoice) -> tuple[tuple[Cell, ...], ...]:
     return tuple(rows)
 
 
+_LOSER_FIELDS: tuple[Field[Loser], ...] = (
+    text("Engine", lambda loser: loser.engine),
+    text("Not chosen because", lambda loser: cell(loser.why, _TONES.get(loser.why, Tone.MUTED))),
+    number("Latency over that of the chosen", lambda loser: times_text(loser.times)),
+    number("Upper bound over budget", lambda loser: upper_text(loser.upper)),
+    prose("In full", lambda loser: loser.reason),
+)
+
+
 def _losers_tables(data: ReportData) -> Iterator[Table]:
-    columns = (
-        Column("Engine"),
-        Column("Not chosen because"),
-        Column("Latency over that of the chosen", numeric=True),
-        Column("Upper bound over budget", numeric=True),
-        Column("In full", prose=True),
-    )
     for target in data.choice.targets:
         if target.losers:
-            rows = tuple(_loser(loser) for loser in target.losers)
-            yield Table(f"Why the others were not chosen for {target.target}", columns, rows)
-
-
-def _loser(loser: Loser) -> tuple[Cell, ...]:
-    return (
-        cell(loser.engine),
-        cell(loser.why, _TONES.get(loser.why, Tone.MUTED)),
-        cell(times_text(loser.times)),
-        cell(upper_text(loser.upper)),
-        cell(loser.reason),
-    )
+            caption = f"Why the others were not chosen for {target.target}"
+            yield table_of(caption, _LOSER_FIELDS, target.losers)
 
 
 def _predictions_tables(data: ReportData) -> Iterator[Table]:
@@ -107,26 +112,18 @@ def _predictions_tables(data: ReportData) -> Iterator[Table]:
         yield table
 
 
+_PREDICTION_FIELDS: tuple[Field[PredictedTime], ...] = (
+    text("Engine", lambda prediction: prediction.engine),
+    number("Batch", lambda prediction: numbers.count(prediction.batch)),
+    number("Predicted", lambda prediction: numbers.latency(prediction.predicted_us)),
+    number("Measured", lambda prediction: numbers.latency(prediction.measured_us)),
+    number("Error", lambda prediction: numbers.signed_percent(prediction.error, 1)),
+)
+
+
 def predictions_table(predictions: tuple[PredictedTime, ...], median_error: float | None) -> Table | None:
     """Predicted against measured times; None where nothing was predicted."""
     if not predictions or median_error is None:
         return None
-    columns = (
-        Column("Engine"),
-        Column("Batch", numeric=True),
-        Column("Predicted", numeric=True),
-        Column("Measured", numeric=True),
-        Column("Error", numeric=True),
-    )
-    rows = tuple(
-        (
-            cell(prediction.engine),
-            cell(numbers.count(prediction.batch)),
-            cell(numbers.latency(prediction.predicted_us)),
-            cell(numbers.latency(prediction.measured_us)),
-            cell(numbers.signed_percent(prediction.error, 1)),
-        )
-        for prediction in predictions
-    )
     caption = f"Predicted and measured latency, median error {numbers.error_percent(median_error)}"
-    return Table(caption, columns, rows, keys=2)
+    return table_of(caption, _PREDICTION_FIELDS, predictions, keys=2)

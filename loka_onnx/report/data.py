@@ -16,6 +16,7 @@ from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.throughput import ThroughputSet
+from loka_onnx.numerics.intervals import CONFIDENCE
 
 SELECTION = "selection"
 CERTIFICATION = "certification"
@@ -149,3 +150,15 @@ class ReportData:
             loser.reason for t in self.choice.targets for loser in t.losers if loser.engine == engine_id
         ]
         return "; ".join(dict.fromkeys(reasons))
+
+
+def confidence_text(data: ReportData, split: str) -> str:
+    """Confidence of the judged intervals on a split, and of those of all slices together: ``95 %``."""
+    found = {
+        output.difference.judged.confidence
+        for evaluation in data.evaluations.evaluations
+        if evaluation.split == split
+        for output in evaluation.outputs
+        if output.difference is not None
+    }
+    return f"{100 * min(found, default=CONFIDENCE):g} %"

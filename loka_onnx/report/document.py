@@ -5,8 +5,12 @@ Nothing here is escaped: each writer escapes for its own language.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
 
 
 class Tone(StrEnum):
@@ -120,3 +124,47 @@ class Document:
 def cell(text: str, tone: Tone = Tone.PLAIN) -> Cell:
     """A cell."""
     return Cell(text, tone)
+
+
+@dataclass(frozen=True)
+class Field(Generic[Item]):
+    """A column, and what stands in it for one item.
+
+    Attributes:
+        column: The column.
+        show: Text or cell of an item.
+    """
+
+    column: Column
+    show: Callable[[Item], Cell | str]
+
+
+def text(title: str, show: Callable[[Item], Cell | str]) -> Field[Item]:
+    """A column of words."""
+    return Field(Column(title), show)
+
+
+def number(title: str, show: Callable[[Item], Cell | str]) -> Field[Item]:
+    """A column of numbers, aligned at the right."""
+    return Field(Column(title, numeric=True), show)
+
+
+def prose(title: str, show: Callable[[Item], Cell | str]) -> Field[Item]:
+    """A column of sentences."""
+    return Field(Column(title, prose=True), show)
+
+
+def table_of(
+    caption: str,
+    fields: Sequence[Field[Item]],
+    items: Iterable[Item],
+    emphasized: Collection[int] = (),
+    keys: int = 1,
+) -> Table:
+    """A table with one row for each item; the other arguments are those of `Table`."""
+    rows = tuple(tuple(_as_cell(field.show(item)) for field in fields) for item in items)
+    return Table(caption, tuple(field.column for field in fields), rows, frozenset(emphasized), keys)
+
+
+def _as_cell(shown: Cell | str) -> Cell:
+    return shown if isinstance(shown, Cell) else Cell(shown)

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.evaluation import (
     DELTA_NE_NAME,
     KL_NAME,
     BudgetStatus,
     Evaluation,
     OutputEvaluation,
+    PairedDifference,
 )
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.intervals import Interval
 from loka_onnx.report import numbers
-from loka_onnx.report.data import SELECTION, ReportData
-from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.data import SELECTION, ReportData, confidence_text
+from loka_onnx.report.document import (
+    Cell,
+    Column,
+    Field,
+    Section,
+    Table,
+    Tone,
+    cell,
+    number,
+    prose,
+    table_of,
+    text,
+)
+from loka_onnx.report.latency_tables import latency_tables
 from loka_onnx.report.verdict import NO_LABELS, SIMULATED_LATENCY, budget_sentence
 
 _NAMES = (Column("Engine"), Column("Output"))
@@ -62,42 +77,48 @@ def engines_section(data: ReportData) -> Section:
         "engines",
         "Engines",
         paragraphs=tuple(paragraphs),
-        tables=(*(_accuracy_table(data, split) for split in splits), *parts, *_latency_tables(data)),
+        tables=(*(_accuracy_table(data, split) for split in splits), *parts, *latency_tables(data)),
         chart=True,
     )
 
 
+_FALLBACK_FIELDS: tuple[Field[tuple[EngineArtifact, SitePrecision]], ...] = (
+    text("Engine", lambda found: found[0].id),
+    text("Site", lambda found: found[1].site),
+    text("Planned", lambda found: found[1].planned),
+    text("Runs in", lambda found: cell(_operands(found[1]), Tone.WARN)),
+    prose("Evidence", lambda found: _evidence(found[1])),
+)
+
+
+_REMARK_FIELDS: tuple[Field[tuple[EngineArtifact, str]], ...] = (
+    text("Engine", lambda found: found[0].id),
+    prose("What, where and why", lambda found: found[1]),
+)
+
+
+def _operands(site: SitePrecision) -> str:
+    return " × ".join(site.operands) or "unknown"
+
+
+def _evidence(site: SitePrecision) -> str:
+    return f"planned {site.planned}, runs in {_operands(site)}: {site.evidence}"
+
+
 def fallbacks_section(data: ReportData) -> Section:
     """Sites that an engine does not run as planned."""
-    rows = tuple(
-        (
-            cell(engine.id),
-            cell(site.site),
-            cell(site.planned),
-            cell(" × ".join(site.operands) or "unknown", Tone.WARN),
-            cell(
-                f"planned {site.planned}, runs in {' × '.join(site.operands) or 'unknown'}: {site.evidence}"
-            ),
-        )
-        for engine in data.engines
-        for site in engine.fallbacks
-    )
-    columns = (
-        Column("Engine"),
-        Column("Site"),
-        Column("Planned"),
-        Column("Runs in"),
-        Column("Evidence", prose=True),
-    )
-    if not rows:
+    found = [(engine, site) for engine in data.engines for site in engine.fallbacks]
+    remarks = [(engine, remark) for engine in data.engines for remark in engine.remarks]
+    left_out = (table_of("What engine makers left out", _REMARK_FIELDS, remarks),) if remarks else ()
+    if not found:
         checked = sum(bool(e.sites) for e in data.engines)
         said = f"None. Engines whose compiled form was read: {checked} of {len(data.engines)}."
-        return Section("fallbacks", "Fallbacks", (said,))
+        return Section("fallbacks", "Fallbacks", (said,), tables=left_out)
     return Section(
         "fallbacks",
         "Fallbacks",
         ("What the compiled engine was found to run, where that is not what the plan asked for.",),
-        tables=(Table("Sites that do not run as planned", columns, rows, keys=2),),
+        tables=(table_of("Sites that do not run as planned", _FALLBACK_FIELDS, found, keys=2), *left_out),
     )
 
 
@@ -189,47 +210,49 @@ def _accuracy_table(data: ReportData, split: str) -> Table:
                 emphasized.add(len(rows))
             rows.append(row)
     caption = f"Candidates on {split}, {numbers.count(rows_of_split)} rows" if evaluated else "Candidates"
-    columns = (*_NAMES, Column(f"{delta_heading(data)} [95 % interval]", numeric=True), *_ENGINE_COLUMNS)
+    columns = (
+        *_NAMES,
+        Column(f"{delta_heading(data)} [{confidence_text(data, split)} interval]", numeric=True),
+        *_ENGINE_COLUMNS,
+    )
     return Table(caption, columns, tuple(rows), frozenset(emphasized))
+
+
+_Difference = tuple[Evaluation, OutputEvaluation, PairedDifference]
+_PART_FIELDS: tuple[Field[_Difference], ...] = (
+    text("Engine", lambda found: found[0].engine),
+    text("Output", lambda found: found[1].output),
+    number("KL, label-free part", lambda found: numbers.percent_interval(found[2].kl)),
+    number("Labelled first-order part", lambda found: _labelled(found[2].labelled)),
+    number("ΔAUC", lambda found: numbers.metric_interval(found[2].delta_auc)),
+    number("ΔPrediction ratio", lambda found: numbers.metric_interval(found[2].delta_prediction_ratio)),
+    number("RMS change of the score", lambda found: numbers.scientific(found[2].delta_rmse)),
+    number("Largest change", lambda found: numbers.scientific(found[2].delta_max)),
+)
+
+
+def _labelled(part: Interval | None) -> str:
+    return numbers.NONE if part is None else numbers.percent_interval(part)
+
+
+def _differences(evaluations: Iterable[Evaluation]) -> Iterator[_Difference]:
+    for evaluation in evaluations:
+        for output in evaluation.outputs:
+            if output.difference is not None:
+                yield evaluation, output, output.difference
 
 
 def _parts_table(data: ReportData, split: str) -> Table:
     """KL and the labelled part call for different cures: less noise, or a change of another direction."""
-    columns = (
-        *_NAMES,
-        Column("KL, label-free part", numeric=True),
-        Column("Labelled first-order part", numeric=True),
-        Column("ΔAUC", numeric=True),
-        Column("ΔPrediction ratio", numeric=True),
-        Column("RMS change of the score", numeric=True),
-        Column("Largest change", numeric=True),
-    )
-    rows = tuple(
-        (
-            cell(evaluation.engine),
-            cell(output.output),
-            cell(numbers.percent_interval(difference.kl)),
-            cell(numbers.NONE if part is None else numbers.percent_interval(part)),
-            cell(numbers.metric_interval(difference.delta_auc)),
-            cell(numbers.metric_interval(difference.delta_prediction_ratio)),
-            cell(numbers.scientific(difference.delta_rmse)),
-            cell(numbers.scientific(difference.delta_max)),
-        )
-        for evaluation in data.evaluations.evaluations
-        if evaluation.split == split
-        for output in evaluation.outputs
-        if (difference := output.difference) is not None
-        for part in (difference.labelled,)
-    )
+    every = data.evaluations.evaluations
     relative = " or ".join(
         dict.fromkeys(
-            "the mean entropy" if o.difference.delta_ne is None else "the FP32 loss"
-            for e in data.evaluations.evaluations
-            for o in e.outputs
-            if o.difference is not None
+            "the mean entropy" if difference.delta_ne is None else "the FP32 loss"
+            for _, _, difference in _differences(every)
         )
     )
-    return Table(f"What the change is made of on {split}, relative to {relative}", columns, rows)
+    caption = f"What the change is made of on {split}, relative to {relative}"
+    return table_of(caption, _PART_FIELDS, _differences(e for e in every if e.split == split))
 
 
 def _reference_row(evaluation: Evaluation, output: OutputEvaluation) -> tuple[Cell, ...]:
@@ -302,50 +325,3 @@ def _outcome(data: ReportData, engine: EngineArtifact, evaluation: Evaluation | 
     if engine.simulated:
         parts.append("FP8 is simulated: its accuracy counts, its speed never does")
     return "; ".join(part.rstrip(".") for part in dict.fromkeys(parts)) + "." if parts else ""
-
-
-def _latency_tables(data: ReportData) -> tuple[Table, ...]:
-    timed = [
-        (evaluation.engine, latency)
-        for evaluation in data.evaluations.evaluations
-        for latency in evaluation.latencies
-        if not _is_simulated(data, evaluation.engine)
-    ]
-    if not timed:
-        return ()
-    is_cut = any(latency.lookup_p50_us is not None for _, latency in timed)
-    rows = tuple(
-        (
-            cell(engine),
-            cell(latency.device),
-            cell(numbers.count(latency.batch)),
-            cell(numbers.latency(latency.p50_us)),
-            cell(numbers.latency(latency.p90_us)),
-            cell(numbers.latency(latency.p99_us)),
-            *((_lookup_cell(latency.lookup_p50_us),) if is_cut else ()),
-            cell(numbers.count(latency.repeats)),
-            cell("yes" if latency.counts_for_choice else "no", Tone.PLAIN),
-        )
-        for engine, latency in timed
-    )
-    columns = (
-        Column("Engine"),
-        Column("Device"),
-        Column("Batch", numeric=True),
-        Column("p50", numeric=True),
-        Column("p90", numeric=True),
-        Column("p99", numeric=True),
-        *((Column("Lookup p50, not in these", numeric=True),) if is_cut else ()),
-        Column("Requests", numeric=True),
-        Column("Counts for the choice"),
-    )
-    return (Table("Latency per batch size", columns, rows),)
-
-
-def _lookup_cell(p50_us: float | None) -> Cell:
-    return cell(numbers.NONE if p50_us is None else numbers.latency(p50_us))
-
-
-def _is_simulated(data: ReportData, engine_id: str) -> bool:
-    engine = data.engine(engine_id)
-    return engine is not None and engine.simulated

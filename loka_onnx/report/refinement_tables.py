@@ -37,11 +37,13 @@ def refinement_sections(data: ReportData) -> tuple[Section, ...]:
         error = numbers.error_percent(data.refinement.median_prediction_error)
         paragraphs.append(
             f"Predicted against measured latency of every plan tried: median error {error}, "
-            f"{len(data.refinement.predictions)} times."
+            f"{len(data.refinement.predictions)} times. A prediction starts from the measured engine with "
+            "the nearest plan, and adds what kernel times say of the sites that differ."
         )
     items = [_summary(found) for found in shown]
     tables = [
         *(Table(f"Plans tried on {f.target}", _COLUMNS, _rows(f), _emphasized(f), keys=2) for f in shown),
+        *_predictions_tables(shown),
         *_returned_tables(shown),
     ]
     return (Section("refinement", "Refinement", tuple(paragraphs), tuple(items), tuple(tables)),)
@@ -85,6 +87,32 @@ def _origin(step: Step) -> str:
         count = sum(len(each.sites) for each in step.returned)
         return f"{step.parent}, {count} given back"
     return step.origin
+
+
+def _predictions_tables(shown: list[HardwareRefinement]) -> Iterator[Table]:
+    columns = (
+        Column("Plan"),
+        Column("Predicted from"),
+        Column("Batch", numeric=True),
+        Column("Predicted", numeric=True),
+        Column("Measured", numeric=True),
+        Column("Error", numeric=True),
+    )
+    for found in shown:
+        rows = tuple(
+            (
+                cell(step.plan),
+                cell(step.predicted_from),
+                cell(numbers.count(each.batch)),
+                cell(numbers.latency(each.predicted_us)),
+                cell(numbers.latency(each.measured_us)),
+                cell(numbers.signed_percent(each.error, 1)),
+            )
+            for step in found.steps
+            for each in step.predictions
+        )
+        if rows:
+            yield Table(f"Latency on {found.target}, predicted before it was measured", columns, rows, keys=2)
 
 
 def _returned_tables(shown: list[HardwareRefinement]) -> Iterator[Table]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from loka_onnx.core.evaluation import BudgetStatus, Evaluation, OutputEvaluation, SliceDifference
 from loka_onnx.report import numbers
-from loka_onnx.report.data import ReportData
+from loka_onnx.report.data import ReportData, confidence_text
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
 
 SHOWN = 10
@@ -34,7 +34,8 @@ def slices_sections(data: ReportData) -> tuple[Section, ...]:
             "Slices",
             paragraphs=(
                 "Each slice is judged on its own rows, relative to its own FP32 loss (its own entropy where "
-                "there are no labels). The intervals of all slices of an output hold together at 95 %. "
+                "there are no labels). The intervals of all slices of an output hold together at "
+                f"{' and '.join(dict.fromkeys(confidence_text(data, split) for split in splits))}. "
                 "Slices do not enter the choice.",
                 "Worst first, by the lower end: where harm is sure comes before where a few rows leave it "
                 f"open. Shown are the first {SHOWN} slices of what is emitted and of what harms a slice; "
@@ -43,7 +44,7 @@ def slices_sections(data: ReportData) -> tuple[Section, ...]:
             items=tuple(dict.fromkeys(text for pair in sliced for text in _left_out(*pair))),
             tables=(
                 *(_count_table(data, split, sliced) for split in splits),
-                *(_worst_table(evaluation, output) for evaluation, output in detailed),
+                *(_worst_table(e, output, confidence_text(data, e.split)) for e, output in detailed),
             ),
         ),
     )
@@ -104,7 +105,7 @@ def _count_table(data: ReportData, split: str, sliced: list[tuple[Evaluation, Ou
         Column("Within", numeric=True),
         Column("Not judged", numeric=True),
         Column("Worst slice"),
-        Column("Its change [simultaneous 95 % interval]", numeric=True),
+        Column(f"Its change [simultaneous {confidence_text(data, split)} interval]", numeric=True),
     )
     here = [(e, o) for e, o in sliced if e.split == split]
     rows = tuple(
@@ -129,12 +130,12 @@ def _count(output: OutputEvaluation, status: str) -> Cell:
     return cell(numbers.count(count), _TONES[status] if count else Tone.MUTED)
 
 
-def _worst_table(evaluation: Evaluation, output: OutputEvaluation) -> Table:
+def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -> Table:
     columns = (
         Column("Column"),
         Column("Value"),
         Column("Rows", numeric=True),
-        Column("Change [simultaneous 95 % interval]", numeric=True),
+        Column(f"Change [simultaneous {level} interval]", numeric=True),
         Column("KL, label-free part", numeric=True),
         Column("Labelled part", numeric=True),
         Column("Status"),

@@ -11,7 +11,7 @@ from rich.text import Text
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import DELTA_NE_NAME, KL_NAME, OutputEvaluation
 from loka_onnx.report import numbers
-from loka_onnx.report.data import SELECTION, ReportData
+from loka_onnx.report.data import SELECTION, ReportData, confidence_text
 from loka_onnx.report.document import Tone
 from loka_onnx.report.engine_tables import (
     STATUS_TONES,
@@ -76,7 +76,7 @@ def summary_table(data: ReportData, split: str | None = None) -> Table:
     for heading, is_rigid in (
         ("NE", True),
         ("AUC", True),
-        (f"{_HEADINGS.get(judged, judged)}, 95 %", True),
+        (f"{_HEADINGS.get(judged, judged)}, {confidence_text(data, shape.split)}", True),
         ("FP8 sites", False),
         ("FP8 FLOPs", False),
         ("size", True),

@@ -20,10 +20,12 @@ class Resident:
     Attributes:
         launch: Runs it, or queues that; its outputs are fetched by nobody.
         wait: Returns when everything that was launched is done.
+        is_on_device: Whether the batch lies there; False where it is handed over with each launch.
     """
 
     launch: Callable[[], object]
     wait: Callable[[], None]
+    is_on_device: bool = True
 
     def __call__(self) -> None:
         """Run it once."""
@@ -51,7 +53,7 @@ class Runner(ABC):
         Raises:
             EngineError: As `run`.
         """
-        return Resident(lambda: self.run(inputs), lambda: None)
+        return Resident(lambda: self.run(inputs), lambda: None, is_on_device=False)
 
     def close(self) -> None:
         """Free the engine; the runner is unusable afterwards."""

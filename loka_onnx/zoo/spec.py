@@ -164,8 +164,8 @@ _PRESETS: dict[str, dict[str, ModelConfig]] = {
     "dlrm": {
         "tiny": DLRMConfig(8, (16,), (32, 16)),
         "reference": DLRMConfig(32, (64,), (512, 256)),
-        # Criteo Terabyte of the DLRM repository.
-        "production": DLRMConfig(64, (512, 256), (512, 512, 256)),
+        # MLPerf DLRM on Criteo Terabyte.
+        "production": DLRMConfig(128, (512, 256), (1024, 1024, 512, 256)),
     },
     "dcnv2": {
         "tiny": DCNv2Config(8, (16,), 2, None, (32, 16), norm=True),

@@ -57,6 +57,18 @@ class Allocates(OnnxRuntimeBackend):
             kept.append(bytearray(os.urandom(1 << 20)))
 
 
+class LeavesOut(OnnxRuntimeBackend):
+    """Not faulty: prints what it left out, among other things."""
+
+    def compile(self, request: BuildRequest, into: Path) -> Path:
+        print("left out: the norm at 'n', which is too wide")
+        print("something else", file=sys.stderr)
+        return super().compile(request, into)
+
+    def read_remarks(self, log: str) -> tuple[str, ...]:
+        return tuple(line for line in log.splitlines() if line.startswith("left out: "))
+
+
 class Raises(OnnxRuntimeBackend):
     def compile(self, request: BuildRequest, into: Path) -> Path:
         (into / "half-written").write_bytes(b"x")

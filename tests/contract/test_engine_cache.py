@@ -20,6 +20,9 @@ from loka_onnx.engines import cache as cache_module
 from loka_onnx.engines.cache import EngineCache, cache_key
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.errors import OutputError
+from loka_onnx.sessions import host_devices
+from loka_onnx.sessions.cuda import CudaDevice
 
 GB = 10**9
 
@@ -90,6 +93,15 @@ def test_the_second_build_of_the_same_is_a_copy_of_the_first(model: TinyModel, t
     assert entry.stat().st_ino != (tmp_path / "other" / again.path).stat().st_ino
 
 
+def test_what_a_maker_left_out_comes_with_the_engine(model: TinyModel, tmp_path: Path) -> None:
+    backend, cache = faulty.LeavesOut(), EngineCache(tmp_path / "cache", GB)
+    for name in ("built", "taken"):
+        found = cache.build(backend, request_for(model, tmp_path / name))
+        assert found.status is BuildStatus.READY
+        assert found.remarks == ("left out: the norm at 'n', which is too wide",)
+    assert "taken from the engine cache" in found.detail
+
+
 def test_everything_that_a_build_depends_on_is_in_the_key(model: TinyModel, tmp_path: Path) -> None:
     backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path / "engine")
     key = cache_key(backend, request)
@@ -135,18 +147,21 @@ def test_version_and_devices_are_in_the_key(
     backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path / "engine")
     known = backend.availability()
     keys = {cache_key(backend, request)}
-    for changed in (replace(known, version="0.0.1"), replace(known, devices=("another CPU",))):
-        monkeypatch.setattr(backend, "availability", lambda changed=changed: changed)
-        keys.add(cache_key(backend, request))
+    monkeypatch.setattr(backend, "availability", lambda: replace(known, version="0.0.1"))
+    keys.add(cache_key(backend, request))
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        # Of one architecture: an engine of one loads on the other, with kernels that were timed on the one.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host_devices, "list_cuda_devices", lambda name=name: (CudaDevice(0, name, "sm90"),))
+            keys.add(cache_key(backend, replace(request, architecture="sm90")))
     with pytest.MonkeyPatch.context() as patch:
         # Compiled code holds instructions of the processor, and hosts may share a cache.
         patch.setattr(cache_module, "_processor", lambda: ["x86_64", "sse2"])
         keys.add(cache_key(backend, request))
-    # Not run here: it does not matter on which devices it would not have run.
+    # Not run here: what an engine does when it runs is not known of it.
     monkeypatch.setattr(backend, "why_not_run", lambda architecture: "no GPU")
     keys.add(cache_key(backend, request))
-    monkeypatch.setattr(backend, "availability", lambda: known)
-    assert len(keys) == 5
+    assert len(keys) == 6
 
 
 @pytest.mark.parametrize("harm", ["altered", "extra", "missing", "document"])
@@ -219,7 +234,72 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_the_entry(model: TinyM
     request = request_for(model, tmp_path / "a")
     built = EngineCache(tmp_path / "file" / "cache", GB).build(Fake(), request)
     assert built.status is BuildStatus.READY
-    assert "not kept in the engine cache" in (tmp_path / "a.log").read_text()
+    assert built.detail == (
+        f"the engine cache '{tmp_path / 'file' / 'cache'}' cannot be written ([Errno 20] Not a directory: "
+        f"'{tmp_path / 'file' / 'cache'}'): {MEND}"
+    )
+
+
+MEND = "correct its permissions, name another place with `build.cache`, or do without (`build.cache_gb: 0`)"
+
+
+def test_a_cache_that_may_not_be_searched_costs_a_build(
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another user made it: `stat` of what is in it fails."""
+    backend, place = Fake(), tmp_path / "cache"
+    cache = EngineCache(place, GB)
+    cache.build(backend, request_for(model, tmp_path / "a"))
+    stat = Path.stat
+
+    def refused(self: Path, **how: bool) -> os.stat_result:
+        if self.name == "entry.json":
+            raise PermissionError(13, "Permission denied", str(self))
+        return stat(self, **how)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    again = cache.build(backend, request_for(model, tmp_path / "b"))
+    assert (again.status, backend.built) == (BuildStatus.READY, 2)
+    assert again.detail.startswith(f"the engine cache '{place}' cannot be read ([Errno 13] Permission denied")
+    assert again.detail.endswith(MEND)
+
+
+@pytest.mark.parametrize("file", ["entry.json", "engine/engine.onnx"])
+def test_an_entry_that_cannot_be_read_costs_a_build_and_stays(
+    model: TinyModel, tmp_path: Path, file: str
+) -> None:
+    backend, cache = Fake(), EngineCache(tmp_path / "cache", GB)
+    cache.build(backend, request_for(model, tmp_path / "a"))
+    (entry,) = cache.entries()
+    (entry / file).unlink()
+    # A file that opens and whose first byte cannot be read (EIO), for root as well.
+    (entry / file).symlink_to("/proc/self/mem")
+    again = cache.build(backend, request_for(model, tmp_path / "b"))
+    assert (again.status, backend.built) == (BuildStatus.READY, 2)
+    assert f"the engine cache '{tmp_path / 'cache'}' cannot be read ([Errno 5]" in again.detail
+    assert (tmp_path / "b/engine.onnx").read_bytes() == b"\x02" * Fake.size
+    assert entry.is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "cache"]
+
+
+def test_a_place_that_takes_no_copy_is_an_error(
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, cache = Fake(), EngineCache(tmp_path / "cache", GB)
+    cache.build(backend, request_for(model, tmp_path / "a"))
+    opened = Path.open
+
+    def full(self: Path, mode: str = "r", **how: object) -> object:
+        return opened(Path("/dev/full") if mode == "wb" else self, mode, **how)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OutputError) as caught:
+        cache.build(backend, request_for(model, tmp_path / "b"))
+    assert "engine.onnx'\n  evidence: [Errno 28] No space left on device\n  remedy: make room there" in str(
+        caught.value
+    )
+    # Nothing is wrong with the entry.
+    assert len(cache.entries()) == 1
 
 
 def test_what_killed_processes_left_is_removed(model: TinyModel, tmp_path: Path) -> None:

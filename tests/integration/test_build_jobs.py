@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from synthetic_runs import Workplace, call
 
@@ -91,7 +92,17 @@ def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place: Workplace, elsewh
     # No row of the user's data goes along unless that is asked for.
     directory = place.output / "jobs" / JOB
     job = serde.read(BuildJob, directory / "job.json")
-    assert sorted(job.files) == ["model/model.onnx", "sample.npz"] and job.rows == ()
+    assert sorted(job.files) == [
+        "data/timed-0.npy",
+        "data/timed-1.npy",
+        "model/model.onnx",
+        "sample.npz",
+    ]
+    assert job.rows == ()
+    # Latencies there are measured on generated rows, four times as many as the largest request has.
+    assert job.timed is not None and (job.timed.rows, set(job.timed.inputs)) == (4 * 64, {"dense", "item"})
+    carried = np.load(directory / job.timed.inputs["dense"])
+    assert len(np.unique(carried, axis=0)) == 4 * 64
     record = json.loads((place.output / "run.json").read_text())["value"]
     built = next(stage for stage in record["stages"] if stage["stage"] == "build")
     assert f"jobs/{JOB}/job.json" in built["files"]
@@ -138,7 +149,8 @@ def test_a_job_is_executed_on_another_host_and_its_result_merged(
             assert there.status == "measured" and there.outputs == here.outputs
     timed = evaluations.of(PLAIN, "selection").latencies
     assert [latency.batch for latency in timed] == [8, 64]
-    assert all(latency.device == AWAY and latency.counts_for_choice for latency in timed)
+    # The device is that of the host that timed it, by its own name.
+    assert all(latency.device == "cpu" and latency.counts_for_choice for latency in timed)
     # Nothing is left to do.
     seen = []
     run(

@@ -14,6 +14,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.plan import PlanSet, SpeedVerdict
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape, TimingRecords
+from loka_onnx.engines.tuned_device import device_name
 from loka_onnx.engines.tuned_kernels import Operands, kernels_of
 from loka_onnx.engines.tuning import KernelTimer, Tuned
 from loka_onnx.errors import EngineError
@@ -121,7 +122,8 @@ def records_of(path: Path, float8_us: float) -> Path:
     def us(kernel: Kernel) -> float:
         return {"mm": 10.0, QUANTIZE: 1.0}.get(kernel.name, float8_us)
 
-    source = Provenance("made up", {}, "", "2026-11-21")
+    # Times of another device of that name would be measured again.
+    source = Provenance(device_name("cpu"), {}, "", "2026-11-21")
     timings = [
         KernelTiming(kernel, Shape(s.m, 0, s.k) if kernel.name == QUANTIZE else s, us(kernel), 0.0, source)
         for kernel in kernels_of("cpu")

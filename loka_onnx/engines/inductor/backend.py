@@ -15,6 +15,7 @@ operators that Inductor fuses keep FP32 between them, where the ONNX graph round
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -42,6 +43,8 @@ FIRST = 80
 """Least compute capability that Triton's products and BF16 need."""
 BASES = {Precision.BF16: TensorProto.BFLOAT16, Precision.FP16: TensorProto.FLOAT16}
 """Precisions that fused kernels multiply, as ONNX numbers them."""
+_DECLINED = re.compile(r"^([\w -]+): declined (.+)$", re.MULTILINE)
+"""How `compile` prints the places that a fusion declined."""
 NO_COMPILER = "there is no C++ compiler, which Inductor needs"
 
 
@@ -96,6 +99,14 @@ class InductorBackend(Backend):
         if base not in BASES:
             return {}
         return fuse(PlannedGraph.load(model, BASES[base])).joined
+
+    def read_remarks(self, log: str) -> tuple[str, ...]:
+        """See `Backend.read_remarks`: fusions that were declined, as `compile` prints them."""
+        return tuple(
+            f"{fusion}: {reason}"
+            for fusion, reasons in _DECLINED.findall(log)
+            for reason in reasons.split("; ")
+        )
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
         """On the CPU, FP8 is about accuracy only."""

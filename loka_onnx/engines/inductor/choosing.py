@@ -10,9 +10,13 @@ and a plan was judged by a simulation that keeps 24.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -127,15 +131,50 @@ def candidates(product: FloatProduct, *, fast_accumulation: bool = True) -> dict
         fast_accumulation: Whether sums of FP8 products may be kept in fewer bits than FP32.
     """
     exact = ScaledMatMul()
+    # What a tile takes decides whether a library's product is worth more timing: tiles come first.
     if not product.is_float8:
-        tiles = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in TILES]
-        return {"library": exact} | {f"triton {tile}": TiledProduct(tile) for tile in tiles}
-    found: dict[str, ProductStrategy] = {"cublas": exact}
+        half = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in TILES]
+        return {**_tiled(half), "library": exact}
     if not fast_accumulation:
         # On Hopper Triton keeps sums of FP8 products in the tensor core's bits, as fast accumulation does.
-        return found
-    found["cublas-fast"] = replace(exact, fast_accumulation=True)
-    return found | {f"triton {tile}": TiledProduct(tile) for tile in TILES}
+        return {"cublas": exact}
+    return {**_tiled(TILES), "cublas": exact, "cublas-fast": replace(exact, fast_accumulation=True)}
+
+
+def _tiled(tiles: Sequence[Tile]) -> dict[str, ProductStrategy]:
+    return {f"triton {tile}": TiledProduct(tile) for tile in tiles}
+
+
+def compile_candidates(
+    seen: Mapping[str, tuple[FloatProduct, Epilogue]], *, fast_accumulation: bool = True
+) -> None:
+    """Compile every tile of every product, side by side: timing them one by one would wait for the compiler.
+
+    What cannot be compiled says so when it is measured.
+
+    Args:
+        seen: By site, a product with what follows it, on a GPU.
+        fast_accumulation: As of `candidates`.
+    """
+    different = {_key(product, epilogue): (product, epilogue) for product, epilogue in seen.values()}
+
+    def run(strategy: TiledProduct, product: FloatProduct, epilogue: Epilogue) -> None:
+        with suppress(Exception), torch.no_grad():
+            strategy.multiply_with(product, epilogue)
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for product, epilogue in different.values():
+            tried = candidates(product, fast_accumulation=fast_accumulation)
+            for strategy in tried.values():
+                if isinstance(strategy, TiledProduct):
+                    pool.submit(run, strategy, product, epilogue)
+    torch.cuda.synchronize()
+
+
+def _key(product: FloatProduct, epilogue: Epilogue) -> tuple[object, ...]:
+    """Alike for products that take equally long."""
+    shapes = (*product.a.shape, *product.b.shape, product.scale_b.dim())
+    return (*shapes, product.a.dtype, product.dtype, epilogue.describe())
 
 
 def choose_kernels(
@@ -162,8 +201,7 @@ def choose_kernels(
         progress("kernels", number, len(seen))
         # Sites of one shape and one epilogue take equally long; how exact they are is up to their values.
         case = _Case(product, epilogue, batch, tuple(sizes))
-        key = (*product.a.shape, *product.b.shape, product.scale_b.dim(), product.a.dtype, product.dtype)
-        times = known.setdefault((*key, epilogue.describe()), {})
+        times = known.setdefault(_key(product, epilogue), {})
         tried = candidates(product, fast_accumulation=fast_accumulation)
         strategies |= {(site, name): strategy for name, strategy in tried.items()}
         measured += [_measure(site, name, strategy, case, times) for name, strategy in tried.items()]
@@ -207,21 +245,31 @@ def _measure(
                 site, name, {}, error, f"error {error:.2g}, at most {LARGEST_ERROR:.2g} is allowed"
             )
         if name not in known:
-            known[name] = {size: _time(strategy, *case.at(size)) for size in case.sizes}
+            best = {size: min((us[size] for us in known.values()), default=inf) for size in case.sizes}
+            alone = {size: _time_product(strategy, case.at(size)) for size in case.sizes}
+            is_behind = all(us > best[size] for size, us in alone.items())
+            if is_behind and not isinstance(strategy, EpilogueStrategy):
+                return Measured(site, name, {}, error, "slower than a tile even without what follows")
+            known[name] = {size: us + _time_behind(strategy, case.at(size)) for size, us in alone.items()}
     except Exception as failure:
         # A tile may need more shared memory than there is, and the compiler raises what it likes then.
         return Measured(site, name, {}, float("nan"), f"{type(failure).__name__}: {str(failure)[:200]}")
     return Measured(site, name, known[name], error)
 
 
-def _time(strategy: ProductStrategy, product: FloatProduct, epilogue: Epilogue) -> float:
-    """Microseconds of a product with what follows it."""
+def _time_product(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
+    """Microseconds of a product, with what follows it where the same kernel computes that."""
+    product, epilogue = given
     if isinstance(strategy, EpilogueStrategy):
         return time_in_graph(lambda: strategy.multiply_with(product, epilogue).outputs)
-    alone = time_in_graph(lambda: strategy.multiply(product).values)
-    if not (epilogue.relu or epilogue.cross or epilogue.scale is not None):
-        return alone
-    # What follows a library's product is one kernel of the compiler in the engine.
+    return time_in_graph(lambda: strategy.multiply(product).values)
+
+
+def _time_behind(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
+    """Microseconds of what follows a library's product, which is one kernel of the compiler in the engine."""
+    product, epilogue = given
+    if isinstance(strategy, EpilogueStrategy) or not epilogue.follows:
+        return 0.0
     value = strategy.multiply(product).values
 
     def follow(value: Tensor, cross: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -229,7 +277,7 @@ def _time(strategy: ProductStrategy, product: FloatProduct, epilogue: Epilogue) 
 
     torch._dynamo.reset()
     compiled = torch.compile(follow, dynamic=False)
-    return alone + time_in_graph(lambda: compiled(value, epilogue.cross))
+    return time_in_graph(lambda: compiled(value, epilogue.cross))
 
 
 def _error(strategy: ProductStrategy, case: _Case) -> float:

@@ -193,7 +193,7 @@ def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]
     """
     import torch
 
-    from loka_onnx.engines.inductor.choosing import Recorder, choose_kernels
+    from loka_onnx.engines.inductor.choosing import Recorder, choose_kernels, compile_candidates
     from loka_onnx.engines.inductor.lowering.strategies import ScaledMatMul
 
     request, settings = build.request, build.settings
@@ -205,12 +205,13 @@ def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]
     rows = request.batch.serve
     examples = example_rows(request.sample, build.inputs, rows)
     module = lower_model(model, recorder).to(device).eval()
-    # Programs compile side by side; who times kernels has the device alone.
-    with torch.no_grad(), device_alone(request.architecture, build.scratch.parent / WAITING):
+    fast = settings.fast_accumulation
+    with torch.no_grad():
         module(*(each.to(device) for each in examples))
-        chosen = choose_kernels(
-            recorder.seen, rows, request.batch.sizes, fast_accumulation=settings.fast_accumulation
-        )
+        compile_candidates(recorder.seen, fast_accumulation=fast)
+        # Programs compile side by side; who times kernels has the device alone.
+        with device_alone(request.architecture, build.scratch.parent / WAITING):
+            chosen = choose_kernels(recorder.seen, rows, request.batch.sizes, fast_accumulation=fast)
     for each in chosen.measured:
         times = ", ".join(f"{us:.2f} µs at batch {n}" for n, us in each.us.items())
         print(f"{each.site}: {each.kernel}: {times or each.obstacle}; error {each.error:.2g}", flush=True)

@@ -10,11 +10,12 @@ pytest.importorskip("torch", reason="kernels are timed with torch")
 
 import torch
 
+from loka_onnx.core.devices import device_called
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
 from loka_onnx.engines import tuning
-from loka_onnx.engines.tuned_device import device_called, device_to_time
+from loka_onnx.engines.tuned_device import device_to_time
 from loka_onnx.engines.tuned_kernels import Operands, PreparedOperands, kernels_of
 from loka_onnx.engines.tuning import KernelTimer, Tuned, TuningOptions
 from loka_onnx.errors import ConfigError, EngineError

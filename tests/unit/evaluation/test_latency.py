@@ -8,8 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.errors import EngineError, InternalError
-from loka_onnx.evaluation.latency import LatencyOptions, measure_interleaved, measure_latency
+from loka_onnx.evaluation.latency import (
+    LatencyOptions,
+    from_host,
+    measure_interleaved,
+    measure_latency,
+    prepared,
+)
+from loka_onnx.sessions.runner import Resident, Runner
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +45,7 @@ class Machine:
             spent = microseconds(len(self.calls), batch) if callable(microseconds) else microseconds
             self.now_ns += int(spent * 1000)
 
-        return run
+        return from_host(run)
 
     def options(self, **changes):
         base = LatencyOptions(warmup=2, min_repeats=3, max_repeats=10, max_seconds=1e9, input_sets=2)
@@ -127,12 +135,13 @@ def test_an_engine_that_fails_drops_out_and_the_others_go_on():
             raise EngineError("the worker died", evidence="signal 11")
         machine.now_ns += 1000
 
-    got = measure_interleaved({"bad": bad, "good": good}, Inputs(), (1, 2, 4), machine.options(), "cpu", True)
+    engines = {"bad": from_host(bad), "good": good}
+    got = measure_interleaved(engines, Inputs(), (1, 2, 4), machine.options(), "cpu", True)
     assert [x.batch for x in got.latencies["good"]] == [1, 2, 4]
     assert [x.batch for x in got.latencies["bad"]] == [1]
     assert got.failures == {"bad": "at batch 2: the worker died\n  evidence: signal 11"}
     with pytest.raises(EngineError, match="the worker died"):
-        measure_latency(bad, Inputs(), (2,), machine.options(), "cpu", True)
+        measure_latency(from_host(bad), Inputs(), (2,), machine.options(), "cpu", True)
 
 
 def test_a_bug_is_not_taken_for_a_failing_engine():
@@ -140,14 +149,15 @@ def test_a_bug_is_not_taken_for_a_failing_engine():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        measure_interleaved({"a": broken}, Inputs(), (1,), LatencyOptions(), "cpu", True)
+        measure_interleaved({"a": from_host(broken)}, Inputs(), (1,), LatencyOptions(), "cpu", True)
     assert gc.isenabled()
 
 
 def test_the_collector_sleeps_while_timing_only():
     states = []
     options = LatencyOptions(warmup=0, min_repeats=1, max_repeats=2)
-    measure_latency(lambda inputs: states.append(gc.isenabled()), Inputs(), (1,), options, "cpu", True)
+    watching = from_host(lambda inputs: states.append(gc.isenabled()))
+    measure_latency(watching, Inputs(), (1,), options, "cpu", True)
     assert (states, gc.isenabled()) == ([False, False], True)
 
 
@@ -175,3 +185,59 @@ def test_parts_follow_one_another_and_fit_those_of_the_others():
     assert [x / y for x, y in zip(a.parts_us, b.parts_us, strict=True)] == pytest.approx([2.0] * 10, rel=0.02)
     few = measure_interleaved(runs, Inputs(), (4,), machine.options(max_repeats=4), "cpu", True)
     assert len(few.latencies["a"][0].parts_us) == 4
+
+
+class Copying(Runner):
+    """Takes 100 µs to hand a batch over and 30 µs to compute it; up to 8 rows it can stay on the device."""
+
+    def __init__(self, machine):
+        self.machine, self.there, self.answered = machine, None, []
+
+    def _compute(self):
+        self.machine.now_ns += 30_000
+        self.answered.append(self.there)
+
+    def run(self, inputs):
+        self.machine.now_ns += 100_000
+        self.there = float(inputs["x"][0])
+        self._compute()
+        return {}
+
+    def resident(self, inputs):
+        if len(inputs["x"]) > 8:
+            return super().resident(inputs)
+        self.machine.now_ns += 100_000
+        self.there = float(inputs["x"][0])
+        return Resident(self._compute, lambda: None)
+
+
+def test_copies_are_timed_where_inputs_come_from_the_host_and_only_there():
+    machine = Machine()
+    timed = {}
+    for place in InputPlace:
+        runner = Copying(machine)
+        timed[place] = measure_latency(
+            prepared(runner, place), Inputs(), (4, 16), machine.options(), "gpu", True
+        )
+        # Every request is one of its own, wherever it lies.
+        assert set(runner.answered) == {1.0, 2.0, 3.0, 4.0}
+    host, device = timed[InputPlace.HOST], timed[InputPlace.DEVICE]
+    assert [(x.p50_us, x.inputs) for x in host] == [(130.0, InputPlace.HOST)] * 2
+    # What the engine cannot take there it is handed, and the figure says so.
+    assert [(x.p50_us, x.inputs) for x in device] == [(30.0, InputPlace.DEVICE), (130.0, InputPlace.HOST)]
+
+
+def test_an_engine_that_fails_as_it_takes_a_request_drops_out():
+    machine = Machine()
+
+    class Refusing(Copying):
+        def resident(self, inputs):
+            raise EngineError("no memory on the device")
+
+    engines = {
+        "bad": prepared(Refusing(machine), InputPlace.DEVICE),
+        "good": prepared(Copying(machine), InputPlace.DEVICE),
+    }
+    got = measure_interleaved(engines, Inputs(), (4,), machine.options(), "gpu", True)
+    assert got.failures == {"bad": "at batch 4: no memory on the device"}
+    assert [x.batch for x in got.latencies["good"]] == [4]

@@ -37,9 +37,9 @@ def make_rows(seed=3, rows=ROWS):
     return z, z + 0.05 * rng.normal(size=rows), columns
 
 
-def judge(z, z_prime, columns, slices, spec=LOGIT, group=None):
+def judge(z, z_prime, columns, slices, spec=LOGIT, group=None, **options):
     units = Units.of(columns, group, slices)
-    (result,) = evaluate_outputs({"ctr": z}, {"ctr": z_prime}, columns, (spec,), units)
+    (result,) = evaluate_outputs({"ctr": z}, {"ctr": z_prime}, columns, (spec,), units, **options)
     return result
 
 
@@ -80,6 +80,21 @@ def test_each_slice_against_its_own_rows_with_a_corrected_quantile(group):
             assert (got.value, got.lower, got.upper) == pytest.approx(expected, rel=1e-6)
             assert got.confidence == pytest.approx(1 - 0.05 / 7, rel=1e-12)
             assert got.rows == mask.sum()
+
+
+def test_another_confidence_is_that_of_the_whole_and_of_all_slices_together():
+    z, z_prime, columns = make_rows()
+    result = judge(z, z_prime, columns, ("country",), confidence=0.975)
+    kl, labelled, base = parts(z, z_prime, columns["clicked"])
+    units = np.arange(ROWS)
+    got = result.difference.delta_ne
+    expected = by_hand(kl + labelled, base, units, 0.975)
+    assert (got.value, got.lower, got.upper) == pytest.approx(expected, rel=1e-6)
+    assert got.confidence == result.difference.kl.confidence == 0.975
+    for item in result.slices:
+        mask = columns["country"].astype(str) == item.value
+        expected = by_hand((kl + labelled)[mask], base[mask], units[mask], 1 - 0.025 / 3)
+        assert (item.delta_ne.lower, item.delta_ne.upper) == pytest.approx(expected[1:], rel=1e-6)
 
 
 def test_without_labels_a_slice_is_relative_to_its_own_entropy():

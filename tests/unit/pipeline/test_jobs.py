@@ -16,10 +16,11 @@ from tiny_models import MlpShape, mlp
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.job import BuildJob
+from loka_onnx.core.job import BuildJob, JobRows
 from loka_onnx.core.split import Part
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import EngineError, EvaluationError, ModelError
+from loka_onnx.pipeline import job_execution
 from loka_onnx.pipeline.closed_world import list_files, verify_files
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.job_results import Replay, choosable, merge_result, read_result
@@ -36,7 +37,7 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
 
 
 def written(
-    folder: Path, *, data: bool = False, external: bool = False
+    folder: Path, *, data: bool = False, external: bool = False, timed: SplitRows | None = None
 ) -> tuple[Path, BuildRequest, BuildJob]:
     model = mlp(
         folder / "model", Precision.FP32, Precision.FP32, fp8=False, shape=MlpShape(external=external)
@@ -53,7 +54,7 @@ def written(
         limits=Limits(60.0, 2 << 30),
     )
     rows = [SplitRows(split, len(ROWS), 10, batches) for split in ("selection", "certification")]
-    origin = JobOrigin("run", NAME, "onnxruntime", Part.WHOLE, ("out",), rows if data else ())
+    origin = JobOrigin("run", NAME, "onnxruntime", Part.WHOLE, ("out",), rows if data else (), timed)
     directory = folder / "jobs" / NAME
     return directory, request, write_job(directory, request, origin)
 
@@ -93,6 +94,42 @@ def test_outputs_come_back_row_by_row(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(EvaluationError, match="23 rows came back, row 24 is wanted"):
         replay.run({"x": ROWS[:1]})
+
+
+def test_latencies_are_measured_on_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that repeat rows read embedding rows from the cache that a server's would not."""
+    rows = np.arange(20 * 64, dtype=np.float32).reshape(20, 64)
+    timed = SplitRows("timed", 20, 20, lambda: iter([{"x": rows}]))
+    directory, _, job = written(tmp_path, timed=timed)
+    assert job.timed == JobRows("timed", 20, 20, {"x": "data/timed-0.npy"})
+    assert read_job(directory) == job
+    asked: list[np.ndarray] = []
+    measure = job_execution.measure_latency
+
+    def watched(prepare, make_inputs, *others, **named):  # type: ignore[no-untyped-def]
+        asked.extend(make_inputs(wanted)["x"] for wanted in (8, 20, 50))
+        return measure(prepare, make_inputs, *others, **named)
+
+    monkeypatch.setattr(job_execution, "measure_latency", watched)
+    result = execute_job(directory)
+    assert [latency.batch for latency in result.latencies] == [4, 8]
+    assert {(x.device, x.counts_for_choice, x.inputs) for x in result.latencies} == {("cpu", True, "host")}
+    # No row twice before every row once.
+    known = rows[:, 0].tolist()
+    times = [[request[:, 0].tolist().count(row) for row in known] for request in asked]
+    assert [(min(each), max(each)) for each in times] == [(0, 1), (1, 1), (2, 3)]
+    # The split's rows are not among what is judged.
+    assert result.outputs == {}
+
+
+def test_what_another_device_takes_comes_back_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _, _ = written(tmp_path)
+    monkeypatch.setattr(job_execution, "device_of_architecture", lambda architecture: "NVIDIA H200")
+    monkeypatch.setattr(job_execution, "is_target", lambda target, architecture: False)
+    found = execute_job(directory).latencies
+    assert {(latency.device, latency.counts_for_choice) for latency in found} == {("NVIDIA H200", False)}
 
 
 def test_a_result_of_another_job_is_refused(tmp_path: Path) -> None:

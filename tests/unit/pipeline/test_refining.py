@@ -40,7 +40,9 @@ def plan(name: str, *fp8: str) -> PrecisionPlan:
         else Decision(site, base, None, Verdict.NOT_JUDGED, "")
         for site in SAVED
     )
-    return PrecisionPlan(name, "digest", base, decisions, {}, len(fp8) / len(SAVED))
+    # Kernel times say of each site that it saves 1 µs less than it does.
+    known = {"gpu": {"10": 70.0 - sum(SAVED[site] - 1.0 for site in fp8)}}
+    return PrecisionPlan(name, "digest", base, decisions, {}, len(fp8) / len(SAVED), predicted_us=known)
 
 
 START = PlanSet((plan("fp32"), plan("bf16"), plan("fp8-all", *SAVED), plan("fp8-safe", "a")))
@@ -196,6 +198,51 @@ def test_times_of_slower_rounds_are_held_against_the_anchor() -> None:
         "refined-2": pytest.approx(0.50),
     }
     assert steps["refined-2"].latency_us["10"] > steps["fp8-safe"].latency_us["10"]
+
+
+def test_every_plan_with_fp8_is_predicted_before_its_engine_is_measured() -> None:
+    # The first round runs at the pace of the kernel times, each later one on a machine that is half slower.
+    found, _ = run(bench=SimulatedBench(slowdown=1 / 1.5))
+    steps = {step.plan: step for step in only(found).steps}
+    assert {name: step.predicted_from for name, step in steps.items()} == {
+        "fp32": "",
+        "bf16": "",
+        "fp8-all": "gpu-trt-sm90-bf16",
+        "fp8-safe": "gpu-trt-sm90-bf16",
+        # Of a b c d and a, the first differs from a b c in one site; from a c it is the other.
+        "refined-1": "gpu-trt-sm90-fp8-all",
+        "refined-2": "gpu-trt-sm90-fp8-safe",
+    }
+    # Each µs that kernel times miss is in the prediction once for each site that differs, at the pace of the
+    # round, which the anchor tells.
+    error = {
+        name: step.predicted_us["10"] - step.latency_us["10"]
+        for name, step in steps.items()
+        if step.predicted_us
+    }
+    assert error == {
+        "fp8-all": pytest.approx(4.0),
+        "fp8-safe": pytest.approx(1.0),
+        "refined-1": pytest.approx(-1.5),
+        "refined-2": pytest.approx(1.5**2),
+    }
+    document = found.document
+    assert [(each.plan, each.batch) for each in document.predictions] == [(name, 10) for name in error]
+    errors = sorted(abs(each.predicted_us / each.measured_us - 1.0) for each in document.predictions)
+    assert document.median_prediction_error == pytest.approx((errors[1] + errors[2]) / 2)
+
+
+def test_an_engine_that_failed_keeps_its_prediction() -> None:
+    found, _ = run(bench=SimulatedBench(fails=frozenset({"refined-1"})))
+    failed = next(step for step in only(found).steps if step.plan == "refined-1")
+    assert failed.predicted_us and not failed.latency_us and failed.predictions == ()
+
+
+def test_no_prediction_starts_from_an_engine_of_another_maker() -> None:
+    start = [engine(START.plan("bf16")), engine(START.plan("fp8-all"), backend="inductor")]
+    found, _ = run(start)
+    step = next(step for step in only(found).steps if step.plan == "fp8-all")
+    assert (step.predicted_us, step.predicted_from) == ({}, "")
 
 
 def test_what_the_search_proposes_is_tried_once() -> None:

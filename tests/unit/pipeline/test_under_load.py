@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from loka_onnx.core.artifact import OutputKind
@@ -11,6 +17,7 @@ from loka_onnx.core.evaluation import (
     Choice,
     Evaluation,
     EvaluationSet,
+    InputPlace,
     Latency,
     Loser,
     OutputEvaluation,
@@ -23,8 +30,11 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION
-from loka_onnx.pipeline.serving import under_load
+from loka_onnx.pipeline.serving import Served, under_load
 from loka_onnx.planning.evidence import Evidence
+from loka_onnx.sessions import host_devices
+from loka_onnx.sessions.cuda import CudaDevice
+from loka_onnx.sessions.runner import Arrays, Resident, Runner
 
 
 def plan(name: str, base: Precision, products_us: float = 0.0) -> PrecisionPlan:
@@ -112,3 +122,51 @@ def test_a_prediction_rests_on_the_engine_that_differs_by_fp8_alone() -> None:
     assert found.error == pytest.approx(-5 / 70)
     without = [e for e in ENGINES.values() if e.plan != "bf16"]
     assert evidence().predictions(without) == ()
+
+
+class Counting(Runner):
+    """Counts how it is asked; some batches can stay on the device."""
+
+    def __init__(self, stays: bool) -> None:
+        self.stays, self.copied, self.launched = stays, 0, 0
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        self.copied += 1
+        return dict(inputs)
+
+    def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
+        return Resident(self._launch, lambda: None) if self.stays else super().resident(inputs)
+
+    def _launch(self) -> None:
+        self.launched += 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stays", "where", "counts"),
+    [
+        ("host", True, "host", (1, 0)),
+        ("device", True, "device", (0, 1)),
+        ("device", False, "host", (1, 0)),
+    ],
+)
+def test_copies_of_an_engine_are_asked_as_servers_ask(
+    wanted: str, stays: bool, where: str, counts: tuple[int, int]
+) -> None:
+    copies = [Counting(stays), Counting(stays)]
+    request = {"x": np.zeros(8)}
+    served = Served.of(copies, request, InputPlace(wanted))
+    for answer in served.runs:
+        answer(request)
+    assert served.inputs is InputPlace(where)
+    assert [(copy.copied, copy.launched) for copy in copies] == [counts] * 2
+
+
+def test_another_device_than_the_target_is_not_put_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [replace(engine(of), target="nvidia-h100") for of in ("bf16", "fp8-all")]
+    evidence = Evidence(EvaluationSet(tuple(evaluation(e, BudgetStatus.WITHIN) for e in made)), PLANS)
+    losers = (Loser(made[0].id, Why.SLOWER, ""),)
+    choice = Choice((TargetChoice("nvidia-h100", made[1].id, "fp8-all", "", "", losers),))
+    for name, count in (("NVIDIA H100 80GB HBM3", 2), ("NVIDIA H200", 0)):
+        gpu = CudaDevice(0, name, "sm90")
+        monkeypatch.setattr(host_devices, "list_cuda_devices", lambda gpu=gpu: (gpu,))
+        assert len(list(under_load(made, evidence, choice, [8]))) == count

@@ -126,6 +126,16 @@ def only(*candidates: Candidate) -> TargetChoice:
     return target
 
 
+def on_both(selection: list[Candidate], certification: list[Candidate]) -> TargetChoice:
+    evaluations = EvaluationSet(
+        (
+            *(c.evaluation("selection") for c in selection),
+            *(c.evaluation("certification") for c in certification),
+        )
+    )
+    return choose([c.engine() for c in selection], evaluations, PLANS).targets[0]
+
+
 def reasons(target: TargetChoice) -> dict[str, str]:
     """Reasons by plan."""
     return {loser.engine.split("-", 3)[3]: loser.reason for loser in target.losers}

@@ -345,6 +345,7 @@ def test_a_product_in_fp8_quantizes_for_the_next_one(tmp_path: Path) -> None:
     assert speeds_of(graph, FUSING).sources["up"].made_by == "down"
     assert speeds_of(graph, PLAIN).sources["up"].made_by == ""
     speeds = speeds_of(graph, FUSING)
+    assert (speeds.speed("up").made_by, speeds.speed("down").made_by) == ("down", "")
     # Of `down` no time is known here: alone, `up` has its cast.
     assert speeds.quantize_per_row("up") > 0.0
     assert "nothing behind 'down' in fp8" in speeds.speed("up").reason

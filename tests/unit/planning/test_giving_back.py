@@ -134,6 +134,17 @@ def test_the_predicted_time_follows(model: ModelArtifact) -> None:
     assert still.plan.predicted_us == {"gpu": {"10": pytest.approx(102.0)}}
 
 
+def test_a_cast_that_the_product_in_front_made_free_is_paid_for_without_it(model: ModelArtifact) -> None:
+    behind = replace(speed("fc1", 50.0, "y", 3.0), made_by="fc0")
+    giving = GivingBack(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, SPEEDS[2]))
+    known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}}, device="gpu")
+    found = giving.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
+    assert found is not None
+    assert [each.sites for each in found.returned] == [("fc0",)]
+    # fc0 saved 2 µs beside a cast of 1; now what fc1 reads is quantized by itself, which takes 3.
+    assert found.plan.predicted_us == {"gpu": {"10": pytest.approx(100.0 + 2.0 - 1.0 + 3.0)}}
+
+
 def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:
     profile = replace(profile_of(model, KL), groups=(group("x", ("fc0", "fc1"), {"ctr": kl_of(4.5e-4)}),))
     giving = GivingBack(model, profile, (CTR,), ())

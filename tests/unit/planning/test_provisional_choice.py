@@ -54,8 +54,8 @@ def test_the_most_fp8_whose_simulation_is_inside_is_chosen_provisionally() -> No
         "evaluate it on the device before deploying"
     )
     assert reasons(target) == {
-        "fp32": "built, not run: 'fp8-safe' has no less in FP8, at a simulated accuracy inside the budget",
-        "bf16": "built, not run: 'fp8-safe' has no less in FP8, at a simulated accuracy inside the budget",
+        "fp32": "built, not run: 'fp8-safe' has no less in FP8, at an accuracy inside the budget",
+        "bf16": "built, not run: 'fp8-safe' has no less in FP8, at an accuracy inside the budget",
         "fp8-all": "built, not run: the accuracy of its plan on this host is not inside the budget",
     }
 

@@ -58,6 +58,18 @@ def test_missing_tells_scales_and_fusion_apart(tmp_path: Path) -> None:
         assert database.missing([(NARROW, shape), *others]) == others
 
 
+def test_a_time_of_another_device_of_that_name_is_measured_again(tmp_path: Path) -> None:
+    """Run files call both of these nvidia-h100; one has half the memory bandwidth of the other."""
+    shape, here = Shape(2, 3, 5), "NVIDIA H100 80GB HBM3"
+    of_pcie = replace(TIMINGS[1], provenance=replace(SOURCE, device_name="NVIDIA H100 PCIe"))
+    with TimingDatabase(tmp_path / "timings.sqlite") as database:
+        database.add([of_pcie])
+        assert database.missing([(NARROW, shape)], here) == ((NARROW, shape),)
+        assert database.missing([(NARROW, shape)], "NVIDIA H100 PCIe") == ()
+        database.add([replace(of_pcie, provenance=replace(SOURCE, device_name=here))])
+        assert database.missing([(NARROW, shape)], here) == ()
+
+
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with TimingDatabase(tmp_path / "timings.sqlite") as database:
         with pytest.raises(AttributeError):

@@ -209,3 +209,26 @@ def test_the_parts_of_a_change_are_told_apart(sample, tmp_path):
                 assert numbers.percent_interval(output.difference.kl) in markdown
                 assert numbers.percent_interval(output.difference.labelled) in markdown
                 assert numbers.metric_interval(output.difference.delta_prediction_ratio) in markdown
+
+
+def test_headings_say_how_sure_the_intervals_are(sample, tmp_path):
+    """Certification is at 97.5 % where its rows may be looked at twice, as a refresh may."""
+
+    def surer(evaluation):
+        def of(output: OutputEvaluation) -> OutputEvaluation:
+            if output.difference is None or evaluation.split != "certification":
+                return output
+            known = output.difference
+            change = dataclasses.replace(known.delta_ne, confidence=0.975)
+            return dataclasses.replace(output, difference=dataclasses.replace(known, delta_ne=change))
+
+        return dataclasses.replace(evaluation, outputs=tuple(map(of, evaluation.outputs)))
+
+    evaluations = EvaluationSet(tuple(map(surer, sample.report.evaluations.evaluations)))
+    assert evaluations != sample.report.evaluations
+    text = flat(
+        rendered(dataclasses.replace(sample.report, evaluations=evaluations), tmp_path)[MARKDOWN_NAME]
+    )
+    assert "ΔNE [95 % interval]" in text and "ΔNE [97.5 % interval]" in text
+    before = flat(rendered(sample.report, tmp_path / "before")[MARKDOWN_NAME])
+    assert "ΔNE [95 % interval]" in before and "97.5 %" not in before

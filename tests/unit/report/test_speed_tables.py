@@ -83,6 +83,8 @@ def step(round_number: int, plan: str, **changes: object) -> Step:
         detail="",
         build_seconds=40.0,
         latency_us={"8": 80.0},
+        predicted_us={"8": 90.0},
+        predicted_from="gpu-trt-sm90-bf16",
         times=Interval(0.8, 0.79, 0.81, 0.95, 10),
         upper=1.4,
         is_within=False,
@@ -102,7 +104,9 @@ def test_every_step_of_refining_is_shown(data: ReportData) -> None:
         upper=0.9,
         is_within=True,
     )
-    failed = step(1, "refined-2", times=None, upper=None, is_on_front=False, detail="signal 11 (SIGSEGV)")
+    failed = step(
+        1, "refined-2", latency_us={}, times=None, upper=None, is_on_front=False, detail="signal 11 (SIGSEGV)"
+    )
     hardware = HardwareRefinement(
         "gpu",
         "sm90",
@@ -123,6 +127,8 @@ def test_every_step_of_refining_is_shown(data: ReportData) -> None:
     assert "| refined-1 | fc1, fc2 | 80.0 % | 12.5 ns |" in text
     assert "| refined-1 | fc3 | 10.0 % | – |" in text
     assert "Predicted against measured latency of every plan tried: median error 10 %, 1 times." in text
+    assert "| refined-1 | gpu-trt-sm90-bf16 | 8 | 90.0 µs | 80.0 µs | +12.5 % |" in text
+    assert "| refined-2 | gpu-trt-sm90-bf16 |" not in text
     # Where nothing was refined there is nothing to tell.
     assert "Refinement" not in shown(dataclasses.replace(data, refinement=Refinement((away,))))
 
@@ -152,7 +158,7 @@ def test_throughput_and_what_the_chosen_engine_gains(data: ReportData) -> None:
     assert (gain.engine, gain.other, gain.ratio) == ("a", "b", 1.5)
     text = shown(dataclasses.replace(data, throughput=found))
     assert "gpu at batch 512: the chosen engine answers 1.50× the requests of b" in text
-    assert "| a | 512 | chosen | 2 | 1000.0 µs | 3,000.0 | 1,536,000 | 400.0 µs | 900.0 µs | 0.80 % |" in text
+    assert "| a | 512 | chosen | on the host | 2 | 1000.0 µs | 3,000.0 | 1,536,000 | 400.0 µs | 900.0 µs | 0.80 % |" in text
 
 
 def test_an_engine_without_a_rate_is_no_ratio(data: ReportData) -> None:
@@ -161,5 +167,5 @@ def test_an_engine_without_a_rate_is_no_ratio(data: ReportData) -> None:
     assert found.gains == ()
     text = shown(dataclasses.replace(data, throughput=found))
     assert "a at batch 512: the worker died" in text
-    assert "| b | 512 | best without FP8 | 2 | 1000.0 µs | none is low enough | – |" in text
+    assert "| b | 512 | best without FP8 | on the host | 2 | 1000.0 µs | none is low enough | – |" in text
     assert "Throughput" not in shown(data)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from loka_onnx.core.devices import device_called
 from loka_onnx.errors import ConfigError, EngineError
 from loka_onnx.sessions import providers
 from loka_onnx.sessions.cuda import CudaDevice
@@ -18,6 +19,7 @@ from loka_onnx.sessions.providers import (
     Provider,
     device_of,
     list_amd_architectures,
+    list_amd_devices,
     provider_chain,
     provider_for,
     timing_directory,
@@ -131,3 +133,28 @@ def test_amd_gpus_are_read_from_the_driver(tmp_path: Path) -> None:
         (tmp_path / str(node) / "properties").write_text(text, encoding="ascii")
     assert list_amd_architectures(tmp_path) == ("gfx942", "gfx90a", "gfx1201")
     assert list_amd_architectures(tmp_path / "none") == ()
+
+
+def test_amd_gpus_have_names(tmp_path: Path) -> None:
+    """Of one architecture, and not of one speed; a board that does not tell is told by its numbers."""
+    nodes, cards = tmp_path / "nodes", tmp_path / "drm"
+    for node, (minor, name) in enumerate(
+        [(128, "AMD Instinct MI300X OAM\n"), (136, "AMD Instinct MI325X\n"), (137, None)]
+    ):
+        (nodes / str(node)).mkdir(parents=True)
+        text = f"gfx_target_version 90402\ndrm_render_minor {minor}\nvendor_id 4098\ndevice_id 29857\n"
+        (nodes / str(node) / "properties").write_text(text, encoding="ascii")
+        if name is not None:
+            (cards / f"renderD{minor}" / "device").mkdir(parents=True)
+            (cards / f"renderD{minor}" / "device" / "product_name").write_text(name)
+    found = list_amd_devices(nodes, cards)
+    assert [device.name for device in found] == [
+        "AMD Instinct MI300X OAM",
+        "AMD Instinct MI325X",
+        "PCI 1002:74a1",
+    ]
+    assert [device_called(device.name, device.architecture) for device in found] == [
+        "amd-mi300x",
+        "amd-mi325x",
+        "",
+    ]

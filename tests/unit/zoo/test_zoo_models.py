@@ -220,6 +220,16 @@ def test_production_dcnv2_has_the_sizes_of_mlperf():
     assert shapes["embeddings.c25.weight"] == (2, 128)
 
 
+def test_production_dlrm_has_the_sizes_of_mlperf():
+    features = FeatureSpec(tuple((f"c{i}", 2) for i in range(26)), tuple(f"i{i}" for i in range(13)))
+    shapes = {n: tuple(p.shape) for n, p in create("dlrm", features, "production").named_parameters()}
+    assert [shapes[f"bottom.fc{i}.weight"] for i in (1, 2, 3)] == [(512, 13), (256, 512), (128, 256)]
+    # 27 vectors have 351 pairs.
+    top = [shapes[f"over.fc{i}.weight"] for i in (1, 2, 3, 4)]
+    assert top == [(1024, 128 + 351), (1024, 1024), (512, 1024), (256, 512)]
+    assert shapes["head.weight"] == (1, 256)
+
+
 def test_wukong_presets_carry_the_papers_sizes():
     small, large = PRESETS["wukong"]["paper-small"], PRESETS["wukong"]["paper-large"]
     assert isinstance(small, WukongConfig) and isinstance(large, WukongConfig)

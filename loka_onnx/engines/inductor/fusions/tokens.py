@@ -2,6 +2,12 @@
 
 X (batch, n, d) holds tokens. Exporters write a learned mix of tokens as Xᵀ · W, with W (n, m), and mods merge
 several that read the same Xᵀ into one product with a Split behind it.
+
+A kernel that takes a mix holds its operands as a whole, 2 bytes an element, in registers and shared memory.
+How many they may have, `base.MOST_ELEMENTS`, is one number, set for the H100: two operands of 2¹⁵ are
+128 KiB, and a block has at most 227 KB there (CUDA C++ Programming Guide, "Technical Specifications per
+Compute Capability": 163 KB on sm80, 227 KB on sm90 and sm100, 99 KB on sm89 and sm120). Where that is too
+much, Triton refuses the kernel and the build of the candidate fails; sm89 and sm120 were not tried.
 """
 
 from __future__ import annotations

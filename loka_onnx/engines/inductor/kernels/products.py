@@ -60,6 +60,11 @@ class Epilogue:
         """Whether x is x0."""
         return len(self.cross) > 0 and self.cross[0] is self.cross[1]
 
+    @property
+    def follows(self) -> bool:
+        """Whether anything follows but the bias."""
+        return self.relu or bool(self.cross) or self.scale is not None
+
     def describe(self) -> str:
         """What it does, for a log; alike for alike kernels."""
         parts = [

@@ -1,0 +1,161 @@
+"""Timing the engines of a run: in turns, on the device alone, as they will be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from loka_onnx.config import RunConfig
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import Evaluation
+from loka_onnx.core.progress import Progress
+from loka_onnx.core.split import Part
+from loka_onnx.engines.device_lock import device_alone
+from loka_onnx.errors import StageError
+from loka_onnx.evaluation.latency import (
+    Interleaved,
+    LatencyOptions,
+    MakeInputs,
+    Prepare,
+    from_host,
+    measure_interleaved,
+    prepared,
+)
+from loka_onnx.pipeline.sample import Arrays
+from loka_onnx.pipeline.splitting import LOOKUP, beside_lookup
+from loka_onnx.sessions.host_devices import device_of_architecture, is_target
+from loka_onnx.sessions.runner import Runner
+
+
+@dataclass(frozen=True)
+class TimingBench:
+    """What engines of a run are timed with.
+
+    Attributes:
+        config: The run file.
+        progress: Called as batch sizes are done.
+        open_engine: Loads an engine without the lookup before it.
+        open_lookup: Loads the lookup of a model that was cut.
+        generated: Generated inputs of the model for a number of rows, others at every call.
+    """
+
+    config: RunConfig
+    progress: Progress
+    open_engine: Callable[[EngineArtifact], Runner]
+    open_lookup: Callable[[], Runner]
+    generated: Callable[[int], Arrays]
+
+    def time(self, engines: Sequence[EngineArtifact]) -> Interleaved:
+        """Latency of every engine that runs here, in turns with the others of its kind.
+
+        Where the model was cut, each engine is timed alone, on looked-up rows, and the lookup beside them.
+        On another device of the target's architecture it is timed as well, and that does not count.
+
+        Returns:
+            By engine id, latencies, and the errors of engines that do not open or fail.
+        """
+        ready = [e for e in engines if e.status is BuildStatus.READY]
+        kinds = sorted({_kind(e) for e in ready}, key=str)
+        sizes, done = len(kinds) * len(self.config.batch.serve), count(1)
+        options = LatencyOptions(
+            max_seconds=1.0,
+            max_repeats=200,
+            on_batch=lambda: self.progress("latency", next(done), sizes),
+        )
+        self.progress("latency", 0, sizes)
+        found = Interleaved({}, {})
+        for kind in kinds:
+            timed = self._time_kind([e for e in ready if _kind(e) == kind], kind, options)
+            found.latencies.update(beside_lookup(timed.latencies))
+            found.failures.update(timed.failures)
+        return found
+
+    def _time_kind(
+        self, engines: Sequence[EngineArtifact], kind: _Kind, options: LatencyOptions
+    ) -> Interleaved:
+        place = self.config.serving.inputs
+        with ExitStack() as stack:
+            stack.enter_context(device_alone(engines[0].architecture))
+            opened = _open(engines, self.open_engine, stack)
+            subjects = {name: prepared(runner, place) for name, runner in opened.runners.items()}
+            if not subjects:
+                return Interleaved({}, opened.failures)
+            make_inputs: MakeInputs = self.generated
+            if engines[0].part is Part.DENSE:
+                lookup = stack.enter_context(self.open_lookup())
+                subjects[LOOKUP] = from_host(lookup.run)
+                make_inputs = partial(self._generated_and_looked_up, lookup)
+            timed = self._in_turns(subjects, make_inputs, kind, options)
+        return Interleaved(timed.latencies, {**opened.failures, **timed.failures})
+
+    def _in_turns(
+        self, subjects: Mapping[str, Prepare], make_inputs: MakeInputs, kind: _Kind, options: LatencyOptions
+    ) -> Interleaved:
+        return measure_interleaved(
+            subjects,
+            make_inputs,
+            self.config.batch.serve,
+            options,
+            device=kind.device,
+            counts_for_choice=kind.is_target and not kind.is_simulated,
+        )
+
+    def _generated_and_looked_up(self, lookup: Runner, rows: int) -> Arrays:
+        inputs = self.generated(rows)
+        return {**inputs, **lookup.run(inputs)}
+
+
+def counts_here(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:
+    """Whether engines were timed on a device that does not count, and this machine has one that does."""
+    elsewhere = {
+        e.engine for e in evaluations if any(not latency.counts_for_choice for latency in e.latencies)
+    }
+    return any(
+        device_of_architecture(engine.architecture) and is_target(engine.target, engine.architecture)
+        for engine in engines
+        if engine.id in elsewhere and engine.status is BuildStatus.READY and not engine.simulated
+    )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Engines that are timed in turns: of one target, on one device."""
+
+    target: str
+    device: str
+    is_target: bool
+    is_simulated: bool
+
+
+def _kind(engine: EngineArtifact) -> _Kind:
+    device = device_of_architecture(engine.architecture)
+    return _Kind(
+        engine.target,
+        device or engine.target,
+        is_target(engine.target, engine.architecture),
+        engine.simulated,
+    )
+
+
+@dataclass
+class _Opened:
+    """Loaded engines by id, and why others do not load."""
+
+    runners: dict[str, Runner] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def _open(
+    engines: Sequence[EngineArtifact], open_engine: Callable[[EngineArtifact], Runner], stack: ExitStack
+) -> _Opened:
+    """Engines that open, until the stack closes; one that does not costs that engine its latency."""
+    found = _Opened()
+    for engine in engines:
+        try:
+            found.runners[engine.id] = stack.enter_context(open_engine(engine))
+        except StageError as error:
+            found.failures[engine.id] = f"it does not open: {error}"
+    return found

@@ -1,0 +1,72 @@
+"""Tables of latency: what each engine takes at each batch size, and where it and its inputs were."""
+
+from __future__ import annotations
+
+from loka_onnx.core.evaluation import Evaluation, InputPlace, Latency
+from loka_onnx.report import numbers
+from loka_onnx.report.data import ReportData
+from loka_onnx.report.document import Cell, Field, Table, Tone, cell, number, prose, table_of, text
+
+_Timed = tuple[str, Latency]
+"""Id of an engine, and what it took."""
+_CAPTIONS = {
+    InputPlace.HOST: "inputs in host memory, the copies to the device and back included",
+    InputPlace.DEVICE: "inputs on the device already, the engine alone",
+}
+
+
+def latency_tables(data: ReportData) -> tuple[Table, ...]:
+    """One table for each place that inputs lay in, and one of engines that failed while they were timed."""
+    timed = [
+        (evaluation.engine, latency)
+        for evaluation in data.evaluations.evaluations
+        for latency in evaluation.latencies
+        if not _is_simulated(data, evaluation.engine)
+    ]
+    tables = tuple(
+        table_of(f"Latency per batch size, {caption}", _fields(shown), shown)
+        for place, caption in _CAPTIONS.items()
+        if (shown := [(engine, latency) for engine, latency in timed if latency.inputs is place])
+    )
+    # Both splits have the same: an engine is timed once.
+    failed = {e.engine: e for e in data.evaluations.evaluations if e.latency_failure}
+    if not failed:
+        return tables
+    return (*tables, table_of("Engines that failed while they were timed", _FAILURES, failed.values()))
+
+
+_FAILURES: tuple[Field[Evaluation], ...] = (
+    text("Engine", lambda evaluation: cell(evaluation.engine)),
+    prose("What it said", lambda evaluation: cell(evaluation.latency_failure, Tone.BAD)),
+)
+
+
+def _fields(timed: list[_Timed]) -> tuple[Field[_Timed], ...]:
+    is_cut = any(latency.lookup_p50_us is not None for _, latency in timed)
+    lookup: tuple[Field[_Timed], ...] = (
+        number("Lookup p50, not in these", lambda item: _lookup(item[1].lookup_p50_us)),
+    )
+    return (
+        text("Engine", lambda item: item[0]),
+        text("Device", lambda item: item[1].device),
+        number("Batch", lambda item: numbers.count(item[1].batch)),
+        number("p50", lambda item: numbers.latency(item[1].p50_us)),
+        number("p90", lambda item: numbers.latency(item[1].p90_us)),
+        number("p99", lambda item: numbers.latency(item[1].p99_us)),
+        *(lookup if is_cut else ()),
+        number("Requests", lambda item: numbers.count(item[1].repeats)),
+        text("Counts for the choice", lambda item: _counts(item[1])),
+    )
+
+
+def _counts(latency: Latency) -> Cell:
+    return cell("yes") if latency.counts_for_choice else cell("no, another device than the target", Tone.WARN)
+
+
+def _lookup(p50_us: float | None) -> str:
+    return numbers.NONE if p50_us is None else numbers.latency(p50_us)
+
+
+def _is_simulated(data: ReportData, engine_id: str) -> bool:
+    engine = data.engine(engine_id)
+    return engine is not None and engine.simulated

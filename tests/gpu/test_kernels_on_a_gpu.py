@@ -1,0 +1,327 @@
+"""Our Triton kernels, compiled for the GPU of this host, against float64 on it; replayed from CUDA graphs.
+
+Tolerances are in units of the base precision's eps. The kernels round an inner product to it, as the graph
+does, where float64 may stand on the other side of a tie: several eps of a normalized value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+
+from loka_onnx.engines.inductor.choosing import TILES  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("float8_gpu")]
+
+BASES = [torch.bfloat16, torch.float16]
+FP8 = torch.float8_e4m3fn
+LIMIT = 448.0
+HALF_STEP = 2.0**-4
+"""Rounding to E4M3 moves a value by at most this much of it, and near zero by `LEAST_STEP` / 2."""
+LEAST_STEP = 2.0**-9
+SHAPES = [(27, 16, 5), (64, 128, 32), (128, 128, 64)]
+"""Tokens, their length, and columns: what needs masks, and both Wukong stacks."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What follows a product."""
+
+    bias: bool = False
+    relu: bool = False
+    cross: bool = False
+    first: bool = False
+
+
+EPILOGUES = {
+    "plain": Ends(),
+    "bias, relu": Ends(bias=True, relu=True),
+    "cross": Ends(bias=True, cross=True),
+    "first cross": Ends(bias=True, cross=True, first=True),
+}
+
+
+def random(*shape: int, base: Any, scale: float = 1.0) -> Any:
+    return (torch.randn(*shape, device="cuda") * scale).to(base)
+
+
+def bits(value: Any) -> Any:
+    return value.view(torch.uint8).clone()
+
+
+def eps(base: Any) -> float:
+    return float(torch.finfo(base).eps)
+
+
+def layer_norm(z: Any, gamma: Any, beta: Any) -> Any:
+    centred = z - z.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gamma.double() + beta.double()
+
+
+def assert_close(found: Any, exact: Any, *, relative: float, absolute: float) -> None:
+    torch.testing.assert_close(found.double(), exact, rtol=relative, atol=absolute)
+
+
+def assert_quantized(found: Any, exact: Any, *, relative: float, absolute: float) -> None:
+    """Every value is one of E4M3 that is no farther from the exact one than rounding explains."""
+    assert found.dtype is FP8
+    exact = exact.clamp(-LIMIT, LIMIT)
+    assert_close(found.float(), exact, relative=HALF_STEP + relative, absolute=LEAST_STEP / 2 + absolute)
+    # It spans the format: not all of it is saturated, or zero.
+    assert found.float().abs().max() > LIMIT / 16
+    assert (found.float().abs() < LIMIT).any()
+
+
+# Interaction and norm ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interaction:
+    x: Any
+    y: Any
+    gamma: Any
+    beta: Any
+
+    @classmethod
+    def of(cls, shape: tuple[int, int, int], base: Any, batch: int = 7) -> Interaction:
+        n, d, k = shape
+        draw = [random(n, k, base=base, scale=n**-0.5), *(random(n * k, base=base) for _ in range(2))]
+        return cls(random(batch, n, d, base=base), *draw)
+
+    def exact(self) -> Any:
+        p = torch.einsum("bnd,nk->bdk", self.x.double(), self.y.double()).to(self.x.dtype).double()
+        s = torch.einsum("bnd,bdk->bnk", self.x.double(), p).reshape(len(self.x), -1)
+        return layer_norm(s, self.gamma, self.beta)
+
+    def run(self, inverse_scale: float = 0.0) -> Any:
+        from loka_onnx.engines.inductor.kernels.triton_factorization import factorization_norm
+
+        given = (self.x, self.y, self.gamma, self.beta)
+        return factorization_norm(*given, 1e-5, inverse_scale, inverse_scale > 0.0)
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_interaction_with_its_norm(shape: tuple[int, int, int], base: Any) -> None:
+    case, unit = Interaction.of(shape, base), eps(base)
+    exact = case.exact()
+    found = case.run()
+    assert found.dtype is base
+    assert_close(found, exact, relative=2 * unit, absolute=8 * unit)
+    assert_quantized(case.run(64.0), exact * 64, relative=4 * unit, absolute=64 * 8 * unit)
+
+
+# Residual and norm ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    x: Any
+    f: Any
+    w: Any
+    gamma: Any
+    beta: Any
+
+    @classmethod
+    def of(cls, shape: tuple[int, int, int], base: Any, batch: int = 7) -> Block:
+        n, d, later = shape
+        x, f = random(batch, n, d, base=base), random(batch, n - later, d, base=base)
+        draw = [random(later, n, base=base, scale=n**-0.5), random(d, base=base), random(d, base=base)]
+        return cls(x, f, *draw)
+
+    def exact(self) -> Any:
+        mix = torch.einsum("ln,bnd->bld", self.w.double(), self.x.double())
+        joined = torch.cat([self.f.double(), mix], 1) + self.x.double()
+        return layer_norm(joined, self.gamma, self.beta)
+
+    def run(self) -> Any:
+        from loka_onnx.engines.inductor.kernels.triton_token_norm import token_residual_norm
+
+        return token_residual_norm(self.x, self.f, self.w, self.gamma, self.beta, 1e-5)
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_residual_block_with_its_norm(shape: tuple[int, int, int], base: Any) -> None:
+    case, unit = Block.of(shape, base), eps(base)
+    found = case.run()
+    assert found.dtype is base
+    assert_close(found, case.exact(), relative=4 * unit, absolute=8 * unit)
+
+
+# Products ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    a: Any
+    b: Any
+    scale: Any
+    bias: Any
+    x0: Any
+    x: Any
+    ends: Ends
+    base: Any
+
+    @classmethod
+    def of(cls, shape: tuple[int, int, int], base: Any, ends: Ends, *, float8: bool = True) -> Product:
+        m, n, k = shape
+        if float8:
+            factors = [(torch.randn(rows, k, device="cuda") * 60).to(FP8) for rows in (m, n)]
+            scale = (torch.rand(n, device="cuda") + 1.0) / (60 * 60 * k**0.5)
+        else:
+            factors = [random(m, k, base=base), random(n, k, base=base, scale=k**-0.5)]
+            scale = None
+        bias = random(n, base=base) if ends.bias else None
+        x0 = random(m, n, base=base) if ends.cross else None
+        x = random(m, n, base=base) if ends.cross and not ends.first else None
+        return cls(*factors, scale, bias, x0, x, ends, base)
+
+    def exact(self) -> Any:
+        z = self.a.double() @ self.b.double().t()
+        z = z if self.scale is None else z * self.scale.double()
+        z = z if self.bias is None else z + self.bias.double()
+        z = z.clamp(min=0) if self.ends.relu else z
+        if self.x0 is None:
+            return z
+        return self.x0.double() * z + (self.x0 if self.x is None else self.x).double()
+
+    def run(self, tile: Sequence[int], inverse_scale: float = 0.0, *, wide: bool = True) -> list[Any]:
+        from loka_onnx.engines.inductor.kernels.triton_float8_product import float8_product
+
+        given = (self.a, self.b, self.scale, self.bias, self.x0, self.x)
+        kind = self.base if wide else None
+        return list(float8_product(*given, inverse_scale, self.ends.relu, kind, list(tile)))
+
+
+def tiles(element_size: int) -> list[list[int]]:
+    """All that builds choose among."""
+    return [[t.rows, t.columns, t.depth // element_size, t.stages, t.warps] for t in TILES]
+
+
+def scale_for(exact: Any) -> float:
+    """One over a scale that maps the largest value to the upper half of the format, unsaturated."""
+    return float(2.0 ** (8 - round(float(exact.abs().max())).bit_length()))
+
+
+def check_product(case: Product, tile: Sequence[int]) -> None:
+    exact, unit = case.exact(), eps(case.base)
+    inverse_scale = scale_for(exact)
+    wide, narrow = case.run(tile, inverse_scale)
+    assert wide.dtype is case.base
+    # Tensor cores keep some 14 bits of an FP8 sum (`choosing`): far less than a thousandth of the largest.
+    slack = 2.0**-10 * float(exact.abs().max())
+    assert_close(wide, exact, relative=unit, absolute=slack)
+    assert_quantized(narrow, exact * inverse_scale, relative=unit, absolute=slack * inverse_scale)
+
+
+@pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
+@pytest.mark.parametrize("base", BASES, ids=str)
+@pytest.mark.parametrize("ends", EPILOGUES)
+def test_a_product_with_what_follows(ends: str, base: Any, float8: bool) -> None:
+    case = Product.of((513, 256, 1024), base, EPILOGUES[ends], float8=float8)
+    check_product(case, tiles(1 if float8 else 2)[-2])
+
+
+@pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
+@pytest.mark.parametrize("shape", [(21, 48, 80), (3, 32, 48), (2048, 1024, 512)], ids=str)
+def test_shapes_of_products(shape: tuple[int, int, int], float8: bool) -> None:
+    """Less than one tile, with K that no step divides, and many."""
+    case = Product.of(shape, torch.bfloat16, EPILOGUES["cross"], float8=float8)
+    check_product(case, tiles(1 if float8 else 2)[-2])
+
+
+@pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
+@pytest.mark.parametrize("number", range(len(TILES)))
+def test_every_tile(number: int, float8: bool) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    case = Product.of((300, 272, 416), torch.bfloat16, EPILOGUES["bias, relu"], float8=float8)
+    try:
+        check_product(case, tiles(1 if float8 else 2)[number])
+    except OutOfResources as error:
+        pytest.skip(f"needs a GPU with more shared memory: {error}")
+
+
+@pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
+def test_a_product_with_one_of_its_outputs(float8: bool) -> None:
+    case = Product.of((513, 256, 1024), torch.bfloat16, EPILOGUES["bias, relu"], float8=float8)
+    tile, inverse_scale = tiles(1 if float8 else 2)[-2], scale_for(case.exact())
+    wide, narrow = case.run(tile, inverse_scale)
+    (alone,) = case.run(tile)
+    assert torch.equal(alone, wide)
+    (alone,) = case.run(tile, inverse_scale, wide=False)
+    assert torch.equal(bits(alone), bits(narrow))
+
+
+def test_nan_stays_and_infinity_saturates() -> None:
+    case = Product.of((21, 48, 80), torch.bfloat16, EPILOGUES["bias, relu"])
+    case.a.view(torch.uint8)[3, 5] = 0x7F
+    case.bias[7] = float("inf")
+    wide, narrow = case.run(tiles(1)[-2], 1.0)
+    for each in (wide.float(), narrow.float()):
+        assert each[3].isnan().all()
+        assert not each[:3].isnan().any()
+    assert (narrow.float()[:3, 7] == LIMIT).all()
+
+
+# CUDA graphs ------------------------------------------------------------------------------------------
+
+REPLAYED: dict[str, Callable[[], tuple[Any, Callable[[], Any]]]] = {}
+"""By name, a tensor that a launch reads, and the launch."""
+
+
+def replayed(make: Callable[[], tuple[Any, Callable[[], Any]]]) -> Callable[[], Any]:
+    REPLAYED[make.__name__] = make
+    return make
+
+
+@replayed
+def interaction() -> tuple[Any, Callable[[], Any]]:
+    case = Interaction.of((64, 128, 32), torch.bfloat16)
+    return case.x, lambda: case.run(64.0)
+
+
+@replayed
+def residual() -> tuple[Any, Callable[[], Any]]:
+    case = Block.of((64, 128, 32), torch.bfloat16)
+    return case.x, case.run
+
+
+@replayed
+def float8_product() -> tuple[Any, Callable[[], Any]]:
+    case = Product.of((513, 256, 1024), torch.bfloat16, EPILOGUES["cross"])
+    return case.x0, lambda: case.run(tiles(1)[-2], 4.0)[1]
+
+
+@replayed
+def half_product() -> tuple[Any, Callable[[], Any]]:
+    case = Product.of((513, 256, 1024), torch.float16, EPILOGUES["cross"], float8=False)
+    return case.x0, lambda: case.run(tiles(2)[-2])[0]
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_replay_computes_what_a_launch_does(name: str) -> None:
+    read, launch = REPLAYED[name]()
+    first = bits(launch())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = launch()
+    graph.replay()
+    assert torch.equal(bits(output), first)
+    # Other values at the same address.
+    read.copy_(torch.randn_like(read.float()).to(read.dtype))
+    graph.replay()
+    second = bits(output)
+    assert not torch.equal(second, first)
+    assert torch.equal(bits(launch()), second)

@@ -1,0 +1,205 @@
+"""The message for each way to get a run file wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_files import refusal
+
+from loka_onnx.config import load_run_file
+from loka_onnx.errors import ConfigError
+
+
+class TestSchemaMessages:
+    def test_unknown_key(self, run_file: Path) -> None:
+        assert refusal(run_file, old="certification", new="certfication") == (
+            "DIR/ranker-fp8.yaml:10: unknown key 'certfication' in `data`\n"
+            "  evidence: the keys here are calibration, selection, certification, path, split, inputs, "
+            "group, slices, synthetic\n"
+            "  remedy: did you mean 'certification'?"
+        )
+
+    def test_unknown_key_at_the_top_that_has_a_home(self, run_file: Path) -> None:
+        text = refusal(run_file, old="plan: {keep", new="keep: []\nplan: {keep")
+        assert text.startswith("DIR/ranker-fp8.yaml:15: unknown key 'keep'\n")
+        assert text.endswith("remedy: 'keep' belongs under `plan`")
+
+    def test_unknown_key_in_a_list(self, run_file: Path) -> None:
+        text = refusal(run_file, old="    label: clicked", new="    label: clicked\n    wieght: w")
+        assert text.startswith("DIR/ranker-fp8.yaml:6: unknown key 'wieght' in `outputs[0]`\n")
+        assert text.endswith("did you mean 'weight'?")
+
+    def test_unknown_key_far_from_any(self, run_file: Path) -> None:
+        assert refusal(run_file, batch__zzz=1).endswith("remedy: remove it, or correct its spelling")
+
+    def test_an_undeclared_output_kind(self, run_file: Path) -> None:
+        assert refusal(run_file, old="    kind: logit\n", new="") == (
+            "DIR/ranker-fp8.yaml:3: `outputs[0]` lacks the key 'kind'\n"
+            "  evidence: it has the keys name, label, budget\n"
+            "  remedy: add `kind`: logit, probability or regression; it decides the loss and is never "
+            "guessed, because a logit read as a probability gives a loss that looks plausible and is wrong"
+        )
+
+    def test_a_missing_key_at_the_top(self, run_file: Path) -> None:
+        assert refusal(run_file, old="model: {onnx: ranker.onnx}\n", new="") == (
+            "DIR/ranker-fp8.yaml: the run file lacks the key 'model'\n"
+            "  evidence: it has the keys outputs, data, batch, plan, targets\n"
+            "  remedy: add `model`: the model, as ONNX or as a torch module"
+        )
+
+    @pytest.mark.parametrize(
+        ("old", "new", "line", "what", "evidence"),
+        [
+            ("max: 4096", "max: lots", 14, "`batch.max` must be a whole number", "found the text 'lots'"),
+            ("max: 4096", "max: 4096.5", 14, "`batch.max` must be a whole number", "found the number 4096.5"),
+            ("max: 4096", "max: true", 14, "`batch.max` must be a whole number", "found true"),
+            ("max: 4096", "max: '4096'", 14, "`batch.max` must be a whole number", "found the text '4096'"),
+            ("min: 1", "min: 0", 14, "`batch.min` must be at least 1", "found the number 0"),
+            ("2e-4", "0", 6, "`outputs[0].budget` must be greater than 0", "found the number 0"),
+            ("2e-4", ".inf", 6, "`outputs[0].budget` must be a finite number", "found the number inf"),
+            ("2e-4", "tiny", 6, "`outputs[0].budget` must be a number", "found the text 'tiny'"),
+            ("name: ctr", "name: [ctr]", 3, "`outputs[0].name` must be text", "found a list of 1"),
+            ("label: clicked", "label: 3", 5, "`outputs[0].label` must be text", "found the number 3"),
+            ("name: ctr", "name:", 3, "`outputs[0].name` must be text", "found nothing (null)"),
+            ("slices: [country]", "slices: a", 13, "`data.slices` must be a list", "found the text 'a'"),
+            ("[age, price]", "[]", 11, "`data.inputs.dense` must be a list with at least one entry", "of 0"),
+            ("country_id", "7", 11, "an input is fed from a column or from a list of columns", "found 7"),
+            (
+                "{onnx: ranker.onnx}",
+                "x",
+                1,
+                "`model` must be a mapping of keys to values",
+                "found the text 'x'",
+            ),
+            ("[256, 1024]", "[256, big]", 14, "`batch.serve[1]` must be a whole number", "'big'"),
+        ],
+    )
+    def test_a_wrong_value(
+        self, run_file: Path, old: str, new: str, line: int, what: str, evidence: str
+    ) -> None:
+        first, second, _ = refusal(run_file, old=old, new=new).split("\n")
+        assert first == f"DIR/ranker-fp8.yaml:{line}: {what}"
+        assert second.startswith("  evidence: ") and evidence in second
+
+    @pytest.mark.parametrize(
+        ("old", "new", "what", "remedy"),
+        [
+            (
+                "kind: logit",
+                "kind: logits",
+                "`outputs[0].kind` must be one of logit, probability, regression",
+                "did you mean 'logit'?",
+            ),
+            (
+                "tensorrt]",
+                "tensor_rt]",
+                "`targets[0].backends[1]` must be one of "
+                "onnxruntime, onnxruntime_tensorrt, tensorrt, tensorrt_rtx, migraphx, inductor",
+                "did you mean 'tensorrt'?",
+            ),
+            (
+                "plan: {",
+                "plan: {base: fp8, ",
+                "`plan.base` must be one of bf16, fp16, fp32, auto",
+                "`plan.base`: bf16, fp16, fp32 or auto: precision of everything that does not run in FP8; "
+                "auto takes fp16 where the calibration rows show that it fits with a factor of 8 to spare, "
+                "else bf16",
+            ),
+            (
+                "nvidia-h100",
+                "../etc",
+                "`targets[0].device` has the wrong form",
+                "`targets[0].device`: name of the device, for example cpu, nvidia-h100 or nvidia-rtx-ada; "
+                "lower-case letters, digits and hyphens, because it names a directory",
+            ),
+        ],
+    )
+    def test_a_wrong_word(self, run_file: Path, old: str, new: str, what: str, remedy: str) -> None:
+        text = refusal(run_file, old=old, new=new)
+        assert f": {what}\n" in text
+        assert text.endswith(f"  remedy: {remedy}")
+
+    def test_the_top_is_not_a_mapping(self, run_file: Path) -> None:
+        run_file.write_text("- model\n")
+        assert "a run file is a mapping of keys to values\n  evidence: found a list of 1" in refusal(run_file)
+
+
+class TestRulesBetweenKeys:
+    @pytest.mark.parametrize(
+        ("key", "value", "where", "what"),
+        [
+            ("model", {"onnx": "a", "torch": "a:b"}, "", "`model` needs exactly one of `onnx` and `torch`"),
+            ("model", {}, "", "`model` needs exactly one of `onnx` and `torch`"),
+            ("model.checkpoint", "w", "", "`model.checkpoint` belongs to a torch model"),
+            ("outputs.0.clip", 1e-3, "", "`clip` belongs to an output of kind 'probability'"),
+            ("data.path", "x", "8", "`data.path` and `data.calibration` exclude each other"),
+            ("data", {"path": "x"}, "", "`data.path` needs `data.split`"),
+            ("data", {"split": {"by": "order"}}, "", "`data.split` needs `data.path`"),
+            (
+                "data",
+                {"calibration": "x", "selection": "y"},
+                "",
+                "`data` needs three disjoint splits: calibration, selection and certification",
+            ),
+            (
+                "data",
+                {"path": "x", "split": {"by": "order", "fractions": {"calibration": 0.5}}},
+                "",
+                "the fractions of a split sum to more than 1",
+            ),
+            ("data", {"path": "x", "split": {"by": "hash"}}, "", "a split by hash needs a key column"),
+            (
+                "data",
+                {"path": "x", "split": {"by": "order", "seed": 1}},
+                "",
+                "`seed` belongs to a split by hash",
+            ),
+            (
+                "batch.max",
+                512,
+                "14",
+                "the serving batch 1024 is outside of the range that engines are built for",
+            ),
+            ("batch.min", 8192, "", "`batch.min` is larger than `batch.max`"),
+            ("batch.serve", [8, 8], "", "the serving batch 8 is listed twice"),
+            ("calibration.ray_address", "auto", "", "`ray_address` belongs to the executor 'ray'"),
+            ("plan.force", ["a.*", "*.calibrator"], "", "the pattern '*.calibrator' is both kept and forced"),
+            ("plan.plans", ["fp8-safe"], "", "the plan 'fp32' must compete"),
+            ("plan.plans", ["fp32", "bf16", "bf16"], "", "the plan 'bf16' is listed twice"),
+            (
+                "outputs.0",
+                {"name": "spend", "kind": "regression", "label": None},
+                "",
+                "a regression needs a label, and output 'spend' has none",
+            ),
+            ("data.slices", ["country", "country"], "", "the slice column 'country' is listed twice"),
+            (
+                "targets",
+                [{"device": "cpu", "backends": ["onnxruntime"]}] * 2,
+                "",
+                "the device 'cpu' is given twice",
+            ),
+            (
+                "outputs",
+                [{"name": "ctr", "kind": "logit", "label": "a"}] * 2,
+                "",
+                "the name 'ctr' is given twice",
+            ),
+        ],
+    )
+    def test_refused(self, run_file: Path, key: str, value: object, where: str, what: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            load_run_file(run_file, {key: value})
+        assert caught.value.what == what
+        assert caught.value.where == (f"{run_file}:{where}" if where else f"override '{key}'")
+        assert caught.value.evidence and caught.value.remedy
+
+    def test_the_line_is_that_of_the_entry_at_fault(self, run_file: Path) -> None:
+        batch = "batch: {min: 1, serve: [256, 1024], max: 4096}"
+        new = "batch:\n  serve:\n    - 256\n    - 8192\n  max: 4096"
+        assert refusal(run_file, old=batch, new=new) == (
+            "DIR/ranker-fp8.yaml:17: the serving batch 8192 is outside of the range that engines are "
+            "built for\n  evidence: min is 1, max is 4096\n"
+            "  remedy: remove it, or widen `batch.min` and `batch.max`"
+        )

@@ -1,0 +1,122 @@
+"""Values that are given beside a run file, any of them anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_files import FILES, RUN_FILE, refusal
+
+from loka_onnx.config import RunConfig, load_run_file, parse_overrides
+from loka_onnx.errors import ConfigError
+
+
+class TestOverrides:
+    def test_values_are_yaml(self) -> None:
+        assert parse_overrides(["a.b=null", "c=[1, 2e-1]", "d=text=x", " e =no"]) == {
+            "a.b": None,
+            "c": [1, 0.2],
+            "d": "text=x",
+            "e": "no",
+        }
+
+    @pytest.mark.parametrize("text", ["batch.max", "=3"])
+    def test_no_assignment(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="an override is `key=value`"):
+            parse_overrides([text])
+
+    def test_twice(self) -> None:
+        with pytest.raises(ConfigError, match="the override 'threads' is given twice"):
+            parse_overrides(["threads=1", "threads=2"])
+
+    def test_a_value_that_is_not_yaml(self) -> None:
+        with pytest.raises(ConfigError, match=r"override 'batch.serve':1: the run file is not valid YAML"):
+            parse_overrides(["batch.serve=[1"])
+
+    def test_they_replace_and_create(self, run_file: Path) -> None:
+        config = load_run_file(
+            run_file, {"batch.serve": [8], "calibration.rows": 64, "outputs.0.budget": 0.1, "threads": 2}
+        )
+        assert config.batch.serve == (8,) and config.batch.max == 4096
+        assert config.calibration.rows == 64
+        assert config.outputs[0].budget == 0.1
+        assert config.threads == 2
+
+    def test_a_ray_cluster(self, run_file: Path) -> None:
+        config = load_run_file(
+            run_file, {"calibration.executor": "ray", "calibration.ray_address": "10.0.0.5:6379"}
+        )
+        assert (config.calibration.executor, config.calibration.ray_address) == ("ray", "10.0.0.5:6379")
+
+    @pytest.mark.parametrize(
+        ("key", "value", "what"),
+        [
+            ("confidence", 1.0, "must be less than 1"),
+            ("confidence", 0.5, "must be greater than 0.5"),
+            ("draws", 9, "must be at most 8"),
+            ("draws", 0, "must be at least 1"),
+            ("error_precision", 0.0, "must be greater than 0"),
+            ("sensitivity_rows", 0, "must be at least 1"),
+            ("executor", "dask", "must be one of local, ray"),
+        ],
+    )
+    def test_limits_of_calibration(self, run_file: Path, key: str, value: object, what: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            load_run_file(run_file, {f"calibration.{key}": value})
+        assert caught.value.what == f"`calibration.{key}` {what}"
+
+    def test_the_message_names_the_override_and_not_a_line(self, run_file: Path) -> None:
+        assert refusal(run_file, batch__max="many").startswith(
+            "override 'batch.max': `batch.max` must be a whole number\n"
+        )
+        assert refusal(run_file, batch={"max": 1, "mim": 1}).startswith(
+            "override 'batch': unknown key 'mim' in `batch`\n"
+        )
+
+    @pytest.mark.parametrize("key", ["outputs.3.budget", "outputs.x.budget", "model.onnx.deep", "outputs.9"])
+    def test_no_such_place(self, run_file: Path, key: str) -> None:
+        with pytest.raises(ConfigError, match="there is no `") as caught:
+            load_run_file(run_file, {key: 1})
+        assert caught.value.where == f"override '{key}'"
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(
+    [
+        *RunConfig.model_fields,
+        "model.torch",
+        "outputs.0.kind",
+        "outputs.0",
+        "data.inputs",
+        "data.inputs.dense",
+        "data.split",
+        "batch.serve",
+        "batch.serve.1",
+        "plan.plans",
+        "targets.0.backends",
+        "model.arguments",
+    ]
+)
+
+
+@given(key=KEYS, value=PLAIN)
+def test_whatever_is_put_anywhere_is_taken_or_refused_properly(
+    key: str, value: object, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "any"
+    directory.mkdir(exist_ok=True)
+    for name in FILES:
+        (directory / name).touch()
+    (directory / "run.yaml").write_text(RUN_FILE)
+    try:
+        config = load_run_file(directory / "run.yaml", {key: value})
+    except ConfigError as error:
+        assert error.where and error.evidence and error.remedy
+    else:
+        assert isinstance(config, RunConfig)

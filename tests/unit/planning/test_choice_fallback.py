@@ -1,0 +1,154 @@
+"""What is emitted where what would be chosen cannot be: it missed the budget, failed, or ran elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from choice_cases import (
+    BEYOND,
+    BF16,
+    FP32,
+    PLANS,
+    UNDECIDED,
+    Candidate,
+    chosen,
+    on_both,
+    only,
+    reasons,
+)
+
+from loka_onnx.core.engine import BuildStatus
+from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Why
+from loka_onnx.errors import PlanningError
+from loka_onnx.planning.choice import MEASURED, OTHER_DEVICE, choose
+
+NOTHING = (
+    "no engine of 'gpu' can be emitted: FP32 was not built, and no other engine without FP8 is inside the "
+    "budget"
+)
+MEND = (
+    "the engine of fp32 has why it was not built in `engines.json`; mend that, or raise `outputs.budget` to "
+    "accept what is outside of it"
+)
+
+
+def refused(*candidates: Candidate) -> str:
+    """The evidence of the error that nothing can be emitted."""
+    with pytest.raises(PlanningError) as caught:
+        chosen(*candidates)
+    first, evidence, remedy = str(caught.value).splitlines()
+    assert (first, remedy) == (NOTHING, f"  remedy: {MEND}")
+    return evidence.removeprefix("  evidence: ")
+
+
+def test_what_was_seen_outside_the_budget_is_never_emitted() -> None:
+    failed = Candidate("fp32", None, (), BuildStatus.FAILED, detail="out of memory")
+    fp8, bf16 = Candidate("fp8-safe", 100, (BEYOND,)), Candidate("bf16", 200, (UNDECIDED,))
+    assert refused(failed, fp8, bf16) == (
+        "gpu-trt-sm90-fp8-safe: beyond the budget on selection; "
+        "gpu-trt-sm90-bf16: undecided against the budget on selection"
+    )
+    assert refused(Candidate("fp8-all", 1, simulated=True)) == (
+        "gpu-trt-sm90-fp8-all: simulated, inside the budget"
+    )
+    assert refused(fp8) == "gpu-trt-sm90-fp8-safe: beyond the budget on selection"
+    # The exact model is what a run falls back on, whatever its own rounding was judged as.
+    assert only(fp8, bf16, Candidate("fp32", 400, (UNDECIDED,))).plan == "fp32"
+
+
+def test_what_missed_on_certification_is_not_what_it_falls_back_on() -> None:
+    fp8, bf16, fp16 = Candidate("fp8-all", 100), BF16, Candidate("fp16", 210)
+    bad_fp8, bad_bf16, bad_fp16 = (Candidate(c.plan, c.us, (BEYOND,)) for c in (fp8, bf16, fp16))
+    for selection, certification in (
+        ([bf16], [bad_bf16]),
+        ([fp8], [bad_fp8]),
+        ([fp8, bf16], [bad_fp8, bad_bf16]),
+        # FP16 is more exact and was looked at; BF16 in its place would be chosen by what only certifies.
+        ([fp8, bf16, fp16], [bad_fp8, bf16, bad_fp16]),
+    ):
+        with pytest.raises(PlanningError) as caught:
+            on_both(selection, certification)
+        assert caught.value.what == NOTHING
+        assert f"{selection[0].engine().id}: beyond the budget on certification" in caught.value.evidence
+    target = on_both([fp8, bf16, fp16], [bad_fp8, bad_bf16, fp16])
+    assert target.plan == "fp16"
+    assert target.reason == (
+        "'fp8-all' was selected and is not inside the budget on certification: fp16 instead"
+    )
+    # The exact model stays what it is.
+    assert on_both([FP32], [Candidate("fp32", 400, (BEYOND,))]).plan == "fp32"
+
+
+def failing(candidate: Candidate, latencies: str = "", status: str = "") -> tuple[Evaluation, ...]:
+    """On both splits, of an engine that failed while it was timed, or while it was judged."""
+    whole = (candidate.evaluation(split) for split in ("selection", "certification"))
+    if status:
+        return tuple(replace(e, outputs=(), latencies=(), status=status) for e in whole)
+    return tuple(replace(e, latencies=(), latency_failure=latencies) for e in whole)
+
+
+def test_an_engine_that_failed_after_its_build_lost_by_that() -> None:
+    fp8, fp16 = Candidate("fp8-all", 10), Candidate("fp16", 20)
+    timed = failing(fp8, "at batch 2048: the worker died\n  evidence: signal 11")
+    judged = failing(fp16, status="failed on selection: out of memory")
+    good = [c.evaluation(split) for c in (FP32, BF16) for split in ("selection", "certification")]
+    candidates = [FP32, BF16, fp8, fp16]
+    (target,) = choose(
+        [c.engine() for c in candidates], EvaluationSet((*good, *timed, *judged)), PLANS
+    ).targets
+    assert target.plan == "bf16"
+    assert {loser.engine: (loser.why, loser.reason) for loser in target.losers[1:]} == {
+        fp8.engine().id: (
+            Why.FAILED,
+            "failed while it was timed: at batch 2048: the worker died\n  evidence: signal 11; "
+            "accuracy inside the budget",
+        ),
+        fp16.engine().id: (Why.FAILED, "failed on selection: out of memory"),
+    }
+
+
+def test_an_exact_engine_that_failed_is_not_what_a_run_falls_back_on() -> None:
+    other = Candidate("fp32", 500, (UNDECIDED,), backend="ort")
+    engines = [c.engine() for c in (FP32, other)]
+    kept = [other.evaluation(split) for split in ("selection", "certification")]
+    evaluations = EvaluationSet((*failing(FP32, "it does not open: no such device"), *kept))
+    assert choose(engines, evaluations, PLANS).targets[0].engine == other.engine().id
+
+
+def test_what_another_device_takes_does_not_choose() -> None:
+    """The H200 is sm90 like the H100, and loads what was built for it."""
+
+    def on_h200(candidate: Candidate) -> Candidate:
+        return replace(candidate, counts=False)
+
+    fp8, slow = on_h200(Candidate("fp8-all", 1)), on_h200(Candidate("bf16", 900))
+    target = only(on_h200(FP32), slow, fp8)
+    assert (target.plan, target.basis) == ("fp8-all", OTHER_DEVICE)
+    assert target.reason == (
+        "the measured accuracy of 'fp8-all' is inside the budget; evaluate it on the device before deploying"
+    )
+    assert {loser.why for loser in target.losers} == {Why.OTHER_DEVICE}
+    assert reasons(target)["bf16"] == (
+        "run on device, which is not the target: 'fp8-all' has no less in FP8, at an accuracy inside the "
+        "budget"
+    )
+    # Fewer sites in FP8 would be faster by these times; they say nothing.
+    more, less = on_h200(Candidate("fp8-all", 900)), on_h200(Candidate("fp8-safe", 1))
+    assert only(on_h200(FP32), less, more).plan == "fp8-all"
+    fallen = only(on_h200(FP32), slow, on_h200(Candidate("fp8-all", 1, (BEYOND,))))
+    assert (fallen.plan, fallen.basis) == ("bf16", OTHER_DEVICE)
+    assert fallen.reason.startswith("no FP8 plan is inside the budget as measured: high precision")
+    # One that was timed on the target decides alone.
+    mixed = only(FP32, fp8)
+    assert (mixed.plan, mixed.basis) == ("fp32", MEASURED)
+    assert mixed.losers[0].why is Why.OTHER_DEVICE
+
+
+def test_an_exact_enough_engine_without_a_speed_is_better_than_none() -> None:
+    target = only(Candidate("fp8-safe", 100, (BEYOND,)), Candidate("bf16", None))
+    assert target.plan == "bf16"
+    assert target.reason == (
+        "no engine with a measured speed is inside the budget, and FP32 was not built: the most exact "
+        "engine, bf16, which is inside it"
+    )

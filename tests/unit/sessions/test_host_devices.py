@@ -1,0 +1,61 @@
+"""Which device runs an architecture, and whether it is the target."""
+
+from __future__ import annotations
+
+import pytest
+
+from loka_onnx.sessions import host_devices
+from loka_onnx.sessions.cuda import CudaDevice
+from loka_onnx.sessions.host_devices import device_of_architecture, is_target
+from loka_onnx.sessions.providers import AmdDevice
+
+H100, H200, L4 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L4"
+
+
+def having(patch: pytest.MonkeyPatch, *gpus: tuple[str, str], amd: tuple[str, str] | None = None) -> None:
+    devices = tuple(CudaDevice(index, name, kind) for index, (name, kind) in enumerate(gpus))
+    patch.setattr(host_devices, "list_cuda_devices", lambda: devices)
+    patch.setattr(host_devices, "list_amd_devices", lambda: () if amd is None else (AmdDevice(*amd),))
+
+
+def test_the_first_device_of_an_architecture_runs_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    having(
+        monkeypatch, (L4, "sm89"), (H200, "sm90"), (H100, "sm90"), amd=("AMD Instinct MI300X OAM", "gfx942")
+    )
+    assert device_of_architecture("sm90") == H200
+    assert device_of_architecture("sm89") == L4
+    assert device_of_architecture("gfx942") == "AMD Instinct MI300X OAM"
+    assert (device_of_architecture("cpu"), device_of_architecture("sm120")) == ("cpu", "")
+
+
+@pytest.mark.parametrize(
+    ("target", "device", "architecture", "expected"),
+    [
+        ("nvidia-h100", H100, "sm90", True),
+        ("nvidia-h100", H200, "sm90", False),
+        ("nvidia-h200", H200, "sm90", True),
+        ("nvidia-h200", H100, "sm90", False),
+        ("nvidia-l4", "NVIDIA L40S", "sm89", False),
+        ("nvidia-rtx-ada", "NVIDIA GeForce RTX 4090", "sm89", True),
+        ("nvidia-rtx-ada", L4, "sm89", False),
+        # Unknown to run files: whoever wrote one for it knows what it is.
+        ("nvidia-h200", "NVIDIA GH200 480GB", "sm90", True),
+        ("our-own-box", H200, "sm90", True),
+    ],
+)
+def test_a_target_is_a_device_and_not_an_architecture(
+    target: str, device: str, architecture: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    having(monkeypatch, (device, architecture))
+    assert is_target(target, architecture) is expected
+
+
+def test_the_processor_is_its_own_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    having(monkeypatch, (H200, "sm90"))
+    assert is_target("cpu", "cpu") and is_target("amd-mi300x", "cpu")
+
+
+def test_amd_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    having(monkeypatch, amd=("AMD Instinct MI325X", "gfx942"))
+    assert not is_target("amd-mi300x", "gfx942")
+    assert is_target("amd-mi325x", "gfx942")
