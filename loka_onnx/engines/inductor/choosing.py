@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any
 
 import torch
@@ -159,7 +158,8 @@ def compile_candidates(
     different = {_key(product, epilogue): (product, epilogue) for product, epilogue in seen.values()}
 
     def run(strategy: TiledProduct, product: FloatProduct, epilogue: Epilogue) -> None:
-        with suppress(Exception), torch.no_grad():
+        # Neither the device nor the mode of this thread is that of another.
+        with suppress(Exception), torch.cuda.device(product.a.device), torch.no_grad():
             strategy.multiply_with(product, epilogue)
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -200,11 +200,14 @@ def choose_kernels(
     for number, (site, (product, epilogue)) in enumerate(seen.items()):
         progress("kernels", number, len(seen))
         # Sites of one shape and one epilogue take equally long; how exact they are is up to their values.
-        case = _Case(product, epilogue, batch, tuple(sizes))
+        case = _Case(site, product, epilogue, batch, tuple(sizes))
         times = known.setdefault(_key(product, epilogue), {})
         tried = candidates(product, fast_accumulation=fast_accumulation)
         strategies |= {(site, name): strategy for name, strategy in tried.items()}
-        measured += [_measure(site, name, strategy, case, times) for name, strategy in tried.items()]
+        here: list[Measured] = []
+        for name, strategy in tried.items():
+            here.append(_measure(replace(case, before=tuple(here)), name, strategy, times))
+        measured += here
     progress("kernels", len(seen), len(seen))
     others = ScaledMatMul(fast_accumulation=fast_accumulation)
     return Chosen(tuple(measured), strategies, others)
@@ -212,12 +215,19 @@ def choose_kernels(
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """A product on real values, and the batch sizes that it will see."""
+    """A product on real values, the batch sizes that it will see, and the candidates measured before."""
 
+    site: str
     product: FloatProduct
     epilogue: Epilogue
     batch: int
     sizes: tuple[int, ...]
+    before: tuple[Measured, ...] = ()
+
+    def is_behind(self, us: Mapping[int, float]) -> bool:
+        """Whether one candidate that may be chosen here is faster at every size, and so in every sum."""
+        able = [each for each in self.before if not each.obstacle]
+        return any(all(us[size] > each.us[size] for size in self.sizes) for each in able)
 
     def at(self, size: int) -> tuple[FloatProduct, Epilogue]:
         """The same with as many rows as a batch of that size has, the real ones over and over."""
@@ -236,8 +246,9 @@ def _repeated(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _measure(
-    site: str, name: str, strategy: ProductStrategy, case: _Case, known: dict[str, dict[int, float]]
+    case: _Case, name: str, strategy: ProductStrategy, known: dict[str, dict[int, float]]
 ) -> Measured:
+    site = case.site
     try:
         error = _error(strategy, case)
         if not error <= LARGEST_ERROR:
@@ -245,11 +256,9 @@ def _measure(
                 site, name, {}, error, f"error {error:.2g}, at most {LARGEST_ERROR:.2g} is allowed"
             )
         if name not in known:
-            best = {size: min((us[size] for us in known.values()), default=inf) for size in case.sizes}
             alone = {size: _time_product(strategy, case.at(size)) for size in case.sizes}
-            is_behind = all(us > best[size] for size, us in alone.items())
-            if is_behind and not isinstance(strategy, EpilogueStrategy):
-                return Measured(site, name, {}, error, "slower than a tile even without what follows")
+            if case.is_behind(alone) and not isinstance(strategy, EpilogueStrategy):
+                return Measured(site, name, {}, error, "slower than another even without what follows")
             known[name] = {size: us + _time_behind(strategy, case.at(size)) for size, us in alone.items()}
     except Exception as failure:
         # A tile may need more shared memory than there is, and the compiler raises what it likes then.
@@ -293,7 +302,8 @@ def _error(strategy: ProductStrategy, case: _Case) -> float:
     exact = torch.matmul(product.a.to(torch.float64) * product.scale_a, product.b.to(torch.float64))
     exact = exact * product.scale_b
     rounded = exact.to(product.dtype).to(torch.float64)
-    norm = exact.norm()
+    # Of a product that is all zeros on these rows, a kernel that gives zeros is exact.
+    norm = exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
     # What rounding the result to its type makes is not the kernel's.
     total, own = (found - exact).norm() / norm, (rounded - exact).norm() / norm
     return float(torch.sqrt(torch.clamp(total * total - own * own, min=0.0)))

@@ -311,9 +311,11 @@ def compiled_sites(lowered: Sequence[Mapping[str, Any]]) -> tuple[CompiledSite, 
     found = []
     for name, site in lowered[0].items():
         kernels = dict.fromkeys(each[name].kernel for each in lowered)
-        engaged = all(each[name].engaged for each in lowered)
-        reason = next((each[name].reason for each in lowered if each[name].reason), "")
-        found.append(CompiledSite(name, ", ".join(kernels), tuple(site.operands), engaged, reason))
+        # One program that does not multiply FP8 is enough to say so, with what it multiplies.
+        shown = next((each[name] for each in lowered if not each[name].engaged), site)
+        reason = shown.reason or next((each[name].reason for each in lowered if each[name].reason), "")
+        operands = tuple(shown.operands)
+        found.append(CompiledSite(name, ", ".join(kernels), operands, bool(shown.engaged), reason))
     return tuple(found)
 
 

@@ -16,8 +16,10 @@ MARK = "loka_onnx_node"
 """Key under which a node's name is kept (`torch.fx.Node.meta`, "custom")."""
 OWN_OPERATORS = "loka."
 """What names of this project's own operators begin with."""
+NO_PRODUCTS = frozenset({"loka.concat_quantize.default"})
+"""Those that multiply nothing."""
 SCALED = "aten._scaled_mm.default"
-PRODUCT_KERNEL = "loka.float8_product.default"
+PRODUCT_KERNEL = "loka.product.default"
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _FLOATING = {*FLOAT8, "bfloat16", "float16", "float32", "float64"}
 _FACTORS = {
@@ -66,7 +68,7 @@ def _products(graph: Any) -> Iterator[Product]:
             factors = [node.args[position] for position in _FACTORS[operator]]
         elif operator == "aten.einsum.default":
             factors = list(node.args[1])
-        elif operator.startswith(OWN_OPERATORS):
+        elif operator.startswith(OWN_OPERATORS) and operator not in NO_PRODUCTS:
             factors = [each for each in node.args if _dtype(each)][:2]
         else:
             continue

@@ -74,8 +74,11 @@ def is_plain(node: Node) -> bool:
 
 
 def transposed(graph: PlannedGraph, node: Node, stored: Tensor) -> Tensor:
-    """The weight of a product as (N, K), the one layout in which matrix units read FP8 from both factors."""
-    if node.attrs.get("transB", 0):
+    """The weight of a product as (N, K), the one layout in which matrix units read FP8 from both factors.
+
+    One that was not read stays as it is: nobody computes with such a graph.
+    """
+    if node.attrs.get("transB", 0) or not stored.is_read:
         return stored
     return graph.constant(f"{stored.name}.transposed", np.ascontiguousarray(stored.values.T))
 

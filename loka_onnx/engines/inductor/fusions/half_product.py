@@ -16,7 +16,7 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph
 
 OP = f"{DOMAIN}::HalfProduct"
 MULTIPLE = 16
-"""What K and N must be multiples of in the kernel (`kernels.triton_float8_product`)."""
+"""What K and N must be multiples of in the kernel (`kernels.triton_product`)."""
 
 
 def fuse_half_product(graph: PlannedGraph) -> Findings:

@@ -65,6 +65,13 @@ class Tensor:
         return read_array(self.stored)
 
     @property
+    def is_read(self) -> bool:
+        """Whether it is an initializer whose values are here: of a graph that is only looked at, large ones
+        are not (`PlannedGraph.load`).
+        """
+        return self.stored is not None and not uses_external_data(self.stored)
+
+    @property
     def readers(self) -> list[Node]:
         """The nodes that read it, each once."""
         return list({id(node): node for node in self.consumers}.values())

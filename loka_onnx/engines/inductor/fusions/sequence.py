@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from loka_onnx.engines.inductor.fusions.base import Findings, Fusion, FusionReport
+from loka_onnx.engines.inductor.fusions.concat_quantize import fuse_concat_quantize
 from loka_onnx.engines.inductor.fusions.factorization_norm import fuse_factorization_norm
 from loka_onnx.engines.inductor.fusions.float8_product import fuse_float8_product
 from loka_onnx.engines.inductor.fusions.half_product import fuse_half_product
@@ -14,6 +15,7 @@ from loka_onnx.engines.inductor.fusions.token_residual_norm import fuse_token_re
 FUSIONS: Mapping[str, Fusion] = {
     "factorization-norm": fuse_factorization_norm,
     "token-residual-norm": fuse_token_residual_norm,
+    "concat-quantize": fuse_concat_quantize,
     "float8-product": fuse_float8_product,
     "half-product": fuse_half_product,
 }

@@ -77,6 +77,21 @@ def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tens
     return functional.layer_norm(joined, joined.shape[-1:], *wide, epsilon).to(x.dtype)
 
 
+@OPERATORS.operator("ConcatQuantize", domain=DOMAIN, raw=True)
+def concat_quantize(node: Node, a: Value, b: Value, scale: Value) -> tuple[Tensor, ...]:
+    """`triton_concat`."""
+    left, right = node.tensor(a), node.tensor(b)
+    half, wide = TORCH_TYPES[int(node.get("base", 1))], bool(node.get("wide", 1))
+    if left.is_cuda:
+        from loka_onnx.engines.inductor.kernels import triton_concat as kernel
+
+        inverse = 1.0 / _number(node, scale)
+        return tuple(kernel.concat_quantize(left.contiguous(), right.contiguous(), inverse, half, wide))
+    joined = torch.cat([left.to(half), right.to(half)], dim=1)
+    narrow = to_float8(joined, _number(node, scale))
+    return (joined, narrow) if wide else (narrow,)
+
+
 @OPERATORS.operator("Float8Product", "HalfProduct", domain=DOMAIN, raw=True)
 def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
     """A product and what follows it (`fusions.float8_product`, `fusions.half_product`)."""
@@ -142,4 +157,5 @@ def _number(node: Node, value: Value) -> float:
 
 # Scales are multiplied in FP32; in a BF16 graph they would be converted in every run.
 OPERATORS.store_in_float32("Float8Product", "HalfProduct", domain=DOMAIN, positions=(1, 3, 7, 8))
+OPERATORS.store_in_float32("ConcatQuantize", domain=DOMAIN, positions=(2,))
 OPERATORS.store_in_float32("FactorizationNorm", domain=DOMAIN, positions=(4,))

@@ -136,7 +136,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TiledProduct(EpilogueStrategy):
-    """The Triton kernel with the epilogue inside (`triton_float8_product`); for CUDA.
+    """The Triton kernel with the epilogue inside (`triton_product`); for CUDA.
 
     Attributes:
         tile: How it is cut.
@@ -154,13 +154,13 @@ class TiledProduct(EpilogueStrategy):
         """See `EpilogueStrategy.multiply_with`."""
         if not product.a.is_cuda or any(length % MULTIPLE for length in product.b.shape):
             return library_with(self.otherwise, product, epilogue)
-        from loka_onnx.engines.inductor.kernels import triton_float8_product as kernel
+        from loka_onnx.engines.inductor.kernels import triton_product as kernel
 
         k, n = product.b.shape
         lead, tile = product.a.shape[:-1], self.tile
         read = epilogue.cross[:1] if epilogue.is_first else epilogue.cross
         x0, x = (*(each.reshape(-1, n).contiguous() for each in read), None, None)[:2]
-        made = kernel.float8_product(
+        made = kernel.product(
             product.a.reshape(-1, k).contiguous(),
             # A tied weight may be stored the other way round; else this is free.
             product.b.t().contiguous(),

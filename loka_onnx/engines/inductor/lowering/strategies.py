@@ -1,4 +1,4 @@
-"""How the FP8 products of a lowered graph are computed.
+"""How the FP8 products of a lowered graph, and those that were fused, are computed.
 
 A product of two dequantized factors, with one activation scale sₐ and a weight scale s_b for all
 columns or for each::
@@ -146,7 +146,7 @@ class ChannelScales(StrEnum):
 
 @dataclass(frozen=True)
 class ScaledMatMul(ProductStrategy):
-    """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; for factors that are floats `torch.matmul`.
+    """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; for factors that are floats, as `multiply_floats`.
 
     Attributes:
         fast_accumulation: Whether Hopper may keep its partial sums in fewer bits than FP32

@@ -12,8 +12,9 @@ import sys
 import torch
 
 from loka_onnx.engines.inductor.kernels import (
+    triton_concat,
     triton_factorization,
-    triton_float8_product,
+    triton_product,
     triton_token_norm,
 )
 
@@ -77,19 +78,19 @@ def product() -> None:
             z = exact + (bias.double() if has_bias else 0.0)
             z = z.clamp(min=0) if relu else z
             z = x0.double() * z + x.double() if cross else z
-            wide, narrow = triton_float8_product.float8_product(
+            wide, narrow = triton_product.product(
                 a, b, scale, bias if has_bias else None, x0 if cross else None, x if cross else None,
                 16.0, relu, HALF, tile,
             )  # fmt: skip
             close(wide, z, 2 * ULP, 4 * ULP * float(z.abs().max()))
             quantized(narrow, z * 16, 2.0**-4 + ULP, 2.0**-9)
-    (only,) = triton_float8_product.float8_product(
+    (only,) = triton_product.product(
         a, b, scale, None, None, None, 0.0, False, HALF, [16, 16, 16, 2, 4]
     )
     close(only, exact, 2 * ULP, 4 * ULP * float(exact.abs().max()))
     assert only.dtype is HALF
     # In the first cross layer x is x0, which the kernel reads once.
-    (first,) = triton_float8_product.float8_product(
+    (first,) = triton_product.product(
         a, b, scale, bias, x0, None, 0.0, False, HALF, [16, 16, 16, 2, 4]
     )
     z = x0.double() * (exact + bias.double()) + x0.double()
@@ -101,11 +102,23 @@ def half_product() -> None:
     m, n, k = 21, 48, 80
     a, b, bias = random(m, k), random(n, k, scale=k**-0.5), random(n)
     z = (a.double() @ b.double().t() + bias.double()).clamp(min=0)
-    wide, narrow = triton_float8_product.float8_product(
+    wide, narrow = triton_product.product(
         a, b, None, bias, None, None, 64.0, True, HALF, [16, 16, 16, 2, 4]
     )
     close(wide, z, 2 * ULP, 4 * ULP * float(z.max()))
     quantized(narrow, z * 64, 2.0**-4 + ULP, 2.0**-9)
+
+
+def concat() -> None:
+    """Widths that programs divide, and that they do not; FP32 is rounded as it is read."""
+    for m, first, second in ((21, 128, 256), (40, 48, 100), (3, 128, 70)):
+        a, b = random(m, first), torch.randn(m, second)
+        exact = torch.cat([a, b.to(HALF)], dim=1)
+        wide, narrow = triton_concat.concat_quantize(a, b, 64.0, HALF, True)
+        torch.testing.assert_close(wide, exact, rtol=0, atol=0)
+        quantized(narrow, exact.double() * 64, 2.0**-4, 2.0**-9)
+        (only,) = triton_concat.concat_quantize(a, b, 64.0, HALF, False)
+        assert torch.equal(only.view(torch.uint8), narrow.view(torch.uint8))
 
 
 if __name__ == "__main__":

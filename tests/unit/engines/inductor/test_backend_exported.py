@@ -174,7 +174,7 @@ def test_every_program_must_run_a_site_in_fp8() -> None:
 
 def test_an_own_operator_is_no_call_of_a_library() -> None:
     fused = CompiledSite("fc", "triton 128x128", (E4M3, E4M3), True, "with the next Q in its epilogue")
-    own = Product("fc", "loka.float8_product.default", (E4M3, E4M3))
+    own = Product("fc", "loka.product.default", (E4M3, E4M3))
     found = read(replace(with_products(own), sites=(fused,)), calls=0)
     assert found.engaged
     assert found.evidence == "exported program: triton 128x128; with the next Q in its epilogue"

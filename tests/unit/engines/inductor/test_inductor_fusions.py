@@ -316,6 +316,51 @@ def test_a_product_in_bf16_is_left_to_the_library_where_nothing_is_gained(tmp_pa
     assert fused(half("relu", width=13), tmp_path)[1].fused == {}
 
 
+def joined(reader: str = "wide", parts: int = 2) -> Model:
+    """Computed columns beside rounded ones, and their Q."""
+    model = Model((4, 8)).constant("flat", np.array([0, 32], np.int64)).constant("m", bf16(32, 16, scale=0.3))
+    model.add("Reshape", ["x", "flat"], "rows").add("MatMul", ["rows", "m"], "left", name="other")
+    model.add("Concat", ["left", *["rows"] * (parts - 1)], "joined", name="cat", axis=1)
+    model.constant("s", np.array(0.0078125, BF16)).constant("zero", np.array(0, FP8))
+    model.add("QuantizeLinear", ["joined", "s", "zero"], "q").add("DequantizeLinear", ["q", "s", "zero"], "y")
+    if reader == "wide":
+        model.add("Identity", ["joined"], "wide")
+        model.outputs = ("y", "wide")
+    return model
+
+
+@pytest.mark.parametrize("reader", ["wide", "none"])
+def test_a_concatenation_is_quantized_as_it_is_written(reader, tmp_path):
+    model = joined(reader)
+    graph, report = fused(model, tmp_path)
+    assert [place.sites for place in report.fused["concat-quantize"]] == [()]
+    left = ops(graph, tmp_path)
+    assert f"{DOMAIN}::ConcatQuantize" in left and not {"Concat", "QuantizeLinear"} & set(left)
+    (made,) = [node for node in graph.nodes if node.op == "ConcatQuantize"]
+    # The columns that come from the model's FP32 input are read before they are rounded.
+    assert [made.reads(0).kind, made.reads(1).kind] == [onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT]
+    x = RANDOM.standard_normal((BATCH, 4, 8)).astype(np.float32)
+    rows = x.reshape(BATCH, 32).astype(BF16).astype(np.float64)
+    c = {name: value.astype(np.float64) for name, value in model.constants.items()}
+    whole = np.concatenate([(rows @ c["m"]).astype(np.float32).astype(BF16).astype(np.float64), rows], axis=1)
+    got = dict(zip(model.outputs, run(tmp_path / "fused.onnx", x), strict=True))
+    steps = np.clip(whole / c["s"], -448, 448)
+    np.testing.assert_allclose(got["y"] / c["s"], steps, rtol=2.0**-4 + 4 * ULP, atol=2.0**-9 + 4 * ULP)
+    if reader == "wide":
+        np.testing.assert_allclose(got["wide"], whole, rtol=4 * ULP, atol=4 * ULP * np.abs(whole).max())
+
+
+def test_other_concatenations_are_left_to_the_compiler(tmp_path):
+    _, report = fused(joined(parts=3), tmp_path)
+    assert report.declined["concat-quantize"] == ("cat: it joins 3 tensors, the kernel two",)
+    plain = joined()
+    # Nothing quantizes it.
+    plain.nodes = [node for node in plain.nodes if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}]
+    plain.outputs = ("wide",)
+    _, report = fused(plain, tmp_path)
+    assert "concat-quantize" not in {**report.fused, **report.declined}
+
+
 def test_a_weight_that_is_not_transposed_is_stored_so(tmp_path):
     """Matrix units read FP8 along K from both factors."""
     model = product(bias=True, behind="relu", outputs="wide")

@@ -99,8 +99,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(narrow_ptr + place, to_float8(z, inverse_scale), mask=stored)
 
 
-@triton_op("loka::float8_product", mutates_args={})
-def float8_product(
+@triton_op("loka::product", mutates_args={})
+def product(
     a: Tensor,
     b: Tensor,
     scale: Tensor | None,
