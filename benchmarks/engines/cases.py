@@ -86,7 +86,7 @@ class WithTowers(nn.Module):
         """Maps dense (batch, numeric) and ids (batch, categorical) to logits (batch,)."""
         ranker: Any = self.ranker
         x = tokens_of(ranker.bottom(dense), ranker.embeddings(ids))
-        shares = x.flatten(1).split(self.width, dim=1)
+        shares = torch.split(x.flatten(1), self.width, dim=1)
         made = [torch.relu(tower(share)) for tower, share in zip(self.towers, shares, strict=True)]
         for layer in ranker.layers:
             x = layer(x)

@@ -120,6 +120,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=_jobs(), help="processes at a time")
     parser.add_argument("--out", type=Path, help="directory of the records, and of the logs of builds")
     options = parser.parse_args()
+    if options.out is not None:
+        # What is copied there first must not fail when all the work is done.
+        options.out.mkdir(parents=True, exist_ok=True)
     if options.onnxruntime and (reason := why_no_provider(CUDA)):
         print(f"ONNX Runtime is not timed: {reason}", flush=True)
         options.onnxruntime = False
@@ -140,7 +143,8 @@ def main() -> None:
 
 def _jobs() -> int:
     """As many as there are cores, and memory for."""
-    return max(1, min(os.cpu_count() or 1, psutil.virtual_memory().available // JOB_BYTES))
+    free = int(psutil.virtual_memory().available)
+    return max(1, min(os.cpu_count() or 1, free // JOB_BYTES))
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ def build(engine: Engine, case: Case, rows: Arrays, target: str, directory: Path
     form = PlanForm(base, fusions) if engine.plan.fp8_sites else PlanForm(base)
     planned = apply_plan(engine.variant.source.model, engine.plan, form, place / "planned/model.onnx")
     sample = place / "sample.npz"
-    np.savez(sample, **inputs_of(engine.variant, rows, min(case.batches[0], 256)))
+    few: dict[str, Any] = inputs_of(engine.variant, rows, min(case.batches[0], 256))
+    np.savez(sample, **few)
     request = BuildRequest(
         model=planned.path,
         plan=engine.plan,
@@ -126,7 +127,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def kernel_times(resident: Resident) -> list[dict[str, Any]]:
-    """What a request spends on its kernels on a GPU, microseconds, the longest first; empty without one.
+    """What a request spends on its longest kernels on a GPU, microseconds; empty without one.
 
     Kernels of one name are taken together. In between the device waits: their sum is less than the whole.
     """
@@ -181,9 +182,11 @@ def device_facts() -> str:
 
 
 def floors(variant: Variant, plan: PrecisionPlan, batch: int, best: Mapping[str, float]) -> dict[str, float]:
-    """Least time of the linear sites of a plan, at the device's measured rates.
+    """Time of the linear sites of a plan, each a kernel of its own, at the device's measured rates.
 
-    Memory: every weight is read once, and what each linear site reads and writes goes through it once.
+    Memory: every weight is read once, and what each linear site reads and writes goes through it once, its
+    result in 2 bytes a number. Fused kernels, a result that is quantized at once, and what stays in the cache
+    may take less than ``memory_us``.
     """
     if not best:
         return {}

@@ -18,15 +18,16 @@ import json
 import os
 import shutil
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from benchmarks.engines.cases import CASES, Case
@@ -35,10 +36,11 @@ from benchmarks.engines.plans import TODAY, Engine, cut, high_precision_plans, i
 from benchmarks.engines.prediction import held_against
 from benchmarks.engines.preparing import Prepared, opened_data, prepared, trained_model
 from benchmarks.engines.projected import CLASSES
+from benchmarks.engines.speed import attempt
 from benchmarks.engines.timing import (
     Built,
     alone,
-    build,
+    built_or_not,
     device_clock,
     device_facts,
     floors,
@@ -67,7 +69,7 @@ NAMES = {
 BESIDE = frozenset({"case", "data", "directory", "jobs", "out", "prepare"})
 """Options that change no figure, or stand elsewhere in the record."""
 LATER = frozenset({"batches", "rounds", "static", "target", "today"})
-"""Options that what was trained and planned does not depend on."""
+"""Options that what was trained and planned does not depend on, but for `batches` where they are given."""
 
 
 def main() -> None:
@@ -98,11 +100,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="builds at a time")
     parser.add_argument("--out", type=Path, help="directory of the record, and of the logs of builds")
     options = parser.parse_args()
+    if options.out is not None:
+        # What is copied there first must not fail when all the work is done.
+        options.out.mkdir(parents=True, exist_ok=True)
     # Each build compiles kernels with as many processes as there are cores, if nobody says otherwise.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // options.jobs)))
     asked_for = vars(options)
     settings = {name: value for name, value in asked_for.items() if name not in BESIDE}
-    key = digest_json({name: value for name, value in settings.items() if name not in LATER})
+    key = key_of(settings)
     with ExitStack() as stack:
         if options.directory is None:
             directory = Path(stack.enter_context(TemporaryDirectory()))
@@ -122,6 +127,15 @@ def main() -> None:
         return
     settings |= {"device": device_facts(), "group": GROUP, "weights": "trained on MovieLens 1M"}
     print(write_record(f"trained-{options.case}", figures, settings, options.out))
+
+
+def key_of(settings: Mapping[str, Any]) -> str:
+    """Of what was trained and planned, by the options that it depends on."""
+    asked = {name: value for name, value in settings.items() if name not in LATER}
+    if settings["batches"]:
+        # The plan by kernel times is of the batch sizes.
+        asked["batches"] = sorted(settings["batches"])
+    return digest_json(asked)
 
 
 def measure(case: Case, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -156,7 +170,8 @@ def measure(case: Case, options: argparse.Namespace, directory: Path) -> dict[st
         made = built[engine.name]
         judged[engine.name] = described(engine, made)
         with alone(options.target):
-            answers = judge.judge(engine, made)
+            # One that cannot be judged is never chosen, and the others go on.
+            answers = attempt(engine.name, partial(judge.judge, engine, made)) or {}
         judged[engine.name] |= {split: accuracy(found) for split, found in answers.items()}
         tell(f"{engine.name}: {json.dumps(judged[engine.name].get('certification'))}")
     with alone(options.target):
@@ -164,28 +179,53 @@ def measure(case: Case, options: argparse.Namespace, directory: Path) -> dict[st
     figures["batches"] = {}
     for batch in case.batches:
         with alone(options.target):
-            found = timed(engines, built, inputs := (rows, batch, options.rounds))
-        for name, digest in found["sha256"].items():
-            if digest != judged[name]["sha256"]:
-                raise RuntimeError(f"{name}: the engine that was timed is not the one that was judged")
-        medians = {name: each["median_us"] for name, each in found["times"].items()}
-        found["chosen"] = chosen = choose(medians, judged, options.budget)
-        if chosen is not None:
-            plan = next(engine for engine in engines if engine.name == chosen)
-            found["ratios"] = ratios(medians, chosen)
-            found["certified"] = is_inside(judged[chosen], "certification", options.budget)
-            found["floors"] = floors(plan.variant, plan.plan, inputs[1], best)
-        figures["batches"][str(batch)] = found
-        tell(f"batch {batch}: {chosen} {json.dumps(found.get('ratios'))} {found.get('certified')}")
-    figures["prediction"] = held_against(
-        [engine for engine in engines if not engine.name.startswith(TODAY)],
-        {
-            int(batch): {name: each["median_us"] for name, each in found["times"].items()}
-            for batch, found in figures["batches"].items()
-        },
-        options.timings,
-    )
+            turns = partial(timed, engines, built, (rows, batch, options.rounds))
+            found = attempt(f"batch {batch}", turns)
+        if found is None:
+            continue
+        figures["batches"][str(batch)] = found = found | weighed(found, judged, options.budget)
+        if found["chosen"] is not None:
+            plan = next(engine for engine in engines if engine.name == found["chosen"])
+            found["floors"] = floors(plan.variant, plan.plan, batch, best)
+        tell(f"batch {batch}: {found['chosen']} {json.dumps(found.get('ratios'))} {found.get('certified')}")
+    if not figures["batches"]:
+        raise RuntimeError("no batch size could be timed; see above")
+    ours = [engine for engine in engines if not engine.name.startswith(TODAY)]
+    measured = {
+        int(batch): {name: each["median_us"] for name, each in found["times"].items()}
+        for batch, found in figures["batches"].items()
+    }
+    figures["prediction"] = attempt("prediction", partial(held_against, ours, measured, options.timings))
     return figures
+
+
+def weighed(
+    found: Mapping[str, Any], judged: Mapping[str, Mapping[str, Any]], budget: float
+) -> dict[str, Any]:
+    """What is chosen of the engines that were timed, with its ratios to others that answered as they should.
+
+    Args:
+        found: As `timed` returns it.
+        judged: Accuracy by engine and split, and the digest of its file.
+        budget: Largest accepted relative loss.
+
+    Raises:
+        RuntimeError: Another file was timed than was judged.
+    """
+    for name, digest in found["sha256"].items():
+        if digest != judged[name]["sha256"]:
+            raise RuntimeError(f"{name}: the engine that was timed is not the one that was judged")
+    # An engine whose answers could not be judged, as in FP16 that overflowed, is nobody's yardstick.
+    medians = {
+        name: each["median_us"]
+        for name, each in found["times"].items()
+        if np.isfinite(judged[name].get("selection", {}).get("ne", np.nan))
+    }
+    chosen = choose(medians, judged, budget)
+    if chosen is None:
+        return {"chosen": None}
+    certified = is_inside(judged[chosen], "certification", budget)
+    return {"chosen": chosen, "ratios": ratios(medians, chosen), "certified": certified}
 
 
 def engines_of(
@@ -212,17 +252,10 @@ def built_at_once(
     options: argparse.Namespace,
     directory: Path,
 ) -> dict[str, Built]:
-    """All engines by name; one whose build raises is a failed one."""
-
-    def attempt(engine: Engine) -> Built:
-        try:
-            return build(engine, case, rows, options.target, directory)
-        except Exception:
-            detail, backend = traceback.format_exc(), get_backend(engine.backend)
-            return Built(backend.failure(engine.plan, options.target, "unknown", detail), directory)
-
+    """All engines by name."""
+    work = partial(built_or_not, case=case, rows=rows, target=options.target, directory=directory)
     with ThreadPoolExecutor(options.jobs) as pool:
-        return dict(zip((e.name for e in engines), pool.map(attempt, engines), strict=True))
+        return dict(zip((e.name for e in engines), pool.map(work, engines), strict=True))
 
 
 def described(engine: Engine, made: Built) -> dict[str, Any]:

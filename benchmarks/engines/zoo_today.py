@@ -70,7 +70,7 @@ class Comparison:
                     "status": str(engine.status),
                     "build_seconds": engine.build_seconds,
                     "detail": engine.detail[-400:],
-                    "logit_difference": self._difference(engine) if engine.is_built else None,
+                    "logit_difference": self.differences[engine.plan],
                 }
                 for engine in untouched
             },
@@ -107,6 +107,11 @@ class Comparison:
         except Exception:
             return backend.failure(plan, self.options.target, architecture, traceback.format_exc())
 
+    @cached_property
+    def differences(self) -> dict[str, float | None]:
+        """How far the untouched engines are off; None for one that was not built, or gives no numbers."""
+        return {e.plan: self._difference(e) if e.is_built else None for e in self.untouched}
+
     def _batch(self, batch: int) -> dict[str, Any]:
         chosen = self.finished.chosen_at(batch)
         ours = {
@@ -126,8 +131,9 @@ class Comparison:
                 if e.path is not None
             }
             for engine in self.untouched:
-                if engine.is_built and engine.path is not None:
-                    place = self.directory / engine.plan / "engine" / engine.path
+                # One that gives no numbers, as in FP16 that overflowed, is of no use to anybody.
+                if self.differences[engine.plan] is not None:
+                    place = self.directory / engine.plan / "engine" / str(engine.path)
                     runners[engine.plan] = stack.enter_context(
                         get_backend(engine.backend).open(engine, place)
                     )
@@ -145,13 +151,17 @@ class Comparison:
         batch = next(self.data.open("selection").batches(rows))
         return {name: np.ascontiguousarray(value) for name, value in batch.inputs.items()}
 
-    def _difference(self, engine: EngineArtifact) -> float:
-        """Root mean square difference of the logit from the FP32 model's, over its standard deviation."""
+    def _difference(self, engine: EngineArtifact) -> float | None:
+        """Root mean square difference of the logit from the FP32 model's, over its standard deviation; None
+        where a logit is not finite.
+        """
         inputs = self._inputs(min(1024, max(self.options.serve)))
         exact = self.finished.exact(inputs)
         place = self.directory / engine.plan / "engine" / str(engine.path)
         with get_backend(engine.backend).open(engine, place) as runner:
             found = runner.run(inputs)["logit"].astype(np.float64)
+        if not np.isfinite(found).all():
+            return None
         return float(np.sqrt(np.square(found - exact).mean()) / exact.std())
 
 

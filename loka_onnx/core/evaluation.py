@@ -393,6 +393,7 @@ class Choice:
         targets: One entry per piece of hardware.
         predictions: Times of plans that a time was predicted for.
         median_prediction_error: Median magnitude of their relative errors; None where there is none.
+        not_predicted: Why kernel times do not tell what an engine takes, by its id.
     """
 
     SCHEMA: ClassVar[str] = "choice/2"
@@ -401,3 +402,4 @@ class Choice:
     targets: tuple[TargetChoice, ...]
     predictions: tuple[PredictedTime, ...] = ()
     median_prediction_error: float | None = None
+    not_predicted: dict[str, str] = field(default_factory=dict)

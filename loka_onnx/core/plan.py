@@ -125,6 +125,9 @@ class PrecisionPlan:
             microseconds, predicted from kernel times; a device without them is left out. Products that no
             time is known of are in no plan's time: it is the difference between two plans that counts
             (`planning.site_speed.expected_us`).
+        breaks_up: By device, of the sites in FP8 that the engine maker computes inside of a larger kernel
+            where they are not, that kernel. Its parts are not timed: `predicted_us` may be held against that
+            of a plan with the same ones only.
     """
 
     SCHEMA: ClassVar[str] = "plan/3"
@@ -140,6 +143,7 @@ class PrecisionPlan:
     base_reason: str = ""
     device: str = ""
     predicted_us: dict[str, dict[str, float]] = field(default_factory=dict)
+    breaks_up: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def fp8_sites(self) -> tuple[str, ...]:

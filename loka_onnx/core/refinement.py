@@ -57,6 +57,8 @@ class Step:
         predicted_us: The same as it was expected before anything of this engine was measured, at the pace of
             its round, which the anchor tells; empty where nothing was known to start from.
         predicted_from: Engine whose measured time the prediction starts from; empty where there is none.
+        not_predicted: Why kernel times do not tell what the engine takes; empty where they do, or where
+            nothing was known to start from.
         times: Latency over that of the anchor, which was timed in turns with it; None where it was not timed.
         upper: Upper bound of what is judged on selection over the budget, of the worst output; None where it
             was not judged.
@@ -82,6 +84,7 @@ class Step:
     upper: float | None
     is_within: bool
     is_on_front: bool
+    not_predicted: str = ""
 
     @property
     def predictions(self) -> tuple[PredictedTime, ...]:

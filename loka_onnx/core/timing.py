@@ -17,6 +17,10 @@ from loka_onnx.core.serde import STRICT
 
 QUANTIZE = "quantize"
 """`Kernel.name` of the cast of an activation to FP8 by itself; its shape has no N."""
+PRODUCT = "product"
+"""`Kernel.name` of what engines really run at a shape: the fastest of the kernels that were tried there, with
+what follows the product (bias, activation, sum, the cast of its result) inside or behind it, without the cast
+of what it reads. It is held against another time of this name only."""
 
 
 @dataclass(frozen=True, order=True)

@@ -18,8 +18,9 @@ from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.garbage import collector_paused
-from loka_onnx.graph.shapes import add_inferred_shapes
+from loka_onnx.graph.shapes import STRIP_BYTES, add_inferred_shapes
 from loka_onnx.graph.storage import (
+    all_initializers,
     check_external_files,
     content_digest,
     external_files,
@@ -28,6 +29,7 @@ from loka_onnx.graph.storage import (
     place_table,
     read_external,
     read_proto,
+    stored_bytes,
     take_tables,
 )
 
@@ -85,10 +87,14 @@ class GraphModel:
     def from_proto(cls, proto: onnx.ModelProto, directory: Path) -> GraphModel:
         """Take over a parsed model whose external data lies in `directory`; `proto` is consumed."""
         tables = take_tables(proto, directory)
-        for tensor in proto.graph.initializer:
+        for tensor in all_initializers(proto.graph):
+            if uses_external_data(tensor) and stored_bytes(tensor) <= STRIP_BYTES:
+                read_external(tensor, directory)
+        # No shape follows from the larger ones, and inference copies what is in a branch.
+        add_inferred_shapes(proto)
+        for tensor in all_initializers(proto.graph):
             if uses_external_data(tensor):
                 read_external(tensor, directory)
-        add_inferred_shapes(proto)
         # It writes to standard output that NumPy has no FP8 types; the tensors keep their ONNX type.
         with collector_paused(), G_LOGGER.suppress(G_LOGGER.ERROR):
             return cls(gs.import_onnx(proto), tables)

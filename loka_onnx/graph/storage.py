@@ -56,7 +56,7 @@ def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
     """Names of the files that hold external data, relative to the model."""
     locations = {
         entry.value
-        for tensor in _all_initializers(model.graph)
+        for tensor in all_initializers(model.graph)
         if uses_external_data(tensor)
         for entry in tensor.external_data
         if entry.key == "location"
@@ -89,7 +89,7 @@ def check_external_files(model: onnx.ModelProto, path: Path) -> None:
         ModelError: A file lies outside the model's directory, is missing, or ends before its tensor.
     """
     homes = {path.parent.resolve(), path.resolve().parent}
-    for tensor in _all_initializers(model.graph):
+    for tensor in all_initializers(model.graph):
         if not uses_external_data(tensor):
             continue
         entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -144,12 +144,13 @@ def _digest_weights(path: Path) -> str:
 _DIGESTS: dict[tuple[int, int, int, int], str] = {}
 
 
-def _all_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+def all_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Initializers of a graph, and of the branches and bodies of its nodes."""
     yield from graph.initializer
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _all_initializers(attribute.g)
+                yield from all_initializers(attribute.g)
 
 
 def names_in_subgraphs(graph: onnx.GraphProto) -> set[str]:
@@ -176,7 +177,7 @@ def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tenso
         for tensor in proto.graph.initializer
         if uses_external_data(tensor) and uses.get(tensor.name) == {"table"}
     ]
-    if sum(_stored_bytes(tensor) for tensor in found) < TABLE_LIMIT_BYTES:
+    if sum(stored_bytes(tensor) for tensor in found) < TABLE_LIMIT_BYTES:
         return {}
     tables: dict[str, onnx.TensorProto] = {}
     for tensor in found:
@@ -199,7 +200,7 @@ def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tenso
     return tables
 
 
-def _stored_bytes(tensor: onnx.TensorProto) -> int:
+def stored_bytes(tensor: onnx.TensorProto) -> int:
     """Bytes of a tensor, from its type and dimensions."""
     return int(prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
@@ -251,7 +252,7 @@ def move_outside(proto: onnx.ModelProto, path: Path) -> None:
     name where the tables of this model are in it.
     """
     # Branches hold weights as well: of a switchable model, all of them, and each twice.
-    weights = [*_all_initializers(proto.graph)]
+    weights = [*all_initializers(proto.graph)]
     if sum(len(tensor.raw_data) for tensor in weights) <= INLINE_LIMIT_BYTES:
         return
     linked = set(external_files(proto))

@@ -81,6 +81,10 @@ def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -
     artifact, where = result.artifact, f"on '{result.host}' ({', '.join(result.devices) or 'no device'})"
     if not artifact.is_built or artifact.path is None:
         return replace(artifact, detail=f"{where}: {artifact.detail}")
+    if result.failure:
+        # As of an engine of this host: one that fails where it belongs has lost by that.
+        detail = f"built {where}, where it failed behind its first batches: {result.failure}"
+        return replace(artifact, path=None, bytes=0, digest="", status=BuildStatus.FAILED, detail=detail)
     inner = artifact.path.relative_to(artifact.path.parts[0])
     staging: Path | None = None
     try:
@@ -95,9 +99,6 @@ def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -
     path = (output / inner).relative_to(root)
     if artifact.status is BuildStatus.BUILT_NOT_RUN:
         return replace(artifact, path=path, detail=f"built {where}; {artifact.detail}")
-    if result.failure:
-        detail = f"built {where}, where it failed behind its first batches: {result.failure}"
-        return replace(artifact, path=path, status=BuildStatus.BUILT_NOT_RUN, detail=detail)
     if set(result.outputs) >= set(SPLITS):
         return replace(artifact, path=path, status=BuildStatus.RUN_ELSEWHERE, detail=f"built and run {where}")
     detail = (

@@ -18,7 +18,9 @@ from loka_onnx.core.refined_run import REFINED_NAME, RefinedRun
 from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.core.site import SiteKind
+from loka_onnx.errors import UserError
 from loka_onnx.pipeline.candidates import EngineBuilder
+from loka_onnx.pipeline.engine_times import counts_here
 from loka_onnx.pipeline.refining import RefineLimits, refine
 from loka_onnx.pipeline.splitting import source_of
 from loka_onnx.pipeline.steps import Steps
@@ -105,7 +107,17 @@ def refine_engines(steps: Steps, inputs: RefineInputs) -> RefineResult:
         "inputs": steps.config.serving.inputs,
         "plan": steps.config.plan.model_dump(mode="json"),
     }
-    return steps.directory.stage("refine", key, produce, load)
+    return steps.directory.stage("refine", key, produce, load, again=_counts_now(documents[1], inputs))
+
+
+def _counts_now(document: Path, inputs: RefineInputs) -> bool:
+    """Whether this machine has a target that was refined for on another device, where no time counts."""
+    if not document.is_file():
+        return False
+    try:
+        return counts_here(serde.read(RefinedRun, document).evaluations.evaluations, inputs.engines.engines)
+    except UserError:
+        return False
 
 
 def _is_worth(inputs: RefineInputs) -> bool:

@@ -378,6 +378,7 @@ class _Loop:
             upper=worst_upper(evaluation),
             is_within=evaluation is not None and evaluation.is_within_budget,
             is_on_front=is_on_front,
+            not_predicted="" if predicted is None else predicted.why_not,
         )
 
 

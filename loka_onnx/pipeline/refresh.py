@@ -260,7 +260,7 @@ class _Attempt:
         corrections = steps.correct(exported, modified.model, plans, CORRECTION_ROWS)
         builder = EngineBuilder(steps.config, directory, sample, steps.progress, corrections)
         builder.only = frozenset(before.wanted)
-        builder.job_rows = steps.job_rows()
+        builder.job_rows, builder.timed_rows = steps.job_rows(), steps.timed_rows
         built = build_engines(builder, source_of(modified.model, plans, split))
         self._check_built(built.engines)
         self.evaluations = self._certify(exported, built.engines)

@@ -104,7 +104,7 @@ def choose(
         for target in dict.fromkeys(engine.target for engine in engines)
         for rivals in group_by_hardware([e for e in engines if e.target == target])
     )
-    return Choice(targets, predictions, median_error(predictions))
+    return Choice(targets, predictions, median_error(predictions), evidence.not_predicted(engines))
 
 
 def group_by_hardware(engines: Sequence[EngineArtifact]) -> list[list[EngineArtifact]]:
@@ -130,11 +130,11 @@ def _choose_one(
             evidence="; ".join(f"{e.id} {e.status}: {e.detail}" for e in engines),
             remedy="`loka-onnx doctor` says what this machine can build",
         )
-    was_elsewhere = any(evidence.was_elsewhere(e) for e in built)
-    if any(e.was_run for e in built) and not (was_elsewhere and not any(map(evidence.speed, built))):
+    judged = [e for e in built if e.was_run]
+    was_elsewhere = any(map(evidence.was_elsewhere, judged))
+    if judged and not (was_elsewhere and not any(map(evidence.speed, judged))):
         return _Measured(engines, evidence, options).choose()
-    basis = OTHER_DEVICE if was_elsewhere else PROVISIONAL
-    return _choose_provisional(engines, [e for e in built if not evidence.failure(e)], evidence, basis)
+    return _choose_provisional(engines, built, evidence, OTHER_DEVICE if was_elsewhere else PROVISIONAL)
 
 
 # Engines that ran here --------------------------------------------------------------------------------
@@ -147,7 +147,11 @@ class _Measured:
         self.engines, self.evidence, self.options = engines, evidence, options
         self.ready = [e for e in engines if e.was_run]
         self.speeds: Mapping[str, Speed] = evidence.speeds(self.ready)
-        self.inside = [e for e in self.ready if e.id in self.speeds and evidence.is_within_budget(e)]
+        self.inside = [
+            e
+            for e in self.ready
+            if e.id in self.speeds and evidence.is_within_budget(e) and not evidence.timing_failure(e)
+        ]
 
     def choose(self) -> TargetChoice:
         """The engine that is emitted, or the engines."""
@@ -269,11 +273,11 @@ def _high_precision(
 
 def _nothing_to_emit(engines: Iterable[EngineArtifact], evidence: Evidence, target: str) -> PlanningError:
     return PlanningError(
-        f"no engine of '{target}' can be emitted: FP32 was not built, and no other engine without FP8 is "
-        "inside the budget",
+        f"no engine of '{target}' can be emitted: FP32 was not built or failed, and no other engine without "
+        "FP8 is inside the budget",
         evidence="; ".join(f"{e.id}: {evidence.standing(e)}" for e in engines) or "no engine runs here",
-        remedy="the engine of fp32 has why it was not built in `engines.json`; mend that, or raise "
-        "`outputs.budget` to accept what is outside of it",
+        remedy="why the engine of fp32 was not built is in `engines.json`, how it failed in "
+        "`evaluation.json`; mend that, or raise `outputs.budget` to accept what is outside of it",
     )
 
 
@@ -284,14 +288,16 @@ def _choose_provisional(
     engines: Sequence[EngineArtifact], built: Sequence[EngineArtifact], evidence: Evidence, basis: str
 ) -> TargetChoice:
     """Rest on what was judged of the same plans on this host."""
-    fp8 = [e for e in built if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
+    # What simulates FP8 would not be fast on the device either.
+    sound = [e for e in built if not e.simulated and not evidence.failure(e)]
+    fp8 = [e for e in sound if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
     selected = max(fp8, key=lambda e: _fp8_rank(e, evidence), default=None)
     how = "measured" if basis == OTHER_DEVICE else "simulated"
     if selected is not None and evidence.certified_status(selected.plan) is not False:
         winner = selected
         reason = f"the {how} accuracy of '{winner.plan}' is inside the budget"
     else:
-        able = [e for e in built if not evidence.has_fp8(e) and not _is_outside(e, evidence)]
+        able = [e for e in sound if not evidence.has_fp8(e) and not _is_outside(e, evidence)]
         found = min(able, key=lambda e: _high_precision_rank(e, evidence), default=None)
         if found is None:
             raise _nothing_to_emit(built, evidence, engines[0].target)
@@ -337,11 +343,15 @@ def _provisional_loser(engine: EngineArtifact, winner: EngineArtifact, evidence:
         evaluation = evidence.by_engine.get(engine.id)
         if evaluation is not None and evaluation.latencies:
             known = f"run on {evaluation.latencies[0].device}, which is not the target"
+    if engine.simulated:
+        why = Why.SIMULATED
     reason = f"{known}: {_why_not_provisional(engine, winner, evidence)}"
     return Loser(engine.id, why, reason, upper=evidence.upper(engine))
 
 
 def _why_not_provisional(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> str:
+    if engine.simulated:
+        return "its FP8 is simulated, its speed never counts"
     status = evidence.plan_status(engine.plan)
     if status is False:
         return "the accuracy of its plan on this host is not inside the budget"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus, Evaluation, EvaluationSet, PredictedTime
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.planning.site_speed import expected_us
+from loka_onnx.planning.site_speed import expected_us, why_not_expected
 from loka_onnx.planning.speed import Speed
 
 FASTER_FIRST = (Precision.BF16, Precision.FP16, Precision.FP32)
@@ -66,6 +66,11 @@ class Evidence:
         if evaluation is None or engine.simulated or not evaluation.latencies:
             return False
         return not any(latency.counts_for_choice for latency in evaluation.latencies)
+
+    def timing_failure(self, engine: EngineArtifact) -> str:
+        """What ended the engine while it was timed, at some batch size; empty where nothing did."""
+        evaluation = self.by_engine.get(engine.id)
+        return "" if evaluation is None else evaluation.latency_failure
 
     def failure(self, engine: EngineArtifact) -> str:
         """What ended the engine while it was timed or judged; empty where nothing did."""
@@ -132,9 +137,9 @@ class Evidence:
         of the same backend and base precision, and is taken from there (`site_speed.expected_us`).
         """
         found = []
-        for engine in engines:
-            speed, exact = self.speed(engine), self._without_fp8(engine, engines)
-            if speed is None or exact is None or not self.has_fp8(engine):
+        for engine, exact in self._of_fp8(engines):
+            speed = self.speed(engine)
+            if speed is None:
                 continue
             measured = self.speed(exact)
             known = {} if measured is None else {b: x.p50_us for b, x in measured.latencies.items()}
@@ -144,6 +149,24 @@ class Evidence:
                     taken = speed.latencies[batch].p50_us
                     found.append(PredictedTime(engine.id, engine.plan, batch, us, taken))
         return tuple(found)
+
+    def not_predicted(self, engines: Collection[EngineArtifact]) -> dict[str, str]:
+        """Why kernel times do not tell what engines with FP8 take, by id, where that has a reason."""
+        found = {
+            engine.id: why_not_expected(
+                self.plans.plan(engine.plan), self.plans.plan(exact.plan), engine.target
+            )
+            for engine, exact in self._of_fp8(engines)
+            if self.speed(engine) is not None
+        }
+        return {engine: reason for engine, reason in found.items() if reason}
+
+    def _of_fp8(self, engines: Collection[EngineArtifact]) -> Iterator[tuple[EngineArtifact, EngineArtifact]]:
+        """Engines with FP8, each with the one that differs by that alone, where there is one."""
+        for engine in engines:
+            exact = self._without_fp8(engine, engines)
+            if exact is not None and self.has_fp8(engine):
+                yield engine, exact
 
     def _without_fp8(
         self, engine: EngineArtifact, engines: Collection[EngineArtifact]

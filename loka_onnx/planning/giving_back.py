@@ -161,6 +161,11 @@ class GivingBack:
             predicted_kl={name: self._kl_of(left, name) for name in plan.predicted_kl},
             fp8_share=sum(self._flops.get(site, 0) for site in left) / able if able else 0.0,
             predicted_us=self._predicted_us(plan, left, device),
+            breaks_up={
+                where: still
+                for where, broken in plan.breaks_up.items()
+                if (still := {site: kernel for site, kernel in broken.items() if site in left})
+            },
             device=device if plan.device else "",
         )
 
@@ -195,7 +200,9 @@ def _float8_us(speeds: Sequence[SiteSpeed], batch: str) -> float:
     """What sites in FP8 take more than in the base precision: quantize steps, less what products save."""
     sites = {speed.site for speed in speeds}
     casts = {
-        speed.tensor: 0.0 if speed.made_by in sites else speed.quantize_us.get(batch, 0.0) for speed in speeds
+        speed.tensor: 0.0 if speed.made_by in sites else speed.quantize_us[batch]
+        for speed in speeds
+        if batch in speed.quantize_us
     }
     return fsum([*casts.values(), *(-speed.saved_us.get(batch, 0.0) for speed in speeds)])
 

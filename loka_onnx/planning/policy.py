@@ -248,6 +248,11 @@ class _Planner:
                 for device, speeds in self._site_speeds.items()
                 if (predicted := speeds.predicted_us(base.precision, decisions))
             },
+            breaks_up={
+                device: broken
+                for device, speeds in self._site_speeds.items()
+                if (broken := speeds.broken_up(decisions))
+            },
         )
 
     def _share(self, chosen: Collection[str]) -> float:

@@ -28,7 +28,7 @@ from scipy.optimize import nnls
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Granularity
-from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Shape
+from loka_onnx.core.timing import PRODUCT, QUANTIZE, Kernel, KernelTiming, Shape
 
 FEWEST = 6
 """Measured shapes of a kernel from which others are predicted: twice the parameters of the roofline."""
@@ -57,6 +57,19 @@ class Estimate:
     us: float
     is_measured: bool
     error_us: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Times of one product that may be held against each other.
+
+    Attributes:
+        base: In the base precision.
+        float8: In FP8.
+    """
+
+    base: Estimate
+    float8: Estimate
 
 
 class KernelModel:
@@ -125,7 +138,7 @@ class TimeTable:
     def product(
         self, backend: str, precision: Precision, shape: Shape, scales: Granularity | None = None
     ) -> Estimate | None:
-        """The fastest kernel of a product; measured times stand before predicted ones.
+        """The fastest kernel of a product alone; measured times stand before predicted ones.
 
         Args:
             backend: Engine maker.
@@ -133,17 +146,53 @@ class TimeTable:
             shape: M×K by K×N.
             scales: Of an FP8 weight. One scale serves where a kernel wants one for each channel as well.
         """
+        of_product = self._kernels(backend, precision, scales)
+        return self._best(shape, (kernel for kernel in of_product if kernel.name != PRODUCT))
+
+    def compared(
+        self, backend: str, base: Precision, shape: Shape, scales: Granularity | None
+    ) -> Compared | None:
+        """What a product takes in the base precision and in FP8, like held against like.
+
+        Either both are what engines run (`PRODUCT`) or both products alone: a time with what follows the
+        product says nothing beside one without. The former only where both were measured: what follows is up
+        to the site, and no function of the shape that could be predicted.
+
+        Args:
+            backend: Engine maker.
+            base: What FP8 is held against. FP16 is held to BF16 where that alone was timed: tensor cores
+                multiply both at one rate, and both have two bytes.
+            shape: M×K by K×N.
+            scales: Of the weight in FP8.
+
+        Returns:
+            None where one of the two is not known.
+        """
+        half = (base, Precision.BF16) if base is Precision.FP16 else (base,)
+        built = _first(self._built(backend, each, shape, None) for each in half)
+        built8 = self._built(backend, Precision.FP8, shape, scales)
+        if built is not None and built8 is not None:
+            return Compared(built, built8)
+        alone = _first(self.product(backend, each, shape) for each in half)
+        alone8 = self.product(backend, Precision.FP8, shape, scales)
+        return None if alone is None or alone8 is None else Compared(alone, alone8)
+
+    def _built(
+        self, backend: str, precision: Precision, shape: Shape, scales: Granularity | None
+    ) -> Estimate | None:
+        of_product = self._kernels(backend, precision, scales)
+        found = self._best(shape, (kernel for kernel in of_product if kernel.name == PRODUCT))
+        return found if found is not None and found.is_measured else None
+
+    def _kernels(self, backend: str, precision: Precision, scales: Granularity | None) -> Iterable[Kernel]:
         wanted = {scales, Granularity.PER_CHANNEL} if scales is Granularity.PER_TENSOR else {scales}
-        return self._best(
-            shape,
-            (
-                kernel
-                for kernel in self._models
-                if kernel.name != QUANTIZE
-                and not kernel.fused_quantize
-                and (kernel.backend, kernel.precision) == (backend, precision)
-                and kernel.scales in wanted
-            ),
+        return (
+            kernel
+            for kernel in self._models
+            if kernel.name != QUANTIZE
+            and not kernel.fused_quantize
+            and (kernel.backend, kernel.precision) == (backend, precision)
+            and kernel.scales in wanted
         )
 
     def quantize(self, backend: str, rows: int, columns: int) -> Estimate | None:
@@ -155,6 +204,10 @@ class TimeTable:
         found = [self._models[kernel].estimate(shape) for kernel in kernels]
         known = [estimate for estimate in found if estimate is not None]
         return min(known, key=lambda estimate: (not estimate.is_measured, estimate.us), default=None)
+
+
+def _first(found: Iterable[Estimate | None]) -> Estimate | None:
+    return next((estimate for estimate in found if estimate is not None), None)
 
 
 class _Fit:

@@ -45,7 +45,7 @@ class DeviceTimings:
         stands_for: Engine maker that runs the plans, where it is another: what that one fuses decides where
             quantizing is free. Empty for the same.
         fused: By name of a site that the engine maker computes in the base precision inside of a larger
-            kernel, which; FP8 there would break that apart.
+            kernel, which; FP8 there would break that apart, and what its parts take is not known.
     """
 
     device: str
@@ -210,6 +210,11 @@ class SiteSpeeds:
             found[str(batch)] = fsum([*products, *casts.values()])
         return found
 
+    def broken_up(self, decisions: Sequence[Decision]) -> dict[str, str]:
+        """Sites of a plan in FP8 that are computed inside of a larger kernel where they are not, with it."""
+        fused = self._known.fused
+        return {d.site: fused[d.site] for d in decisions if d.precision is Precision.FP8 and d.site in fused}
+
     def _readers(self, tensor: str) -> Iterator[str]:
         return (site for site in self._times if self.sources[site].tensor == tensor)
 
@@ -217,6 +222,9 @@ class SiteSpeeds:
         return NS * fsum(us[batch] / batch for batch in self.serve) / len(self.serve)
 
     def _why_unknown(self, site: Site) -> str:
+        kernel = self._known.fused.get(site.name)
+        if kernel is not None:
+            return f"it is a part of the kernel '{kernel}', and what the parts of that take was not measured"
         weight = site.weight
         if weight is None or len(weight.shape) != 2:
             return "kernel times are of products of two matrices, and its weight is a stack of them"
@@ -234,23 +242,15 @@ class SiteSpeeds:
         found = {}
         for batch in self.serve:
             shape = Shape(site.rows * batch, site.n, site.k)
-            base = self._product(self._base, shape)
-            float8 = self._table.product(self._known.backend, Precision.FP8, shape, self._scales[site.name])
+            product = self._table.compared(self._known.backend, self._base, shape, self._scales[site.name])
             quantize = None
             if not self.sources[site.name].fused_into:
                 quantize = self._table.quantize(self._known.backend, shape.m, shape.k)
                 if quantize is None:
                     return None
-            if base is None or float8 is None:
+            if product is None:
                 return None
-            found[batch] = SiteTime(base, float8, quantize)
-        return found
-
-    def _product(self, precision: Precision, shape: Shape) -> Estimate | None:
-        found = self._table.product(self._known.backend, precision, shape)
-        if found is None and precision is Precision.FP16:
-            # Tensor cores multiply both at one rate, and both have two bytes.
-            return self._table.product(self._known.backend, Precision.BF16, shape)
+            found[batch] = SiteTime(product.base, product.float8, quantize)
         return found
 
     def _in_words(self, site: str) -> str:
@@ -281,7 +281,8 @@ def expected_us(
 ) -> dict[int, float]:
     """Latency to expect of an engine of a plan, from that of an engine of another plan.
 
-    What is not a product takes the same in both: it cancels.
+    What is not a product takes the same in both: it cancels. Where one of them breaks up a kernel that the
+    other has, it does not, and there is nothing to expect (`why_not_expected`).
 
     Args:
         plan: The plan.
@@ -292,12 +293,39 @@ def expected_us(
     Returns:
         By batch size, of those that both plans have a prediction for.
     """
+    if why_not_expected(plan, reference, device):
+        return {}
     ours, theirs = (p.predicted_us.get(device, {}) for p in (plan, reference))
     return {
         batch: us + ours[str(batch)] - theirs[str(batch)]
         for batch, us in measured_us.items()
         if str(batch) in ours and str(batch) in theirs
     }
+
+
+def why_not_expected(plan: PrecisionPlan, reference: PrecisionPlan, device: str) -> str:
+    """Why kernel times do not tell the latencies of two plans apart: only one breaks up some kernel.
+
+    Args:
+        plan: The plan.
+        reference: The plan that was measured.
+        device: Where.
+
+    Returns:
+        A sentence without its full stop; empty where they may tell.
+    """
+    ours, theirs = (p.breaks_up.get(device, {}) for p in (plan, reference))
+    apart = {**ours, **theirs}
+    unlike = sorted(ours.keys() ^ theirs.keys())
+    if not unlike:
+        return ""
+    kernels = sorted({apart[site] for site in unlike})
+    named = f"kernel{'s' if len(kernels) > 1 else ''} " + " and ".join(f"'{kernel}'" for kernel in kernels)
+    others = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+    whose = "" if unlike[0] in ours else f" of plan '{reference.id}'"
+    return (
+        f"FP8 at '{unlike[0]}'{others}{whose} breaks up the {named}, and what the parts take was not measured"
+    )
 
 
 def _source_of(graph: GraphModel, site: Site, fused: Collection[str], able: Collection[str]) -> Source:

@@ -36,7 +36,8 @@ _TONES = {
 def choice_sections(data: ReportData) -> tuple[Section, ...]:
     """The choice and its losers; nothing where there was one candidate only."""
     tables = (*_routes_tables(data), *_losers_tables(data), *_predictions_tables(data))
-    if not tables:
+    items = tuple(not_predicted_text(engine, why) for engine, why in data.choice.not_predicted.items())
+    if not tables and not items:
         return ()
     paragraphs = [
         "The fastest engine whose upper bound is inside the budget is emitted. One that is faster by no more "
@@ -47,7 +48,12 @@ def choice_sections(data: ReportData) -> tuple[Section, ...]:
             "Batch sizes have engines of their own where the whole interval of the gain is above the margin "
             "of the run file. A request between two sizes goes to the engine of the larger."
         )
-    return (Section("choice", "Choice", tuple(paragraphs), tables=tables),)
+    return (Section("choice", "Choice", tuple(paragraphs), items, tables),)
+
+
+def not_predicted_text(name: str, why: str) -> str:
+    """Why there is no predicted latency of an engine or plan."""
+    return f"No latency is predicted of '{name}': {why}."
 
 
 def times_text(times: Interval | None) -> str:

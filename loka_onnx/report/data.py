@@ -83,7 +83,7 @@ class ReportData:
         throughput: Requests per second under load; empty where it was not asked for.
     """
 
-    SCHEMA: ClassVar[str] = "report/4"
+    SCHEMA: ClassVar[str] = "report/5"
     __pydantic_config__ = STRICT
 
     title: str

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from loka_onnx.core.refinement import HardwareRefinement, Origin, Step
 from loka_onnx.report import numbers
-from loka_onnx.report.choice_tables import times_text, upper_text
+from loka_onnx.report.choice_tables import not_predicted_text, times_text, upper_text
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
 
@@ -41,6 +41,12 @@ def refinement_sections(data: ReportData) -> tuple[Section, ...]:
             "the nearest plan, and adds what kernel times say of the sites that differ."
         )
     items = [_summary(found) for found in shown]
+    items += [
+        not_predicted_text(step.plan, step.not_predicted)
+        for found in shown
+        for step in found.steps
+        if step.not_predicted
+    ]
     tables = [
         *(Table(f"Plans tried on {f.target}", _COLUMNS, _rows(f), _emphasized(f), keys=2) for f in shown),
         *_predictions_tables(shown),

@@ -192,11 +192,11 @@ class Product:
         return self.x0.double() * z + (self.x0 if self.x is None else self.x).double()
 
     def run(self, tile: Sequence[int], inverse_scale: float = 0.0, *, wide: bool = True) -> list[Any]:
-        from loka_onnx.engines.inductor.kernels.triton_float8_product import float8_product
+        from loka_onnx.engines.inductor.kernels.triton_product import product
 
         given = (self.a, self.b, self.scale, self.bias, self.x0, self.x)
         kind = self.base if wide else None
-        return list(float8_product(*given, inverse_scale, self.ends.relu, kind, list(tile)))
+        return list(product(*given, inverse_scale, self.ends.relu, kind, list(tile)))
 
 
 def tiles(element_size: int) -> list[list[int]]:
@@ -229,9 +229,9 @@ def test_a_product_with_what_follows(ends: str, base: Any, float8: bool) -> None
 
 
 @pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
-@pytest.mark.parametrize("shape", [(21, 48, 80), (3, 32, 48), (2048, 1024, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(21, 48, 80), (3, 32, 48), (1, 16, 16), (2048, 1024, 512)], ids=str)
 def test_shapes_of_products(shape: tuple[int, int, int], float8: bool) -> None:
-    """Less than one tile, with K that no step divides, and many."""
+    """Less than one tile, with K that no step divides; sizes that Triton takes for constants; and many."""
     case = Product.of(shape, torch.bfloat16, EPILOGUES["cross"], float8=float8)
     check_product(case, tiles(1 if float8 else 2)[-2])
 
@@ -268,6 +268,24 @@ def test_nan_stays_and_infinity_saturates() -> None:
         assert each[3].isnan().all()
         assert not each[:3].isnan().any()
     assert (narrow.float()[:3, 7] == LIMIT).all()
+
+
+# Concatenation ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+@pytest.mark.parametrize("rows", [1, 37])
+@pytest.mark.parametrize("widths", [(128, 72), (200, 56)], ids=str)
+def test_a_concatenation_with_its_q(widths: tuple[int, int], rows: int, base: Any) -> None:
+    """With a first part that tiles divide, and one that they do not."""
+    from loka_onnx.engines.inductor.kernels.triton_concat import concat_quantize
+
+    a, b = random(rows, widths[0], base=torch.float32), random(rows, widths[1], base=base)
+    wide, narrow = concat_quantize(a, b, 64.0, base, True)
+    assert torch.equal(wide, torch.cat([a.to(base), b], dim=1))
+    assert_quantized(narrow, wide.double() * 64, relative=0.0, absolute=0.0)
+    (alone,) = concat_quantize(a, b, 64.0, base, False)
+    assert torch.equal(bits(alone), bits(narrow))
 
 
 # CUDA graphs ------------------------------------------------------------------------------------------

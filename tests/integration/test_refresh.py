@@ -21,6 +21,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
+from loka_onnx.core.job import BuildJob
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refresh import Refresh
@@ -473,6 +474,7 @@ def test_a_target_on_another_host_waits_for_its_job(
     def executed(directory: Path) -> list[str]:
         monkeypatch.setattr(registry, "BACKENDS", there)
         jobs = find_jobs(directory / "jobs")
+        assert all(read(BuildJob, job, "job.json").timed is not None for job in jobs)
         for job in jobs:
             execute_job(job)
         monkeypatch.setattr(registry, "BACKENDS", here)

@@ -95,7 +95,10 @@ class InductorBackend(Backend):
         return plan.base
 
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
-        """See `Backend.fused_sites`; what `fusions` would take in a plan without FP8."""
+        """See `Backend.fused_sites`; what `fusions` would join in a plan without FP8.
+
+        A product that only takes along what follows it is not among them: one in FP8 does so too.
+        """
         if base not in BASES:
             return {}
         return fuse(PlannedGraph.load(model, BASES[base])).joined

@@ -60,8 +60,9 @@ TORCH_MODULES |= {
         "choosing",
         "kernels.operators",
         "kernels.products",
+        "kernels.triton_concat",
         "kernels.triton_factorization",
-        "kernels.triton_float8_product",
+        "kernels.triton_product",
         "kernels.triton_token_norm",
     )
 }

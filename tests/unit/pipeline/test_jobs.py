@@ -185,3 +185,26 @@ def test_a_target_that_waits_is_left_out_of_the_choice(tmp_path: Path) -> None:
     assert choosable([here, replace(waits, target="cpu")])[1].status is BuildStatus.WAITING
     with pytest.raises(EngineError, match=r"all wait for their build jobs\n  evidence: .*no device"):
         choosable([waits])
+
+
+def test_an_engine_that_fails_on_its_host_is_no_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would otherwise be one that was built and never run, which may be chosen."""
+
+    def died(*args: object, **named: object) -> None:
+        raise EngineError("the worker died", evidence="signal 11")
+
+    monkeypatch.setattr(job_execution, "measure_latency", died)
+    directory, _, job = written(tmp_path)
+    assert execute_job(directory).failure == "the worker died\n  evidence: signal 11"
+    result = read_result(directory, job)
+    assert result is not None
+    merged = merge_result(result, directory, tmp_path / "run/engines" / NAME, tmp_path / "run")
+    assert merged.status is BuildStatus.FAILED and not merged.is_built
+    assert (merged.path, merged.digest, merged.bytes) == (None, "", 0)
+    assert merged.detail.startswith(f"built on '{result.host}' (")
+    assert merged.detail.endswith(
+        "), where it failed behind its first batches: the worker died\n  evidence: signal 11"
+    )
+    assert not (tmp_path / "run").exists()

@@ -144,11 +144,12 @@ def run(
     bench: SimulatedBench | None = None,
     proposals: Worst | None = None,
     limits: RefineLimits = LIMITS,
+    plans: PlanSet = START,
 ) -> tuple[Refined, SimulatedBench]:
     bench = bench or SimulatedBench()
-    bench.know(START.plans)
-    start = [engine(each) for each in START.plans] if engines is None else engines
-    found = refine(start, START, bench, proposals or Worst(), limits)
+    bench.know(plans.plans)
+    start = [engine(each) for each in plans.plans] if engines is None else engines
+    found = refine(start, plans, bench, proposals or Worst(), limits)
     assert serde.loads(Refinement, serde.dumps(found.document)) == found.document
     return found, bench
 
@@ -243,6 +244,18 @@ def test_no_prediction_starts_from_an_engine_of_another_maker() -> None:
     found, _ = run(start)
     step = next(step for step in only(found).steps if step.plan == "fp8-all")
     assert (step.predicted_us, step.predicted_from) == ({}, "")
+
+
+def test_a_plan_that_breaks_up_a_kernel_says_so_in_place_of_a_prediction() -> None:
+    apart = replace(START.plan("fp8-all"), breaks_up={"gpu": {"d": "factorization-norm"}})
+    plans = PlanSet(tuple(apart if plan.id == "fp8-all" else plan for plan in START.plans))
+    found, _ = run(plans=plans)
+    steps = {step.plan: step for step in only(found).steps}
+    assert (steps["fp8-all"].predicted_us, steps["fp8-all"].predicted_from) == ({}, "")
+    assert steps["fp8-all"].not_predicted == (
+        "FP8 at 'd' breaks up the kernel 'factorization-norm', and what the parts take was not measured"
+    )
+    assert steps["fp8-safe"].predicted_us and not steps["fp8-safe"].not_predicted
 
 
 def test_what_the_search_proposes_is_tried_once() -> None:

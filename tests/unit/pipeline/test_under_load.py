@@ -122,6 +122,17 @@ def test_a_prediction_rests_on_the_engine_that_differs_by_fp8_alone() -> None:
     assert found.error == pytest.approx(-5 / 70)
     without = [e for e in ENGINES.values() if e.plan != "bf16"]
     assert evidence().predictions(without) == ()
+    assert evidence().not_predicted(list(ENGINES.values())) == {}
+
+
+def test_an_engine_that_breaks_up_a_kernel_has_a_reason_in_place_of_a_prediction() -> None:
+    apart = replace(PLANS.plan("fp8-all"), breaks_up={"gpu": {"fc": "factorization-norm"}})
+    known = replace(evidence(), plans=PlanSet((*PLANS.plans[:3], apart)))
+    assert known.predictions(list(ENGINES.values())) == ()
+    assert known.not_predicted(list(ENGINES.values())) == {
+        ENGINES["fp8-all"].id: "FP8 at 'fc' breaks up the kernel 'factorization-norm', and what the parts "
+        "take was not measured"
+    }
 
 
 class Counting(Runner):

@@ -10,6 +10,7 @@ from choice_cases import (
     BF16,
     FP32,
     PLANS,
+    SPLITS,
     UNDECIDED,
     Candidate,
     chosen,
@@ -21,15 +22,15 @@ from choice_cases import (
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Why
 from loka_onnx.errors import PlanningError
-from loka_onnx.planning.choice import MEASURED, OTHER_DEVICE, choose
+from loka_onnx.planning.choice import MEASURED, OTHER_DEVICE, PROVISIONAL, choose
 
 NOTHING = (
-    "no engine of 'gpu' can be emitted: FP32 was not built, and no other engine without FP8 is inside the "
-    "budget"
+    "no engine of 'gpu' can be emitted: FP32 was not built or failed, and no other engine without FP8 is "
+    "inside the budget"
 )
 MEND = (
-    "the engine of fp32 has why it was not built in `engines.json`; mend that, or raise `outputs.budget` to "
-    "accept what is outside of it"
+    "why the engine of fp32 was not built is in `engines.json`, how it failed in `evaluation.json`; mend "
+    "that, or raise `outputs.budget` to accept what is outside of it"
 )
 
 
@@ -152,3 +153,49 @@ def test_an_exact_enough_engine_without_a_speed_is_better_than_none() -> None:
         "no engine with a measured speed is inside the budget, and FP32 was not built: the most exact "
         "engine, bf16, which is inside it"
     )
+
+
+def test_a_batch_size_that_every_engine_fails_at_is_not_forgotten() -> None:
+    """What was timed at the smaller sizes would be fast, and answers no request of the largest."""
+    whole = [
+        Candidate(plan, us).evaluation(s) for s in SPLITS for plan, us in (("bf16", 20), ("fp8-all", 10))
+    ]
+    died = EvaluationSet(tuple(replace(e, latency_failure="at batch 2048: out of memory") for e in whole))
+    engines = [Candidate(plan).engine() for plan in ("bf16", "fp8-all")]
+    with pytest.raises(PlanningError) as caught:
+        choose(engines, died, PLANS)
+    assert str(caught.value).splitlines()[0] == NOTHING
+    assert caught.value.evidence == "; ".join(
+        f"{engine.id}: failed while it was timed: at batch 2048: out of memory" for engine in engines
+    )
+    # An engine without a speed that failed nowhere is better than those.
+    engines.append(Candidate("fp32").engine())
+    kept = [Candidate("fp32").evaluation(split) for split in SPLITS]
+    (target,) = choose(engines, EvaluationSet((*died.evaluations, *kept)), PLANS).targets
+    assert target.plan == "fp32"
+    assert [loser.why for loser in target.losers] == [Why.FAILED, Why.FAILED]
+
+
+def test_a_simulation_is_not_emitted_because_no_speed_is_known() -> None:
+    real = Candidate("fp8-all", 10, counts=False, fallbacks=1)
+    simulation = Candidate("fp8-all", 1, counts=False, simulated=True, backend="ort")
+    target = only(replace(FP32, counts=False), simulation, real)
+    assert (target.engine, target.basis) == (real.engine().id, OTHER_DEVICE)
+    assert {loser.engine: loser.why for loser in target.losers}[simulation.engine().id] is Why.SIMULATED
+    # In simulation alone it is inside the budget, and there is no engine for it.
+    target = only(replace(FP32, counts=False), simulation)
+    assert target.plan == "fp32"
+
+
+def test_a_time_elsewhere_of_what_was_not_judged_makes_nothing_measured() -> None:
+    """A job without rows brings latencies back and no accuracy."""
+    away = [
+        Candidate(plan, us, status=BuildStatus.BUILT_NOT_RUN) for plan, us in (("bf16", 20), ("fp32", 40))
+    ]
+    simulation = [Candidate("fp32", 1, target="cpu", backend="ort", architecture="cpu")]
+    for counts in (True, False):
+        first = chosen(*[replace(c, counts=counts) for c in away], *simulation).targets[0]
+        assert (first.plan, first.basis) == ("bf16", PROVISIONAL)
+    # Nor does it make the times of another device those of the target.
+    here = [replace(FP32, counts=False), replace(BF16, counts=False, backend="rtx")]
+    assert only(*here, away[0]).basis == OTHER_DEVICE

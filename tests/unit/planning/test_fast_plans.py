@@ -108,6 +108,23 @@ def test_what_an_engine_maker_fuses_stays_as_it_is(model: ModelArtifact) -> None
     )
 
 
+def test_a_plan_that_breaks_up_a_kernel_has_no_expected_time(model: ModelArtifact) -> None:
+    known = replace(timings(ALL_FAST), fused={"fc1": "factorization-norm"})
+    found = plans_of(model, (known,), plans=("bf16", "fp8-all", "fp8-fast"))
+    bf16, everything, fast = (found.plan(name) for name in ("bf16", "fp8-all", "fp8-fast"))
+    assert everything.breaks_up == {DEVICE: {"fc1": "factorization-norm"}}
+    assert (bf16.breaks_up, fast.breaks_up) == ({}, {})
+    assert expected_us(everything, bf16, {BATCH: 50.0}, DEVICE) == {}
+    # fc0 and fc2 save 5 and 3 µs beside a cast each.
+    assert expected_us(fast, bf16, {BATCH: 50.0}, DEVICE) == {BATCH: pytest.approx(44.0)}
+    assert serde.loads(PlanSet, serde.dumps(found)) == found
+    (speed,) = (each for each in found.speeds if each.site == "fc1")
+    assert (speed.verdict, speed.saved_us) == (SpeedVerdict.UNKNOWN, {})
+    assert speed.reason == (
+        "it is a part of the kernel 'factorization-norm', and what the parts of that take was not measured"
+    )
+
+
 def test_every_other_site_says_why_it_stays(model: ModelArtifact) -> None:
     plan = plan_of(model, ONE_FAST)
     assert plan.decision("fc1").reason.startswith(
@@ -345,6 +362,7 @@ def test_a_product_in_fp8_quantizes_for_the_next_one(tmp_path: Path) -> None:
     assert speeds_of(graph, FUSING).sources["up"].made_by == "down"
     assert speeds_of(graph, PLAIN).sources["up"].made_by == ""
     speeds = speeds_of(graph, FUSING)
+    assert (speeds.speed("up").made_by, speeds.speed("down").made_by) == ("down", "")
     assert (speeds.speed("up").made_by, speeds.speed("down").made_by) == ("down", "")
     # Of `down` no time is known here: alone, `up` has its cast.
     assert speeds.quantize_per_row("up") > 0.0

@@ -145,6 +145,29 @@ def test_a_cast_that_the_product_in_front_made_free_is_paid_for_without_it(model
     assert found.plan.predicted_us == {"gpu": {"10": pytest.approx(100.0 + 2.0 - 1.0 + 3.0)}}
 
 
+def test_a_site_whose_time_is_not_known_leaves_the_cast_to_who_shares_it(model: ModelArtifact) -> None:
+    unknown = replace(SPEEDS[2], verdict=SpeedVerdict.UNKNOWN, saved_us={}, quantize_us={}, tensor="n")
+    behind = speed("fc1", 50.0, "n", 3.0)
+    giving = GivingBack(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, unknown))
+    known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}}, device="gpu")
+    little = evaluation(measured(1e-3, 0.95e-3))
+    found = giving.give_back(known, little, "gpu")
+    assert found is not None
+    assert [each.sites for each in found.returned] == [("fc2",)]
+    # fc1 needs its cast before and after.
+    assert found.plan.predicted_us == {"gpu": {"10": pytest.approx(100.0)}}
+
+
+def test_a_kernel_is_whole_again_without_the_site_that_broke_it_up(model: ModelArtifact) -> None:
+    giving = GivingBack(model, profile_of(model, KL), (CTR,), SPEEDS)
+    apart = {"gpu": {"fc0": "factorization-norm"}, "b": {"fc0": "a kernel", "fc2": "another"}}
+    known = replace(plan(model, *ALL), breaks_up=apart)
+    found = giving.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
+    assert found is not None
+    assert [each.sites for each in found.returned] == [("fc0",)]
+    assert found.plan.breaks_up == {"b": {"fc2": "another"}}
+
+
 def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:
     profile = replace(profile_of(model, KL), groups=(group("x", ("fc0", "fc1"), {"ctr": kl_of(4.5e-4)}),))
     giving = GivingBack(model, profile, (CTR,), ())

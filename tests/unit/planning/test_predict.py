@@ -10,7 +10,7 @@ import pytest
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Granularity
-from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.core.timing import PRODUCT, QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.planning.predict import FEWEST, KernelModel, TimeTable
 from loka_onnx.planning.timings import shipped_timings
 
@@ -35,7 +35,9 @@ def timing(kernel: Kernel, shape: Shape, us: float, spread: float | None = None)
 
 
 GRID = [Shape(m, n, k) for m in (256, 1024, 4096) for n in (64, 512, 4096) for k in (64, 512, 4096)]
-H100 = {model.kernel.name: model for model in TimeTable(shipped_timings("nvidia-h100")).models}
+ALONE = [timing for timing in shipped_timings("nvidia-h100") if timing.kernel.name != PRODUCT]
+"""Times of `PRODUCT` answer for the shapes that were measured only."""
+H100 = {model.kernel.name: model for model in TimeTable(ALONE).models}
 
 
 def test_measured_shapes_answer_with_what_was_measured() -> None:
@@ -195,3 +197,47 @@ def test_the_table_knows_other_backends_and_fused_kernels_apart() -> None:
     assert cast is not None
     assert cast.us == 1.5
     assert known.quantize("tensorrt", 256, 64) is None
+
+
+BUILT = Kernel("d", "inductor", PRODUCT, Precision.BF16)
+BUILT8 = Kernel("d", "inductor", PRODUCT, Precision.FP8, PER_TENSOR)
+HERE = Shape(100, 64, 32)
+ALONE_HERE = (timing(WIDE, HERE, 5.0), timing(NARROW, HERE, 3.0))
+
+
+def compared(
+    *timings: KernelTiming, shape: Shape = HERE, scales: Granularity = PER_TENSOR
+) -> tuple[float, float] | None:
+    found = TimeTable(timings).compared("inductor", Precision.BF16, shape, scales)
+    return None if found is None else (found.base.us, found.float8.us)
+
+
+def test_what_engines_run_is_held_against_what_engines_run() -> None:
+    assert compared(*ALONE_HERE) == (5.0, 3.0)
+    assert compared(*ALONE_HERE, timing(BUILT, HERE, 7.0), timing(BUILT8, HERE, 6.0)) == (7.0, 6.0)
+    # A time with what follows the product says nothing beside one without.
+    assert compared(*ALONE_HERE, timing(BUILT8, HERE, 6.0)) == (5.0, 3.0)
+    assert compared(*ALONE_HERE, timing(BUILT, HERE, 2.0)) == (5.0, 3.0)
+    assert compared(timing(WIDE, HERE, 5.0), timing(BUILT8, HERE, 6.0)) is None
+    # It was measured under one scale, and says nothing of one for each channel.
+    row_wise = timing(ROW_WISE, HERE, 4.0)
+    both = (timing(BUILT, HERE, 7.0), timing(BUILT8, HERE, 6.0))
+    assert compared(*ALONE_HERE, row_wise, *both, scales=PER_CHANNEL) == (5.0, 4.0)
+
+
+def test_what_engines_run_is_not_predicted_for_other_shapes() -> None:
+    of_engines = [
+        timing(kernel, shape, us) for shape in GRID for kernel, us in ((BUILT, 70.0), (BUILT8, 60.0))
+    ]
+    assert compared(*of_engines, *ALONE_HERE) == (5.0, 3.0)
+    assert compared(*of_engines, shape=GRID[0]) == (70.0, 60.0)
+    assert compared(*of_engines) is None
+    # Nor does it stand for a product alone.
+    assert TimeTable(of_engines).product("inductor", Precision.BF16, GRID[0]) is None
+
+
+def test_fp16_is_held_to_bf16_of_engines_too() -> None:
+    known = TimeTable([*ALONE_HERE, timing(BUILT, HERE, 7.0), timing(BUILT8, HERE, 6.0)])
+    found = known.compared("inductor", Precision.FP16, HERE, PER_TENSOR)
+    assert found is not None and (found.base.us, found.float8.us) == (7.0, 6.0)
+    assert known.compared("inductor", Precision.FP32, HERE, PER_TENSOR) is None

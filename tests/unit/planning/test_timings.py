@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Granularity
-from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.core.timing import PRODUCT, QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.errors import OutputError, UserError
 from loka_onnx.planning.timings import TimingDatabase, known_timings, read_records, shipped_timings
 
@@ -198,13 +199,24 @@ def test_two_open_databases_write_in_turns(tmp_path: Path) -> None:
 
 def test_shipped_times_of_the_h100_say_where_they_come_from() -> None:
     timings = shipped_timings("nvidia-h100")
-    assert len(timings) == 15 * 4
+    of_kernel = Counter((timing.kernel.name, timing.kernel.precision) for timing in timings)
+    assert of_kernel == {
+        ("mm", Precision.BF16): 15,
+        ("scaled_mm", Precision.FP8): 15,
+        ("scaled_mm-row_wise", Precision.FP8): 15,
+        (QUANTIZE, Precision.FP8): 15,
+        (PRODUCT, Precision.BF16): 25,
+        (PRODUCT, Precision.FP8): 28,
+    }
     assert {timing.provenance.device_name for timing in timings} == {"NVIDIA H100 80GB HBM3"}
     assert {timing.provenance.versions["torch"] for timing in timings} == {"2.11.0+cu130"}
     wide = next(t for t in timings if t.kernel.name == "mm" and t.shape == Shape(4096, 4096, 4096))
     assert (wide.us, wide.spread_us, wide.kernel.precision) == (184.44, None, Precision.BF16)
     cast = next(t for t in timings if t.kernel.name == QUANTIZE and t.shape == Shape(1024, 0, 8192))
     assert (cast.us, cast.kernel.precision) == (8.37, Precision.FP8)
+    built = next(t for t in timings if t.kernel.name == PRODUCT and t.shape == Shape(2048, 1024, 1024))
+    assert (built.us, built.kernel.precision, built.provenance.date) == (11.02, Precision.BF16, "2026-11-22")
+    assert "from the logs of building the engines of dlrm-dcnv2" in built.provenance.note
 
 
 def test_nothing_is_shipped_of_a_device_that_nobody_measured() -> None:

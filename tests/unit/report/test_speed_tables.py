@@ -67,6 +67,17 @@ def test_predictions_come_with_their_median_error(data: ReportData) -> None:
     text = shown(dataclasses.replace(data, choice=choice))
     assert "Predicted and measured latency, median error 10 %" in text
     assert "| a | 64 | 95.0 µs | 100.0 µs | -5.0 % |" in text
+    assert "No latency is predicted" not in text
+
+
+def test_what_has_no_prediction_says_why(data: ReportData) -> None:
+    choice = Choice(data.choice.targets, not_predicted={"gpu-trt-fp8-all": "FP8 at 'fc' breaks it up"})
+    text = shown(dataclasses.replace(data, choice=choice))
+    assert "No latency is predicted of 'gpu-trt-fp8-all': FP8 at 'fc' breaks it up." in text
+    tried = step(0, "fp8-all", predicted_us={}, predicted_from="", not_predicted="FP8 at 'fc' breaks it up")
+    hardware = HardwareRefinement("gpu", "sm90", "trt", "gpu-trt-sm90-bf16", (tried,), "", "done", 90.0)
+    text = shown(dataclasses.replace(data, refinement=Refinement((hardware,))))
+    assert "No latency is predicted of 'fp8-all': FP8 at 'fc' breaks it up." in text
 
 
 def step(round_number: int, plan: str, **changes: object) -> Step:
@@ -158,7 +169,10 @@ def test_throughput_and_what_the_chosen_engine_gains(data: ReportData) -> None:
     assert (gain.engine, gain.other, gain.ratio) == ("a", "b", 1.5)
     text = shown(dataclasses.replace(data, throughput=found))
     assert "gpu at batch 512: the chosen engine answers 1.50× the requests of b" in text
-    assert "| a | 512 | chosen | on the host | 2 | 1000.0 µs | 3,000.0 | 1,536,000 | 400.0 µs | 900.0 µs | 0.80 % |" in text
+    assert (
+        "| a | 512 | chosen | on the host | 2 | 1000.0 µs | 3,000.0 | 1,536,000 | 400.0 µs | 900.0 µs "
+        "| 0.80 % |"
+    ) in text
 
 
 def test_an_engine_without_a_rate_is_no_ratio(data: ReportData) -> None:

@@ -146,7 +146,7 @@ class ChannelScales(StrEnum):
 
 @dataclass(frozen=True)
 class ScaledMatMul(ProductStrategy):
-    """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; for factors that are floats, as `multiply_floats`.
+    """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; `multiply_floats` where nothing is FP8.
 
     Attributes:
         fast_accumulation: Whether Hopper may keep its partial sums in fewer bits than FP32

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 import torch
 
-from loka_onnx.engines.inductor.choosing import TILES, Chosen, Measured, candidates
+from loka_onnx.engines.inductor import choosing
+from loka_onnx.engines.inductor.choosing import (
+    CACHE_BYTES,
+    TILES,
+    Chosen,
+    Measured,
+    candidates,
+    choose_kernels,
+    compile_candidates,
+    with_weights_in_turn,
+)
 from loka_onnx.engines.inductor.compile import compiled_sites
-from loka_onnx.engines.inductor.kernels.products import TiledProduct
+from loka_onnx.engines.inductor.kernels.products import Epilogue, TiledProduct
 from loka_onnx.engines.inductor.lowering.strategies import (
     FloatProduct,
     LoweredSite,
     PerSite,
+    ProductStrategy,
     ScaledMatMul,
     multiply_floats,
 )
@@ -25,7 +42,7 @@ FP8 = torch.float8_e4m3fn
 
 def chosen(*measured: Measured) -> Chosen:
     tried = {("fc", "small"): SMALL, ("fc", "large"): LARGE, ("other", "small"): SMALL}
-    return Chosen(measured, tried, ScaledMatMul())
+    return Chosen(measured, tried, ScaledMatMul(fast_accumulation=True))
 
 
 def choices(found: Chosen, *sizes: int) -> dict[str, object]:
@@ -50,7 +67,8 @@ def test_a_kernel_that_is_too_inexact_or_failed_is_never_taken() -> None:
         Measured("fc", "large", {256: 9.0}, 0.0),
         Measured("other", "small", {}, float("nan"), "OutOfResources"),
     )
-    assert choices(found, 256) == {"fc": LARGE}
+    # Where none may be taken, the library's exact product is: fast accumulation is one of the refused.
+    assert choices(found, 256) == {"fc": LARGE, "other": ScaledMatMul()}
 
 
 def product(dtype: torch.dtype) -> FloatProduct:
@@ -58,6 +76,83 @@ def product(dtype: torch.dtype) -> FloatProduct:
     a, b = torch.randn(8, 32).to(dtype), torch.randn(16, 32).to(dtype).t()
     wide = torch.bfloat16 if dtype is FP8 else dtype
     return FloatProduct("fc", a, one, b, one, torch.randn(16).to(wide), wide)
+
+
+TIMES = {
+    # The library's product alone is behind the fastest at each size, and first in sum.
+    str(TILES[0]): {8: 3.0, 64: 20.0},
+    str(TILES[1]): {8: 12.0, 64: 9.0},
+    "library": {8: 4.0, 64: 10.0},
+}
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, errors: dict[str, float] | None = None) -> dict[str, Any]:
+    """Measurements of one BF16 product; only the clock is replaced, which needs a GPU."""
+
+    def name_of(strategy: ProductStrategy) -> str:
+        wide = isinstance(strategy, TiledProduct)
+        return str(replace(strategy.tile, depth=strategy.tile.depth * 2)) if wide else "library"
+
+    def time_product(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
+        return TIMES.get(name_of(strategy), {8: 99.0, 64: 99.0})[given[0].a.shape[0]]
+
+    measure = choosing._error
+    errors = errors or {}
+    monkeypatch.setattr(choosing, "_time_product", time_product)
+    monkeypatch.setattr(choosing, "_time_behind", lambda strategy, given: 0.5)
+    monkeypatch.setattr(choosing, "_error", lambda s, case: errors.get(name_of(s), measure(s, case)))
+    seen = {"fc": (product(torch.bfloat16), Epilogue(relu=True))}
+    found = choose_kernels(seen, batch=8, sizes=(8, 64))
+    assert isinstance(found.products((8, 64)), PerSite)
+    return {"chosen": found, **{each.kernel: each for each in found.measured}}
+
+
+def test_a_library_is_out_only_where_one_tile_is_faster_at_every_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = timed(monkeypatch)
+    assert found["library"].obstacle == ""
+    assert found["library"].us == {8: 4.5, 64: 10.5}
+    assert choices(found["chosen"], 8, 64) == {"fc": ScaledMatMul()}
+    monkeypatch.setitem(TIMES, "library", {8: 4.0, 64: 21.0})
+    assert timed(monkeypatch)["library"].obstacle == "slower than another even without what follows"
+
+
+def test_a_tile_that_may_not_be_taken_keeps_no_library_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TIMES, "library", {8: 13.0, 64: 21.0})
+    able = [str(tile) for tile in TILES]
+    assert timed(monkeypatch)["library"].obstacle
+    found = timed(monkeypatch, dict.fromkeys(able, 0.5))
+    assert choices(found["chosen"], 8) == {"fc": ScaledMatMul()}
+    assert found["library"].us == {8: 13.5, 64: 21.5}
+
+
+def test_a_product_that_is_all_zeros_on_the_sample_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = product(torch.bfloat16)
+    case = choosing._Case("fc", replace(given, a=torch.zeros_like(given.a)), Epilogue(), 8, (8,))
+    assert choosing._error(ScaledMatMul(), case) == 0.0
+
+
+def test_tiles_compile_on_the_device_of_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads begin on the first GPU, whichever the build is on."""
+    entered = []
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        entered.append((threading.get_ident(), which))
+        yield
+        entered.append((threading.get_ident(), None))
+
+    def multiply_with(self: TiledProduct, given: FloatProduct, epilogue: Epilogue) -> None:
+        mine = [which for thread, which in entered if thread == threading.get_ident()]
+        done.append(mine[-1] == given.a.device)
+
+    done: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(TiledProduct, "multiply_with", multiply_with)
+    compile_candidates({"fc": (product(torch.bfloat16), Epilogue())})
+    assert done == [True] * len(TILES)
 
 
 def test_tiles_of_wider_factors_are_as_many_bytes_deep() -> None:
@@ -85,6 +180,21 @@ def test_factors_that_are_not_quantized_are_multiplied_as_they_are() -> None:
     torch.testing.assert_close(multiply_floats(given).values.double(), exact, rtol=2.0**-7, atol=0.05)
 
 
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
+def test_large_weights_are_timed_as_they_come_from_memory(dtype: torch.dtype) -> None:
+    one, large = torch.ones(()), torch.randn(1024, 4096).to(dtype).t()
+    given = FloatProduct("fc", torch.randn(8, 4096).to(dtype), one, large, one, None, torch.bfloat16)
+    turns = with_weights_in_turn(given)
+    weights = [each.b for each in turns]
+    assert len({weight.data_ptr() for weight in weights}) == len(weights) == CACHE_BYTES // large.nbytes
+    for weight in weights:
+        # Its columns stay contiguous, which is how kernels take it.
+        assert weight.stride() == large.stride() and weight.dtype is dtype
+        assert torch.equal(weight.float(), large.float())
+    small = product(dtype)
+    assert with_weights_in_turn(small) == [small]
+
+
 def test_a_site_is_fp8_where_every_program_multiplies_fp8() -> None:
     fp8 = LoweredSite("fc", "Gemm", "triton a", ("float8_e4m3fn",) * 2, engaged=True)
     other = LoweredSite("fc", "Gemm", "triton b", ("float8_e4m3fn",) * 2, engaged=True)
@@ -92,4 +202,4 @@ def test_a_site_is_fp8_where_every_program_multiplies_fp8() -> None:
     (both,) = compiled_sites([{"fc": fp8}, {"fc": other}])
     assert (both.kernel, both.engaged) == ("triton a, triton b", True)
     (mixed,) = compiled_sites([{"fc": fp8}, {"fc": wide}])
-    assert (mixed.engaged, mixed.reason) == (False, "K 13")
+    assert (mixed.engaged, mixed.reason, mixed.operands) == (False, "K 13", ("bfloat16",) * 2)

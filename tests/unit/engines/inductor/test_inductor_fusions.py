@@ -444,6 +444,25 @@ def test_the_backend_names_what_it_would_fuse_before_there_is_a_plan(tmp_path):
     assert InductorBackend().fused_sites(path, Precision.FP32) == {}
 
 
+def test_the_backend_looks_at_a_model_whose_weights_it_does_not_read(tmp_path, monkeypatch):
+    """Large weights stay outside; products that are not stored transposed are among them."""
+    from loka_onnx.core.formats import Precision
+    from loka_onnx.engines.inductor.backend import InductorBackend
+    from loka_onnx.engines.inductor.fusions import planned
+
+    model = half("relu", transposed=False)
+    model.constants = {name: value.astype(np.float32) for name, value in model.constants.items()}
+    path = model.save(tmp_path / "model.onnx")
+    proto = onnx.load(path)
+    proto.graph.node[0].attribute[0].i = TensorProto.FLOAT
+    onnx.save(proto, path, save_as_external_data=True, location="model.data", size_threshold=0)
+    monkeypatch.setattr(planned, "MOST_READ", 100)
+    graph = PlannedGraph.load(path, TensorProto.BFLOAT16)
+    assert [found.sites for found in fuse(graph).fused["half-product"]] == [("fc",)]
+    # It computes no other site along: FP8 there parts nothing.
+    assert InductorBackend().fused_sites(path, Precision.BF16) == {}
+
+
 def unchanged(model: Model, folder: Path, *inputs: np.ndarray) -> FusionReport:
     """The fused form computes what the planned one does, whatever was fused."""
     graph, report = fused(model, folder)

@@ -1,0 +1,90 @@
+"""Refining as a stage: when what was found before stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loka_onnx.core.correction import CorrectionSet
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
+from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.refinement import Refinement
+from loka_onnx.pipeline import refine_stage
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.refine_stage import RefineInputs, refine_engines
+from loka_onnx.pipeline.refining import Refined
+from loka_onnx.sessions import host_devices
+from loka_onnx.sessions.cuda import CudaDevice
+
+ENGINE = EngineArtifact(
+    "maker", "fp8-all", "nvidia-h100", "sm90", BuildStatus.READY, False, None, 0, "", "", (), 0.0
+)
+PLANS = PlanSet(
+    (
+        PrecisionPlan(
+            "fp8-all",
+            "digest",
+            Precision.BF16,
+            (Decision("fc", Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,)),),
+            {},
+            1.0,
+        ),
+    )
+)
+
+
+def steps_in(directory: RunDirectory) -> Any:
+    """What the stage reads of a run."""
+    empty = SimpleNamespace(model_dump=lambda mode: {})
+    config = SimpleNamespace(
+        refine=SimpleNamespace(rounds=1, plans=1, seconds=9.0, model_dump=lambda mode: {}),
+        outputs=(),
+        data=SimpleNamespace(group=None, slices=()),
+        batch=empty,
+        plan=empty,
+        serving=SimpleNamespace(inputs="host"),
+    )
+    split = SimpleNamespace(digest="data")
+    return SimpleNamespace(
+        directory=directory,
+        config=config,
+        split=None,
+        splits=SimpleNamespace(calibration=split, selection=split),
+    )
+
+
+def test_what_was_refined_on_another_device_is_refined_again_on_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No time counts on an H200 that stands in for an H100, so that no round was ever begun there."""
+    here: list[CudaDevice] = []
+    rounds = []
+
+    def refined(*inputs: object) -> Refined:
+        device = here[-1].name
+        rounds.append(device)
+        latency = Latency(8, 1.0, 1.0, 1.0, 9, device, counts_for_choice="H100" in device)
+        judged = Evaluation(
+            ENGINE.id, "maker", "fp8-all", "nvidia-h100", "selection", 9, (), (latency,), "measured"
+        )
+        return Refined((), (), EvaluationSet((judged,)), Refinement())
+
+    monkeypatch.setattr(refine_stage, "refine", refined)
+    monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: tuple(here[-1:]))
+    model: Any = SimpleNamespace(digest="model")
+    inputs = RefineInputs(
+        model, model, model, PLANS, EngineSet((ENGINE,)), CorrectionSet(), tmp_path / "sample.npz"
+    )
+    h200, h100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+    for device in (h200, h200, h100, h100, h200):
+        here.append(CudaDevice(0, device, "sm90"))
+        with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=True) as directory:
+            refine_engines(steps_in(directory), inputs)
+    # Nothing is lost where the run goes on on another device later.
+    assert rounds == [h200, h100]
