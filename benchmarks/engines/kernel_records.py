@@ -9,7 +9,7 @@ Sites of one shape differ by what follows them, and a record has one time for a 
 and builds, so that the times of a model's products add up to what was measured.
 
     python -m benchmarks.engines.kernel_records --logs DIR --case wukong-small --case dlrm-dcnv2 \
-        --date 2026-11-22 --version torch=… --into loka_onnx/planning/records/nvidia-h100.json
+        --date 2026-11-22 --version torch=… --note … --into loka_onnx/planning/records/nvidia-h100.json
 """
 
 from __future__ import annotations
@@ -143,13 +143,13 @@ def main() -> None:
     parser.add_argument(
         "--version", action="append", default=[], help="name=version, of libraries and driver"
     )
+    parser.add_argument("--note", default="", help="what else a reader must know, of how they were timed")
     options = parser.parse_args()
     versions = dict(each.split("=", 1) for each in options.version)
     found: list[KernelTiming] = []
     for case in options.cases:
-        source = Provenance(
-            options.device_name, versions, "not fixed, not recorded", options.date, NOTE.format(cases=case)
-        )
+        note = "; ".join(filter(None, (NOTE.format(cases=case), options.note)))
+        source = Provenance(options.device_name, versions, "not fixed, not recorded", options.date, note)
         with TemporaryDirectory() as folder:
             sites = sites_of(export_case(CASES[case], Path(folder)), Path(folder))
         found += product_times(logs_of(case, options.logs), sites, options.device, source)

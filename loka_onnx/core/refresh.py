@@ -15,6 +15,8 @@ from typing import ClassVar
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.serde import STRICT
 
+DOCUMENT = "refresh.json"
+"""Its file in the run directory."""
 LOOKS = 2
 """Times that certification rows may be looked at for one retrained model."""
 

@@ -25,7 +25,7 @@ from loka_onnx.core.evaluation import Choice, EvaluationSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.refresh import LOOKS, Refresh
+from loka_onnx.core.refresh import DOCUMENT, LOOKS, Refresh
 from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
 from loka_onnx.evaluation.engines import judge_engine, judge_reference, predict_reference
 from loka_onnx.graph.structure import differences
@@ -44,7 +44,6 @@ from loka_onnx.pipeline.steps import Steps
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
-DOCUMENT = "refresh.json"
 CERTIFICATION = "certification"
 CORRECTION_ROWS = 16_384
 """Rows that corrections are fitted to, and selection rows that decide which are kept, at most: a mean is then

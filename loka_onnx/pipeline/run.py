@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.config import RunConfig, load_run_file
+from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.evaluation import Choice
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.refresh import DOCUMENT as REFRESH_DOCUMENT
+from loka_onnx.core.refresh import Refresh
 from loka_onnx.data import Dataset
+from loka_onnx.errors import ConfigError
+from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.candidates import EngineBuilder, build_engines
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import (
@@ -113,6 +118,8 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
     options = options or RunOptions()
     if not isinstance(config, RunConfig):
         config = load_run_file(config)
+    if options.resume and options.looks == 1:
+        _check_no_look_is_forgotten(config.output)
     with RunDirectory.create(
         config.output,
         recorded(config),
@@ -124,6 +131,25 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
         steps = Steps(config, directory, options.progress)
         steps.looks = options.looks
         return _run_stages(steps, options)
+
+
+def _check_no_look_is_forgotten(directory: Path) -> None:
+    """Refuse to go on, as if nothing had been seen, where a refresh looked at the certification rows.
+
+    Raises:
+        ConfigError: It did, and did not pass.
+    """
+    document = directory / REFRESH_DOCUMENT
+    if not document.is_file():
+        return
+    found = serde.read(Refresh, document)
+    if found.fallback and found.confidence > CONFIDENCE:
+        raise ConfigError(
+            "this directory is of a refresh that has looked at the certification rows once",
+            where=str(document),
+            evidence=f"{found.fallback}; a second look is held against {found.confidence:.1%} intervals",
+            remedy="go on with `loka-onnx refresh --resume`, or start over with --force",
+        )
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:

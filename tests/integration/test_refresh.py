@@ -250,7 +250,7 @@ def test_failed_certification_is_a_full_run(
 
 
 def test_an_interrupted_full_run_goes_on_as_the_second_look(
-    earlier: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    earlier: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Resumed, nothing is certified a second time by the refresh, whose engine may come out otherwise."""
     model = retrained(earlier, tmp_path / "thursday.onnx", **{"heads.w": 1.01})
@@ -265,6 +265,9 @@ def test_an_interrupted_full_run_goes_on_as_the_second_look(
             refresh(earlier.output, model, options)
     left = read(Refresh, tmp_path / "new", "refresh.json")
     assert "certification failed" in left.fallback and left.confidence == 0.975
+    forgetful = call(capsys, "run", earlier.run_file, "--output", tmp_path / "new", "--resume", "--quiet")
+    assert forgetful.code == 2 and "has looked at the certification rows once" in forgetful.err
+    assert "remedy: go on with `loka-onnx refresh --resume`" in forgetful.err
 
     stages = []
     again = replace(options, resume=True, on_stage=lambda stage, outcome: stages.append(stage))

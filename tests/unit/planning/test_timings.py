@@ -217,6 +217,7 @@ def test_shipped_times_of_the_h100_say_where_they_come_from() -> None:
     built = next(t for t in timings if t.kernel.name == PRODUCT and t.shape == Shape(2048, 1024, 1024))
     assert (built.us, built.kernel.precision, built.provenance.date) == (11.02, Precision.BF16, "2026-11-22")
     assert "from the logs of building the engines of dlrm-dcnv2" in built.provenance.note
+    assert "with the same weight, which the cache may hold" in built.provenance.note
 
 
 def test_nothing_is_shipped_of_a_device_that_nobody_measured() -> None:
