@@ -75,6 +75,22 @@ class TargetConfig(Strict):
     architectures: tuple[Text, ...] = Field(
         (), description="architectures to compile for, as the backend names them; empty for the device's own"
     )
+    options: dict[Backend, dict[Text, int]] = Field(
+        default_factory=dict,
+        description="settings of backends, as in {inductor: {static: 0}}; what is left out has its default",
+    )
+
+    @model_validator(mode="after")
+    def _options_of_own_backends(self) -> Self:
+        for backend in self.options:
+            if backend not in self.backends:
+                raise fault(
+                    f"`options` has settings of backend '{backend}', which this target does not build with",
+                    at=("options", str(backend)),
+                    evidence=f"its backends are {', '.join(self.backends)}",
+                    remedy="add the backend, or remove its settings",
+                )
+        return self
 
 
 class BuildConfig(Strict):

@@ -265,7 +265,15 @@ class Backend(ABC):
                 f"backend '{self.name}' has no architecture '{request.architecture}'",
                 evidence=f"it builds for {', '.join(sorted(known))}",
             )
-        for option, value in request.options.items():
+        self.check_options(request.options)
+
+    def check_options(self, options: Mapping[str, int]) -> None:
+        """Whether settings are of this backend, and in range.
+
+        Raises:
+            ConfigError: One is not.
+        """
+        for option, value in options.items():
             if option not in self.options:
                 raise ConfigError(
                     f"backend '{self.name}' has no option '{option}'",

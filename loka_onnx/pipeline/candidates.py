@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,21 @@ from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 @dataclass(frozen=True)
 class Candidate:
-    """One engine to build."""
+    """One engine to build.
+
+    Attributes:
+        backend: Its maker.
+        target: Device, as the run file names it.
+        architecture: What it is compiled for.
+        plan: Its plan.
+        options: Settings of the maker.
+    """
 
     backend: Backend
     target: str
     architecture: str
     plan: PrecisionPlan
+    options: dict[str, int] = field(default_factory=dict)
 
     @property
     def base(self) -> Precision:
@@ -157,7 +166,8 @@ class EngineBuilder:
                     for plan in plans.plans:
                         # A plan that rests on the speed of one device is no candidate for another.
                         if plan.device in {"", target.device}:
-                            yield Candidate(backend, target.device, architecture, plan)
+                            options = target.options.get(name, {})
+                            yield Candidate(backend, target.device, architecture, plan, dict(options))
 
     def _work(self, source: Source, candidate: Candidate) -> Callable[[], EngineArtifact]:
         """What builds a candidate, apart from this thread; the planned model is written in it, once."""
@@ -205,6 +215,7 @@ class EngineBuilder:
             sample=self.sample,
             relative_to=self.directory.path,
             limits=self._limits,
+            options=candidate.options,
         )
 
     def _execute_jobs(self) -> dict[Path, str]:

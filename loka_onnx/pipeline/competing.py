@@ -12,6 +12,17 @@ from loka_onnx.engines.registry import get_backend
 CPU = "cpu"
 
 
+def check_options(config: RunConfig) -> None:
+    """Whether the settings of backends are theirs, before anything is done.
+
+    Raises:
+        ConfigError: A backend has no such setting, or takes another value.
+    """
+    for target in config.targets:
+        for name, options in target.options.items():
+            get_backend(name).check_options(options)
+
+
 def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[PlanId, ...]:
     """The plans of a run, in the order they compete.
 

@@ -21,6 +21,7 @@ from loka_onnx.data import Dataset
 from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.candidates import EngineBuilder, build_engines
+from loka_onnx.pipeline.competing import check_options
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import (
     Results,
@@ -170,6 +171,7 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     ended = RunResult(directory.path)
 
     with directory.undone_on_error():
+        check_options(config)
         exported = steps.export()
         with directory.watched("check data"):
             steps.check_data()

@@ -143,7 +143,7 @@ def test_aligned_sites_multiply_fp8_and_the_other_is_a_fallback(fp8_engine: Buil
 def test_the_generated_code_calls_an_fp8_product_for_each_site(fp8_engine: Built) -> None:
     assert fp8_engine.artifact.path is not None
     package = fp8_engine.folder / fp8_engine.artifact.path
-    (program,) = read_engine(package).programs
+    program = read_engine(package).programs[-1]
     assert float8_calls(read_sources(package, program.name)) == 2
     assert [product.node for product in program.products] == ["fc0", "fc1", "fc2"]
 

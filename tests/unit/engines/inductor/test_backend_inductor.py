@@ -26,7 +26,7 @@ from loka_onnx.engines.inductor.compile import (
     torch_device,
 )
 from loka_onnx.engines.inductor.toolchain import Compilers, build_environment, find_compilers
-from loka_onnx.engines.request import BatchRange
+from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, ModelError
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
 from loka_onnx.sessions.inductor_package import InputPort, OutputPort, Program
@@ -137,11 +137,31 @@ def test_builds_share_a_cache_unless_the_environment_names_one(
     assert "TORCHINDUCTOR_CACHE_DIR" not in build_environment(compilers)
 
 
+def request(
+    architecture: str = "cpu", sizes: tuple[int, ...] = (8, 32), options: dict[str, int] | None = None
+) -> BuildRequest:
+    """A request of which nothing but the batch sizes, the architecture and the options is read."""
+    plan = PrecisionPlan("bf16", "", Precision.BF16, (), {}, 0.0)
+    nowhere = Path("nowhere")
+    batch = BatchRange(1, max(sizes), max(sizes), sizes)
+    return BuildRequest(
+        nowhere, plan, (), "device", architecture, batch, nowhere, nowhere, options=options or {}
+    )
+
+
+def test_a_gpu_has_a_program_for_each_of_a_few_batch_sizes() -> None:
+    assert Settings.of(request("sm90")).static
+    assert not Settings.of(request("sm90", options={"static": 0})).static
+    assert not Settings.of(request("sm90", sizes=(64,))).static
+    assert not Settings.of(request("sm90", sizes=(1, 8, 64, 512))).static
+    assert not Settings.of(request("cpu")).static
+
+
 def test_options_become_settings() -> None:
-    assert Settings.of({}) == Settings()
+    assert Settings.of(request()) == Settings()
     for name, values in InductorBackend.options.items():
         for value in values:
-            settings = Settings.of({name: value})
+            settings = Settings.of(request(options={name: value}))
             assert settings.options == {**Settings().options, name: value}
             assert settings == Settings(**{**vars(Settings()), name: bool(value)})
     told = inductor_options(Settings(max_autotune=True), Compilers("/x/g++", "/x/gcc"), Path("/scratch/rows"))

@@ -1,0 +1,81 @@
+"""Settings of backends: from the run file to the request, and refused before anything is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+
+from loka_onnx.config import RunConfig, load_run_file
+from loka_onnx.core.correction import CorrectionSet
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.errors import ConfigError
+from loka_onnx.pipeline.candidates import EngineBuilder
+from loka_onnx.pipeline.competing import check_options
+from loka_onnx.pipeline.run import run
+
+FP32 = PrecisionPlan("fp32", "", Precision.FP32, (), {}, 0.0)
+
+
+def config_of(folder: Path, *targets: dict[str, Any]) -> RunConfig:
+    for name in ("ranker.onnx", "rows.parquet"):
+        (folder / name).touch()
+    splits = dict.fromkeys(("calibration", "selection", "certification"), "rows.parquet")
+    document = {
+        "model": {"onnx": "ranker.onnx"},
+        "outputs": [{"name": "ctr", "kind": "logit", "label": "clicked"}],
+        "data": {**splits, "inputs": {"dense": ["age"]}},
+        "targets": list(targets),
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(document))
+    return load_run_file(folder / "run.yaml")
+
+
+def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        {
+            "device": "nvidia-h100",
+            "backends": ["inductor", "tensorrt"],
+            "options": {"inductor": {"static": 0, "max_autotune": 1}},
+        },
+        {"device": "cpu", "backends": ["inductor"]},
+    )
+    check_options(config)
+    builder = EngineBuilder(config, cast(Any, None), tmp_path, cast(Any, None), CorrectionSet())
+    given = {(c.target, c.backend.name): c.options for c in builder._candidates(PlanSet((FP32,)))}
+    assert given == {
+        ("nvidia-h100", "inductor"): {"static": 0, "max_autotune": 1},
+        ("nvidia-h100", "tensorrt"): {},
+        ("cpu", "inductor"): {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"statik": 1}, "backend 'inductor' has no option 'statik'"),
+        ({"static": 2}, "option 'static' of backend 'inductor' is out of range"),
+    ],
+)
+def test_a_setting_that_a_backend_lacks_is_refused_at_once(
+    options: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    config = config_of(
+        tmp_path, {"device": "cpu", "backends": ["inductor"], "options": {"inductor": options}}
+    )
+    with pytest.raises(ConfigError, match=said):
+        run(config)
+    assert not config.output.exists()
+
+
+def test_settings_of_a_backend_that_does_not_build_are_refused(tmp_path: Path) -> None:
+    target = {"device": "cpu", "backends": ["onnxruntime"], "options": {"inductor": {"static": 1}}}
+    with pytest.raises(ConfigError) as caught:
+        config_of(tmp_path, target)
+    said = str(caught.value)
+    assert "`options` has settings of backend 'inductor', which this target does not build with" in said
+    assert "its backends are onnxruntime" in said and "run.yaml:" in said
