@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,17 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from fast8_backend import NO_REFINING, Fast8
 from onnx import numpy_helper as nh
 from scipy.special import ndtri
-from synthetic_runs import Workplace, call, make_workplace, weights
+from synthetic_runs import Workplace, call, make_workplace
 
 import loka_onnx
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
 from loka_onnx.core.job import BuildJob
-from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refresh import Refresh
 from loka_onnx.engines import registry
@@ -32,39 +30,13 @@ from loka_onnx.pipeline import refresh as refreshing
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.jobs import find_jobs
 from loka_onnx.pipeline.refresh import RefreshOptions, refresh
-from loka_onnx.pipeline.run import RunOptions, Stage, run
+from loka_onnx.pipeline.run import RunOptions, run
 from loka_onnx.sessions.providers import Provider, provider_for
-from loka_onnx.sessions.runner import Runner
 
 pytestmark = pytest.mark.slow
 
 CHOSEN = "cpu-onnxruntime-cpu-fp8-all"
 PLAN = {"plans": ["fp32", "fp8-all", "fp8-safe"], "keep": ["heads"]}
-NO_REFINING = {"rounds": 0}
-"""Engines that are as if FP8 were faster would be refined, which takes longer than all else."""
-
-
-class _Slow(Runner):
-    def __init__(self, inner: Runner) -> None:
-        self._inner = inner
-
-    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        time.sleep(0.004)
-        return self._inner.run(inputs)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class Fast8(OnnxRuntimeBackend):
-    """As if FP8 were faster here: what runs without it takes longer."""
-
-    def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
-        return False
-
-    def load(self, engine: Path, architecture: str) -> Runner:
-        runner = super().load(engine, architecture)
-        return runner if b"QuantizeLinear" in engine.read_bytes() else _Slow(runner)
 
 
 @pytest.fixture(scope="module")
@@ -310,133 +282,6 @@ def test_what_cannot_be_refreshed(
     ):
         done = call(capsys, "refresh", *arguments)
         assert done.code == 2 and said in done.err, done.err
-
-
-BUILDER = """
-import numpy as np
-import torch
-
-
-class Ranker(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1 = torch.nn.Linear(16, 32)
-        self.fc2 = torch.nn.Linear(32, 32)
-        self.head = torch.nn.Linear(32, 1)
-
-    def forward(self, dense):
-        return self.head(torch.relu(self.fc2(torch.relu(self.fc1(dense))))).squeeze(-1)
-
-
-def build():
-    torch.manual_seed(0)
-    return Ranker(), {"dense": np.zeros((2, 16), np.float32)}
-"""
-
-
-def test_a_checkpoint_of_a_torch_module(place: Workplace, tmp_path: Path) -> None:
-    """Its builder is found beside the run file of the earlier run, wherever the refresh is started."""
-    torch = pytest.importorskip("torch", reason="needs torch")
-    from safetensors.torch import save_file
-
-    (place.path / "my_ranker.py").write_text(BUILDER)
-    module = torch.nn.Module()
-    for name, sizes in (("fc1", (16, 32)), ("fc2", (32, 32)), ("head", (32, 1))):
-        module.add_module(name, torch.nn.Linear(*sizes))
-    state = module.state_dict()
-    save_file(state, place.path / "sunday.safetensors")
-    monday = {name: value * (2.0 if name == "fc2.weight" else 1.0) for name, value in state.items()}
-    save_file(monday, tmp_path / "monday.safetensors")
-    place.write_run_file(
-        model={"onnx": None, "torch": "my_ranker:build", "checkpoint": "sunday.safetensors"},
-        outputs=[{"name": "ctr", "kind": "logit", "label": "clicked", "budget": 0.05}],
-        data={"inputs": {"dense": [f"d{i}" for i in range(len(weights()["fc1.w"]) // 2)]}},
-        plan={"plans": ["fp32", "fp8-all"]},
-        refine=NO_REFINING,
-        # Which moves range between weights and activations, by what it measures on each model.
-        mods={"smoothing": False},
-    )
-    run(place.run_file)
-    result = refresh(place.output, tmp_path / "monday.safetensors", RefreshOptions(output=tmp_path / "new"))
-    assert result.refresh.fallback == ""
-    moved = {move.site: move.weight for move in result.refresh.sites}
-    (fc2,) = [factor for site, factor in moved.items() if "fc2" in site]
-    assert fc2 == pytest.approx(2.0)
-    assert moved[next(site for site in moved if "fc1" in site)] == pytest.approx(1.0)
-    # Weights were put into the earlier graph: the bytes that the exporter gives.
-    anew = loka_onnx.load_run_file(
-        place.run_file,
-        {"output": str(tmp_path / "full"), "model.checkpoint": str(tmp_path / "monday.safetensors")},
-    )
-    run(anew, RunOptions(until=Stage.EXPORT))
-    assert _digest(tmp_path / "new") == _digest(tmp_path / "full")
-
-
-def _digest(directory: Path) -> str:
-    return str(read(ModelArtifact, directory, "model/exported.json").digest)
-
-
-ORDERED = """
-import numpy as np
-import torch
-
-
-class Ranker(torch.nn.Module):
-    def __init__(self, tables):
-        super().__init__()
-        self.tables = torch.nn.ModuleList([torch.nn.Embedding(rows, 16) for rows in tables.values()])
-        self.fc1 = torch.nn.Linear(16 * len(tables), 32)
-        self.head = torch.nn.Linear(32, 1)
-
-    def forward(self, ids):
-        rows = [table(ids[:, place]) for place, table in enumerate(self.tables)]
-        return self.head(torch.relu(self.fc1(torch.cat(rows, 1)))).squeeze(-1)
-
-
-def build(tables):
-    torch.manual_seed(0)
-    return Ranker(tables), {"ids": np.zeros((2, len(tables)), np.int64)}
-"""
-
-
-def test_the_order_of_a_builder_s_arguments_is_kept(place: Workplace, tmp_path: Path) -> None:
-    """It may be the order of the embedding tables, as it is in the zoo; here the names are not in theirs."""
-    torch = pytest.importorskip("torch", reason="needs torch")
-    from safetensors.torch import save_file
-
-    (place.path / "my_tables.py").write_text(ORDERED)
-    tables = {"wide": 40, "narrow": 6000}
-    layers = {
-        "tables.0": torch.nn.Embedding(40, 16),
-        "tables.1": torch.nn.Embedding(6000, 16),
-        "fc1": torch.nn.Linear(32, 32),
-        "head": torch.nn.Linear(32, 1),
-    }
-    save_file(
-        {
-            f"{layer}.{name}": value
-            for layer, part in layers.items()
-            for name, value in part.state_dict().items()
-        },
-        place.path / "sunday.safetensors",
-    )
-    place.write_run_file(
-        model={
-            "onnx": None,
-            "torch": "my_tables:build",
-            "arguments": {"tables": tables},
-            "checkpoint": "sunday.safetensors",
-        },
-        outputs=[{"name": "ctr", "kind": "logit", "label": "clicked", "budget": 0.05}],
-        data={"inputs": {"ids": ["item_id", "request"]}},
-        plan={"plans": ["fp32", "fp8-all"]},
-        refine=NO_REFINING,
-    )
-    run(place.run_file)
-    found = refresh(
-        place.output, place.path / "sunday.safetensors", RefreshOptions(output=tmp_path / "new")
-    ).refresh
-    assert found.fallback == "" and found.model == found.earlier_model
 
 
 class Away(Fast8):

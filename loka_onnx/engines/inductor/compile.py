@@ -73,8 +73,8 @@ class Settings:
     def of(cls, request: BuildRequest) -> Settings:
         """Settings from the options of a request; what is left out has its default.
 
-        On a GPU a few batch sizes get programs of their own: DLRM-DCNv2 at 256 took 83 µs in place of 115
-        (H100).
+        On a GPU a few batch sizes get programs of their own: blanket FP8 of DLRM-DCNv2 at 256 took 83 µs in
+        a run with them and 109 in one without (H100).
         """
         options = request.options
         on_gpu = request.architecture != CPU

@@ -2,9 +2,9 @@
 
     X  =  concat(A, B),    X, Q(X)
 
-of two matrices side by side, rounded to the type of X as they are read. A compiler makes one kernel of it as
-well, that computes for every element which of the two it comes from: it took twice as long as without the Q
-(DLRM-DCNv2, whose concatenated features are x0 of every cross layer, on an H100).
+of two matrices side by side, rounded to the type of X as they are read. Inductor makes one kernel of it as
+well, which took 35 µs in place of 15 without the Q (DLRM-DCNv2 at 2048 on an H100, where X is x0 of every
+cross layer); why was not found. This one was not timed on a GPU yet.
 """
 
 from __future__ import annotations

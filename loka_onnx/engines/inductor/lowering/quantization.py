@@ -39,8 +39,9 @@ def quantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None
     _check_zero(node, zero_point)
     wide = values.to(torch.float32)
     if values.is_cuda and isinstance(scale, Constant) and scale.array is not None and scale.array.size == 1:
-        # A division took longer than all that the kernel moves (H100); 1/s moves what lies between two
-        # numbers to the other one, which is as near.
+        # By 1/s, as the kernels of `kernels` quantize: a tensor has one Q, fused or not. The product is
+        # within a rounding of FP32 of the quotient: only what lies that near to a boundary of FP8 may
+        # cross it.
         return saturated(wide * (1.0 / float(scale.array.astype("float32").reshape(()))), target)
     return saturated(wide / spread, target)
 
