@@ -17,21 +17,20 @@ from onnx.external_data_helper import uses_external_data
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.errors import InternalError
+from loka_onnx.graph.exported import Exported
 from loka_onnx.graph.garbage import collector_paused
+from loka_onnx.graph.held import Array
 from loka_onnx.graph.shapes import STRIP_BYTES, add_inferred_shapes
 from loka_onnx.graph.storage import (
     all_initializers,
     check_external_files,
-    content_digest,
-    external_files,
-    move_outside,
     names_in_subgraphs,
-    place_table,
     read_external,
     read_proto,
     stored_bytes,
     take_tables,
 )
+from loka_onnx.graph.weights import attach, held_back, take_weights
 
 OLDEST_IR = 10
 """IR version from which FP8 tensors are complete."""
@@ -86,18 +85,36 @@ class GraphModel:
     @classmethod
     def from_proto(cls, proto: onnx.ModelProto, directory: Path) -> GraphModel:
         """Take over a parsed model whose external data lies in `directory`; `proto` is consumed."""
+        return cls._take_over(proto, directory, ())
+
+    @classmethod
+    def read_back(cls, exported: Exported) -> GraphModel:
+        """What `load` makes of the file that an exported model is written to, without the file.
+
+        Element types and shapes are inferred anew; the weights are shared.
+        """
+        return cls._take_over(exported.copy_headers(exported.tables), Path("/"), exported.held)
+
+    @classmethod
+    def _take_over(cls, proto: onnx.ModelProto, directory: Path, held: Sequence[Array]) -> GraphModel:
         tables = take_tables(proto, directory)
         for tensor in all_initializers(proto.graph):
             if uses_external_data(tensor) and stored_bytes(tensor) <= STRIP_BYTES:
                 read_external(tensor, directory)
         # No shape follows from the larger ones, and inference copies what is in a branch.
-        add_inferred_shapes(proto)
-        for tensor in all_initializers(proto.graph):
+        weights = take_weights(proto, directory, held)
+        # The memory of a message is one piece: what was taken out of it goes with it.
+        light = onnx.ModelProto()
+        light.CopyFrom(proto)
+        add_inferred_shapes(light)
+        for tensor in all_initializers(light.graph):
             if uses_external_data(tensor):
                 read_external(tensor, directory)
         # It writes to standard output that NumPy has no FP8 types; the tensors keep their ONNX type.
         with collector_paused(), G_LOGGER.suppress(G_LOGGER.ERROR):
-            return cls(gs.import_onnx(proto), tables)
+            graph = gs.import_onnx(light)
+            attach(graph, weights)
+        return cls(graph, tables)
 
     def save(self, path: Path, *, link_tables: bool = True) -> str:
         """Write the model and whatever it keeps outside; returns the digest of its content.
@@ -110,17 +127,15 @@ class GraphModel:
                 same). False for files that are not ours: their owner may write into them, and onnx refuses
                 to load a file that has a second name.
         """
+        return self.export().write(path, link_tables=link_tables)
+
+    def export(self) -> Exported:
+        """The model as it is written; the graph is cleaned of unused nodes and sorted."""
         with collector_paused():
             self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
-            proto = gs.export_onnx(self.graph, do_type_check=False)
-        self._mend_types(proto.graph)
-        _set_oldest_ir(proto)
+        exported = self._export()
+        proto = exported.headers
         proto.producer_name = "loka-onnx"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        used = {name for node in proto.graph.node for name in node.input} | names_in_subgraphs(proto.graph)
-        for name, table in self.tables.items():
-            if name in used:
-                proto.graph.initializer.append(place_table(table, path.parent, link_tables))
         kept = [
             info
             for info in proto.graph.value_info
@@ -128,9 +143,17 @@ class GraphModel:
         ]
         del proto.graph.value_info[:]
         proto.graph.value_info.extend(kept)
-        move_outside(proto, path)
-        path.write_bytes(proto.SerializeToString(deterministic=True))
-        return content_digest(path, external_files(proto))
+        used = {name for node in proto.graph.node for name in node.input} | names_in_subgraphs(proto.graph)
+        tables = [table for name, table in self.tables.items() if name in used]
+        return Exported(proto, exported.held, tables)
+
+    def _export(self) -> Exported:
+        """The model as it stands, without its tables."""
+        with collector_paused(), held_back(self.graph) as held:
+            proto = gs.export_onnx(self.graph, do_type_check=False)
+        self._mend_types(proto.graph)
+        _set_oldest_ir(proto)
+        return Exported(proto, held, ())
 
     def _mend_types(self, graph: onnx.GraphProto) -> None:
         """Write the type of E4M3FNUZ tensors, which onnx-graphsurgeon 0.6.1 exports as E4M3FN."""
@@ -173,11 +196,8 @@ class GraphModel:
 
     def to_proto(self) -> onnx.ModelProto:
         """The model as it stands, without its tables."""
-        proto = gs.export_onnx(self.graph.toposort(), do_type_check=False)
-        self._mend_types(proto.graph)
-        _set_oldest_ir(proto)
-        exported: onnx.ModelProto = proto
-        return exported
+        self.graph.toposort()
+        return self._export().whole()
 
     # Reading ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import onnx
 
+from loka_onnx.graph.held import number_of
+
 STRIP_BYTES = 4096
 """Initializers beyond this hold weights, never a shape or an axis."""
 
@@ -26,7 +28,8 @@ def add_inferred_shapes(model: onnx.ModelProto) -> None:
     graph.value_info.extend(model.graph.value_info)
     inputs = {i.name for i in model.graph.input}
     for tensor in model.graph.initializer:
-        if len(tensor.raw_data) > STRIP_BYTES and tensor.name not in inputs:
+        is_large = number_of(tensor) is not None or len(tensor.raw_data) > STRIP_BYTES
+        if is_large and tensor.name not in inputs:
             graph.input.append(
                 onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
             )

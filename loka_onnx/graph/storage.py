@@ -7,6 +7,7 @@ in brings a copy of the file, and every later copy of the model links that one.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from onnx.external_data_helper import set_external_data, uses_external_data
 
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.errors import InternalError, ModelError
+from loka_onnx.graph.held import Array, bytes_of, number_of
 
 INLINE_LIMIT_BYTES = 1 << 30
 """Dense weights beyond this are stored beside the model; protobuf ends at 2 GiB."""
@@ -124,21 +126,25 @@ def check_external_files(model: onnx.ModelProto, path: Path) -> None:
 
 def model_digest(path: Path) -> str:
     """SHA-256 over the model file and the files it refers to."""
-    return content_digest(path, external_files(read_proto(path)))
+    return digest_with_weights(digest_file(path), path.parent, external_files(read_proto(path)))
 
 
-def content_digest(path: Path, weights: Sequence[str]) -> str:
-    """SHA-256 over a model file and the files of that name beside it."""
-    return digest_json([digest_file(path), *(_digest_weights(path.parent / name) for name in weights)])
+def digest_with_weights(model: str, directory: Path, weights: Sequence[str]) -> str:
+    """SHA-256 over the digest of a model file and the files of that name in its directory."""
+    return digest_json([model, *(_digest_weights(directory / name) for name in weights)])
 
 
 def _digest_weights(path: Path) -> str:
-    """SHA-256 of a file of weights; one that many models link is read once."""
-    stat = path.stat()
-    key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    """SHA-256 of a file of weights: one that many models link is read once, one of our own never."""
+    key = _identity(path)
     if key not in _DIGESTS:
         _DIGESTS[key] = digest_file(path)
     return _DIGESTS[key]
+
+
+def _identity(path: Path) -> tuple[int, int, int, int]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 _DIGESTS: dict[tuple[int, int, int, int], str] = {}
@@ -245,31 +251,46 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def move_outside(proto: onnx.ModelProto, path: Path) -> None:
+def move_outside(proto: onnx.ModelProto, path: Path, held: Sequence[Array] = ()) -> None:
     """Write dense weights to ``<name>.data`` beside the model, where they are too large to stay in it.
 
     That file may be a link to the source of the tables: it is replaced, never written into, and has another
     name where the tables of this model are in it.
+
+    Args:
+        proto: The model; edited.
+        path: Its file.
+        held: Values to which its headers refer.
     """
     # Branches hold weights as well: of a switchable model, all of them, and each twice.
     weights = [*all_initializers(proto.graph)]
-    if sum(len(tensor.raw_data) for tensor in weights) <= INLINE_LIMIT_BYTES:
+    if sum(inline_bytes(tensor, held) for tensor in weights) <= INLINE_LIMIT_BYTES:
         return
     linked = set(external_files(proto))
     location = f"{path.name}.data"
     while location in linked:
         location = f"{location}.dense"
     (path.parent / location).unlink(missing_ok=True)
-    offset = 0
+    offset, state = 0, hashlib.sha256()
     with (path.parent / location).open("wb") as stream:
         for tensor in weights:
-            if uses_external_data(tensor) or len(tensor.raw_data) < 1024:
+            if uses_external_data(tensor) or inline_bytes(tensor, held) < 1024:
                 continue
-            padding = -offset % 4096
-            stream.write(b"\0" * padding)
-            offset += padding
-            length = stream.write(tensor.raw_data)
-            set_external_data(tensor, location, offset, length)
+            number = number_of(tensor)
+            data = tensor.raw_data if number is None else bytes_of(held[number])
+            padding = b"\0" * (-offset % 4096)
+            for part in (padding, data):
+                stream.write(part)
+                state.update(part)
+            offset += len(padding)
+            set_external_data(tensor, location, offset, len(data))
             tensor.ClearField("raw_data")
             tensor.data_location = onnx.TensorProto.EXTERNAL
-            offset += length
+            offset += len(data)
+    _DIGESTS[_identity(path.parent / location)] = state.hexdigest()
+
+
+def inline_bytes(tensor: onnx.TensorProto, held: Sequence[Array]) -> int:
+    """Bytes of a tensor that stand in its message, or will when it is filled."""
+    number = number_of(tensor)
+    return len(tensor.raw_data) if number is None else held[number].nbytes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.rewrite import Declined, RewriteLog, RewriteRecord
 from loka_onnx.errors import EngineError, ModelError, TransformError
+from loka_onnx.graph.exported import Exported
 from loka_onnx.graph.garbage import collector_paused
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
@@ -40,6 +42,8 @@ from loka_onnx.transforms.tidying.share_duplicates import ShareDuplicates
 Arrays = Mapping[str, npt.NDArray[Any]]
 Outputs = list[dict[str, npt.NDArray[Any]]]
 """Graph outputs by name, batch by batch."""
+
+_OPTIONS = SessionOptions(optimize=False)
 
 DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     EinsumToMatMul,
@@ -117,16 +121,17 @@ def apply_mods(
         if record.applied:
             began = time.perf_counter()
             if outputs is None:
-                outputs = _outputs(model.path, rows)
-            graph.save(target)
-            record, outputs = _judge(record, mod, outputs, target, rows)
+                outputs = _outputs(OnnxSession(model.path, _OPTIONS), rows)
+            exported = graph.export()
+            record, outputs = _judge(record, mod, outputs, partial(_open, exported, target), rows)
             record = replace(record, check_seconds=time.perf_counter() - began)
-            # Reading the file back gives the new tensors their inferred types and shapes.
-            graph = before if record.rolled_back else GraphModel.load(target)
+            # Reading it back gives the new tensors their inferred types and shapes.
+            graph = before if record.rolled_back else GraphModel.read_back(exported)
         records.append(record)
         progress("mods", number + 1, len(chosen))
-    digest = graph.save(target)
-    sites = find_sites(GraphModel.load(target), _origins(model, records))
+    exported = graph.export()
+    digest = exported.write(target)
+    sites = find_sites(GraphModel.read_back(exported), _origins(model, records))
     return Rewritten(
         replace(model, path=target, digest=digest, opset=graph.opset, sites=sites), RewriteLog(tuple(records))
     )
@@ -144,17 +149,32 @@ def _origins(model: ModelArtifact, records: Sequence[RewriteRecord]) -> dict[str
     return origins
 
 
-def _outputs(path: Path, rows: Sequence[Arrays]) -> Outputs:
-    session = OnnxSession(path, SessionOptions(optimize=False))
+def _outputs(session: OnnxSession, rows: Sequence[Arrays]) -> Outputs:
     return [session.run(batch) for batch in rows]
 
 
+def _open(exported: Exported, target: Path) -> OnnxSession:
+    """A session of a model that is not written yet.
+
+    With a file for each of the three mods that apply to a Wukong of 300 MB, the sequence took 21 s, not 4 s.
+    """
+    model = exported.in_memory()
+    if model is None:
+        exported.write(target)
+        return OnnxSession(target, _OPTIONS)
+    return OnnxSession.in_memory(model.proto, model.weights, target, _OPTIONS)
+
+
 def _judge(
-    record: RewriteRecord, mod: Mod[Any], before: Outputs, target: Path, rows: Sequence[Arrays]
+    record: RewriteRecord,
+    mod: Mod[Any],
+    before: Outputs,
+    opened: Callable[[], OnnxSession],
+    rows: Sequence[Arrays],
 ) -> tuple[RewriteRecord, Outputs]:
     """The record with its verdict, and the outputs that the next mod is held against."""
     try:
-        after = _outputs(target, rows)
+        after = _outputs(opened(), rows)
     except (ModelError, EngineError) as error:
         return _rolled_back(record, f"{error.what}: {error.evidence}"), before
     change = max(

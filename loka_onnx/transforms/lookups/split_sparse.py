@@ -143,7 +143,7 @@ def describe_halves(split: SparseSplit, whole: ModelArtifact, directory: Path) -
             digest=model_digest(path),
             inputs=tuple(specs[tensor.name] for tensor in graph.inputs),
             outputs=outputs,
-            sites=find_sites(GraphModel.load(path), merged),
+            sites=find_sites(GraphModel.read_back(graph.export()), merged),
         )
 
     dense = half(split.dense, DENSE_FILE, whole.outputs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from pathlib import Path
 
 import ml_dtypes
@@ -111,6 +113,58 @@ def test_a_model_that_is_refused_says_why(tmp_path):
     onnx.save(parsed("g (float[b,4] x) => (float[b,4] y) { y = Frobnicate(x) }"), path)
     with pytest.raises(ModelError, match=re.escape(f"ONNX Runtime refuses '{path}'") + "(?s:.*)Frobnicate"):
         OnnxSession(path)
+
+
+def outside(values: np.ndarray, name: str) -> onnx.TensorProto:
+    tensor = onnx.numpy_helper.from_array(values, name)
+    onnx.external_data_helper.set_external_data(tensor, "nowhere", 0, values.nbytes)
+    tensor.ClearField("raw_data")
+    return tensor
+
+
+def test_weights_in_memory_are_read_where_they_are_and_live_as_long_as_the_session():
+    model = parsed("g (float[b,4] x) => (float[b,4] y) { y = Mul(x, w) }")
+    weight = np.arange(4, dtype=np.float32)
+    model.graph.initializer.append(outside(weight, "w"))
+    watched = weakref.ref(weight)
+    session = OnnxSession.in_memory(model, {"w": weight}, Path("m.onnx"))
+    weight[2] = 7
+    changed = weight.copy()
+    del weight
+    gc.collect()
+    x = np.ones((2, 4), np.float32)
+    np.testing.assert_array_equal(session.run({"x": x})["y"], x * changed)
+    assert watched() is not None
+    del session
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16])
+def test_weights_in_memory_have_types_that_numpy_lacks(kind, monkeypatch):
+    seen = []
+    original = ort.InferenceSession
+
+    def spy(source, settings, providers):
+        seen.append(settings.graph_optimization_level)
+        return original(source, settings, providers=providers)
+
+    monkeypatch.setattr(ort, "InferenceSession", spy)
+    model = parsed("g (float[b,4] x) => (float[b,4] y) { c = Cast<to=1>(w)  y = Mul(x, c) }")
+    weight = np.array([0.5, -3, 448, 0.0625], kind)
+    model.graph.initializer.append(outside(weight, "w"))
+    session = OnnxSession.in_memory(model, {"w": weight}, Path("m.onnx"))
+    x = np.ones((2, 4), np.float32)
+    np.testing.assert_array_equal(session.run({"x": x})["y"], x * weight.astype(np.float32))
+    levels = ort.GraphOptimizationLevel
+    is_wide = kind is ml_dtypes.bfloat16
+    assert seen == [levels.ORT_ENABLE_ALL if is_wide else levels.ORT_ENABLE_BASIC]
+
+
+def test_a_model_in_memory_that_is_refused_is_named():
+    model = parsed("g (float[b,4] x) => (float[b,4] y) { y = Frobnicate(x) }")
+    with pytest.raises(ModelError, match=r"ONNX Runtime refuses 'some/m\.onnx'(?s:.*)Frobnicate"):
+        OnnxSession.in_memory(model, {}, Path("some/m.onnx"))
 
 
 def test_the_bias_of_a_gemm_between_fp8_factors_is_not_rounded(tmp_path: Path) -> None:

@@ -15,7 +15,11 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.rewrite import Applied, Declined, RewriteLog
 from loka_onnx.core.site import SiteKind
 from loka_onnx.errors import TransformError
+from loka_onnx.graph import storage
+from loka_onnx.graph.exported import Exported
 from loka_onnx.graph.model import GraphModel, Node, values_of
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.graph.storage import model_digest
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
@@ -211,3 +215,66 @@ def test_the_artifact_describes_the_model_after_the_mods(tmp_path: Path) -> None
     np.testing.assert_allclose(
         evaluate(after, ROWS[0])["y"], evaluate(onnx.load(source.path), ROWS[0])["y"], rtol=0, atol=2e-6
     )
+
+
+class EditTwice(Rounds):
+    """Also gives the product a new weight, which is large."""
+
+    name = "edit-twice"
+
+    def rewrite(self, model: GraphModel, match: Node) -> Applied:
+        product = model.node("fc")
+        product.inputs[1] = model.constant("w.edited", values_of(product.inputs[1]).copy())
+        return super().rewrite(model, match)
+
+
+def large(folder: Path, table: bool) -> ModelArtifact:
+    """A weight of the main graph and two of branches that are beyond what is held, and a table outside."""
+    other = "other = Gather(table, rows)" if table else "other = Neg(h)"
+    model = parse(
+        "[fc] h = MatMul(x, w) positive = ReduceMax<keepdims=0>(x) is_low = Greater(positive, zero)"
+        f" g = If(is_low) <then_branch = t () => (p) {{ p = MatMul(h, low) }},"
+        " else_branch = e () => (q) { q = MatMul(h, high) }>"
+        f" y = Mul(h, gain) one = ArgMax<axis=1, keepdims=0>(g) rows = Mod(one, few) {other}",
+        {
+            "w": random_rows(8, 200),
+            "low": random_rows(200, 300),
+            "high": random_rows(200, 300, seed=2),
+            "gain": np.full(200, 0.5),
+            "zero": 0.0,
+            "few": np.array(40),
+            "table": random_rows(40, 50),
+        },
+        outputs="float[batch,200] y, float[batch,300] g, float[batch,m] other",
+    )
+    for tensor in [tensor for tensor in model.graph.initializer if tensor.name == "table"]:
+        (folder / "table.bin").write_bytes(tensor.raw_data)
+        onnx.external_data_helper.set_external_data(tensor, "table.bin", 0, len(tensor.raw_data))
+        tensor.ClearField("raw_data")
+    path = folder / "before.onnx"
+    path.write_bytes(model.SerializeToString())
+    return ModelArtifact(path, model_digest(path), 21, (), (), find_sites(GraphModel.load(path)), "test")
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_mods_are_checked_without_a_file_and_as_on_files(
+    table: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
+    model, written = large(tmp_path, table), []
+    write = Exported.write
+    monkeypatch.setattr(Exported, "write", lambda e, path: written.append(path) or write(e, path))
+    mods = [EditTwice(), Breaks(), WrongShape(), Unloadable(), Rounds()]
+    got = apply_mods(model, ROWS, tmp_path / "memory/m.onnx", mods)
+    assert written == [tmp_path / "memory/m.onnx"]
+    assert got.model.digest == model_digest(tmp_path / "memory/m.onnx")
+    monkeypatch.setattr(Exported, "in_memory", lambda exported: None)
+    want = apply_mods(model, ROWS, tmp_path / "files/m.onnx", mods)
+    assert len(written) == 1 + len(mods) + 1
+    assert (got.model.digest, got.model.sites) == (want.model.digest, want.model.sites)
+    assert [r.rolled_back for r in got.log.records] == [False, True, True, True, False]
+    for one, other in zip(got.log.records, want.log.records, strict=True):
+        # The bits of the outputs are those of the file: so are their differences.
+        assert (one.applied, one.max_abs, one.tolerance) == (other.applied, other.max_abs, other.tolerance)
+        assert [d.at for d in one.declined] == [d.at for d in other.declined]
+    assert (tmp_path / "memory/table.bin").exists() == table

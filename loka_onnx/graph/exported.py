@@ -1,0 +1,113 @@
+"""A model on its way out of the editable graph: into a file, into a session, or back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from onnx.external_data_helper import set_external_data, uses_external_data
+
+from loka_onnx.graph.held import Array, fill, number_of
+from loka_onnx.graph.storage import (
+    INLINE_LIMIT_BYTES,
+    all_initializers,
+    digest_with_weights,
+    external_files,
+    inline_bytes,
+    move_outside,
+    place_table,
+    read_external,
+)
+from loka_onnx.graph.weights import map_external
+from loka_onnx.graph.wire import spliced
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A model whose weights are taken from memory.
+
+    Attributes:
+        proto: The model; weights are external data, of which the location says nothing.
+        weights: Their values, by name.
+    """
+
+    proto: onnx.ModelProto
+    weights: Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model as it is written.
+
+    Attributes:
+        headers: The model with headers in the place of its large weights, without its tables.
+        held: Values of the large weights.
+        tables: Embedding tables that it reads; their locations are absolute paths.
+    """
+
+    headers: onnx.ModelProto
+    held: Sequence[Array]
+    tables: Sequence[onnx.TensorProto]
+
+    def write(self, path: Path, *, link_tables: bool = True) -> str:
+        """Write the model and whatever it keeps outside; returns the digest of its content.
+
+        Args:
+            path: The model file; its directory is created.
+            link_tables: Whether the files of tables are hard-linked; see `GraphModel.save`.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        proto = self.copy_headers(place_table(table, path.parent, link_tables) for table in self.tables)
+        move_outside(proto, path, self.held)
+        state = hashlib.sha256()
+        with path.open("wb") as stream:
+            for part in spliced(proto.SerializeToString(deterministic=True), self.held):
+                stream.write(part)
+                state.update(part)
+        return digest_with_weights(state.hexdigest(), path.parent, external_files(proto))
+
+    def copy_headers(self, tables: Iterable[onnx.TensorProto] = ()) -> onnx.ModelProto:
+        """A copy of the headers, with some tables."""
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self.headers)
+        proto.graph.initializer.extend(tables)
+        return proto
+
+    def whole(self) -> onnx.ModelProto:
+        """The model in one message, without its tables."""
+        proto = self.copy_headers()
+        for tensor in all_initializers(proto.graph):
+            fill(tensor, self.held)
+        return proto
+
+    def in_memory(self) -> InMemory | None:
+        """The model for a session that takes its weights from memory; None where they do not fit there.
+
+        ONNX Runtime 1.31 takes only those of the main graph: what branches hold stays in the message, and
+        that ends at 2 GiB.
+        """
+        proto = self.copy_headers(self.tables)
+        weights: dict[str, Array] = {}
+        for tensor in proto.graph.initializer:
+            number = number_of(tensor)
+            if number is None and not uses_external_data(tensor):
+                continue
+            values = map_external(tensor, Path("/")) if number is None else self.held[number]
+            if values is None:
+                # Of another type, or in part.
+                read_external(tensor, Path("/"))
+                continue
+            weights[tensor.name] = values
+            # `set_external_data` asks for the field.
+            tensor.raw_data = b""
+            set_external_data(tensor, "memory", 0, values.nbytes)
+            tensor.ClearField("raw_data")
+        inside = [*all_initializers(proto.graph)]
+        if sum(inline_bytes(tensor, self.held) for tensor in inside) > INLINE_LIMIT_BYTES:
+            return None
+        for tensor in inside:
+            fill(tensor, self.held)
+        return InMemory(proto, weights)

@@ -1,0 +1,152 @@
+"""Large weights of an editable graph: taken out of the message that it is read from, and held on export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx.external_data_helper import uses_external_data
+from onnx_graphsurgeon.exporters.onnx_exporter import dtype_to_onnx
+from onnx_graphsurgeon.ir.tensor import LazyValues
+from onnx_graphsurgeon.logger import G_LOGGER
+
+from loka_onnx.graph.held import HELD_TYPES, Array, hold, number_of
+from loka_onnx.graph.shapes import STRIP_BYTES
+from loka_onnx.graph.storage import all_initializers, stored_bytes
+
+
+class HeldValues(LazyValues):  # type: ignore[misc]
+    """Values of a `gs.Constant` that are there already; copies of a graph share them.
+
+    Args:
+        header: The tensor without its values.
+        array: The values.
+    """
+
+    def __init__(self, header: onnx.TensorProto, array: Array) -> None:
+        # It writes to standard output that NumPy has no FP8 types.
+        with G_LOGGER.suppress(G_LOGGER.ERROR):
+            super().__init__(header)
+        self.array = array
+
+    def load(self) -> Array:
+        """The values, not copied."""
+        return self.array
+
+
+def take_weights(proto: onnx.ModelProto, directory: Path, held: Sequence[Array] = ()) -> list[Array]:
+    """Replace large weights of a message by headers; edits it.
+
+    Args:
+        proto: The model; its external data lies in `directory`.
+        directory: Directory of the model.
+        held: Values to which some of its tensors refer already.
+
+    Returns:
+        Those values, and the others after them; none of the others can be written to.
+    """
+    found = list(held)
+    for tensor in all_initializers(proto.graph):
+        if tensor.data_type not in HELD_TYPES or stored_bytes(tensor) <= STRIP_BYTES:
+            continue
+        if uses_external_data(tensor):
+            values = map_external(tensor, directory)
+            if values is not None:
+                # Read whole: the file may be replaced while the model is in use.
+                values = np.array(values, order="C")
+                values.flags.writeable = False
+                tensor.data_location = onnx.TensorProto.DEFAULT
+                del tensor.external_data[:]
+        else:
+            values = None if tensor.external_data else _inline_values(tensor)
+        if values is not None:
+            hold(tensor, len(found))
+            found.append(values)
+    return found
+
+
+def map_external(tensor: onnx.TensorProto, directory: Path) -> Array | None:
+    """Values of a tensor as a map of its file; None where its bytes are not those of its dimensions."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    size = stored_bytes(tensor)
+    path, offset = directory / entries["location"], int(entries.get("offset", 0))
+    if size == 0 or int(entries.get("length", size)) != size or offset + size > path.stat().st_size:
+        return None
+    return _shaped(tensor, np.memmap(path, np.uint8, "r", offset=offset, shape=(size,)))
+
+
+def _inline_values(tensor: onnx.TensorProto) -> Array | None:
+    raw = tensor.raw_data
+    return _shaped(tensor, np.frombuffer(raw, np.uint8)) if len(raw) == stored_bytes(tensor) else None
+
+
+def _shaped(tensor: onnx.TensorProto, data: Array) -> Array:
+    values: Array = data.view(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
+    return values.reshape(tuple(tensor.dims))
+
+
+def attach(graph: gs.Graph, held: Sequence[Array]) -> None:
+    """Give the constants of a graph that was imported from headers their values; edits it."""
+    for tensor in _constants(graph):
+        header = getattr(tensor._values, "tensor", None)
+        if not isinstance(header, onnx.TensorProto):
+            continue
+        number = number_of(header)
+        if number is not None:
+            header.ClearField("raw_data")
+            tensor._values = HeldValues(header, held[number])
+
+
+@contextmanager
+def held_back(graph: gs.Graph) -> Iterator[list[Array]]:
+    """Let a graph be exported with headers in the place of its large weights; yields their values."""
+    held: list[Array] = []
+    kept: list[tuple[Any, Any]] = []
+    try:
+        for tensor in _constants(graph):
+            values, header = tensor._values, _header(tensor)
+            if header is None:
+                continue
+            array = np.ascontiguousarray(values.array if isinstance(values, HeldValues) else values)
+            hold(header, len(held))
+            held.append(array)
+            kept.append((tensor, values))
+            tensor._values = HeldValues(header, array)
+        yield held
+    finally:
+        for tensor, values in kept:
+            tensor._values = values
+
+
+def _constants(graph: gs.Graph) -> list[gs.Constant]:
+    """The constants of a graph and of the branches and bodies of its nodes, each once."""
+    found: dict[int, gs.Constant] = {}
+    for part in (graph, *graph.subgraphs(recursive=True)):
+        ends = [part.inputs, part.outputs]
+        for node in part.nodes:
+            ends += [node.inputs, node.outputs]
+        found.update((id(t), t) for end in ends for t in end if isinstance(t, gs.Constant))
+    return list(found.values())
+
+
+def _header(tensor: gs.Constant) -> onnx.TensorProto | None:
+    """What onnx-graphsurgeon writes of a constant but its values; None when they are small or not held."""
+    values = tensor._values
+    header = onnx.TensorProto()
+    if isinstance(values, HeldValues):
+        header.CopyFrom(values.tensor)
+        return header
+    if not isinstance(values, np.ndarray) or values.nbytes <= STRIP_BYTES or not values.dtype.isnative:
+        return None
+    if tensor._export_dtype is not None or dtype_to_onnx(values.dtype) not in HELD_TYPES:
+        return None
+    header.data_type = dtype_to_onnx(values.dtype)
+    header.dims.extend(values.shape)
+    if tensor.data_location is not None:
+        header.data_location = tensor.data_location
+    return header

@@ -1,0 +1,70 @@
+"""A serialized model with the values that its headers refer to.
+
+The serialized form of a message nests its parts, each behind a tag and a length (protobuf.dev, "Encoding").
+Values are put in the place of their number, and the lengths around them grow: the bytes are those that
+protobuf writes of the whole model, without the four copies of the weights that it takes to have them written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loka_onnx.graph.held import TOKEN, Array, bytes_of, number_in
+
+_GRAPH: dict[int, Mapping[int, Any]] = {}
+_RAW_DATA: Mapping[int, Any] = {}
+_GRAPH |= {1: {5: {6: _GRAPH, 11: _GRAPH}}, 5: {9: _RAW_DATA}}
+_MODEL: Mapping[int, Any] = {7: _GRAPH}
+"""Numbers of the fields between a model and the `raw_data` of its initializers: `ModelProto.graph`,
+`GraphProto.node` and `initializer`, `NodeProto.attribute`, `AttributeProto.g` and `graphs`."""
+_FIXED_BYTES = {1: 8, 5: 4}
+"""Of a value by its wire type."""
+
+
+def spliced(model: bytes, held: Sequence[Array]) -> list[bytes | memoryview]:
+    """A serialized model of headers, as the parts of one with values; arrays are not copied."""
+    return _expanded(model, _MODEL, held)
+
+
+def _expanded(data: bytes, inner: Mapping[int, Any], held: Sequence[Array]) -> list[bytes | memoryview]:
+    parts: list[bytes | memoryview] = []
+    at = done = 0
+    while at < len(data):
+        start = at
+        tag, at = _varint(data, at)
+        field, kind = divmod(tag, 8)
+        if kind in _FIXED_BYTES:
+            at += _FIXED_BYTES[kind]
+            continue
+        value, at = _varint(data, at)
+        if kind == 0:
+            continue
+        body = data[at : at + value]
+        at += value
+        if field in inner and TOKEN in body:
+            number = number_in(body)
+            grown = _expanded(body, inner[field], held) if number is None else [bytes_of(held[number])]
+            parts += [data[done:start], _as_varint(tag), _as_varint(sum(map(len, grown))), *grown]
+            done = at
+    return [*parts, data[done:]]
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number, seven bits a byte and the lowest first, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value, at
+
+
+def _as_varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])

@@ -1,0 +1,248 @@
+"""Weights that go around protobuf: the files, the models read back and the outputs are those without it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_graphsurgeon.logger import G_LOGGER
+
+from loka_onnx.graph import exported, shapes, storage, weights
+from loka_onnx.graph.held import number_of
+from loka_onnx.graph.model import GraphModel, is_constant, values_of
+from loka_onnx.graph.storage import all_initializers, model_digest
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+RANDOM = np.random.default_rng(3)
+BASIC = SessionOptions(optimize=False)
+
+
+def randn(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+CHOICE = """g (float[b,64] x, bool c) => (float[b,64] y) {
+    h = MatMul(x, w)
+    y = If(c) <then_branch = t () => (p) { q = MatMul(h, inner)  p = Add(q, bias) },
+               else_branch = e () => (p) { p = If(c) <then_branch = tt () => (r) { r = MatMul(h, w) },
+                                                      else_branch = ee () => (r) { r = MatMul(h, inner) }> }>
+}"""
+LOW = """g (float[b,64] x) => (float[b,64] y) {
+    w8f = DequantizeLinear(w8, one)
+    h = MatMul(x, w8f)
+    w16f = Cast<to=1>(w16)
+    y = MatMul(h, w16f)
+}"""
+TYPES = """g (float[b,64] x) => (float[b,64] y, int64[b] i) {
+    half = Cast<to=1>(half_weight)  double = Cast<to=1>(double_weight)  whole = Cast<to=1>(ids)
+    s = Add(half, double)  t = Add(s, whole)  y = MatMul(x, t)
+    some = Slice(ids, zero, three, zero)  i = ReduceMax<keepdims=0>(some)
+}"""
+
+
+@pytest.fixture
+def models(write_model) -> dict[str, Path]:
+    """Branches within branches, types that NumPy lacks, and integers, all beyond the limit."""
+    wide, ids = randn(64, 64), np.arange(64 * 64).reshape(64, 64)
+    low = {
+        "w8": randn(64, 128).astype(ml_dtypes.float8_e4m3fn),
+        "w16": randn(128, 64).astype(ml_dtypes.bfloat16),
+        "one": np.ones((), np.float32),
+    }
+    types = {"half_weight": wide.astype(np.float16), "double_weight": wide.astype(float), "ids": ids}
+    ends = {"zero": np.array([0]), "three": np.array([3])}
+    path = write_model(CHOICE, {"w": wide, "inner": randn(64, 64), "bias": randn(64)}, name="choice.onnx")
+    proto = onnx.load(path)
+    # A weight of the branch's own.
+    (inner,) = (tensor for tensor in proto.graph.initializer if tensor.name == "inner")
+    branch = next(a.g for node in proto.graph.node for a in node.attribute if a.name == "then_branch")
+    branch.initializer.add().CopyFrom(inner)
+    branch.initializer[0].name = branch.node[0].input[1] = "own"
+    onnx.save(proto, path)
+    return {
+        "choice": path,
+        "low": write_model(LOW, low, name="low.onnx"),
+        "types": write_model(TYPES, types | ends, name="types.onnx"),
+    }
+
+
+def edited(path: Path) -> GraphModel:
+    """Some weights are new, one is renamed, one not in C order."""
+    model = GraphModel.load(path)
+    products = [node for node in model.nodes if node.op == "MatMul" and is_constant(node.inputs[1])]
+    for node in products:
+        node.inputs[1].name += ".renamed"
+    if products:
+        node = products[0]
+        node.inputs[1].values = np.asfortranarray(values_of(node.inputs[1]))
+        scaled = model.constant("scaled", values_of(node.inputs[1]) * np.float32(2))
+        (last,) = (tensor for tensor in model.outputs if tensor.name == "y")
+        model.replace_uses(last, model.add("MatMul", [last, scaled], "more"), [])
+    return model
+
+
+@pytest.mark.parametrize("change", [GraphModel.load, edited])
+@pytest.mark.parametrize("name", ["choice", "low", "types"])
+@pytest.mark.parametrize("limit", [1 << 30, 4000])
+def test_a_file_has_the_bytes_that_protobuf_writes(name, change, limit, models, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", limit)
+    model = change(models[name])
+    held = model.export()
+    assert len(held.held) >= 2
+    digest = model.save(tmp_path / "held/m.onnx")
+    # With no weight large enough to be held, onnx-graphsurgeon and protobuf have all of them.
+    for module in (weights, shapes):
+        monkeypatch.setattr(module, "STRIP_BYTES", 1 << 40)
+    plain = change(models[name])
+    assert not plain.export().held
+    assert plain.save(tmp_path / "plain/m.onnx") == digest
+    for path in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "held" / path.name).read_bytes() == path.read_bytes()
+    assert len(list((tmp_path / "held").iterdir())) == 1 + (limit < 1 << 30)
+    whole = held.whole().SerializeToString(deterministic=True)
+    if limit == 1 << 30:
+        assert (tmp_path / "held/m.onnx").read_bytes() == whole
+    # What was written is not read again for its digest, which is that of a reading.
+    storage._DIGESTS.clear()
+    assert model_digest(tmp_path / "held/m.onnx") == digest
+
+
+@pytest.mark.parametrize("values", [1100, 4000, 17_000, 600_000])
+def test_lengths_of_one_to_three_bytes_grow(values, write_model, tmp_path):
+    """4400 to 2.4 million bytes: lengths of two, three and four bytes in the place of one."""
+    path = write_model("g (float[n] x) => (float[n] y) { y = Add(x, w) }", {"w": randn(values)})
+    GraphModel.load(path).save(tmp_path / "out.onnx")
+    proto = onnx.load(tmp_path / "out.onnx")
+    assert proto.SerializeToString(deterministic=True) == (tmp_path / "out.onnx").read_bytes()
+    (stored,) = proto.graph.initializer
+    np.testing.assert_array_equal(
+        numpy_helper.to_array(stored), numpy_helper.to_array(onnx.load(path).graph.initializer[0])
+    )
+
+
+@pytest.mark.parametrize("name", ["choice", "low", "types"])
+def test_a_model_read_back_is_the_model_loaded(name, models, tmp_path):
+    held = edited(models[name]).export()
+    digest = held.write(tmp_path / "m.onnx")
+    back, loaded = GraphModel.read_back(held), GraphModel.load(tmp_path / "m.onnx")
+    assert list(back.tensors()) == list(loaded.tensors())
+    for key, tensor in loaded.tensors().items():
+        other = back.tensors()[key]
+        assert (type(other), other.dtype) == (type(tensor), tensor.dtype)
+        assert (other.shape and list(other.shape)) == (tensor.shape and list(tensor.shape))
+        if is_constant(tensor):
+            assert values_of(other).tobytes() == values_of(tensor).tobytes()
+    assert back.save(tmp_path / "back.onnx") == loaded.save(tmp_path / "loaded.onnx")
+    # Reading back consumes nothing, and weights are shared, not copied.
+    assert held.write(tmp_path / "again.onnx") == digest
+    if name == "types":
+        again = GraphModel.read_back(held).tensors()["double_weight"]
+        assert np.shares_memory(values_of(again), values_of(back.tensors()["double_weight"]))
+
+
+def test_weights_read_from_a_file_survive_its_replacement_and_cannot_be_changed(
+    models, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", 1000)
+    GraphModel.load(models["types"]).save(tmp_path / "m.onnx")
+    model = GraphModel.load(tmp_path / "m.onnx")
+    values = values_of(model.tensors()["double_weight"])
+    before = values.tobytes()
+    (tmp_path / "m.onnx.data").write_bytes(b"")
+    assert values.tobytes() == before
+    with pytest.raises(ValueError, match="read-only"):
+        values[0] = 0
+
+
+def both(path: Path, feeds: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Outputs of a file, and of the same model in memory."""
+    held = GraphModel.load(path).export()
+    held.write(path.with_name("written.onnx"))
+    model = held.in_memory()
+    assert model is not None
+    session = OnnxSession.in_memory(model.proto, model.weights, path, BASIC)
+    return OnnxSession(path.with_name("written.onnx"), BASIC).run(feeds), session.run(feeds)
+
+
+@pytest.mark.parametrize("name", ["choice", "low", "types"])
+@pytest.mark.parametrize("condition", [True, False])
+def test_a_session_in_memory_has_the_outputs_of_the_file(name, condition, models):
+    pytest.importorskip("onnxruntime")
+    feeds: dict[str, Any] = {"x": randn(7, 64)} | ({"c": np.array(condition)} if name == "choice" else {})
+    want, got = both(models[name], feeds)
+    assert want.keys() == got.keys()
+    for key, values in want.items():
+        assert values.tobytes() == got[key].tobytes()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16, np.int8, np.int64])
+def test_tables_stay_outside_in_memory_too(kind, tmp_path):
+    """At an odd place of their file, as nothing keeps writers from it."""
+    pytest.importorskip("onnxruntime")
+    table = (RANDOM.standard_normal((20, 4)) * 50).astype(kind)
+    stored = numpy_helper.from_array(table, "table")
+    (tmp_path / "tables.bin").write_bytes(b"abc" + stored.raw_data + b"tail")
+    onnx.external_data_helper.set_external_data(stored, "tables.bin", 3, table.nbytes)
+    stored.ClearField("raw_data")
+    weight = numpy_helper.from_array(randn(4, 1200), "w")
+    nodes = [
+        helper.make_node("Gather", ["table", "i"], ["e"]),
+        helper.make_node("Cast", ["e"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["f", "w"], ["y"]),
+    ]
+    ends = (
+        [helper.make_tensor_value_info("i", TensorProto.INT64, ["b"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["b", 1200])],
+    )
+    graph = helper.make_graph(nodes, "g", *ends, [stored, weight])
+    path = tmp_path / "m.onnx"
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    path.write_bytes(proto.SerializeToString())
+    model = GraphModel.load(path)
+    assert set(model.tables) == {"table"}
+    want, got = both(path, {"i": np.array([0, 19, 7])})
+    assert want["y"].tobytes() == got["y"].tobytes()
+    np.testing.assert_allclose(
+        got["y"],
+        table[[0, 19, 7]].astype(np.float64) @ numpy_helper.to_array(weight),
+        rtol=1e-4,
+        atol=1e-3,
+    )
+    back = GraphModel.read_back(model.export())
+    assert set(back.tables) == {"table"}
+    (tmp_path / "other").mkdir()
+    assert back.save(tmp_path / "other/m.onnx") == model_digest(tmp_path / "other/m.onnx")
+
+
+def test_what_is_beyond_the_limit_in_branches_is_left_to_files(models, monkeypatch):
+    held = GraphModel.load(models["choice"]).export()
+    assert held.in_memory() is not None
+    inside = [*all_initializers(held.headers.graph)][len(held.headers.graph.initializer) :]
+    large = sum(held.held[number].nbytes for t in inside if (number := number_of(t)) is not None)
+    assert large > 4096
+    monkeypatch.setattr(exported, "INLINE_LIMIT_BYTES", large - 1)
+    assert held.in_memory() is None
+
+
+def test_weights_of_types_that_numpy_lacks_write_nothing_to_standard_output(models, tmp_path, capsys):
+    G_LOGGER.once_logged.clear()
+    model = GraphModel.load(models["low"])
+    assert values_of(model.tensors()["w8"]).dtype == ml_dtypes.float8_e4m3fn
+    model.save(tmp_path / "m.onnx")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_mark_of_a_header_is_no_part_of_a_file(models, tmp_path):
+    """Another process reads the same digest, and the same bytes as this one."""
+    GraphModel.load(models["choice"]).save(tmp_path / "m.onnx")
+    for tensor in all_initializers(onnx.load(tmp_path / "m.onnx").graph):
+        assert number_of(tensor) is None
+        assert len(tensor.raw_data) == storage.stored_bytes(tensor)
+    content = hashlib.sha256((tmp_path / "m.onnx").read_bytes()).hexdigest()
+    assert model_digest(tmp_path / "m.onnx") == storage.digest_with_weights(content, tmp_path, ())
