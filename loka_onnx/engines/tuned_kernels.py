@@ -8,9 +8,10 @@ weights with K contiguous, and scales in the shape that the library wants.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,10 @@ FAST = "-fast"
 """Ends the name of a kernel that may sum in fewer bits than FP32 (``use_fast_accum``)."""
 ROW_WISE = "scaled_mm-row_wise"
 """Scales (M, 1) and (1, N) inside of the product."""
+CACHE_BYTES = 64 << 20
+"""More than a GPU's second-level cache (50 MB of an H100)."""
+SMALL_BYTES = 1 << 20
+"""A weight that is loaded in a fraction of a microsecond, wherever it comes from."""
 
 Run = Callable[[], "torch.Tensor"]
 
@@ -63,6 +68,15 @@ class Operands:
         return Shape(rows, 0 if self.weight is None else self.weight.shape[1], k)
 
 
+def copies_in_turn(weight_bytes: int) -> int:
+    """Copies of a weight that together do not fit into a GPU's cache; 1 of one so small that it is no matter.
+
+    In an engine a large weight comes from memory in every request, while what it multiplies was written just
+    before.
+    """
+    return 1 if weight_bytes < SMALL_BYTES else -(-CACHE_BYTES // weight_bytes)
+
+
 def kernels_of(device: str) -> tuple[Kernel, ...]:
     """Every kernel that is timed on a device; the quantize step last.
 
@@ -91,8 +105,15 @@ class PreparedOperands:
     def __init__(self, operands: Operands, torch_device: str) -> None:
         self.shape, self._operands, self._device = operands.shape, operands, torch_device
 
+    def turns_of(self, kernel: Kernel) -> int:
+        """Calls after which every copy of its weight was multiplied by (`copies_in_turn`); 1 on the CPU."""
+        if kernel.name == QUANTIZE or self._device == CPU:
+            return 1
+        width = 1 if kernel.precision is Precision.FP8 else 2
+        return copies_in_turn(width * self.shape.k * self.shape.n)
+
     def run_of(self, kernel: Kernel) -> Run:
-        """What calls a kernel once.
+        """What calls a kernel once, each time with the next of `turns_of` copies of its weight.
 
         Raises:
             ValueError: There is nothing to multiply by.
@@ -103,16 +124,17 @@ class PreparedOperands:
             cast, value, scale = _cast(self._device), self._wide_activation, self._activation_scale
             return lambda: cast(value, scale)
         if kernel.precision is not Precision.FP8:
-            activation, weight = self._wide_activation, self._wide_weight
-            return lambda: torch.matmul(activation, weight)
+            activation, weights = self._wide_activation, _in_turn(self._wide_weight, self.turns_of(kernel))
+            return lambda: torch.matmul(activation, next(weights))
         a, b = self._activation_in_float8, self._weight_in_float8(kernel.scales)
+        weights = _in_turn(b, self.turns_of(kernel))
         scale_a, scale_b = self._activation_scale, self._weight_scale(kernel.scales)
         if kernel.scales is Granularity.PER_CHANNEL:
             scale_a = scale_a.reshape(1, 1).expand(len(a), 1).contiguous()
             scale_b = scale_b.reshape(1, -1)
         is_fast = kernel.name.endswith(FAST)
         return lambda: torch._scaled_mm(
-            a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=is_fast
+            a, next(weights), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=is_fast
         )
 
     def errors(self, kernel: Kernel, result: torch.Tensor, rows: int) -> tuple[float, float]:
@@ -178,6 +200,15 @@ class PreparedOperands:
 
     def _weight_in_float8(self, scales: Granularity | None) -> torch.Tensor:
         return to_float8(self._weight, self._weight_scale(scales)).t().contiguous().t()
+
+
+def _in_turn(weight: torch.Tensor, copies: int) -> Iterator[torch.Tensor]:
+    """The weight and copies of it, over and over."""
+    import torch
+
+    # FP8 tensors are copied as bytes.
+    raw = weight.view(torch.uint8) if weight.element_size() == 1 else weight
+    return cycle([weight, *(raw.clone().view(weight.dtype) for _ in range(copies - 1))])
 
 
 def to_float8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

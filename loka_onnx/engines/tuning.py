@@ -1,9 +1,9 @@
 """Times of kernels on this machine: products in BF16 and FP8, and the quantize step by itself.
 
 On a GPU each kernel is captured into a CUDA graph of several calls, so that launches cost what they
-cost in an engine; its operands stay in the caches between calls, as a layer's activations do. All
-kernels of one shape are timed in turns, round by round: what changes the clocks meets all of them. On
-the CPU calls are timed one by one.
+cost in an engine; activations stay in the caches between calls, as those of a layer do, while large
+weights take turns with copies and come from memory, as in an engine. All kernels of one shape are timed in
+turns, round by round: what changes the clocks meets all of them. On the CPU calls are timed one by one.
 
 Beside the time stands the error of each product's own arithmetic, from the product of the same rounded
 operands in float64: the FP8 tensor cores of Hopper keep about 14 bits of a partial sum ("DeepSeek-V3
@@ -39,7 +39,8 @@ class TuningOptions:
 
     Attributes:
         rounds: Times that each kernel is timed; the median counts.
-        calls: Calls in one CUDA graph; a time is that of one call.
+        calls: Calls in one CUDA graph, more where it takes as many for a weight to come from memory each time;
+            a time is that of one call.
         error_rows: Rows of the product that its error is taken from, the first ones.
 
     Raises:
@@ -164,34 +165,35 @@ class KernelTimer:
         with torch.inference_mode():
             prepared = PreparedOperands(operands, self._torch_device)
             runs: dict[Kernel, Run] = {}
+            timers: dict[Kernel, Callable[[], float]] = {}
             refused: list[Refused] = []
             for kernel in kernels:
                 try:
                     run = prepared.run_of(kernel)
                     run()
                     self._synchronize()
+                    timers[kernel] = self._timer(run, prepared.turns_of(kernel))
                 except (RuntimeError, ValueError, NotImplementedError) as error:
                     self._check_alive(kernel, operands.shape)
                     refused.append(Refused(kernel, operands.shape, _first_line(error)))
                 else:
                     runs[kernel] = run
-            times = self._times(runs)
+            times = self._times(timers)
             measured = (self._measured(kernel, times[kernel], prepared, run) for kernel, run in runs.items())
             return Tuned(tuple(measured), tuple(refused))
 
-    def _times(self, runs: Mapping[Kernel, Run]) -> dict[Kernel, list[float]]:
+    def _times(self, timers: Mapping[Kernel, Callable[[], float]]) -> dict[Kernel, list[float]]:
         """Microseconds of one call, by round."""
-        timers = {kernel: self._timer(run) for kernel, run in runs.items()}
-        times: dict[Kernel, list[float]] = {kernel: [] for kernel in runs}
+        times: dict[Kernel, list[float]] = {kernel: [] for kernel in timers}
         for _ in range(self.options.rounds):
             for kernel, timer in timers.items():
                 times[kernel].append(timer())
         return times
 
-    def _timer(self, run: Run) -> Callable[[], float]:
+    def _timer(self, run: Run, turns: int) -> Callable[[], float]:
         if self._torch_device == CPU:
             return lambda: _clocked(run)
-        return _graph_timer(run, self.options.calls)
+        return _graph_timer(run, max(self.options.calls, turns))
 
     def _measured(
         self, kernel: Kernel, us: Sequence[float], prepared: PreparedOperands, run: Run
@@ -210,7 +212,9 @@ class KernelTimer:
         how = "single calls" if is_cpu else f"CUDA graphs of {self.options.calls} calls"
         # To the minute and taken once: one series of the records for each run, not one for each shape.
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
-        note = f"{how}, kernels of one shape in turns, operands warm in the caches"
+        warm = "operands" if is_cpu else "activations"
+        cold = "" if is_cpu else ", large weights from memory"
+        note = f"{how}, kernels of one shape in turns, {warm} warm in the caches{cold}"
         return Provenance(self.device_name, library_versions(), "" if is_cpu else clocks(), now, note)
 
     def _synchronize(self) -> None:

@@ -1,11 +1,11 @@
 """Which kernel computes each product: measured on the device, on what the site really reads.
 
 For each product of the fused graph the candidates are the library (for FP8 cuBLASLt with exact and with fast
-accumulation), what follows it fused by the compiler, and the Triton kernel in several tiles, with what
-follows inside. Each is timed in a CUDA graph at every batch size that will be served, and the fastest in sum
-over the sizes that a program takes is compiled into it, if its arithmetic adds little to what quantization
-costs: Hopper's tensor cores keep about 14 bits of an FP8 sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2),
-and a plan was judged by a simulation that keeps 24.
+accumulation), what follows it fused by the compiler, and the Triton kernel in several tiles (for FP8 again
+with exact and with fast accumulation), with what follows inside. Each is timed in a CUDA graph at every batch
+size that will be served, and the fastest in sum over the sizes that a program takes is compiled into it, if
+its arithmetic adds little to what quantization costs: Hopper's tensor cores keep about 14 bits of an FP8 sum
+(DeepSeek-V3, arXiv 2412.19437, section 3.3.2), and a plan was judged by a simulation that keeps 24.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     ProductStrategy,
     ScaledMatMul,
 )
+from loka_onnx.engines.tuned_kernels import copies_in_turn
 
 TILES = (
     Tile(128, 128, 128, 3, 8),
@@ -50,13 +51,12 @@ TILES = (
 )
 """Tiles that were fastest at one shape or another on an H100 (`benchmarks`), by bytes of FP8: of wider
 factors a step takes as many bytes, and half the depth."""
+LONG_K = 1024
+"""From here on fast accumulation may lose more than is allowed: it made .00044 at K = 512 and .0047 to .0068
+at K = 3456 (DLRM-DCNv2 trained on MovieLens 1M, H100), and exact tiles are tried as well."""
 LARGEST_ERROR = 2.0**-9
 """Root mean square error of a kernel over that of the exact product of the same values. Rounding the two
 factors to E4M3 makes about 2⁻⁵ of it: what is allowed here adds less than a hundredth of that energy."""
-CACHE_BYTES = 64 << 20
-"""More than a GPU's second-level cache (50 MB of an H100)."""
-SMALL_BYTES = 1 << 20
-"""A weight that is loaded in a fraction of a microsecond, wherever it comes from."""
 _LAUNCHES = 10
 _REPLAYS = 15
 
@@ -143,14 +143,19 @@ def candidates(product: FloatProduct, *, fast_accumulation: bool = True) -> dict
     if not product.is_float8:
         half = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in TILES]
         return {**_tiled(half), "library": exact}
+    slow = _tiled([replace(tile, is_exact=True) for tile in TILES])
     if not fast_accumulation:
-        # On Hopper Triton keeps sums of FP8 products in the tensor core's bits, as fast accumulation does.
-        return {"cublas": exact}
-    return {**_tiled(TILES), "cublas": exact, "cublas-fast": replace(exact, fast_accumulation=True)}
+        return {**slow, "cublas": exact}
+    tiles = _tiled(TILES) | (slow if product.b.shape[0] >= LONG_K else {})
+    return {**tiles, "cublas": exact, "cublas-fast": replace(exact, fast_accumulation=True)}
 
 
 def _tiled(tiles: Sequence[Tile]) -> dict[str, ProductStrategy]:
-    return {f"triton {tile}": TiledProduct(tile) for tile in tiles}
+    return {_name(tile): TiledProduct(tile) for tile in tiles}
+
+
+def _name(tile: Tile) -> str:
+    return f"triton {tile}"
 
 
 def compile_candidates(
@@ -215,11 +220,20 @@ def choose_kernels(
         strategies |= {(site, name): strategy for name, strategy in tried.items()}
         here: list[Measured] = []
         for name, strategy in tried.items():
-            here.append(_measure(replace(case, before=tuple(here)), name, strategy, times))
+            if not _has_faster_twin(strategy, here):
+                here.append(_measure(replace(case, before=tuple(here)), name, strategy, times))
         measured += here
     progress("kernels", len(seen), len(seen))
     others = ScaledMatMul(fast_accumulation=fast_accumulation)
     return Chosen(tuple(measured), strategies, others)
+
+
+def _has_faster_twin(strategy: ProductStrategy, before: Sequence[Measured]) -> bool:
+    """Whether a tile is exact, and fast accumulation in the same tile may be chosen."""
+    if not isinstance(strategy, TiledProduct) or not strategy.tile.is_exact:
+        return False
+    twin = _name(replace(strategy.tile, is_exact=False))
+    return any(each.kernel == twin and not each.obstacle for each in before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,8 +308,7 @@ def with_weights_in_turn(product: FloatProduct) -> list[FloatProduct]:
     227 in an earlier run.
     """
     weight = product.b.t().contiguous()
-    size = weight.numel() * weight.element_size()
-    copies = 1 if size < SMALL_BYTES else -(-CACHE_BYTES // size)
+    copies = copies_in_turn(weight.numel() * weight.element_size())
     # FP8 tensors are copied as bytes.
     raw = weight.view(torch.uint8)
     return [product, *(replace(product, b=raw.clone().view(weight.dtype).t()) for _ in range(copies - 1))]

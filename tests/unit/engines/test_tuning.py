@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,13 +12,13 @@ pytest.importorskip("torch", reason="kernels are timed with torch")
 
 import torch
 
-from loka_onnx.core.devices import device_called
+from loka_onnx.core.devices import SLICE, device_called
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
 from loka_onnx.engines import tuning
 from loka_onnx.engines.tuned_device import device_to_time
-from loka_onnx.engines.tuned_kernels import Operands, PreparedOperands, kernels_of
+from loka_onnx.engines.tuned_kernels import CACHE_BYTES, Operands, PreparedOperands, Run, kernels_of
 from loka_onnx.engines.tuning import KernelTimer, Tuned, TuningOptions
 from loka_onnx.errors import ConfigError, EngineError
 
@@ -196,10 +198,46 @@ def test_accelerators_have_kernels_with_fast_accumulation() -> None:
         ("NVIDIA RTX PRO 6000 Blackwell", "sm120", "nvidia-rtx-blackwell"),
         ("AMD Instinct MI300X", "", "amd-mi300x"),
         ("NVIDIA Thor", "sm110", ""),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "sm90", SLICE),
+        ("NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", "sm90", SLICE),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "sm80", SLICE),
+        ("NVIDIA GH200 480GB MIG 1g.12gb", "sm90", SLICE),
     ],
 )
 def test_devices_by_the_names_of_their_drivers(name: str, architecture: str, device: str) -> None:
     assert device_called(name, architecture) == device
+
+
+@pytest.mark.parametrize("device", [None, "nvidia-h100"])
+def test_no_kernel_is_timed_on_a_slice(device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times would be taken for those of the whole device, whoever names it."""
+    name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    with pytest.raises(ConfigError, match="this GPU is a slice") as error:
+        device_to_time(device)
+    assert name in error.value.evidence
+
+
+def test_a_kernel_that_cannot_be_captured_is_told_and_the_others_go_on(
+    timer: KernelTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs, and fails in a CUDA graph: what else there is to time is timed."""
+    made = KernelTimer._timer
+    order = iter((True, False))
+
+    def capture(self: KernelTimer, run: Run, turns: int) -> Callable[[], float]:
+        if next(order):
+            raise RuntimeError("operation not permitted when stream is capturing\nlong text")
+        return made(self, run, turns)
+
+    monkeypatch.setattr(KernelTimer, "_timer", capture)
+    found = timer.measure(timer.kernels[:2], Operands.generated(SHAPE, 0))
+    assert [each.timing.kernel.name for each in found.measured] == ["scaled_mm"]
+    (refused,) = found.refused
+    assert (refused.kernel.name, refused.shape) == ("mm", SHAPE)
+    assert refused.reason == "RuntimeError: operation not permitted when stream is capturing"
 
 
 def test_a_device_that_is_not_here_is_refused() -> None:
@@ -213,3 +251,24 @@ def test_a_device_that_is_not_here_is_refused() -> None:
 def test_nothing_is_timed_no_times() -> None:
     with pytest.raises(ConfigError, match="kernels are timed at least once\n  evidence: rounds 0"):
         TuningOptions(rounds=0)
+
+
+def test_large_weights_take_turns_on_a_gpu() -> None:
+    shape = Shape(8, 1024, 2048)
+    prepared = PreparedOperands(Operands.generated(shape, 0), "cuda")
+    turns = {kernel.name: prepared.turns_of(kernel) for kernel in kernels_of("nvidia-h100")}
+    weight = shape.k * shape.n
+    assert turns["mm"] * 2 * weight == turns["scaled_mm"] * weight == CACHE_BYTES
+    assert turns[QUANTIZE] == 1
+    small = PreparedOperands(Operands.generated(Shape(8, 16, 16), 0), "cuda")
+    assert {small.turns_of(kernel) for kernel in kernels_of("nvidia-h100")} == {1}
+    here = PreparedOperands(Operands.generated(shape, 0), "cpu")
+    assert {here.turns_of(kernel) for kernel in kernels_of("cpu")} == {1}
+
+
+@pytest.mark.parametrize("kernel", kernels_of("cpu")[:2], ids=str)
+def test_every_copy_of_a_weight_gives_the_same(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreparedOperands, "turns_of", lambda self, kernel: 3)
+    run = PreparedOperands(Operands.generated(Shape(16, 32, 64), 0), "cpu").run_of(kernel)
+    first, *others = (run() for _ in range(4))
+    assert all(torch.equal(first, other) for other in others)

@@ -122,6 +122,8 @@ class Tile:
         depth: Part of K in one step.
         stages: Steps that are loaded ahead.
         warps: Warps of one program.
+        is_exact: Whether sums of FP8 products move to FP32 registers after each step: Hopper's tensor cores
+            keep fewer bits of them.
     """
 
     rows: int
@@ -129,9 +131,15 @@ class Tile:
     depth: int
     stages: int
     warps: int
+    is_exact: bool = False
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}x{self.depth}-{self.stages}-{self.warps}"
+        size = f"{self.rows}x{self.columns}x{self.depth}-{self.stages}-{self.warps}"
+        return f"{size}-exact" if self.is_exact else size
+
+    def numbers(self) -> list[int]:
+        """As the kernel takes it."""
+        return [self.rows, self.columns, self.depth, self.stages, self.warps, int(self.is_exact)]
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ class TiledProduct(EpilogueStrategy):
             0.0 if epilogue.scale is None else 1.0 / epilogue.scale,
             epilogue.relu,
             product.dtype if epilogue.is_wide else None,
-            [tile.rows, tile.columns, tile.depth, tile.stages, tile.warps],
+            tile.numbers(),
         )
         outputs = tuple(each.reshape(*lead, n) for each in made)
         operands = (short_name(product.a.dtype), short_name(product.b.dtype))

@@ -28,7 +28,7 @@ GROUP = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _loka_product_kernel(  # type: ignore[no-untyped-def]
     a_ptr,
     b_ptr,
     scale_ptr,
@@ -53,6 +53,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     NARROW: tl.constexpr,
     WHOLE_K: tl.constexpr,
+    IMPRECISE: tl.constexpr,
 ):
     # Sixteens, so that the compiler knows that rows begin at multiples of 16 bytes.
     N, K = N16 * 16, K16 * 16
@@ -71,13 +72,14 @@ def _kernel(  # type: ignore[no-untyped-def]
     z = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, K, BK):
         if WHOLE_K:
-            z = tl.dot(tl.load(a), tl.load(b), z)
+            z = tl.dot(tl.load(a), tl.load(b), z, max_num_imprecise_acc=IMPRECISE)
         else:
             left = K - start
             z = tl.dot(
                 tl.load(a, mask=k[None, :] < left, other=0.0),
                 tl.load(b, mask=k[:, None] < left, other=0.0),
                 z,
+                max_num_imprecise_acc=IMPRECISE,
             )
         a += BK
         b += BK
@@ -124,7 +126,8 @@ def product(
         inverse_scale: One over the scale of the quantized output; 0 where nothing is quantized.
         relu: Whether negative values become 0.
         wide: Type of the output that is not quantized; None where there is none.
-        tile: Rows, columns and depth of a tile, pipeline stages, warps.
+        tile: Rows, columns and depth of a tile, pipeline stages, warps, and whether sums of FP8 products move
+            to FP32 registers after each step (1) or stay in the tensor core's bits (0).
 
     Returns:
         (M, N) not quantized, then (M, N) in E4M3FN; each only where it is asked for.
@@ -132,8 +135,8 @@ def product(
     (m, k), n = a.shape, b.shape[0]
     high = None if wide is None else torch.empty((m, n), dtype=wide, device=a.device)
     low = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.device) if inverse_scale else None
-    bm, bn, bk, stages, warps = tile
-    wrap_triton(_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
+    bm, bn, bk, stages, warps, exact = tile
+    wrap_triton(_loka_product_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
         a,
         b,
         # A pointer that is not used still has to point somewhere.
@@ -154,6 +157,8 @@ def product(
         WIDE=high is not None,
         NARROW=low is not None,
         WHOLE_K=k % bk == 0,
+        # None is what Triton does by itself: on Hopper, all of K in the tensor core's bits.
+        IMPRECISE=bk if exact and scale is not None else None,
         num_stages=stages,
         num_warps=warps,
     )

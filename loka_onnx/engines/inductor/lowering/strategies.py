@@ -193,7 +193,8 @@ class ScaledMatMul(ProductStrategy):
             m, n = product.a.shape[0], product.b.shape[1]
             spread = replace(
                 product,
-                scale_a=product.scale_a.reshape(1, 1).expand(m, 1).contiguous(),
+                # Inductor makes a constant of rank 0 a number, which it expands but does not reshape.
+                scale_a=product.scale_a.expand(m, 1).contiguous(),
                 scale_b=product.scale_b.reshape(1, n),
             )
             return self._scaled_mm(spread, dtype, bias)

@@ -16,7 +16,6 @@ import torch
 
 from loka_onnx.engines.inductor import choosing
 from loka_onnx.engines.inductor.choosing import (
-    CACHE_BYTES,
     TILES,
     Chosen,
     Measured,
@@ -35,6 +34,7 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     ScaledMatMul,
     multiply_floats,
 )
+from loka_onnx.engines.tuned_kernels import CACHE_BYTES
 
 SMALL, LARGE = TiledProduct(TILES[-1]), TiledProduct(TILES[0])
 FP8 = torch.float8_e4m3fn
@@ -168,8 +168,34 @@ def test_tiles_of_wider_factors_are_as_many_bytes_deep() -> None:
     assert [name for name in half if not name.startswith("triton")] == ["library"]
 
 
-def test_exact_sums_are_left_to_the_library() -> None:
-    assert list(candidates(product(FP8), fast_accumulation=False)) == ["cublas"]
+def test_exact_sums_only() -> None:
+    found = candidates(product(FP8), fast_accumulation=False)
+    assert [name for name in found if not name.endswith("-exact")] == ["cublas"]
+    assert len(found) == len(TILES) + 1
+
+
+def test_long_sums_are_tried_in_exact_tiles_too() -> None:
+    given = product(FP8)
+    assert not any(name.endswith("-exact") for name in candidates(given))
+    long = replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
+    assert long.b.shape[0] >= choosing.LONG_K
+    assert sum(name.endswith("-exact") for name in candidates(long)) == len(TILES)
+
+
+def test_an_exact_tile_is_timed_where_its_fast_sums_are_too_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = product(FP8)
+    long = replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
+    refused = f"triton {TILES[0]}"
+
+    def error(strategy: ProductStrategy, case: Any) -> float:
+        return 0.5 if isinstance(strategy, TiledProduct) and f"triton {strategy.tile}" == refused else 1e-6
+
+    monkeypatch.setattr(choosing, "_time_product", lambda strategy, given: 1.0)
+    monkeypatch.setattr(choosing, "_time_behind", lambda strategy, given: 0.5)
+    monkeypatch.setattr(choosing, "_error", error)
+    found = choose_kernels({"fc": (long, Epilogue())}, batch=8, sizes=(8,))
+    assert [each.kernel for each in found.measured if each.kernel.endswith("-exact")] == [f"{refused}-exact"]
+    assert [each.kernel for each in found.measured if each.obstacle] == [refused]
 
 
 def test_factors_that_are_not_quantized_are_multiplied_as_they_are() -> None:

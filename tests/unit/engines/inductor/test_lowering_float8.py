@@ -347,6 +347,20 @@ def test_channel_scales_in_the_product_or_behind_it(place: ChannelScales, tmp_pa
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=2**-8, atol=2**-8)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("place", [ChannelScales.ROW_WISE, ChannelScales.BEHIND])
+def test_channel_scales_compile(place: ChannelScales, tmp_path: Path) -> None:
+    """Inductor takes a constant of rank 0 for a number, which not all of its operators read."""
+    proto, x, expected = product_model(PRODUCTS["gemm"], ml_dtypes.bfloat16, per_channel=True)
+    model = lowered(proto, tmp_path, LoweringOptions(products=ScaledMatMul(channel_scales=place)))
+    program = torch.export.export(exported(model, {"x": x}), (torch.from_numpy(x),))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    # Inductor leaves out the rounding to BF16 in front of Q: values that need none.
+    rounded = torch.from_numpy(x.astype(ml_dtypes.bfloat16).astype(np.float32))
+    found = torch._inductor.aoti_load_package(path)(rounded)[0]
+    np.testing.assert_allclose(found.float().numpy(), expected, rtol=2**-8, atol=2**-8)
+
+
 @dataclass(frozen=True)
 class Named(ProductStrategy):
     """Multiplies floats, under a name of its own."""
