@@ -55,8 +55,6 @@ NAMES = {
     "fp8-outside": "FP8 outside of fused kernels",
     PAYS: "FP8 at large sites outside of fused kernels",
 }
-BATCHED = ("bf16", PAYS)
-"""Plans with batched towers."""
 TODAY = "today"
 """How the names of engines of the untouched model begin."""
 
@@ -206,9 +204,11 @@ def engines_of(case: Case, exported: Exported, directory: Path, wanted: Wanted) 
         mods = _with_batched_towers()
         batched = apply_mods(exported.model, rows, directory / "batched.onnx", mods).model
         place = directory / "batched"
+        plans = our_plans(batched, exported, place).plans
         # Its towers are a stack of matrices, which no FP8 product takes: blanket FP8 would not be blanket.
-        plans = tuple(plan for plan in our_plans(batched, exported, place).plans if plan.id in BATCHED)
-        variant = cut(batched, PlanSet(plans), place)
+        narrow = [plan for plan in plans if plan.fp8_sites and plan.id != BLANKET]
+        wide = [plan for plan in plans if plan.id == Precision.BF16]
+        variant = cut(batched, PlanSet((*wide, *narrow[-1:])), place)
         engines += [
             Engine(f"{NAMES[plan.id]}, batched towers", variant, plan, options=(fixed,))
             for plan in variant.source.plans.plans

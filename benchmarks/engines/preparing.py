@@ -159,7 +159,10 @@ def calibrated(model: ModelArtifact, spec: OutputSpec, data: PreparedData, count
 def planned(
     model: ModelArtifact, profile: Profile, spec: OutputSpec, case: Case, device: str
 ) -> tuple[PlanSet, dict[str, str]]:
-    """Plans as a run makes them, and two that leave to the fused kernels what they compute.
+    """Plans as a run makes them, and three that leave to the fused kernels what they compute.
+
+    One of them may cost half of the budget, because what is inside of it must be so by the upper end of an
+    interval, and the rows that choose are few.
 
     Returns:
         The plans, each with other sites in FP8, and of a name that has no plan the reason.
@@ -170,15 +173,20 @@ def planned(
     small = {site.name for site in model.sites if site.is_fp8_able and site.k * site.n < WORTH}
     outside = {site.name for site in model.sites if site.is_fp8_able and site.name in fused}
 
-    def made(plans: tuple[str, ...], keep: Collection[str]) -> PlanSet:
+    def made(plans: tuple[str, ...], keep: Collection[str], part: float = 1.0) -> PlanSet:
         options = PlanOptions(tuple(sorted(keep)), plans=plans, devices=(known,))
-        return make_plans(model, profile, (spec,), RECIPES, options)
+        judged = replace(spec, budget=part * spec.budget)
+        return make_plans(model, profile, (judged,), RECIPES, options)
 
     plain = made(("bf16", "fp8-all", FAST, "fp8-safe"), ())
     named = {plan.id: plan for plan in plain.plans}
     # What leaves more to the fused kernels goes first: of plans with the same sites the first stays.
-    for name, keep in (("fp8-pays", outside | small), ("fp8-outside", outside)):
-        (plan,) = made(("fp8-safe",), keep).plans
+    for name, keep, part in (
+        ("fp8-half", outside | small, 0.5),
+        ("fp8-pays", outside | small, 1.0),
+        ("fp8-outside", outside, 1.0),
+    ):
+        (plan,) = made(("fp8-safe",), keep, part).plans
         named[name] = replace(plan, id=name)
     named["fp8-safe"] = named.pop("fp8-safe")
     left_out = {FAST: "; ".join(plain.notes)} if plain.notes else {}

@@ -44,6 +44,7 @@ from benchmarks.engines.timing import (
     device_clock,
     device_facts,
     floors,
+    kernel_times,
     limits,
     summary,
     timed_in_turns,
@@ -62,6 +63,7 @@ NAMES = {
     "fp8-all": BLANKET,
     "fp8-safe": "safe sites",
     "fp8-outside": "safe sites outside of fused kernels",
+    "fp8-half": "large sites outside of fused kernels for half of the budget",
     "fp8-pays": "safe large sites outside of fused kernels",
     FAST: "sites by kernel times",
 }
@@ -187,6 +189,7 @@ def measure(case: Case, options: argparse.Namespace, directory: Path) -> dict[st
         if found["chosen"] is not None:
             plan = next(engine for engine in engines if engine.name == found["chosen"])
             found["floors"] = floors(plan.variant, plan.plan, batch, best)
+            found["fp8_share"] = plan.plan.fp8_share
         tell(f"batch {batch}: {found['chosen']} {json.dumps(found.get('ratios'))} {found.get('certified')}")
     if not figures["batches"]:
         raise RuntimeError("no batch size could be timed; see above")
@@ -291,9 +294,11 @@ def timed(
         runners.append(runner)
         residents[engine.name] = runner.resident(inputs_of(engine.variant, rows, batch))
     taken = timed_in_turns(residents, rounds, device_clock)
+    kernels = {name: kernel_times(resident) for name, resident in residents.items()}
     for runner in runners:
         runner.close()
-    return {"times": {name: summary(values) for name, values in taken.items()}, "sha256": digests}
+    times = {name: summary(values) for name, values in taken.items()}
+    return {"times": times, "kernels": kernels, "sha256": digests}
 
 
 if __name__ == "__main__":
