@@ -43,14 +43,22 @@ def capability(architecture: str) -> int:
     return int(architecture.removeprefix("sm"))
 
 
+SLICE = "mig-slice"
+"""What `device_called` calls a slice of a GPU, whichever GPU it is of. No run file names it: a slice has a
+part of the cores and of the memory, and what it takes is no time of the device."""
+
+
 def device_called(name: str, architecture: str) -> str:
-    """The device of a driver's name, as run files name it; empty where none is known.
+    """The device of a driver's name, as run files name it; empty where none is known, `SLICE` for a slice.
 
     Args:
         name: As the driver names it, for example ``NVIDIA H100 80GB HBM3``.
         architecture: Compute capability of an NVIDIA device (``sm90``); of others it does not matter.
     """
     words = name.upper().replace("-", " ").split()
+    # NVIDIA's driver adds the profile to the name of the GPU: "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
+    if "MIG" in words:
+        return SLICE
     # A generation of several models has no number of its own: it follows from the architecture.
     generations = {device for device in NVIDIA if "-rtx-" in device}
     for device in ACCELERATORS:

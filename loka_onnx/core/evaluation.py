@@ -181,6 +181,8 @@ class Latency:
         parts_us: Medians of consecutive parts of the requests, in order; the i-th parts of engines that were
             timed in turns were timed together. Empty where they were not kept.
         inputs: Where the inputs of the requests lay.
+        job: Build job that it was timed in, by its candidate; empty where the run itself timed it, in turns
+            with all engines of its target that it could run.
     """
 
     batch: int
@@ -193,6 +195,7 @@ class Latency:
     lookup_p50_us: float | None = None
     parts_us: tuple[float, ...] = ()
     inputs: InputPlace = InputPlace.HOST
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -285,7 +288,7 @@ class Loser:
         why: What kept it from being chosen.
         reason: The same in words, with the evidence.
         times: Its latency over that of the chosen engine, with the interval that the spread of both leaves;
-            None where one of the two was not measured on the target.
+            None where one of the two was not measured on the target, or they were not timed in turns.
         upper: The worst of its outputs: upper bound of what is judged, over the budget; None where it was not
             measured.
     """

@@ -51,7 +51,8 @@ class Step:
         fp8_sites: Sites that it has in FP8.
         fp8_share: Their share of the FP8-able FLOPs.
         status: How far the engine came.
-        detail: Failure with its evidence, or why it was declined or not judged; empty where it was judged.
+        detail: Failure with its evidence, or why it was declined or not judged; empty where it was judged and
+            timed.
         build_seconds: Wall time of the build.
         latency_us: Median latency by batch size (as text); empty where it was not timed.
         predicted_us: The same as it was expected before anything of this engine was measured, at the pace of

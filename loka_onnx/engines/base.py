@@ -265,25 +265,38 @@ class Backend(ABC):
                 f"backend '{self.name}' has no architecture '{request.architecture}'",
                 evidence=f"it builds for {', '.join(sorted(known))}",
             )
-        self.check_options(request.options)
+        self.check_options(request.options, f"options for target '{request.target}'")
 
-    def check_options(self, options: Mapping[str, int]) -> None:
+    def check_options(self, options: Mapping[str, int], where: str = "") -> None:
         """Whether settings are of this backend, and in range.
+
+        Args:
+            options: The settings.
+            where: Where they were given, for the message.
 
         Raises:
             ConfigError: One is not.
         """
         for option, value in options.items():
             if option not in self.options:
+                near = difflib.get_close_matches(option, self.options, n=1)
+                known = (
+                    f"{name} ({values.start} to {values.stop - 1})"
+                    for name, values in sorted(self.options.items())
+                )
                 raise ConfigError(
                     f"backend '{self.name}' has no option '{option}'",
-                    evidence=f"it takes {', '.join(sorted(self.options)) or 'none'}",
+                    where=where,
+                    evidence=f"it takes {', '.join(known) or 'none'}",
+                    remedy=f"did you mean '{near[0]}'?" if near else "leave it out",
                 )
-            if value not in self.options[option]:
-                allowed = self.options[option]
+            allowed = self.options[option]
+            if value not in allowed:
                 raise ConfigError(
                     f"option '{option}' of backend '{self.name}' is out of range",
-                    evidence=f"{value}; it takes {allowed.start} to {allowed.stop - 1}",
+                    where=where,
+                    evidence=f"it is {value}",
+                    remedy=f"give {allowed.start} to {allowed.stop - 1}, or leave it out for the default",
                 )
 
     def _why_not_built(self, request: BuildRequest) -> str:

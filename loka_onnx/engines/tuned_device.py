@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
-from loka_onnx.core.devices import CPU, device_called
+from loka_onnx.core.devices import CPU, SLICE, device_called
 from loka_onnx.errors import ConfigError, MissingPackage
 
 CUDA = "cuda"
@@ -52,11 +52,17 @@ def device_to_time(device: str | None) -> str:
 
     Raises:
         MissingPackage: torch is not installed.
-        ConfigError: The device is not that of this machine, or has no name that run files know.
+        ConfigError: The device is not that of this machine, is a slice, or has no name that run files know.
     """
     if torch_device(device) == CPU:
         return CPU
     found = device_here()
+    if found == SLICE:
+        raise ConfigError(
+            "this GPU is a slice, and what kernels take on it is no time of the device",
+            evidence=f"its driver calls it '{device_name()}'",
+            remedy="tune on a whole GPU, and bring its times with --export and --import",
+        )
     if not (device or found):
         raise ConfigError(
             "this GPU has no name that run files know",

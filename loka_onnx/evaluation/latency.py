@@ -147,7 +147,8 @@ def measure_latency(
     """
     latencies: tuple[Latency, ...] = ()
     for batch in batches:
-        timed = _time_in_turns({"": prepare}, make_inputs, batch, options)
+        requests = [make_inputs(batch) for _ in range(options.input_sets)]
+        timed = _time_in_turns({"": prepare}, requests, options)
         for failure in timed.failures.values():
             raise failure
         latencies += (timed.latency("", batch, device, counts_for_choice),)
@@ -165,7 +166,8 @@ def measure_interleaved(
 ) -> Interleaved:
     """Latency of several engines, one request each in turns.
 
-    An engine that fails drops out, there and at the later batch sizes; the others go on.
+    An engine that fails drops out, there and at the later batch sizes; the others go on. Where no inputs can
+    be made, all have failed.
 
     Args:
         engines: By engine id, as for `measure_latency`.
@@ -182,7 +184,12 @@ def measure_interleaved(
     failures: dict[str, str] = {}
     latencies: dict[str, tuple[Latency, ...]] = dict.fromkeys(engines, ())
     for batch in batches:
-        timed = _time_in_turns(left, make_inputs, batch, options)
+        try:
+            requests = [make_inputs(batch) for _ in range(options.input_sets)]
+        except StageError as error:
+            failures |= dict.fromkeys(left, f"at batch {batch}, where its inputs are made: {error}")
+            break
+        timed = _time_in_turns(left, requests, options)
         for engine, failure in timed.failures.items():
             failures[engine] = f"at batch {batch}: {failure}"
             del left[engine]
@@ -219,9 +226,8 @@ class _Turns:
 
 
 def _time_in_turns(
-    engines: Mapping[str, Prepare], make_inputs: MakeInputs, batch: int, options: LatencyOptions
+    engines: Mapping[str, Prepare], requests: list[Mapping[str, Array]], options: LatencyOptions
 ) -> _Turns:
-    requests = [make_inputs(batch) for _ in range(options.input_sets)]
     turns = _Turns({engine: [] for engine in engines}, {})
     limit_ns = options.max_seconds * 1e9
     with without_collector():

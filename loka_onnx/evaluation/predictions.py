@@ -28,6 +28,31 @@ class BatchLike(Protocol):
         """Labels, weights, groups and slices by name, (rows,) each."""
 
 
+def padded(run: Run, least: int) -> Run:
+    """What runs batches of any size on an engine that takes no smaller ones than that.
+
+    A shorter batch repeats its rows; what the engine gives for the repeated ones is dropped.
+
+    Args:
+        run: Runs one batch of `least` rows or more.
+        least: Fewest rows of a batch.
+    """
+
+    def run_padded(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        rows = min((len(values) for values in inputs.values()), default=least)
+        if not 0 < rows < least:
+            return run(inputs)
+        places = np.arange(least) % rows
+        outputs = run({name: values[places] for name, values in inputs.items()})
+        # An output that does not follow the batch stays as it is.
+        return {
+            name: values[:rows] if np.shape(values)[:1] == (least,) else values
+            for name, values in outputs.items()
+        }
+
+    return run_padded
+
+
 @dataclass(frozen=True)
 class Predictions:
     """What an engine gave for a split, in the order of its rows.

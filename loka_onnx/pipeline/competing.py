@@ -18,9 +18,10 @@ def check_options(config: RunConfig) -> None:
     Raises:
         ConfigError: A backend has no such setting, or takes another value.
     """
-    for target in config.targets:
+    for number, target in enumerate(config.targets):
         for name, options in target.options.items():
-            get_backend(name).check_options(options)
+            where = f"`targets[{number}].options.{name}` (device '{target.device}')"
+            get_backend(name).check_options(options, where)
 
 
 def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[PlanId, ...]:

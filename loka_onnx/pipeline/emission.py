@@ -47,7 +47,7 @@ from loka_onnx.report import (
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 SAMPLE_ROWS = 16
-"""Rows of the sample that a bundle carries."""
+"""Rows of the sample that a bundle carries, where engines take so many."""
 SIMULATION_MARGIN = 4.0
 """A loader's tolerance for an engine that could not run here: this many times the largest change of the
 output that the simulation of its plan showed."""
@@ -169,7 +169,7 @@ def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence
 
 def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
     root = steps.directory.path
-    sample = steps.sample(SAMPLE_ROWS)
+    sample = steps.sample(steps.as_batch(SAMPLE_ROWS))
     exact = OnnxSession(results.exported.path, SessionOptions(threads=steps.threads)).run(sample)
     fallback = Expectation(exact, dict.fromkeys(exact, DEFAULT_TOLERANCE))
     by_id = {engine.id: engine for engine in results.engines.engines}

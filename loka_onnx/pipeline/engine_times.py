@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,7 +55,7 @@ class TimingBench:
         On another device of the target's architecture it is timed as well, and that does not count.
 
         Returns:
-            By engine id, latencies, and the errors of engines that do not open or fail.
+            By engine id, latencies, and the errors of engines that do not open or fail, or whose lookup does.
         """
         ready = [e for e in engines if e.status is BuildStatus.READY]
         kinds = sorted({_kind(e) for e in ready}, key=str)
@@ -85,11 +85,15 @@ class TimingBench:
                 return Interleaved({}, opened.failures)
             make_inputs: MakeInputs = self.generated
             if engines[0].part is Part.DENSE:
-                lookup = stack.enter_context(self.open_lookup())
+                try:
+                    lookup = stack.enter_context(self.open_lookup())
+                except StageError as error:
+                    failure = f"the lookup before it does not open: {error}"
+                    return Interleaved({}, {**opened.failures, **dict.fromkeys(subjects, failure)})
                 subjects[LOOKUP] = from_host(lookup.run)
                 make_inputs = partial(self._generated_and_looked_up, lookup)
             timed = self._in_turns(subjects, make_inputs, kind, options)
-        return Interleaved(timed.latencies, {**opened.failures, **timed.failures})
+        return Interleaved(timed.latencies, {**opened.failures, **_with_lookups(timed.failures, subjects)})
 
     def _in_turns(
         self, subjects: Mapping[str, Prepare], make_inputs: MakeInputs, kind: _Kind, options: LatencyOptions
@@ -108,15 +112,26 @@ class TimingBench:
         return {**inputs, **lookup.run(inputs)}
 
 
+def _with_lookups(failures: Mapping[str, str], subjects: Iterable[str]) -> dict[str, str]:
+    """Failures by engine; an engine whose lookup failed has failed by that."""
+    if LOOKUP not in failures:
+        return dict(failures)
+    failed = dict.fromkeys(subjects, f"the lookup before it failed {failures[LOOKUP]}")
+    return {name: failure for name, failure in {**failed, **failures}.items() if name != LOOKUP}
+
+
 def counts_here(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:
-    """Whether engines were timed on a device that does not count, and this machine has one that does."""
-    elsewhere = {
-        e.engine for e in evaluations if any(not latency.counts_for_choice for latency in e.latencies)
-    }
+    """Whether this machine has the target of engines that were timed on another device, by its full name.
+
+    Run files name an H100 PCIe and an H100 80GB HBM3 alike; a time belongs to one of them.
+    """
+    timed = {e.engine: {latency.device for latency in e.latencies} for e in evaluations if e.latencies}
     return any(
-        device_of_architecture(engine.architecture) and is_target(engine.target, engine.architecture)
+        device_of_architecture(engine.architecture)
+        and is_target(engine.target, engine.architecture)
+        and timed[engine.id] != {device_of_architecture(engine.architecture)}
         for engine in engines
-        if engine.id in elsewhere and engine.status is BuildStatus.READY and not engine.simulated
+        if engine.id in timed and engine.status is BuildStatus.READY and not engine.simulated
     )
 
 

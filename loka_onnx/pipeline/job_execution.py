@@ -26,7 +26,7 @@ from loka_onnx.engines.publishing import make_staging, replace_directory
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import EngineError, StageError
 from loka_onnx.evaluation.latency import LatencyOptions, measure_latency, prepared
-from loka_onnx.evaluation.predictions import Run, predict
+from loka_onnx.evaluation.predictions import Run, padded, predict
 from loka_onnx.pipeline.closed_world import list_files
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT
 from loka_onnx.pipeline.jobs import RESULT, read_job, request_of
@@ -162,7 +162,7 @@ class _Execution:
     def _outputs(self, run: Run, rows: JobRows) -> str:
         task = f"{self.job.plan.id} on {rows.split}"
         found = predict(
-            run,
+            padded(run, self.job.batch.minimum),
             self._batches(rows),
             self.job.outputs,
             progress=lambda done: self.progress(task, done, rows.rows),

@@ -139,9 +139,13 @@ class ElsewhereRuns:
         return lambda: Replay.load(file).run
 
     def latencies(self, engines: Iterable[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
-        """Latencies that were measured elsewhere, by engine id."""
+        """Latencies that were measured elsewhere, by engine id, each with the job that it was measured in."""
         results = {engine.id: self._result(engine) for engine in engines}
-        return {engine: result.latencies for engine, result in results.items() if result is not None}
+        return {
+            engine: tuple(replace(latency, job=result.candidate) for latency in result.latencies)
+            for engine, result in results.items()
+            if result is not None
+        }
 
     def key(self, engines: Iterable[EngineArtifact]) -> dict[str, str]:
         """Digest of the result of each engine that has one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
-from loka_onnx.core.evaluation import Evaluation, Latency
+from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refined_run import REFINED_NAME, RefinedRun
@@ -19,6 +19,7 @@ from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.core.site import SiteKind
 from loka_onnx.errors import UserError
+from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.candidates import EngineBuilder
 from loka_onnx.pipeline.engine_times import counts_here
 from loka_onnx.pipeline.refining import RefineLimits, refine
@@ -179,9 +180,9 @@ class RunBench:
         by_plan = {engine.plan: engine for engine in built.engines.engines}
         return [by_plan[plan.id] for plan in plans]
 
-    def time(self, engines: Sequence[EngineArtifact]) -> Mapping[str, tuple[Latency, ...]]:
-        """Latencies by engine id, all timed in turns."""
-        return self._steps.time_engines(engines).latencies
+    def time(self, engines: Sequence[EngineArtifact]) -> Interleaved:
+        """Latencies by engine id, all timed in turns, and what ended those that failed."""
+        return self._steps.time_engines(engines)
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
         """Each engine on the selection split."""

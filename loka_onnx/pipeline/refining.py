@@ -28,7 +28,7 @@ from math import inf
 from typing import Protocol
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency, median_error
+from loka_onnx.core.evaluation import Evaluation, EvaluationSet, median_error
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.refinement import (
     HardwareRefinement,
@@ -37,6 +37,8 @@ from loka_onnx.core.refinement import (
     Returned,
     Step,
 )
+from loka_onnx.evaluation.engines import with_latencies
+from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.planning.choice import group_by_hardware
 from loka_onnx.planning.evidence import worst_upper
 from loka_onnx.planning.giving_back import GivenBack
@@ -70,8 +72,8 @@ class Bench(Protocol):
     def build(self, plans: Sequence[PrecisionPlan], like: EngineArtifact) -> Sequence[EngineArtifact]:
         """One engine for each plan, by the backend and for the architecture of another engine."""
 
-    def time(self, engines: Sequence[EngineArtifact]) -> Mapping[str, tuple[Latency, ...]]:
-        """Latencies by engine id, all timed in turns."""
+    def time(self, engines: Sequence[EngineArtifact]) -> Interleaved:
+        """Latencies by engine id, all timed in turns, and what ended those that failed."""
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
         """Each engine on the selection split, without latencies."""
@@ -244,11 +246,10 @@ class _Loop:
         if not engines:
             return
         timed = self._bench.time([*engines, *([anchor] if anchor is not None else [])])
-        beside = None if anchor is None else _speed(timed.get(anchor.id, ()))
+        beside = None if anchor is None else _speed(timed, anchor)
         for engine, evaluation in zip(engines, self._bench.judge(engines), strict=True):
-            latencies = timed.get(engine.id, ())
-            self.judged[engine.id] = replace(evaluation, latencies=latencies)
-            speed = _speed(latencies)
+            self.judged[engine.id] = with_latencies(evaluation, timed)
+            speed = _speed(timed, engine)
             if speed is not None:
                 self._times[engine.id] = speed
                 if beside is not None:
@@ -297,7 +298,7 @@ class _Loop:
 
     def _time(self, engine: EngineArtifact) -> float:
         """Time over that of the anchor."""
-        return self._times[engine.id].over(self._anchors[engine.id]).value
+        return self._times[engine.id].ratio(self._anchors[engine.id])
 
     def _expected(
         self, plan: PrecisionPlan, like: EngineArtifact, among: Iterable[EngineArtifact]
@@ -357,6 +358,8 @@ class _Loop:
         detail = engine.detail
         if evaluation is not None and not evaluation.outputs:
             detail = evaluation.status
+        elif evaluation is not None and evaluation.latency_failure:
+            detail = f"failed while it was timed: {evaluation.latency_failure}"
         return Step(
             round=self._rounds[engine.id],
             plan=engine.plan,
@@ -382,8 +385,12 @@ class _Loop:
         )
 
 
-def _speed(latencies: Sequence[Latency]) -> Speed | None:
-    if not latencies or not all(latency.counts_for_choice for latency in latencies):
+def _speed(timed: Interleaved, engine: EngineArtifact) -> Speed | None:
+    """What an engine takes; None where it failed at some batch size, or where the times do not count."""
+    latencies = timed.latencies.get(engine.id, ())
+    if not latencies or engine.id in timed.failures:
+        return None
+    if not all(latency.counts_for_choice for latency in latencies):
         return None
     return Speed({latency.batch: latency for latency in latencies})
 

@@ -37,8 +37,7 @@ from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.refresh_earlier import EarlierRun
 from loka_onnx.pipeline.refresh_moves import output_moves, site_moves
 from loka_onnx.pipeline.replanning import planned_recipe_ids, replan, unproven_reason
-from loka_onnx.pipeline.run import BUILD_ROWS, RunOptions, RunResult, recorded, run
-from loka_onnx.pipeline.sample import write_sample
+from loka_onnx.pipeline.run import RunOptions, RunResult, recorded, run, write_build_sample
 from loka_onnx.pipeline.splitting import source_of
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.pipeline.versions import library_versions
@@ -253,9 +252,7 @@ class _Attempt:
         profile = steps.probing.refresh(modified.model, planned_recipe_ids(before.profile))
         self.profile = profile
         plans = self.plans = self._replanned(modified.model, profile)
-        sample = write_sample(
-            steps.taken_by_engines(steps.sample(BUILD_ROWS)), directory.path / "calibration" / "sample.npz"
-        )
+        sample = write_build_sample(steps)
         corrections = steps.correct(exported, modified.model, plans, CORRECTION_ROWS)
         builder = EngineBuilder(steps.config, directory, sample, steps.progress, corrections)
         builder.only = frozenset(before.wanted)

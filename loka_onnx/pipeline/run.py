@@ -39,7 +39,7 @@ from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.report import ReportData
 
 BUILD_ROWS = 256
-"""Rows of the first inference in a build process."""
+"""Rows of the first inference in a build process; as many as `batch.min` where that is more."""
 GIVEN = "run_file"
 """Key, in the record of a run, of what its run file gave and of the directory that it stood in."""
 
@@ -153,6 +153,13 @@ def _check_no_look_is_forgotten(directory: Path) -> None:
         )
 
 
+def write_build_sample(steps: Steps) -> Path:
+    """Generated rows for the first batches of builds, as engines take them → `calibration/sample.npz`."""
+    rows = max(BUILD_ROWS, steps.config.batch.min)
+    path = steps.directory.path / "calibration" / "sample.npz"
+    return write_sample(steps.taken_by_engines(steps.sample(rows)), path)
+
+
 def recorded(config: RunConfig) -> dict[str, Any]:
     """A run file as the record of its run holds it: every key, and what was given to read it again from.
 
@@ -193,9 +200,7 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     if options.until is Stage.PLAN:
         return ended
 
-    sample = write_sample(
-        steps.taken_by_engines(steps.sample(BUILD_ROWS)), directory.path / "calibration" / "sample.npz"
-    )
+    sample = write_build_sample(steps)
     source = source_of(modified.model, plans, split)
     corrections = steps.correct(exported, modified.model, plans)
     builder = EngineBuilder(config, directory, sample, options.progress, corrections)

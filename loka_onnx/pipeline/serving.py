@@ -18,7 +18,7 @@ from loka_onnx.evaluation.throughput import LoadOptions, find_highest_rate
 from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.planning.evidence import Evidence
-from loka_onnx.sessions.host_devices import is_target
+from loka_onnx.sessions.host_devices import device_of_architecture, is_target
 from loka_onnx.sessions.runner import Resident, Runner
 
 DOCUMENT = "throughput.json"
@@ -96,6 +96,7 @@ def measure_throughput(
 
     key = {
         "engines": [(each.engine.id, each.engine.digest, each.batch, each.role) for each in wanted],
+        "devices": [device_of_architecture(each.engine.architecture) for each in wanted],
         "serving": serving.model_dump(mode="json"),
     }
     return steps.directory.stage("throughput", key, produce, lambda: serde.read(ThroughputSet, document))

@@ -35,7 +35,7 @@ from loka_onnx.evaluation.engines import (
     with_latencies,
 )
 from loka_onnx.evaluation.latency import Interleaved, LatencyOptions
-from loka_onnx.evaluation.predictions import Run
+from loka_onnx.evaluation.predictions import Run, padded
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.retrained import EarlierExport, export_retrained
 from loka_onnx.export.torch_module import export_torch
@@ -368,10 +368,14 @@ class Steps:
             confidence=1.0 - (1.0 - CONFIDENCE) / self.looks,
         )
 
+    def as_batch(self, rows: int) -> int:
+        """So many rows, or as near to it as engines are built for."""
+        return max(self.config.batch.min, min(rows, self.config.batch.max))
+
     @property
     def _judged_at_once(self) -> int:
-        """Rows of a request that engines are judged by: none was built for more than `batch.max`."""
-        return min(JUDGED_ROWS, self.config.batch.max)
+        """Rows of a request that engines are judged by; the last one of a split may have fewer."""
+        return self.as_batch(JUDGED_ROWS)
 
     def _judged_splits(self) -> tuple[Split, Split]:
         columns, rows = self.config.columns, self.config.data
@@ -444,11 +448,14 @@ class Steps:
         return self._references[key]
 
     def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
-        """Load an engine until the stack closes; returns what runs one batch of the model's own inputs."""
+        """Load an engine until the stack closes; returns what runs one batch of the model's own inputs.
+
+        Batches may be shorter than `batch.min`.
+        """
         runner = self.open_alone(engine)
         if engine.part is Part.DENSE:
             runner = with_lookup(runner, self.split, self.threads)
-        return stack.enter_context(runner).run
+        return padded(stack.enter_context(runner).run, self.config.batch.min)
 
     def open_alone(self, engine: EngineArtifact) -> Runner:
         """Load an engine without the lookup before it; takes what engines take."""

@@ -133,23 +133,26 @@ class GivingBack:
             ]
         )
 
-    def _speed(self, site: str, device: str) -> SiteSpeed | None:
-        return next((s for s in self._speeds if (s.site, s.device) == (site, device)), None)
+    def _on(self, device: str) -> list[SiteSpeed]:
+        """What is known of sites on a device."""
+        return [speed for speed in self._speeds if speed.device == device]
 
     def _is_timed(self, device: str) -> bool:
         return any(speed.device == device and speed.saved_us for speed in self._speeds)
 
     def _saved_us(self, unit: Unit, plan: PrecisionPlan, device: str) -> float | None:
-        """Microseconds a row, mean over batch sizes, less the quantize steps that no other site needs."""
-        found = [speed for site in sorted(unit) if (speed := self._speed(site, device)) is not None]
-        timed = [speed for speed in found if speed.saved_us]
-        if not timed:
+        """Microseconds a row that a unit saves where the rest of the plan stays, mean over batch sizes.
+
+        With the quantize steps that only it needs, and those behind it that it makes free.
+        """
+        known = self._on(device)
+        left = set(plan.fp8_sites) - unit
+        batches = dict.fromkeys(batch for speed in known if speed.site in unit for batch in speed.saved_us)
+        if not batches:
             return None
-        others = (self._speed(site, device) for site in plan.fp8_sites if site not in unit)
-        needed = {speed.tensor for speed in others if speed is not None}
-        tensors = {speed.tensor: speed for speed in timed if speed.tensor not in needed}
-        saved = fsum(_per_row(speed.saved_us) for speed in timed)
-        return saved - fsum(_per_row(speed.quantize_us) for speed in tensors.values())
+        return _per_row(
+            {b: _float8_us(known, left, b) - _float8_us(known, plan.fp8_sites, b) for b in batches}
+        )
 
     def _without(self, plan: PrecisionPlan, gone: frozenset[str], device: str) -> PrecisionPlan:
         decisions = tuple(_in_base(d, plan) if d.site in gone else d for d in plan.decisions)
@@ -173,16 +176,13 @@ class GivingBack:
         self, plan: PrecisionPlan, left: Collection[str], device: str
     ) -> dict[str, dict[str, float]]:
         """The times of the plan, with what fewer sites save less, and the quantize steps that they need."""
-        known = plan.predicted_us.get(device, {})
-        speeds = [self._speed(site, device) for site in plan.fp8_sites]
-        if not known or None in speeds:
+        predicted, known = plan.predicted_us.get(device, {}), self._on(device)
+        if not predicted or not {*plan.fp8_sites} <= {speed.site for speed in known}:
             return {}
-        of_plan = [speed for speed in speeds if speed is not None]
-        of_left = [speed for speed in of_plan if speed.site in left]
         return {
             device: {
-                batch: us + _float8_us(of_left, batch) - _float8_us(of_plan, batch)
-                for batch, us in known.items()
+                batch: us + _float8_us(known, left, batch) - _float8_us(known, plan.fp8_sites, batch)
+                for batch, us in predicted.items()
             }
         }
 
@@ -196,15 +196,25 @@ def _expected(output: OutputEvaluation, left: float) -> float:
     return kl * left + (difference.judged.upper - kl) * sqrt(max(left, 0.0))
 
 
-def _float8_us(speeds: Sequence[SiteSpeed], batch: str) -> float:
-    """What sites in FP8 take more than in the base precision: quantize steps, less what products save."""
-    sites = {speed.site for speed in speeds}
+def _float8_us(known: Sequence[SiteSpeed], sites: Collection[str], batch: str) -> float:
+    """What sites in FP8 take more than in the base precision: quantize steps, less what products save.
+
+    The step of a tensor is one for all that read it, and none where the site that makes it is in FP8 as well.
+    Who reads it without a known time needs it too: what it takes, and who makes it, is known from the others.
+
+    Args:
+        known: What is known of all sites on the device.
+        sites: Those in FP8.
+        batch: Batch size.
+    """
+    steps = {speed.tensor: speed.quantize_us[batch] for speed in known if batch in speed.quantize_us}
+    makers = {speed.tensor: speed.made_by for speed in known if speed.made_by}
+    chosen = [speed for speed in known if speed.site in sites]
     casts = {
-        speed.tensor: 0.0 if speed.made_by in sites else speed.quantize_us[batch]
-        for speed in speeds
-        if batch in speed.quantize_us
+        speed.tensor: 0.0 if makers.get(speed.tensor) in sites else steps.get(speed.tensor, 0.0)
+        for speed in chosen
     }
-    return fsum([*casts.values(), *(-speed.saved_us.get(batch, 0.0) for speed in speeds)])
+    return fsum([*casts.values(), *(-speed.saved_us.get(batch, 0.0) for speed in chosen)])
 
 
 def _in_base(decision: Decision, plan: PrecisionPlan) -> Decision:

@@ -83,7 +83,10 @@ def _loser(
         judged = evaluation.status if engine.was_run and evaluation is not None else ""
         return Loser(engine.id, why, f"not measured: {judged or engine.detail or engine.status}")
     ours, theirs = speeds.get(engine.id), speeds.get(verdict.winner.id)
-    times = None if engine.simulated or ours is None or theirs is None else ours.over(theirs)
+    times, compared = None, ""
+    if not (engine.simulated or ours is None or theirs is None):
+        times = ours.over(theirs)
+        compared = _compared(times) if times is not None else _apart(ours.ratio(theirs))
     if failure:
         why, said = Why.FAILED, f"{failure}; {accuracy(evaluation)}"
     elif engine in verdict.missed:
@@ -91,7 +94,7 @@ def _loser(
         how = accuracy(certified) if certified else "not measured"
         why, said = Why.NOT_CERTIFIED, f"selected; on certification {how}"
     else:
-        why, rest = _of_judged(engine, evaluation, verdict, times, evidence)
+        why, rest = _of_judged(engine, evaluation, verdict, compared, evidence)
         said = "; ".join(part for part in (accuracy(evaluation), rest) if part)
     return Loser(engine.id, why, said, times, evidence.upper(engine))
 
@@ -100,17 +103,16 @@ def _of_judged(
     engine: EngineArtifact,
     evaluation: Evaluation,
     verdict: Verdict,
-    times: Interval | None,
+    compared: str,
     evidence: Evidence,
 ) -> tuple[Why, str]:
     """Why not an engine whose accuracy was judged, and what there is to say beside its accuracy."""
-    compared = "" if times is None else _compared(times)
     if engine.simulated:
         return Why.SIMULATED, "FP8 is simulated here, its speed never counts"
     if not evaluation.is_within_budget:
         beyond = worst_status(evaluation) == BudgetStatus.BEYOND
         return (Why.BEYOND if beyond else Why.UNDECIDED), compared
-    if times is None:
+    if not compared:
         return _unknown_speed(evaluation, is_elsewhere=evidence.was_elsewhere(engine))
     if verdict.missed:
         return Why.NOT_SELECTED, f"{compared}; certification does not choose among the others"
@@ -131,11 +133,21 @@ def _unknown_speed(evaluation: Evaluation, *, is_elsewhere: bool) -> tuple[Why, 
     return Why.NO_SPEED, f"it was timed at batch {', '.join(map(str, counted))} only, and failed beyond"
 
 
+def _apart(ratio: float) -> str:
+    """``slower by 12.3 % by its median, timed elsewhere``: not in turns with the chosen engine."""
+    return (
+        f"{_in_percent(ratio)} by its median, timed elsewhere than the chosen engine: how sure is not known"
+    )
+
+
+def _in_percent(ratio: float) -> str:
+    percent = 100.0 * (ratio - 1.0)
+    return f"{'slower' if percent >= 0.0 else 'faster'} by {abs(percent):.1f} %"
+
+
 def _compared(times: Interval) -> str:
     """``slower by 12.3 % (11.9 to 12.8)``."""
-    percent = 100.0 * (times.value - 1.0)
-    word = "slower" if percent >= 0.0 else "faster"
-    text = f"{word} by {abs(percent):.1f} %"
+    text = _in_percent(times.value)
     if times.lower == times.upper:
         return text
     ends = sorted(abs(100.0 * (end - 1.0)) for end in (times.lower, times.upper))

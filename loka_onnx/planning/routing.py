@@ -3,7 +3,7 @@
 One engine is best over all batch sizes that are served. At one of these sizes another may be faster, because
 what FP8 saves grows with the rows and what quantizing costs does not. A second engine costs device memory and
 a start, so that a size gets an engine of its own only where the whole interval of the gain lies above a
-margin.
+margin. Of engines that were timed apart there is no interval, and none gets a size of its own beside another.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def alike(
 ) -> tuple[EngineArtifact, ...]:
     """The fastest engine, then those that are not surely slower than it.
 
+    Of one that was timed apart from the fastest nothing is sure: its median counts.
+
     Args:
         engines: At least one; all of them in `speeds`.
         speeds: By engine id.
@@ -30,7 +32,7 @@ def alike(
     others = (
         engine
         for engine in engines
-        if engine is not fastest and speeds[engine.id].over(speeds[fastest.id]).lower <= 1.0 + noise
+        if engine is not fastest and speeds[engine.id].least_over(speeds[fastest.id]) <= 1.0 + noise
     )
     return (fastest, *others)
 
@@ -88,7 +90,7 @@ def _table(
     table = []
     for batch, other in best.items():
         gain = speeds[main.id].at(batch).over(speeds[other.id].at(batch))
-        if other is not main and gain.lower > 1.0 + margin:
+        if other is not main and gain is not None and gain.lower > 1.0 + margin:
             table.append(Route(batch, other.id, other.plan, gain))
         else:
             table.append(Route(batch, main.id, main.plan))

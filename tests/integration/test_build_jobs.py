@@ -151,6 +151,9 @@ def test_a_job_is_executed_on_another_host_and_its_result_merged(
     assert [latency.batch for latency in timed] == [8, 64]
     # The device is that of the host that timed it, by its own name.
     assert all(latency.device == "cpu" and latency.counts_for_choice for latency in timed)
+    # It was timed in a job of its own, not in turns with others.
+    assert {latency.job for latency in timed} == {PLAIN}
+    assert {loser.times for loser in result.choice.targets[1].losers} == {None}
     # Nothing is left to do.
     seen = []
     run(

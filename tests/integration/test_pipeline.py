@@ -230,6 +230,18 @@ def test_bundle_answers_like_the_model(finished: RunResult) -> None:
     np.testing.assert_allclose(answer["cvr"], expit(expected[:, 1]), atol=1e-5)
 
 
+@pytest.mark.parametrize(("least", "most"), [(300, 512), (1, 8)])
+def test_engines_for_large_or_small_batches_only(place: Workplace, least: int, most: int) -> None:
+    """The rows that builds begin with, and those of a bundle's sample, are batches that engines take."""
+    batch = {"min": least, "serve": [min(least * 8, most)], "max": most}
+    place.write_run_file(plan={"plans": ["fp32"]}, batch=batch)
+    bundle = run(place.run_file).bundle
+    assert bundle is not None
+    loka_onnx.verify_bundle(bundle)
+    with np.load(bundle / "sample.npz") as sample:
+        assert {len(sample[name]) for name in sample.files} == {min(max(16, least), most)}
+
+
 # Resuming ------------------------------------------------------------------------------------------
 
 

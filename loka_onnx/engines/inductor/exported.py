@@ -7,7 +7,7 @@ computes which site, and in which types.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from loka_onnx.sessions.inductor_package import Product
@@ -33,6 +33,7 @@ _FACTORS = {
     "aten.conv2d.default": (0, 1),
     "aten.conv3d.default": (0, 1),
     "aten.convolution.default": (0, 1),
+    "aten.scaled_dot_product_attention.default": (0, 1),
     SCALED: (0, 1),
 }
 """Positions of the two factors of each product of PyTorch that a lowering makes."""
@@ -73,9 +74,8 @@ def _products(graph: Any) -> Iterator[Product]:
         else:
             continue
         positional = node.args[_FAST_ACCUMULATION] if len(node.args) > _FAST_ACCUMULATION else False
-        # Our FP8 kernel keeps its sums as fast accumulation does (`choosing.candidates`).
         types = tuple(_dtype(factor) for factor in factors)
-        fast = (operator == PRODUCT_KERNEL and types[0] in FLOAT8) or (
+        fast = (operator == PRODUCT_KERNEL and types[0] in FLOAT8 and not _is_exact(node)) or (
             operator == SCALED and bool(node.kwargs.get("use_fast_accum", positional))
         )
         yield Product(_mark(node), operator, types, fast)
@@ -101,6 +101,12 @@ def output_types(graph: Any) -> tuple[str, ...]:
     """Element types of the outputs of an exported graph."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     return tuple(_dtype(value) for value in output.args[0])
+
+
+def _is_exact(node: Any) -> bool:
+    """Whether our FP8 kernel moves its sums to FP32 after each step (`kernels.products.Tile.numbers`)."""
+    tile: Sequence[int] = node.args[-1]
+    return bool(tile[-1])
 
 
 def _mark(node: Any) -> str:

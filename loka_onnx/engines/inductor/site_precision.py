@@ -1,13 +1,19 @@
 """What a package runs each planned site in.
 
 Three readings have to agree before a site counts as FP8: what the lowering made of its node, the element
-types that the exported program multiplies there, and how often the generated code calls an FP8 product. Every
-other site counts as planned when everything that its node multiplies, or reads, has the planned type.
+types that the exported program multiplies there, and how often the generated code calls what multiplies it:
+an FP8 product of a library, or a kernel of this project's own. Every other site counts as planned when
+everything that its node multiplies, or reads, has the planned type, and its kernel is called where it is one
+of our own.
+
+The type that one of our own multiplies is that of its tensors in the exported program, FP8 or half: of the
+kernel, generated code has the name alone.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +36,9 @@ _TEMPLATE_CALL = re.compile(
     r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall_\w*triton_tem_\w*scaled_mm\w*\(", re.M
 )
 """How the generated C++ calls an FP8 product: of a library, or a Triton template that won the autotuning."""
+_OWN_CALL = re.compile(r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall__loka_(\w+?)_kernel_\d+\(", re.M)
+"""How it calls one of `kernels`, whose Triton function is named after its operator: Inductor numbers the
+variants of a function, and launches each by one of its name (`torch._inductor.codegen.cpp_wrapper_gpu`)."""
 
 
 def read_site_precisions(
@@ -41,23 +50,33 @@ def read_site_precisions(
         EngineError: The file is no engine of this backend.
     """
     engine = read_engine(package)
-    calls = {program.name: float8_calls(read_sources(package, program.name)) for program in engine.programs}
+    calls = {program.name: product_calls(read_sources(package, program.name)) for program in engine.programs}
     return site_precisions(engine, calls, planned)
 
 
-def float8_calls(sources: Sequence[str]) -> int:
-    """How many FP8 products generated C++ calls."""
-    return sum(len(pattern.findall(text)) for text in sources for pattern in (_LIBRARY_CALL, _TEMPLATE_CALL))
+def product_calls(sources: Sequence[str]) -> Counter[str]:
+    """How often generated C++ calls FP8 products of PyTorch, and each kernel of this project.
+
+    Returns:
+        By operator of the exported program (`Product.operator`).
+    """
+    found = Counter[str]()
+    for text in sources:
+        found[SCALED] += len(_LIBRARY_CALL.findall(text)) + len(_TEMPLATE_CALL.findall(text))
+        found.update(f"{OWN_OPERATORS}{name}.default" for name in _OWN_CALL.findall(text))
+    return found
 
 
 def site_precisions(
-    engine: InductorEngine, calls: Mapping[str, int], planned: Sequence[tuple[Site, Precision]]
+    engine: InductorEngine,
+    calls: Mapping[str, Mapping[str, int]],
+    planned: Sequence[tuple[Site, Precision]],
 ) -> tuple[SitePrecision, ...]:
     """What an engine runs each planned site in.
 
     Args:
         engine: Its document.
-        calls: FP8 products that the generated code of each program calls.
+        calls: What the generated code of each program calls (`product_calls`).
         planned: Sites and the precision that the plan asks for.
     """
     compiled = {site.site: site for site in engine.sites}
@@ -66,7 +85,7 @@ def site_precisions(
 
 def _site_precision(
     engine: InductorEngine,
-    calls: Mapping[str, int],
+    calls: Mapping[str, Mapping[str, int]],
     compiled: Mapping[str, CompiledSite],
     planned: tuple[Site, Precision],
 ) -> SitePrecision:
@@ -79,10 +98,15 @@ def _site_precision(
         return _float8_site(engine, calls, found)
     if site.kind is SiteKind.NORM and found is None:
         return _wide_site(engine, site.name, precision)
-    return _wide_product(found, site.name, precision)
+    if found is None:
+        evidence = "nothing of that name in the lowered graph"
+        return SitePrecision(site.name, precision, (), False, evidence)
+    return _wide_product(engine, calls, found, precision)
 
 
-def _float8_site(engine: InductorEngine, calls: Mapping[str, int], found: CompiledSite) -> SitePrecision:
+def _float8_site(
+    engine: InductorEngine, calls: Mapping[str, Mapping[str, int]], found: CompiledSite
+) -> SitePrecision:
     if not found.engaged:
         evidence = f"lowered to {found.kernel}: {found.reason or 'not an FP8 product'}"
         return SitePrecision(found.site, Precision.FP8, found.operands, False, evidence)
@@ -103,26 +127,45 @@ def _products_at(found: CompiledSite, program: Program) -> tuple[Product, ...]:
     return tuple(product for product in program.products if product.node == found.site)
 
 
-def _why_not_float8(found: CompiledSite, program: Program, calls: int) -> str:
+def _why_not_float8(found: CompiledSite, program: Program, calls: Mapping[str, int]) -> str:
     products = _products_at(found, program)
     if not products:
         return "the exported program has no product of this site"
     for product in products:
         if not product.operands or any(kind not in FLOAT8 for kind in product.operands):
             return f"the exported program multiplies {' by '.join(product.operands) or 'nothing'} there"
-    expected = sum(product.operator == SCALED for product in program.products)
-    if calls < expected and not all(p.operator.startswith(OWN_OPERATORS) for p in products):
-        return f"the generated code calls {calls} FP8 products, the exported program has {expected}"
+    return _why_not_called(products, program, calls)
+
+
+def _why_not_called(products: Sequence[Product], program: Program, calls: Mapping[str, int]) -> str:
+    """Why the generated code may lack what multiplies a site, where it can be told there by its name."""
+    for operator in dict.fromkeys(product.operator for product in products):
+        if operator != SCALED and not operator.startswith(OWN_OPERATORS):
+            continue
+        called = calls.get(operator, 0)
+        expected = sum(product.operator == operator for product in program.products)
+        if called < expected:
+            what = "FP8 products" if operator == SCALED else f"kernels of '{operator}'"
+            return f"the generated code calls {called} {what}, the exported program has {expected}"
     return ""
 
 
-def _wide_product(found: CompiledSite | None, site: str, planned: Precision) -> SitePrecision:
-    if found is None:
-        return SitePrecision(site, planned, (), False, "nothing of that name in the lowered graph")
+def _wide_product(
+    engine: InductorEngine,
+    calls: Mapping[str, Mapping[str, int]],
+    found: CompiledSite,
+    planned: Precision,
+) -> SitePrecision:
     wanted = TORCH_TYPES[planned]
     engaged = bool(found.operands) and all(kind == wanted for kind in found.operands)
     evidence = f"lowered to {found.kernel}{f': {found.reason}' if found.reason else ''}"
-    return SitePrecision(site, planned, found.operands, engaged, evidence)
+    for program in engine.programs:
+        reason = _why_not_called(_products_at(found, program), program, calls[program.name])
+        if reason:
+            return SitePrecision(
+                found.site, planned, found.operands, False, f"program '{program.name}': {reason}"
+            )
+    return SitePrecision(found.site, planned, found.operands, engaged, evidence)
 
 
 def _wide_site(engine: InductorEngine, site: str, planned: Precision) -> SitePrecision:

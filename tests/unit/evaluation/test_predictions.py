@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loka_onnx.errors import DataError, EvaluationError
-from loka_onnx.evaluation.predictions import predict
+from loka_onnx.evaluation.predictions import padded, predict
 
 
 def batches(*sizes):
@@ -72,3 +72,20 @@ def test_missing_columns_and_rows_are_refused():
         predict(lambda inputs: inputs, batches(3), ("x",), ("label",))
     with pytest.raises(DataError, match="there are no rows to predict"):
         predict(lambda inputs: inputs, [], ("x",))
+
+
+def test_a_short_batch_repeats_rows_for_an_engine_that_takes_no_fewer():
+    asked = []
+
+    def run(inputs):
+        x = inputs["x"]
+        asked.append(x[:, 0].tolist())
+        assert len(x) >= 4
+        return {"ctr": 2 * x, "whole": np.zeros(3), "number": np.float32(1)}
+
+    got = predict(padded(run, 4), batches(5, 4, 3), ("ctr",))
+    np.testing.assert_array_equal(got.outputs["ctr"], 2.0 * np.arange(12))
+    assert asked == [[0, 1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 9]]
+    # What does not follow the batch is left to whoever reads it.
+    one = padded(run, 4)({"x": np.ones((1, 1), np.float32)})
+    assert [np.shape(one[name]) for name in ("ctr", "whole", "number")] == [(1, 1), (3,), ()]

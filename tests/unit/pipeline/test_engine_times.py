@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +94,42 @@ def test_what_fails_while_it_is_timed_is_told_and_the_others_go_on() -> None:
     assert {x.device for found in timed.latencies.values() for x in found} == {"cpu"}
 
 
+class Broken(Adding):
+    """A lookup that fails some of its requests, by their number."""
+
+    def __init__(self, fails: range) -> None:
+        super().__init__()
+        self.fails, self.number = fails, count()
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        if next(self.number) in self.fails:
+            raise EngineError("the table is gone")
+        return super().run(inputs)
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (None, "the lookup before it does not open: the file is damaged"),
+        # Inputs of a size are four requests, before anything is timed.
+        (range(2, 9), "at batch 2, where its inputs are made: the table is gone"),
+        # Then it is timed among the engines.
+        (range(4, 5), "the lookup before it failed at batch 2: the table is gone"),
+    ],
+)
+def test_a_lookup_that_fails_costs_the_engines_behind_it(fails: range | None, said: str) -> None:
+    """Their times alone would be those of engines that cannot serve."""
+    engine = replace(artifact("fp32"), part=Part.DENSE)
+
+    def opened() -> Runner:
+        if fails is None:
+            raise EngineError("the file is damaged")
+        return Broken(fails)
+
+    timed = replace(bench({"fp32": Adding()}), open_lookup=opened).time([engine])
+    assert timed.failures == {engine.id: said}
+
+
 def test_the_evaluation_document_has_the_failure() -> None:
     judged = Evaluation("a", "maker", "bf16", "cpu", "selection", 9, (), (), "measured")
     timed = Interleaved({"a": ()}, {"a": "at batch 4: the worker died"})
@@ -142,3 +180,12 @@ def test_engines_are_timed_again_where_their_target_is(monkeypatch: pytest.Monke
     assert counts_here(evaluations, [engine])
     there = [with_latencies(judged, bench({"fp32": Adding()}).time([engine]))]
     assert not counts_here(there, [engine])
+    # An H100 as well, and another machine; on an H200 nothing better can be had than what there is.
+    pcie = CudaDevice(0, "NVIDIA H100 PCIe", "sm90")
+    monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: (pcie,))
+    assert counts_here(there, [engine])
+    for other in ("NVIDIA H200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        monkeypatch.setattr(
+            host_devices, "list_cuda_devices", lambda name=other: (CudaDevice(0, name, "sm90"),)
+        )
+        assert not counts_here(there, [engine])

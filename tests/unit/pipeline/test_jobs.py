@@ -18,6 +18,7 @@ from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.job import BuildJob, JobRows
 from loka_onnx.core.split import Part
+from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import EngineError, EvaluationError, ModelError
 from loka_onnx.pipeline import job_execution
@@ -37,7 +38,12 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
 
 
 def written(
-    folder: Path, *, data: bool = False, external: bool = False, timed: SplitRows | None = None
+    folder: Path,
+    *,
+    data: bool = False,
+    external: bool = False,
+    timed: SplitRows | None = None,
+    batch: BatchRange = BatchRange(1, 8, 16, (4, 8)),  # noqa: B008 - frozen
 ) -> tuple[Path, BuildRequest, BuildJob]:
     model = mlp(
         folder / "model", Precision.FP32, Precision.FP32, fp8=False, shape=MlpShape(external=external)
@@ -48,7 +54,7 @@ def written(
         sites=model.sites,
         target="cpu",
         architecture="cpu",
-        batch=BatchRange(1, 8, 16, (4, 8)),
+        batch=batch,
         output=folder / "unused",
         sample=model.sample,
         limits=Limits(60.0, 2 << 30),
@@ -208,3 +214,30 @@ def test_an_engine_that_fails_on_its_host_is_no_candidate(
         "), where it failed behind its first batches: the worker died\n  evidence: signal 11"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_short_last_batch_is_judged_elsewhere_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """23 rows in batches of 10 end with 3; the engine takes 8 or more."""
+    directory, request, _ = written(tmp_path, data=True, batch=BatchRange(8, 8, 16))
+    opened = OnnxRuntimeBackend.open
+
+    def strict(self, artifact, path):  # type: ignore[no-untyped-def]
+        runner = opened(self, artifact, path)
+        run = runner.run
+
+        def run_strict(inputs):  # type: ignore[no-untyped-def]
+            if len(inputs["x"]) < 8:
+                raise EngineError(f"{len(inputs['x'])} rows; it takes 8 to 16")
+            return run(inputs)
+
+        runner.run = run_strict
+        return runner
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "open", strict)
+    result = execute_job(directory)
+    assert result.failure == ""
+    replay = Replay.load(directory / "result" / result.outputs["certification"])
+    expected = OnnxSession(request.model).run({"x": ROWS})["out"]
+    np.testing.assert_allclose(replay.run({"x": ROWS})["out"], expected, rtol=1e-6, atol=1e-6)

@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from loka_onnx.core.split import Part
 from loka_onnx.data import InputBinding, open_dataset
+from loka_onnx.errors import EngineError
 from loka_onnx.pipeline.steps import JUDGED_ROWS, Steps
 
 ROWS = 10_250
 
 
-@pytest.mark.parametrize("largest", [100, 10_000])
-def test_no_request_is_larger_than_what_engines_were_built_for(tmp_path: Path, largest: int) -> None:
+class Strict:
+    """An engine that refuses what it was not built for, as compiled ones do."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self.least, self.most = least, most
+
+    def __enter__(self) -> Strict:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def run(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if not self.least <= len(inputs["x"]) <= self.most:
+            raise EngineError(f"{len(inputs['x'])} rows")
+        return {"y": 2 * inputs["x"]}
+
+
+# 10 250 rows end with a batch of 50, of 250, of 2 058, and of 1 250.
+@pytest.mark.parametrize(
+    ("least", "largest"), [(1, 100), (64, 100), (64, 10_000), (2_500, 4_096), (9_000, 9_000)]
+)
+def test_engines_are_asked_for_what_they_were_built_for(tmp_path: Path, least: int, largest: int) -> None:
     np.savez(tmp_path / "rows.npz", x=np.arange(ROWS, dtype=np.float32))
     data = open_dataset(
         tmp_path / "rows.npz", (InputBinding("x", ("x",), "float32", 1),), (), None, frozenset()
     )
     steps = object.__new__(Steps)
     steps.config = SimpleNamespace(  # type: ignore[assignment] - what is read of a run file
-        batch=SimpleNamespace(max=largest), columns=(), data=SimpleNamespace(group=None, slices=())
+        batch=SimpleNamespace(min=least, max=largest), columns=(), data=SimpleNamespace(group=None, slices=())
     )
     steps.looks = 1
     steps.__dict__["splits"] = SimpleNamespace(selection=data, certification=data)
     splits = steps._judged_splits()
     assert [split.name for split in splits] == ["selection", "certification"]
+    steps.open_alone = lambda engine: Strict(least, largest)  # type: ignore[assignment, method-assign, return-value]
     for split in splits:
-        sizes = [batch.rows for batch in split.batches()]
-        assert sum(sizes) == ROWS
-        assert max(sizes) == min(largest, JUDGED_ROWS)
+        with ExitStack() as stack:
+            run = steps.open_engine(SimpleNamespace(part=Part.WHOLE), stack)  # type: ignore[arg-type]
+            found = [run(batch.inputs)["y"] for batch in split.batches()]
+        np.testing.assert_array_equal(np.concatenate(found), 2 * np.arange(ROWS))
+        assert max(map(len, found)) == max(least, min(largest, JUDGED_ROWS))

@@ -82,9 +82,10 @@ def test_what_was_refined_on_another_device_is_refined_again_on_the_target(
         model, model, model, PLANS, EngineSet((ENGINE,)), CorrectionSet(), tmp_path / "sample.npz"
     )
     h200, h100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
-    for device in (h200, h200, h100, h100, h200):
+    pcie = "NVIDIA H100 PCIe"
+    for device in (h200, h200, h100, h100, h200, pcie, pcie):
         here.append(CudaDevice(0, device, "sm90"))
         with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=True) as directory:
             refine_engines(steps_in(directory), inputs)
-    # Nothing is lost where the run goes on on another device later.
-    assert rounds == [h200, h100]
+    # Nothing is lost where the run goes on on another device later; another H100 is another machine.
+    assert rounds == [h200, h100, pcie]

@@ -23,6 +23,7 @@ from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned
+from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.refining import Refined, RefineLimits, refine
 from loka_onnx.planning.giving_back import GivenBack
 
@@ -72,6 +73,7 @@ class SimulatedBench:
 
     plans: dict[str, PrecisionPlan] = field(default_factory=dict)
     fails: frozenset[str] = frozenset()
+    dies: Mapping[str, str] = field(default_factory=dict)
     built: list[tuple[str, str]] = field(default_factory=list)
     timed: list[list[str]] = field(default_factory=list)
     judged: list[str] = field(default_factory=list)
@@ -92,10 +94,11 @@ class SimulatedBench:
             for each in plans
         ]
 
-    def time(self, engines: Sequence[EngineArtifact]) -> Mapping[str, tuple[Latency, ...]]:
+    def time(self, engines: Sequence[EngineArtifact]) -> Interleaved:
         self.timed.append([each.plan for each in engines])
         self.slowdown *= 1.5
-        return {each.id: (self.latency(each),) for each in engines}
+        failures = {each.id: self.dies[each.plan] for each in engines if each.plan in self.dies}
+        return Interleaved({each.id: (self.latency(each),) for each in engines}, failures)
 
     def latency(self, of: EngineArtifact) -> Latency:
         chosen = self.plans[of.plan]
@@ -237,6 +240,17 @@ def test_an_engine_that_failed_keeps_its_prediction() -> None:
     found, _ = run(bench=SimulatedBench(fails=frozenset({"refined-1"})))
     failed = next(step for step in only(found).steps if step.plan == "refined-1")
     assert failed.predicted_us and not failed.latency_us and failed.predictions == ()
+
+
+def test_an_engine_that_dies_while_it_is_timed_is_told() -> None:
+    """It has figures of the batch sizes before that: they are no speed."""
+    found, _ = run(bench=SimulatedBench(dies={"refined-1": "at batch 20: signal 11"}))
+    dead = next(step for step in only(found).steps if step.plan == "refined-1")
+    assert dead.detail == "failed while it was timed: at batch 20: signal 11"
+    assert (dead.latency_us, dead.times, dead.is_on_front) == ({}, None, False)
+    judged = next(e for e in found.evaluations.evaluations if e.plan == "refined-1")
+    assert judged.latency_failure == "at batch 20: signal 11"
+    assert only(found).best != "refined-1"
 
 
 def test_no_prediction_starts_from_an_engine_of_another_maker() -> None:

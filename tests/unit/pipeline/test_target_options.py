@@ -54,21 +54,44 @@ def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path: Path
     }
 
 
+KNOWN = (
+    "it takes choose (0 to 1), fast_accumulation (0 to 1), fuse (0 to 1), max_autotune (0 to 1), "
+    "static (0 to 1)"
+)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"statik": 1}, "backend 'inductor' has no option 'statik'"),
-        ({"static": 2}, "option 'static' of backend 'inductor' is out of range"),
+        (
+            {"statik": 1},
+            ("backend 'inductor' has no option 'statik'", KNOWN, "did you mean 'static'?"),
+        ),
+        ({"zzz": 1}, ("backend 'inductor' has no option 'zzz'", KNOWN, "leave it out")),
+        (
+            {"static": 2},
+            (
+                "option 'static' of backend 'inductor' is out of range",
+                "it is 2",
+                "give 0 to 1, or leave it out for the default",
+            ),
+        ),
     ],
 )
 def test_a_setting_that_a_backend_lacks_is_refused_at_once(
-    options: dict[str, int], said: str, tmp_path: Path
+    options: dict[str, int], said: tuple[str, str, str], tmp_path: Path
 ) -> None:
     config = config_of(
-        tmp_path, {"device": "cpu", "backends": ["inductor"], "options": {"inductor": options}}
+        tmp_path,
+        {"device": "nvidia-h100", "backends": ["inductor"]},
+        {"device": "cpu", "backends": ["inductor"], "options": {"inductor": options}},
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError) as caught:
         run(config)
+    what, evidence, remedy = said
+    assert str(caught.value) == (
+        f"`targets[1].options.inductor` (device 'cpu'): {what}\n  evidence: {evidence}\n  remedy: {remedy}"
+    )
     assert not config.output.exists()
 
 

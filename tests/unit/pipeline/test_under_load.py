@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,8 +31,10 @@ from loka_onnx.core.evaluation import (
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION
-from loka_onnx.pipeline.serving import Served, under_load
+from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput
+from loka_onnx.pipeline import serving
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.serving import Served, measure_throughput, under_load
 from loka_onnx.planning.evidence import Evidence
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
@@ -113,6 +117,32 @@ def test_what_cannot_be_loaded_here_is_not(change: dict[str, object]) -> None:
     engines = [engine("fp8-all", **change), ENGINES["bf16"]]  # type: ignore[arg-type]
     found = under_load(engines, evidence(), choice("fp8-all"), (8,))
     assert [(each.engine.plan, each.role) for each in found] == [("bf16", HIGH_PRECISION)]
+
+
+def test_another_machine_of_the_target_is_put_under_load_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are H100s; what each answers in time is its own."""
+    here: list[str] = []
+    asked: list[str] = []
+
+    def measure(steps: object, loaded: serving.Loaded) -> Throughput:
+        asked.append(here[-1])
+        return Throughput(
+            loaded.engine.id, loaded.engine.plan, "gpu", loaded.role, 8, 1, 1.0, 0.95, 0, 0.0, 0.0, ()
+        )
+
+    monkeypatch.setattr(serving, "_measure", measure)
+    monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: (CudaDevice(0, here[-1], "sm90"),))
+    limit = SimpleNamespace(p99_ms=1.0, model_dump=lambda mode: {})
+    config = SimpleNamespace(serving=limit, batch=SimpleNamespace(serve=(8,)))
+    sxm, pcie = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"
+    for device in (sxm, sxm, pcie, pcie):
+        here.append(device)
+        with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=True) as directory:
+            steps: Any = SimpleNamespace(config=config, directory=directory)
+            measure_throughput(steps, [ENGINES["bf16"]], evidence().evaluations, PLANS, choice("bf16"))
+    assert asked == [sxm, pcie]
 
 
 def test_a_prediction_rests_on_the_engine_that_differs_by_fp8_alone() -> None:

@@ -139,6 +139,34 @@ def test_one_engine_serves_where_the_gain_is_inside_margin_or_spread() -> None:
     assert len(by_size(steady).routes) == 2
 
 
+def in_jobs(evaluations: dict[Candidate, Evaluation]) -> dict[Candidate, Evaluation]:
+    """The same, each timed in a build job of its own."""
+    return {
+        candidate: replace(each, latencies=tuple(replace(x, job=each.engine) for x in each.latencies))
+        for candidate, each in evaluations.items()
+    }
+
+
+def test_engines_that_were_timed_elsewhere_are_compared_by_their_medians_and_it_is_told() -> None:
+    """Each in a job: their parts are as many, and no pairs. Noise is not known, nor worth an engine."""
+    noisy = in_jobs({BF16: timed(BF16, 1.0, b8=100), FP8_SAFE: timed(FP8_SAFE, 1.0, b8=98.5)})
+    target = by_size(noisy)
+    assert target.plan == "fp8-safe"
+    (loser,) = target.losers
+    assert (loser.why, loser.times) == (Why.SLOWER, None)
+    assert loser.reason == (
+        "accuracy inside the budget; slower by 1.5 % by its median, timed elsewhere than the chosen engine: "
+        "how sure is not known"
+    )
+    close = in_jobs({BF16: timed(BF16, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=99.5)})
+    target = by_size(close)
+    assert target.plan == "bf16"
+    assert target.losers[0].why is Why.WITHIN_NOISE and "timed elsewhere" in target.losers[0].reason
+    # No size gets an engine of its own by a comparison that nobody knows the width of.
+    target = by_size(in_jobs(BOTH_SIZES))
+    assert (target.plan, target.routes) == ("bf16", ())
+
+
 def test_an_engine_that_is_best_nowhere_does_not_lead() -> None:
     """The best over all sizes may be second at each of them."""
     three = {

@@ -145,6 +145,30 @@ def test_a_cast_that_the_product_in_front_made_free_is_paid_for_without_it(model
     assert found.plan.predicted_us == {"gpu": {"10": pytest.approx(100.0 + 2.0 - 1.0 + 3.0)}}
 
 
+def test_what_a_site_saves_holds_the_casts_that_it_makes_free(model: ModelArtifact) -> None:
+    """fc1 reads what fc0 makes: in a chain its cast is free, and fc0 saves that as well."""
+    behind = replace(speed("fc1", 50.0, "y", 3.0), made_by="fc0")
+    giving = GivingBack(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, SPEEDS[2]))
+
+    def saved(*sites: str, of: tuple[str, ...] = ALL) -> float | None:
+        return giving._saved_us(frozenset(sites), plan(model, *of), "gpu")
+
+    # A row of a batch of 10. fc0 saves 2 µs beside a cast of 1, and makes the one of 3 free.
+    assert saved("fc0") == pytest.approx((2.0 - 1.0 + 3.0) / 10)
+    assert saved("fc1") == pytest.approx(50.0 / 10)
+    assert saved("fc0", "fc1") == pytest.approx((2.0 - 1.0 + 50.0) / 10)
+    # Where fc0 is not in FP8, fc1 pays for its cast; where fc1 is not, fc0 makes nothing free.
+    assert saved("fc1", of=("fc1", "fc2")) == pytest.approx((50.0 - 3.0) / 10)
+    assert saved("fc0", of=("fc0", "fc2")) == pytest.approx((2.0 - 1.0) / 10)
+    # Of a reader whose time is not known it is known that it needs the cast, and not who makes that free.
+    unknown = replace(SPEEDS[2], verdict=SpeedVerdict.UNKNOWN, saved_us={}, quantize_us={}, tensor="y")
+    giving = GivingBack(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, unknown))
+    assert saved("fc1") == pytest.approx(50.0 / 10)
+    assert saved("fc1", of=("fc1", "fc2")) == pytest.approx(50.0 / 10)
+    assert saved("fc0", of=("fc0", "fc2")) == pytest.approx((2.0 - 1.0 + 3.0) / 10)
+    assert saved("fc2") is None
+
+
 def test_a_site_whose_time_is_not_known_leaves_the_cast_to_who_shares_it(model: ModelArtifact) -> None:
     unknown = replace(SPEEDS[2], verdict=SpeedVerdict.UNKNOWN, saved_us={}, quantize_us={}, tensor="n")
     behind = speed("fc1", 50.0, "n", 3.0)

@@ -38,6 +38,10 @@ def test_the_first_device_of_an_architecture_runs_its_engines(monkeypatch: pytes
         ("nvidia-l4", "NVIDIA L40S", "sm89", False),
         ("nvidia-rtx-ada", "NVIDIA GeForce RTX 4090", "sm89", True),
         ("nvidia-rtx-ada", L4, "sm89", False),
+        # A slice is no device that a run file names, whichever it is of.
+        ("nvidia-h100", f"{H100} MIG 1g.10gb", "sm90", False),
+        ("nvidia-h200", "NVIDIA H200 MIG 7g.141gb", "sm90", False),
+        ("nvidia-h200", "NVIDIA GH200 480GB MIG 1g.12gb", "sm90", False),
         # Unknown to run files: whoever wrote one for it knows what it is.
         ("nvidia-h200", "NVIDIA GH200 480GB", "sm90", True),
         ("our-own-box", H200, "sm90", True),

@@ -20,7 +20,14 @@ from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.shapes import add_inferred_shapes
-from loka_onnx.graph.storage import check_external_files, move_outside, read_external, read_proto
+from loka_onnx.graph.storage import (
+    all_initializers,
+    check_external_files,
+    move_outside,
+    names_in_subgraphs,
+    read_external,
+    read_proto,
+)
 from loka_onnx.graph.tensor_values import read_array
 
 Array = npt.NDArray[Any]
@@ -118,6 +125,8 @@ class Node:
 class PlannedGraph:
     """The main graph of a planned model.
 
+    What the branches and bodies of its nodes read is kept like an output: no fusion takes it away.
+
     Args:
         proto: The model, with its constants inside; not changed.
     """
@@ -133,7 +142,8 @@ class PlannedGraph:
             tensor = self._tensor(stored.name)
             tensor.kind, tensor.shape, tensor.stored = stored.data_type, tuple(stored.dims), stored
         self.nodes: list[Node] = [self._read(node) for node in graph.node]
-        self._outputs = {info.name for info in graph.output}
+        captured = names_in_subgraphs(graph) & self._tensors.keys()
+        self._outputs = {info.name for info in graph.output} | captured
         self._names = {*self._tensors, *(node.name for node in self.nodes)}
 
     @classmethod
@@ -150,9 +160,9 @@ class PlannedGraph:
         """
         proto = read_proto(path)
         check_external_files(proto, path)
-        for tensor in proto.graph.initializer:
-            if uses_external_data(tensor) and (base is None or prod(tensor.dims) <= MOST_READ):
-                read_external(tensor, path.parent)
+        for stored in all_initializers(proto.graph):
+            if uses_external_data(stored) and (base is None or prod(stored.dims) <= MOST_READ):
+                read_external(stored, path.parent)
         add_inferred_shapes(proto)
         graph = cls(proto)
         if base is not None:
@@ -173,14 +183,15 @@ class PlannedGraph:
         model.graph.input.extend(self._proto.graph.input)
         model.graph.output.extend(self._proto.graph.output)
         model.graph.node.extend(_written(node) for node in order)
-        read = {t.name: t for node in order for t in node.inputs if t is not None}
+        read = {name: self._tensors[name] for name in sorted(self._outputs)}
+        read |= {t.name: t for node in order for t in node.inputs if t is not None}
         model.graph.initializer.extend(t.stored for t in read.values() if t.stored is not None)
         path.parent.mkdir(parents=True, exist_ok=True)
         move_outside(model, path)
         path.write_bytes(model.SerializeToString(deterministic=True))
 
     def is_output(self, tensor: Tensor) -> bool:
-        """Whether the graph hands a tensor out."""
+        """Whether the graph hands a tensor out, or to the branches of a node."""
         return tensor.name in self._outputs
 
     def fresh_name(self, base: str) -> str:

@@ -23,7 +23,7 @@ ROWS, COLUMNS, WARPS = 16, 128, 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _loka_concat_quantize_kernel(  # type: ignore[no-untyped-def]
     a_ptr,
     b_ptr,
     wide_ptr,
@@ -81,7 +81,7 @@ def concat_quantize(
     n = first + second
     high = torch.empty((m, n), dtype=half, device=a.device) if wide else None
     low = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.device)
-    wrap_triton(_kernel)[(triton.cdiv(m, ROWS), triton.cdiv(n, COLUMNS))](
+    wrap_triton(_loka_concat_quantize_kernel)[(triton.cdiv(m, ROWS), triton.cdiv(n, COLUMNS))](
         a,
         b,
         # A pointer that is not used still has to point somewhere.

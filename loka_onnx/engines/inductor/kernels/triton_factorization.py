@@ -23,7 +23,7 @@ WARPS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _loka_factorization_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     y_ptr,
     gamma_ptr,
@@ -82,7 +82,7 @@ def factorization_norm(
     batch, n, d = x.shape
     k = y.shape[1]
     out = torch.empty((batch, n * k), dtype=torch.float8_e4m3fn if float8 else x.dtype, device=x.device)
-    wrap_triton(_kernel)[(batch,)](
+    wrap_triton(_loka_factorization_norm_kernel)[(batch,)](
         x,
         y,
         gamma,

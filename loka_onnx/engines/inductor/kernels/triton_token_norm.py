@@ -29,7 +29,7 @@ def _normalized(z, inside, gamma, beta, epsilon, D: tl.constexpr):  # type: igno
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _loka_token_residual_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     f_ptr,
     w_ptr,
@@ -92,7 +92,7 @@ def token_residual_norm(
     batch, n, d = x.shape
     later, first = w.shape[0], n - w.shape[0]
     out = torch.empty_like(x)
-    wrap_triton(_kernel)[(batch,)](
+    wrap_triton(_loka_token_residual_norm_kernel)[(batch,)](
         x,
         f,
         w,

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.engines.inductor import kernels
 from loka_onnx.engines.inductor.exported import (
+    PRODUCT_KERNEL,
     SCALED,
     entering_types,
     marked,
     output_types,
     products_of,
 )
-from loka_onnx.engines.inductor.site_precision import float8_calls, site_precisions
+from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions
 from loka_onnx.sessions.inductor_package import CompiledSite, InductorEngine, Product, Program
 
 torch = pytest.importorskip("torch")
+
+from loka_onnx.engines.inductor.choosing import TILES  # noqa: E402
 
 E4M3, BF16 = "float8_e4m3fn", "bfloat16"
 
@@ -69,6 +75,26 @@ def test_an_operator_of_this_project_counts_as_a_product() -> None:
     assert products_of(graph) == (Product("fused", "loka.test_product.default", ("float32", "float32")),)
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_an_exact_tile_keeps_its_sums(is_exact: bool) -> None:
+    class OurProduct:
+        """Stands for the operator, which is there where Triton is."""
+
+        def __call__(self, *_: Any) -> Any:
+            raise AssertionError
+
+        def __str__(self) -> str:
+            return PRODUCT_KERNEL
+
+    graph = torch.fx.Graph()
+    factors = [graph.placeholder(name) for name in ("a", "b")]
+    for factor in factors:
+        factor.meta["val"] = torch.zeros(2, 2).to(torch.float8_e4m3fn)
+    tile = replace(TILES[0], is_exact=is_exact).numbers()
+    graph.create_node("call_function", OurProduct(), (*factors, None, tile), name="product")
+    assert [found.fast_accumulation for found in products_of(graph)] == [not is_exact]
+
+
 def test_a_node_is_told_by_what_it_reads_from_outside() -> None:
     def norm(x: Any, gain: Any) -> Any:
         wide = x.to(torch.float32)
@@ -87,19 +113,42 @@ SOURCE = """
 static inline void call_triton_tem_fused__scaled_mm_0(const A& a, const B& b) {
     launchKernel(kernels.triton_tem_fused__scaled_mm_0, grid);
 }
+template <typename in_type_0_, typename in_type_1_>
+static __attribute__((noinline)) void call__loka_product_kernel_0(
+    const in_type_0_& a, const in_type_1_& b) {
+    kernels_._loka_product_kernel_0 = loadKernel("c.cubin", "_loka_product_kernel_0", 0, cubin_dir_);
+}
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
     AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda__scaled_mm_out(buf1, buf0, w, s, t, 0, 0, &t1, 0));
     call_triton_tem_fused__scaled_mm_0(buf1, buf2, stream);
     call_triton_poi_fused__scaled_mm_relu_1(buf2, buf3, stream);
+    call__loka_product_kernel_0(buf1, w, s, b, a, a, a, buf3, 4L, 8L, 2L, 0.5, this->device_idx_, stream);
+    call__loka_product_kernel_12(buf3, w, a, b, a, a, buf4, a, 4L, 8L, 2L, 0.0, this->device_idx_, stream);
+    call__loka_concat_quantize_kernel_1(buf1, buf2, buf3, buf4, 4L, 0.5, this->device_idx_, stream);
     AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(buf1, buf0, w, 1, 1));
     aoti_torch_cpu__scaled_mm_v2(buf1, buf0);
 """
 
 
-def test_calls_of_fp8_products_are_counted_in_generated_code() -> None:
-    assert float8_calls([SOURCE]) == 3
-    assert float8_calls([SOURCE, SOURCE]) == 6
-    assert float8_calls(["aoti_torch_cuda_bmm_out(a)"]) == 0
+OWN, CONCAT = "loka.product.default", "loka.concat_quantize.default"
+
+
+def test_calls_of_products_are_counted_in_generated_code() -> None:
+    assert product_calls([SOURCE]) == {SCALED: 3, OWN: 2, CONCAT: 1}
+    assert product_calls([SOURCE, SOURCE]) == {SCALED: 6, OWN: 4, CONCAT: 2}
+    assert product_calls(["aoti_torch_cuda_bmm_out(a)"]).total() == 0
+
+
+def test_kernels_are_named_after_their_operators() -> None:
+    """What is counted in generated code is a name that Inductor makes of the function's."""
+    folder = Path(kernels.__file__).parent
+    for path in folder.glob("triton_*.py"):
+        source = path.read_text()
+        operators = re.findall(r'@triton_op\("loka::(\w+)"', source)
+        assert re.findall(r"wrap_triton\((\w+)\)", source) == [f"_loka_{name}_kernel" for name in operators]
+        assert set(re.findall(r"^def (_loka_\w+)\(", source, re.M)) == {
+            f"_loka_{n}_kernel" for n in operators
+        }
 
 
 def site(name: str, kind: SiteKind = SiteKind.LINEAR) -> Site:
@@ -121,9 +170,15 @@ ENGINE = InductorEngine(
 )
 
 
-def read(engine: InductorEngine, planned: Precision = Precision.FP8, calls: int = 1, name: str = "fc") -> Any:
+def read(
+    engine: InductorEngine,
+    planned: Precision = Precision.FP8,
+    calls: int = 1,
+    name: str = "fc",
+    own: int = 0,
+) -> Any:
     kind = SiteKind.NORM if name == "norm" else SiteKind.LINEAR
-    counted = {program.name: calls for program in engine.programs}
+    counted = {program.name: {SCALED: calls, OWN: own} for program in engine.programs}
     (found,) = site_precisions(engine, counted, [(site(name, kind), planned)])
     return found
 
@@ -172,14 +227,32 @@ def test_every_program_must_run_a_site_in_fp8() -> None:
     assert "program 'rows4': " in read(engine).evidence
 
 
-def test_an_own_operator_is_no_call_of_a_library() -> None:
+def test_an_own_operator_is_no_call_of_a_library_and_must_be_called_itself() -> None:
     fused = CompiledSite("fc", "triton 128x128", (E4M3, E4M3), True, "with the next Q in its epilogue")
     own = Product("fc", "loka.product.default", (E4M3, E4M3))
-    found = read(replace(with_products(own), sites=(fused,)), calls=0)
+    found = read(replace(with_products(own), sites=(fused,)), calls=0, own=1)
     assert found.engaged
     assert found.evidence == "exported program: triton 128x128; with the next Q in its epilogue"
+    gone = read(replace(with_products(own), sites=(fused,)), calls=1)
+    assert (gone.engaged, gone.evidence) == (
+        False,
+        "program 'rows': the generated code calls 0 kernels of 'loka.product.default', "
+        "the exported program has 1",
+    )
     wide = replace(own, operands=(BF16, E4M3))
-    assert not read(replace(with_products(wide), sites=(fused,)), calls=0).engaged
+    assert not read(replace(with_products(wide), sites=(fused,)), calls=0, own=1).engaged
+
+
+def test_an_own_kernel_of_a_wide_product_must_be_called_as_well() -> None:
+    fused = CompiledSite("fc", "triton 128x128", (BF16, BF16), False)
+    engine = replace(with_products(Product("fc", OWN, (BF16, BF16))), sites=(fused,))
+    assert read(engine, Precision.BF16, own=1).engaged
+    assert not read(engine, Precision.FP16, own=1).engaged
+    assert "calls 0 kernels of" in read(engine, Precision.BF16).evidence
+    assert not read(engine, Precision.BF16).engaged
+    # A library's product of wide factors may be fused away into what the compiler makes: its type counts.
+    dense = replace(with_products(Product("fc", "aten.mm.default", (BF16, BF16))), sites=(fused,))
+    assert read(dense, Precision.BF16, calls=0).engaged
 
 
 @pytest.mark.parametrize(
