@@ -34,7 +34,7 @@ from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 LAUNCHES = 20
 PROFILED = 10
 MOST_KERNELS = 12
-BUILD_SECONDS = 400.0
+BUILD_SECONDS = 700.0
 FARTHEST = 0.5
 """Root mean square of an output's error over its spread from which an engine counts as wrong. Blanket FP8
 makes .1 to .2 at these sizes, and an output that has nothing to do with the right one at least 1."""

@@ -39,8 +39,8 @@ class TuningOptions:
 
     Attributes:
         rounds: Times that each kernel is timed; the median counts.
-        calls: Calls in one CUDA graph, more where it takes as many for a weight to come from memory each time;
-            a time is that of one call.
+        calls: Calls in one CUDA graph, more where it takes more for a weight to come from memory each time; a
+            time is that of one call.
         error_rows: Rows of the product that its error is taken from, the first ones.
 
     Raises:

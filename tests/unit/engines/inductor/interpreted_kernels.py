@@ -73,7 +73,7 @@ def product() -> None:
     scale = torch.rand(n) * 1e-4 + 1e-4
     exact = (a.double() @ b.double().t()) * scale.double()
     bias, x0, x = random(n), random(m, n), random(m, n)
-    for tile in ([16, 16, 16, 2, 4], [32, 16, 32, 2, 4]):
+    for tile in ([16, 16, 16, 2, 4, 0], [32, 16, 32, 2, 4, 1]):
         for relu, has_bias, cross in ((False, False, False), (True, True, False), (False, True, True)):
             z = exact + (bias.double() if has_bias else 0.0)
             z = z.clamp(min=0) if relu else z
@@ -84,11 +84,11 @@ def product() -> None:
             )  # fmt: skip
             close(wide, z, 2 * ULP, 4 * ULP * float(z.abs().max()))
             quantized(narrow, z * 16, 2.0**-4 + ULP, 2.0**-9)
-    (only,) = triton_product.product(a, b, scale, None, None, None, 0.0, False, HALF, [16, 16, 16, 2, 4])
+    (only,) = triton_product.product(a, b, scale, None, None, None, 0.0, False, HALF, [16, 16, 16, 2, 4, 0])
     close(only, exact, 2 * ULP, 4 * ULP * float(exact.abs().max()))
     assert only.dtype is HALF
     # In the first cross layer x is x0, which the kernel reads once.
-    (first,) = triton_product.product(a, b, scale, bias, x0, None, 0.0, False, HALF, [16, 16, 16, 2, 4])
+    (first,) = triton_product.product(a, b, scale, bias, x0, None, 0.0, False, HALF, [16, 16, 16, 2, 4, 0])
     z = x0.double() * (exact + bias.double()) + x0.double()
     close(first, z, 2 * ULP, 4 * ULP * float(z.abs().max()))
 
@@ -98,7 +98,7 @@ def half_product() -> None:
     m, n, k = 21, 48, 80
     a, b, bias = random(m, k), random(n, k, scale=k**-0.5), random(n)
     z = (a.double() @ b.double().t() + bias.double()).clamp(min=0)
-    wide, narrow = triton_product.product(a, b, None, bias, None, None, 64.0, True, HALF, [16, 16, 16, 2, 4])
+    wide, narrow = triton_product.product(a, b, None, bias, None, None, 64.0, True, HALF, [16, 16, 16, 2, 4, 0])
     close(wide, z, 2 * ULP, 4 * ULP * float(z.max()))
     quantized(narrow, z * 64, 2.0**-4 + ULP, 2.0**-9)
 
