@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from loka_onnx.engines.inductor.fusions.attention import fuse_attention
 from loka_onnx.engines.inductor.fusions.base import Findings, Fusion, FusionReport
 from loka_onnx.engines.inductor.fusions.concat_quantize import fuse_concat_quantize
 from loka_onnx.engines.inductor.fusions.factorization_norm import fuse_factorization_norm
@@ -15,6 +16,7 @@ from loka_onnx.engines.inductor.fusions.token_residual_norm import fuse_token_re
 FUSIONS: Mapping[str, Fusion] = {
     "factorization-norm": fuse_factorization_norm,
     "token-residual-norm": fuse_token_residual_norm,
+    "attention": fuse_attention,
     "concat-quantize": fuse_concat_quantize,
     "float8-product": fuse_float8_product,
     "half-product": fuse_half_product,

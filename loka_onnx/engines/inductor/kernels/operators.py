@@ -22,6 +22,10 @@ from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, Lowered
 from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, short_name
 from loka_onnx.engines.inductor.lowering.values import Constant, Value
 
+LOWEST = -1e38
+"""Least finite number of a mask: times log2(e) it is still finite. With the least of BF16 a row that is
+masked throughout came out as zeros on an H100, where the graph has the mean of V."""
+
 
 def _record(node: Node, x: Tensor) -> None:
     """Note what became of the sites that a kernel computes together."""
@@ -31,6 +35,8 @@ def _record(node: Node, x: Tensor) -> None:
         types = (short_name(x.dtype),) * 2
         node.scope.sites[name] = LoweredSite(name, node.op_type, kernel, types, engaged=False)
     norm = str(node.get("norm", ""))
+    if not norm:
+        return
     kind = short_name(TORCH_TYPES[int(node.get("norm_type", 1))])
     # Whatever its tensors are, the norm is computed in FP32.
     node.scope.sites[norm] = LoweredSite(norm, node.op_type, kernel, (kind,), engaged=False)
@@ -75,6 +81,30 @@ def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tens
     joined = torch.cat([f, torch.matmul(w, x)], dim=1).to(torch.float32) + x.to(torch.float32)
     wide = (gamma.to(torch.float32), beta.to(torch.float32))
     return functional.layer_norm(joined, joined.shape[-1:], *wide, epsilon).to(x.dtype)
+
+
+@OPERATORS.operator("Attention", domain=DOMAIN)
+def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Exact attention (`fusions.attention`): by PyTorch's kernels."""
+    _record(node, q)
+    k = kt.transpose(-1, -2)
+    if mask is not None:
+        mask = _attention_mask(node, mask).reshape((1,) * (q.dim() - mask.dim()) + mask.shape)
+    heads = q.dim() == 4
+    if not heads:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        mask = None if mask is None else mask.unsqueeze(1)
+    scale = float(node.get("scale", 1.0))
+    made: Tensor = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return made if heads else made.squeeze(1)
+
+
+def _attention_mask(node: Node, mask: Tensor) -> Tensor:
+    if mask.dtype is torch.bool:
+        return torch.logical_not(mask) if node.get("drop", 0) else mask
+    if mask.dtype is not torch.bfloat16:
+        return mask
+    return torch.where(torch.isinf(mask), mask, mask.clamp(min=LOWEST))
 
 
 @OPERATORS.operator("ConcatQuantize", domain=DOMAIN, raw=True)

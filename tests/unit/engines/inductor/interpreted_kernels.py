@@ -98,7 +98,9 @@ def half_product() -> None:
     m, n, k = 21, 48, 80
     a, b, bias = random(m, k), random(n, k, scale=k**-0.5), random(n)
     z = (a.double() @ b.double().t() + bias.double()).clamp(min=0)
-    wide, narrow = triton_product.product(a, b, None, bias, None, None, 64.0, True, HALF, [16, 16, 16, 2, 4, 0])
+    wide, narrow = triton_product.product(
+        a, b, None, bias, None, None, 64.0, True, HALF, [16, 16, 16, 2, 4, 0]
+    )
     close(wide, z, 2 * ULP, 4 * ULP * float(z.max()))
     quantized(narrow, z * 64, 2.0**-4 + ULP, 2.0**-9)
 

@@ -1,0 +1,253 @@
+"""Exact attention, as one call of PyTorch's own (FlashAttention, arXiv 2205.14135).
+
+With queries Q (batch, heads, q, d), Kᵀ (batch, heads, d, k) and V (batch, heads, k, d), without heads too::
+
+    softmax(s · Q·Kᵀ + mask) · V
+
+The mask is added, or chooses −∞ (Where); a guard that turns the NaN of rows masked throughout into 0 is what
+the kernels do anyway: such a row gives 0, with or without one. Factors of Q and of Kᵀ alone stay with them.
+
+A finite mask that BF16 holds is added all the same, and a row of it is uniform (`kernels.operators`).
+
+The compiler writes the (batch, heads, q, k) products to memory and reads them again, and so the
+probabilities; these kernels keep them on the chip, and sums in FP32. PyTorch chooses among its kernels: on an
+H100 it took cuDNN's, the fastest of three where q = k = 104 and more. InterFormer at a batch of 1024 (H100,
+PyTorch 2.11, BF16) took 2421 µs in place of 3282 with the attention of its 104 tokens fused, and 2650 where
+that of 2 queries was fused as well: that kernel took 134 µs for 2 queries of 100 keys, and 137 for 104 of
+104. So few are left to the compiler (`LEAST`).
+
+Heads of a multiple of 8 numbers, 256 at most, are fused; what PyTorch makes of others was not tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+
+from loka_onnx.engines.inductor.fusions.base import DOMAIN, HALVES, DeclinedFusion, Findings, Fused, static
+from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
+
+OP = f"{DOMAIN}::Attention"
+MULTIPLE, MOST = 8, 256
+"""What d must be a multiple of, and the most it may be."""
+LEAST = 3000
+"""Products of queries with keys, of one head, from which on it pays. With 1024 examples of 8 heads of 16
+numbers (H100), 2304 took 165 µs in place of 137, and 3328 took 177 in place of 219; with one head of 128,
+2500 were even."""
+_MOVEMENTS = frozenset(
+    {"Concat", "Expand", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+)
+"""Operators through which the lowering hands FP8 values on."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An attention, as it stands in the graph.
+
+    Attributes:
+        q: Q.
+        kt: Kᵀ.
+        v: V.
+        out: P · V.
+        inside: All other nodes, Q · Kᵀ last.
+        mask: What is added; or what chooses, where one of `keep` and `drop` is set.
+        keep: Whether the mask is true where products stay.
+        drop: Whether it is true where they become −∞.
+        scale: s.
+    """
+
+    q: Tensor
+    kt: Tensor
+    v: Tensor
+    out: Node
+    inside: tuple[Node, ...]
+    mask: Tensor | None = None
+    keep: bool = False
+    drop: bool = False
+    scale: float = 1.0
+
+    @property
+    def softmax(self) -> Node:
+        """The node that makes probabilities."""
+        return next(node for node in self.inside if node.op == "Softmax")
+
+
+def fuse_attention(graph: PlannedGraph) -> Findings:
+    """Fuse every attention; see the module."""
+    found = Findings([], [])
+    for node in list(graph.nodes):
+        attention = _attention(node) if _is_product(node) else None
+        if attention is None:
+            continue
+        try:
+            found.fused.append(_fuse(graph, attention))
+        except DeclinedFusion as reason:
+            found.declined.append(f"{node.name}: {reason}")
+    return found
+
+
+def _is_product(node: Node | None) -> bool:
+    return node is not None and node.op == "MatMul" and not node.domain and bool(node.outputs)
+
+
+def _attention(out: Node) -> _Found | None:
+    """The attention that a product ends; None where a softmax of a product is not its first factor."""
+    tensor, inside = _through_casts(out.reads(0), ())
+    guard = _node(tensor, "Where")
+    if guard is not None:
+        test = _node(guard.reads(0), "IsNaN")
+        if test is None or test.reads(0) is not guard.reads(2) or _number(guard.reads(1)) != 0.0:
+            return None
+        tensor, inside = _through_casts(guard.reads(2), (*inside, guard, test))
+    softmax = _node(tensor, "Softmax")
+    if softmax is None:
+        return None
+    start = _Found(tensor, tensor, out.reads(1), out, (*inside, softmax))
+    return next(_products(softmax.reads(0), start), None)
+
+
+def _products(tensor: Tensor, found: _Found) -> Iterator[_Found]:
+    """The product behind the argument of a softmax, with what was done to it; against the flow."""
+    tensor, inside = _through_casts(tensor, found.inside)
+    node = tensor.producer
+    if node is None or node.domain:
+        return
+    found = replace(found, inside=(*inside, node))
+    if node.op == "MatMul":
+        yield replace(found, q=node.reads(0), kt=node.reads(1))
+    elif node.op in {"Mul", "Div"}:
+        yield from _scaled(node, found)
+    elif found.mask is None and found.scale == 1.0:
+        # A factor behind the mask would be one of the mask as well.
+        yield from _masked(node, found)
+
+
+def _scaled(node: Node, found: _Found) -> Iterator[_Found]:
+    for value, factor in ((0, 1), (1, 0))[: 1 if node.op == "Div" else 2]:
+        number = _number(node.reads(factor))
+        if number is not None and number > 0.0:
+            scale = found.scale / number if node.op == "Div" else found.scale * number
+            yield from _products(node.reads(value), replace(found, scale=scale))
+
+
+def _masked(node: Node, found: _Found) -> Iterator[_Found]:
+    if node.op == "Add":
+        for value, mask in ((0, 1), (1, 0)):
+            yield from _products(node.reads(value), replace(found, mask=node.reads(mask)))
+    elif node.op == "Where":
+        for value, lowest in ((1, 2), (2, 1)):
+            if _number(node.reads(lowest)) == -np.inf:
+                masked = replace(found, mask=node.reads(0), keep=value == 1, drop=value == 2)
+                yield from _products(node.reads(value), masked)
+
+
+def _node(tensor: Tensor, op: str) -> Node | None:
+    node = tensor.producer
+    return node if node is not None and node.op == op and not node.domain else None
+
+
+def _through_casts(tensor: Tensor, inside: tuple[Node, ...]) -> tuple[Tensor, tuple[Node, ...]]:
+    """What a tensor is cast from, and the nodes with the casts among them."""
+    while (node := _node(tensor, "Cast")) is not None:
+        tensor, inside = node.reads(0), (*inside, node)
+    return tensor, inside
+
+
+def _number(tensor: Tensor) -> float | None:
+    """A constant of one number."""
+    if not tensor.is_read or tensor.values.size != 1:
+        return None
+    return float(tensor.values.reshape(-1)[0])
+
+
+def _fuse(graph: PlannedGraph, found: _Found) -> Fused:
+    _check_precision(found)
+    _check_shapes(found)
+    _check_readers(graph, found)
+    out, product = found.out, found.inside[-1]
+    names = (product.name, out.name)
+    name = graph.fresh_name(f"{out.name}/attention")
+    attrs = {
+        "products": list(names),
+        "scale": found.scale,
+        "keep": int(found.keep),
+        "drop": int(found.drop),
+    }
+    graph.replace(OP, name, [found.q, found.kt, found.v, found.mask], [out.outputs[0]], attrs)
+    return Fused(name, names)
+
+
+def _check_precision(found: _Found) -> None:
+    kind = found.q.kind
+    if kind not in HALVES or {found.kt.kind, found.v.kind, found.out.outputs[0].kind} != {kind}:
+        raise DeclinedFusion("the kernels multiply BF16 and FP16")
+    between = {tensor.kind for node in found.inside for tensor in node.outputs if node.op != "IsNaN"}
+    if not between <= {kind, onnx.TensorProto.FLOAT}:
+        raise DeclinedFusion("what is between its products is rounded to another type")
+    if any(_is_float8(tensor) for tensor in (found.q, found.kt, found.v)):
+        raise DeclinedFusion("a product of it is planned in FP8")
+    mask = found.mask
+    wanted = onnx.TensorProto.BOOL if found.keep or found.drop else kind
+    if mask is not None and mask.kind != wanted:
+        raise DeclinedFusion(f"mask '{mask.name}' has another type than the products")
+
+
+def _is_float8(tensor: Tensor) -> bool:
+    """Whether a tensor is dequantized, or moved from one that is."""
+    pending = [tensor]
+    while pending:
+        node = pending.pop().producer
+        if node is None or node.domain:
+            continue
+        if node.op == "DequantizeLinear":
+            return True
+        if node.op in _MOVEMENTS:
+            read = node.inputs if node.op == "Concat" else node.inputs[:1]
+            pending += [each for each in read if each is not None]
+    return False
+
+
+def _check_shapes(found: _Found) -> None:
+    rank = len(found.q.shape or ())
+    lengths = [static(tensor, rank) for tensor in (found.q, found.kt, found.v, found.softmax.outputs[0])]
+    if rank not in {3, 4} or None in lengths:
+        raise DeclinedFusion("a shape is not known, or has neither heads nor one batch axis alone")
+    q, kt, v = ((tensor.shape or ()) for tensor in (found.q, found.kt, found.v))
+    if not q[:-2] == kt[:-2] == v[:-2]:
+        raise DeclinedFusion("batches or heads are broadcast")
+    width, keys = q[-1] or 0, kt[-1]
+    if v[-1] != width:
+        raise DeclinedFusion(f"its keys have {width} numbers a head, its values {v[-1]}")
+    if width % MULTIPLE or width > MOST:
+        raise DeclinedFusion(
+            f"a head has {width} numbers; the kernels take multiples of {MULTIPLE} up to {MOST}"
+        )
+    if found.softmax.attrs.get("axis", -1) not in {-1, rank - 1}:
+        raise DeclinedFusion("its softmax is not over the keys")
+    if (q[-2] or 0) * (keys or 0) < LEAST:
+        raise DeclinedFusion(f"{q[-2]} queries of {keys} keys are too few to gain by it")
+    if found.mask is not None and not _is_mask(found.mask, (*q[:-1], keys)):
+        raise DeclinedFusion(f"mask '{found.mask.name}' is not one of {keys} keys")
+
+
+def _is_mask(mask: Tensor, products: tuple[int | None, ...]) -> bool:
+    """Whether a mask has a number for every key, and its other axes are those of the products or 1."""
+    shape = mask.shape
+    if not shape or len(shape) > len(products) or shape[-1] != products[-1]:
+        return False
+    behind = products[len(products) - len(shape) :]
+    return all(length in (1, whole) for length, whole in zip(shape, behind, strict=True))
+
+
+def _check_readers(graph: PlannedGraph, found: _Found) -> None:
+    """Nothing else may read what no node computes any more."""
+    inner = {id(node) for node in (*found.inside, found.out)}
+    for node in found.inside:
+        for tensor in node.outputs:
+            others = [reader for reader in tensor.readers if reader.outputs and id(reader) not in inner]
+            if others or graph.is_output(tensor):
+                who = others[0].name if others else "an output"
+                raise DeclinedFusion(f"'{tensor.name}' is read by {who} as well")

@@ -1,0 +1,163 @@
+"""A package with fused attention: that a kernel for it is called, and that it answers as the graph says.
+
+On the CPU PyTorch has a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+
+from test_inductor import architecture_of, build, request_for, widened  # noqa: E402
+from tiny_models import GraphWriter, TinyModel, make_plan  # noqa: E402
+
+from loka_onnx.core.engine import EngineArtifact  # noqa: E402
+from loka_onnx.core.formats import Precision  # noqa: E402
+from loka_onnx.core.site import SiteKind  # noqa: E402
+from loka_onnx.engines.inductor.backend import InductorBackend  # noqa: E402
+from loka_onnx.sessions.inductor_package import read_engine, read_sources  # noqa: E402
+
+TOKENS, WIDTH, HEADS, SEEDS, ROWS, EMPTY = 100, 32, 2, 60, 16, 2
+"""Keys are no multiple of 8, as kernels want of a mask in memory; all tokens of row `EMPTY` are masked."""
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.slow),
+    pytest.param("gpu", marks=[pytest.mark.slow, pytest.mark.gpu]),
+]
+KERNELS = {True: {"flash_for_cpu"}, False: {"flash", "efficient", "cudnn"}}
+"""By whether it is the CPU; PyTorch 2.11 took cuDNN's on an H100. None is the composition of products."""
+SITES = tuple(
+    f"{name}.{part}"
+    for name in ("whole", "few", "masked", "finite", "single")
+    for part in ("compare", "attend")
+)
+CALLS = re.compile(
+    r"^(?!.*\b(?:void|extern)\b).*\baoti_torch_\w+?__scaled_dot_product_(\w+?)_attention(\w*)\(", re.M
+)
+INT64, BOOL = onnx.TensorProto.INT64, onnx.TensorProto.BOOL
+
+
+def attentions(folder: Path) -> TinyModel:
+    """Of all tokens, of a few queries, with a mask of keys, and without heads, beside each other."""
+    folder.mkdir(parents=True)
+    w = GraphWriter(Precision.BF16)
+    x = w.enter("x")
+    numbers = [w.constant(f"at{n}", [n], INT64) for n in (0, 1, 2, SEEDS)]
+    nothing, lowest = w.constant("nothing", 0.0), w.constant("lowest", -np.inf)
+
+    def part(name: str, tokens: str, count: int, heads: int, order: list[int]) -> str:
+        shape = w.constant(f"{name}/shape", [-1, count, heads, WIDTH // heads], INT64)
+        made = w.op("MatMul", [tokens, w.weight(name, (WIDTH, WIDTH))], name)
+        return w.op(
+            "Transpose", [w.op("Reshape", [made, shape], f"{name}/heads")], f"{name}/turned", perm=order
+        )
+
+    def attention(name: str, queries: str, count: int, mask: str = "") -> str:
+        q = part(f"{name}.q", queries, count, HEADS, [0, 2, 1, 3])
+        kt, v = (
+            part(f"{name}.{n}", x, TOKENS, HEADS, o) for n, o in (("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3]))
+        )
+        scores = w.op("MatMul", [q, kt], f"{name}.compare")
+        last = w.op("Mul", [scores, w.constant("scale", (WIDTH // HEADS) ** -0.5)], f"{name}/scaled")
+        last = w.op("Add", [last, mask], f"{name}/masked") if mask else last
+        last = w.op("Softmax", [last], f"{name}/softmax", axis=-1)
+        if mask:
+            test = w.op("IsNaN", [last], f"{name}/nan")
+            last = w.op("Where", [test, nothing, last], f"{name}/guard")
+        out = w.op("MatMul", [last, v], f"{name}.attend")
+        out = w.op("Transpose", [out], f"{name}/joined", perm=[0, 2, 1, 3])
+        return w.op("Reshape", [out, w.constant(f"row{count}", [-1, count * WIDTH], INT64)], f"{name}/row")
+
+    def single(name: str) -> str:
+        kt = w.op("Transpose", [x], f"{name}/kt", perm=[0, 2, 1])
+        scores = w.op(
+            "MatMul",
+            [w.op("MatMul", [x, w.weight(name, (WIDTH, WIDTH))], f"{name}.q"), kt],
+            f"{name}.compare",
+        )
+        shares = w.op("Softmax", [scores], f"{name}/softmax", axis=-1)
+        out = w.op("MatMul", [shares, x], f"{name}.attend")
+        return w.op("Reshape", [out, w.constant(f"row{TOKENS}", [-1, TOKENS * WIDTH], INT64)], f"{name}/row")
+
+    seeds = w.op("Slice", [x, numbers[0], numbers[3], numbers[1]], "seeds")
+    first = w.op("Slice", [x, numbers[0], numbers[1], numbers[2]], "first")
+    first = w.op("Reshape", [first, w.constant("keys", [-1, 1, 1, TOKENS], INT64)], "first/keys")
+    keep = w.op("Less", [first, w.constant("limit", 0.5)], "keep")
+    mask = w.op("Where", [keep, nothing, lowest], "mask")
+    # A row of the least number of BF16 throughout is uniform.
+    least = w.constant("least", float(ml_dtypes.finfo(ml_dtypes.bfloat16).min))
+    finite = w.op("Where", [keep, nothing, least], "finite/mask")
+    rows = [
+        attention("whole", x, TOKENS),
+        attention("few", seeds, SEEDS),
+        attention("masked", x, TOKENS, mask),
+        attention("finite", x, TOKENS, finite),
+    ]
+    w.leave(w.op("Concat", [*rows, single("single")], "rows", axis=1))
+    for name in SITES:
+        w.site(name, SiteKind.INTERACTION, WIDTH, TOKENS, f"{name}:0")
+    path, sites = w.save(folder / "model.onnx", {"x": (TOKENS, WIDTH)}), tuple(w.sites)
+    x = np.random.default_rng(1).normal(size=(ROWS, TOKENS, WIDTH))
+    x[EMPTY, :, 0] = 1.0
+    # Of BF16, so that the reference sees the same mask.
+    np.savez(folder / "sample.npz", x=x.astype(ml_dtypes.bfloat16).astype(np.float32))
+    return TinyModel(path, make_plan(sites, base=Precision.BF16), sites, folder / "sample.npz")
+
+
+@dataclass(frozen=True)
+class Built:
+    model: TinyModel
+    artifact: EngineArtifact
+    engine: Path
+
+    def inputs(self, rows: int) -> dict[str, Any]:
+        return {"x": np.load(self.model.sample)["x"][:rows]}
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("attention")
+    model = attentions(folder / "model")
+    artifact = build(request_for(model, folder / "engines" / "e", architecture_of(request.param)))
+    assert artifact.path is not None
+    return Built(model, artifact, folder / "engines" / artifact.path)
+
+
+def test_kernels_of_attention_are_called(built: Built) -> None:
+    assert not built.artifact.fallbacks, [site.evidence for site in built.artifact.fallbacks]
+    engine = read_engine(built.engine)
+    kernels = {site.site: site.kernel for site in engine.sites}
+    assert {name: kernels[name] for name in SITES} == dict.fromkeys(SITES, "fused Attention")
+    for program in engine.programs:
+        sources = read_sources(built.engine, program.name)
+        called = [kind + where for text in sources for kind, where in CALLS.findall(text)]
+        assert len(called) == 5 and {*called} <= KERNELS[built.artifact.architecture == "cpu"], program.name
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 16])
+def test_it_answers_as_the_graph_says(built: Built, rows: int) -> None:
+    """Sizes with a CUDA graph, sizes that are padded to one, and one without."""
+    with InductorBackend().open(built.artifact, built.engine) as runner:
+        found = runner.run(built.inputs(rows))["out"]
+    reference = ReferenceEvaluator(widened(onnx.load(built.model.path)))
+    # Softmax of a row that is masked throughout is NaN, before the guard.
+    with np.errstate(invalid="ignore"):
+        exact = reference.run(None, built.inputs(rows))[0]
+    assert found.shape == exact.shape == (rows, (4 * TOKENS + SEEDS) * WIDTH)
+    error = np.abs(found - exact)
+    # BF16 has 8 bits: factors, products and results are rounded, of values up to 4.
+    assert 1e-5 < error.mean() < 0.01
+    assert error.max() < 0.1
+    masked = slice((TOKENS + SEEDS) * WIDTH, (2 * TOKENS + SEEDS) * WIDTH)
+    if rows > EMPTY:
+        assert not found[EMPTY, masked].any()
+    assert np.abs(found[:EMPTY, masked]).max() > 0.5

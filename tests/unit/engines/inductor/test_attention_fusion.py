@@ -1,0 +1,370 @@
+"""Which attention becomes one node, what is left alone, and that the fused graph computes the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+
+import torch
+from fusion_models import BATCH, BF16, FP8, RANDOM, ULP, Model, bf16, fused, ops, run
+
+from loka_onnx.engines.inductor.backend import InductorBackend
+from loka_onnx.engines.inductor.fusions import DOMAIN
+from loka_onnx.engines.inductor.lowering.model import lower
+
+TOKENS, HEADS, WIDTH = 60, 2, 16
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an attention is written.
+
+    Attributes:
+        rank: 4 with heads, 3 without.
+        scale: "Mul" or "Div" behind the product, "factors" in front of it; empty for none.
+        mask: "float" or "keys" added to every query's products, "keep" or "drop" to choose
+            −∞; empty for none.
+        guard: Whether NaN become 0.
+        wide: Whether softmax is computed in FP32.
+        values: Numbers of a head of V.
+        width: Numbers of a head of Q and K.
+        axis: Of softmax.
+        again: What reads the probabilities, or products, once more.
+        quantized: Which operand of a product has Q and DQ.
+    """
+
+    rank: int = 4
+    scale: str = "Mul"
+    mask: str = ""
+    guard: bool = False
+    wide: bool = False
+    values: int = WIDTH
+    width: int = WIDTH
+    axis: int = -1
+    again: str = ""
+    quantized: str = ""
+
+
+def attention(form: Form) -> Model:
+    """softmax(s · Q·Kᵀ + mask) · V of tokens, projected by one product."""
+    heads = HEADS if form.rank == 4 else 1
+    sizes = [heads * form.width, heads * form.width, heads * form.values]
+    model = Model((TOKENS, 24)).constant("w", bf16(24, sum(sizes), scale=0.2))
+    model.constant("sizes", np.array(sizes, np.int64))
+    model.constant("s", np.array(2.5 if form.scale == "Div" else 0.375, BF16))
+    model.add("MatMul", ["x", "w"], "all", name="project").add("Split", ["all", "sizes"], "q0 k0 v0", axis=-1)
+    for name, numbers in (("q", form.width), ("k", form.width), ("v", form.values)):
+        turned = "kt" if name == "k" else name
+        if form.rank == 4:
+            model.constant(f"{name}.shape", np.array([-1, TOKENS, heads, numbers], np.int64))
+            model.add("Reshape", [f"{name}0", f"{name}.shape"], f"{name}1")
+            model.add("Transpose", [f"{name}1"], turned, perm=[0, 2, 3, 1] if name == "k" else [0, 2, 1, 3])
+        elif name == "k":
+            model.add("Transpose", ["k0"], "kt", perm=[0, 2, 1])
+        else:
+            model.add("Identity", [f"{name}0"], name)
+    return _attended(_masks(model, form), form)
+
+
+def _masks(model: Model, form: Form) -> Model:
+    """A third of the tokens is masked, differently for every request; no row throughout."""
+    lead = [1] if form.rank == 4 else []
+    model.constant("first", np.array([0], np.int64)).constant("one", np.array([1], np.int64))
+    model.constant("last", np.array([2], np.int64)).constant("limit", np.array(0.4, BF16))
+    model.constant("always", np.arange(TOKENS) == 3).constant("lowest", np.array(-np.inf, BF16))
+    model.constant("none", np.array(0.0, BF16)).constant("row", np.array([-1, *lead, 1, TOKENS], np.int64))
+    model.add("Slice", ["x", "first", "one", "last"], "numbers").add("Reshape", ["numbers", "row"], "flat")
+    model.add("Less", ["flat", "limit"], "low").add("Or", ["low", "always"], "keep").add(
+        "Not", ["keep"], "drop"
+    )
+    model.add("Where", ["keep", "none", "lowest"], "keys")
+    return model.constant("float", bf16(TOKENS, TOKENS))
+
+
+def _quantized(model: Model, form: Form, name: str) -> str:
+    if name not in form.quantized.split():
+        return name
+    model.constant(f"{name}.s", np.array(0.0625, BF16)).constant(f"{name}.z", np.array(0, FP8))
+    model.add("QuantizeLinear", [name, f"{name}.s", f"{name}.z"], f"{name}.q")
+    model.add("DequantizeLinear", [f"{name}.q", f"{name}.s", f"{name}.z"], f"{name}.dq")
+    return f"{name}.dq"
+
+
+def _attended(model: Model, form: Form) -> Model:
+    q, kt, v = (_quantized(model, form, name) for name in ("q", "kt", "v"))
+    if form.scale == "factors":
+        model.add("Mul", [q, "s"], "qs").add("Mul", ["s", kt], "kts")
+        q, kt = "qs", "kts"
+    model.add("MatMul", [q, kt], "scores", name="compare")
+    last = "scores"
+    if form.scale in {"Mul", "Div"}:
+        model.add(form.scale, [last, "s"], "scaled")
+        last = "scaled"
+    if form.mask in {"float", "keys"}:
+        model.add("Add", [last, form.mask] if form.mask == "keys" else [form.mask, last], "masked")
+        last = "masked"
+    elif form.mask:
+        chosen = [last, "lowest"] if form.mask == "keep" else ["lowest", last]
+        model.add("Where", [form.mask, *chosen], "masked")
+        last = "masked"
+    if form.wide:
+        model.add("Cast", [last], "wide", to=TensorProto.FLOAT).add(
+            "Softmax", ["wide"], "p32", axis=form.axis
+        )
+        model.add("Cast", ["p32"], "p", to=TensorProto.BFLOAT16)
+    else:
+        model.add("Softmax", [last], "p", axis=form.axis)
+    last = "p"
+    if form.guard:
+        model.add("IsNaN", ["p"], "nan").add("Where", ["nan", "none", "p"], "guarded")
+        last = "guarded"
+    model.add("MatMul", [_quantized(model, form, last), v], "y", name="attend")
+    if form.again:
+        model.add("Identity", [form.again], "again")
+        model.outputs = ("y", "again")
+    return model
+
+
+def numbers() -> np.ndarray:
+    """Of BF16, so that both see the same mask."""
+    return RANDOM.standard_normal((BATCH, TOKENS, 24)).astype(BF16).astype(np.float32)
+
+
+def exact(planned: Path, x: np.ndarray) -> np.ndarray:
+    """By ONNX's reference evaluator, everything in FP32; constants as BF16 has rounded them."""
+    model = onnx.load(planned)
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.BFLOAT16:
+            tensor.CopyFrom(
+                numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
+            )
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "to":
+                attribute.i = TensorProto.FLOAT
+    return np.asarray(ReferenceEvaluator(model).run(["y32"], {"x32": x})[0])
+
+
+FORMS = {
+    "plain": Form(scale=""),
+    "scaled": Form(),
+    "divided": Form(scale="Div"),
+    "scaled factors": Form(scale="factors"),
+    "without heads": Form(rank=3),
+    "softmax in FP32": Form(wide=True),
+    "another head": Form(width=8, values=8),
+    "added mask": Form(mask="float"),
+    "added mask of keys": Form(mask="keys", guard=True),
+    "added mask without heads": Form(mask="keys", rank=3),
+    "chosen": Form(mask="keep"),
+    "chosen, guarded, in FP32": Form(mask="drop", guard=True, scale="Div"),
+    "chosen without heads": Form(mask="drop", rank=3, scale=""),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_attention_becomes_one_node(form: Form, tmp_path: Path) -> None:
+    graph, report = fused(attention(form), tmp_path)
+    (place,) = report.fused["attention"]
+    assert place.sites == ("compare", "attend")
+    assert report.joined == {"compare": "attention", "attend": "attention"}
+    left = ops(graph, tmp_path)
+    assert left.count(f"{DOMAIN}::Attention") == 1
+    assert not {"Softmax", "IsNaN", "Add", "Div"} & {*left} and left.count("MatMul") == 1
+    x = numbers()
+    (got,), (planned,) = run(tmp_path / "fused.onnx", x), run(tmp_path / "planned.onnx", x)
+    target = exact(tmp_path / "planned.onnx", x)
+    magnitude = np.abs(target).max()
+    # Measured over all forms, 8 draws each, in half units of the largest value: fused at most 3.1 from the
+    # reference, 3.8 from the graph unfused, which rounds products and probabilities as well.
+    np.testing.assert_allclose(got, target, rtol=4 * ULP, atol=4 * ULP * magnitude)
+    np.testing.assert_allclose(got, planned, rtol=4 * ULP, atol=4 * ULP * magnitude)
+    # Nothing that is masked, and no scale, was forgotten: values are not those of a plain mean.
+    assert np.abs(target - target.mean(axis=-2, keepdims=True)).max() > 64 * ULP * magnitude
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_mask_and_the_scale_matter(form: Form, tmp_path: Path) -> None:
+    """So that the test above would see them dropped."""
+    if not form.mask and form.scale in {"", "factors"}:
+        pytest.skip("there is neither here")
+    graph, _ = fused(attention(form), tmp_path)
+    graph.save(tmp_path / "fused.onnx")
+    model = onnx.load(tmp_path / "fused.onnx")
+    (node,) = [node for node in model.graph.node if node.op_type == "Attention"]
+    x = numbers()
+    (got,) = run(tmp_path / "fused.onnx", x)
+    for attribute in node.attribute:
+        if attribute.name == "scale":
+            attribute.f = 1.0
+    del node.input[3:]
+    onnx.save(model, tmp_path / "without.onnx")
+    (without,) = run(tmp_path / "without.onnx", x)
+    assert np.abs(got - without).max() > 16 * ULP * np.abs(got).max()
+
+
+def test_rows_that_are_masked_throughout_are_zero(tmp_path: Path) -> None:
+    """As behind the guard that PyTorch exports."""
+    model = attention(Form(mask="keys", guard=True))
+    model.constants["always"] = np.zeros(TOKENS, bool)
+    x = numbers()
+    x[2, :, 0] = 1.0
+    graph, report = fused(model, tmp_path)
+    assert "attention" in report.fused
+    graph.save(tmp_path / "fused.onnx")
+    for path in (tmp_path / "fused.onnx", tmp_path / "planned.onnx"):
+        (got,) = run(path, x)
+        assert not got[2].any() and np.abs(got[[0, 1, 3, 4]]).max() > 0.5 and np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("lowest", [-1e9, float(ml_dtypes.finfo(BF16).min)])
+def test_rows_of_a_finite_mask_throughout_are_uniform(lowest: float, tmp_path: Path) -> None:
+    """As in the graph, where it swallows the products."""
+    model = attention(Form(mask="keys"))
+    model.constants |= {"always": np.zeros(TOKENS, bool), "lowest": np.array(lowest, BF16)}
+    x = numbers()
+    x[2, :, 0] = 1.0
+    graph, report = fused(model, tmp_path)
+    assert "attention" in report.fused
+    graph.save(tmp_path / "fused.onnx")
+    for path in (tmp_path / "fused.onnx", tmp_path / "planned.onnx"):
+        (got,) = run(path, x)
+        values = (x[2].astype(np.float64) @ model.constants["w"].astype(np.float64))[:, 2 * HEADS * WIDTH :]
+        mean = np.broadcast_to(values.mean(0).reshape(HEADS, 1, WIDTH), got[2].shape)
+        np.testing.assert_allclose(got[2], mean, rtol=4 * ULP, atol=4 * ULP * np.abs(values).max())
+
+
+def test_the_batch_stays_open(tmp_path: Path) -> None:
+    graph, _ = fused(attention(Form(mask="keys")), tmp_path)
+    graph.save(tmp_path / "fused.onnx")
+    module = lower(tmp_path / "fused.onnx").eval()
+    batch = torch.export.Dim("batch", min=1, max=64)
+    example = (torch.from_numpy(numbers()),)
+    program = torch.export.export(module, example, dynamic_shapes=module.dynamic_shapes(batch), strict=False)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("aten.scaled_dot_product_attention.default") == 1
+    x = torch.from_numpy(numbers()[:3])
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(x)[0], module(x)[0], rtol=0, atol=0)
+
+
+def test_heads_reach_it_as_views(tmp_path: Path) -> None:
+    """No transposed copy is made in front of it: the last axis of each is contiguous."""
+    graph, _ = fused(attention(Form()), tmp_path)
+    graph.save(tmp_path / "fused.onnx")
+    strides: list[tuple[int, ...]] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*heads: torch.Tensor, **settings: object) -> torch.Tensor:
+        strides.extend(each.stride() for each in heads)
+        return plain(*heads, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+        run(tmp_path / "fused.onnx", numbers())
+    row = 3 * HEADS * WIDTH
+    assert strides == [(TOKENS * row, WIDTH, row, 1)] * 3
+
+
+LOOK_ALIKES = {
+    "softmax over queries": (Form(axis=2), "its softmax is not over the keys"),
+    "probabilities read twice": (Form(again="p"), "'p' is read by again as well"),
+    "products read twice": (Form(again="scores"), "'scores' is read by again as well"),
+    "Q and K in FP8": (Form(quantized="q kt"), "a product of it is planned in FP8"),
+    "V in FP8": (Form(quantized="v"), "a product of it is planned in FP8"),
+    "heads unlike": (Form(values=8), "its keys have 16 numbers a head, its values 8"),
+    "odd heads": (
+        Form(width=12, values=12),
+        "a head has 12 numbers; the kernels take multiples of 8 up to 256",
+    ),
+    "mask of queries": (Form(mask="float"), "mask 'float' is not one of 60 keys"),
+}
+
+
+@pytest.mark.parametrize(("form", "reason"), LOOK_ALIKES.values(), ids=LOOK_ALIKES)
+def test_what_looks_alike_is_left_alone(form: Form, reason: str, tmp_path: Path) -> None:
+    model = attention(form)
+    if form.mask:
+        model.constants["float"] = bf16(TOKENS, 1)
+    _, report = fused(model, tmp_path)
+    assert "attention" not in report.fused
+    assert report.declined["attention"] == (f"attend: {reason}",)
+
+
+def test_probabilities_that_are_the_output_stay(tmp_path: Path) -> None:
+    model = attention(Form())
+    model.outputs = ("y", "p")
+    # They leave by way of a cast, which reads them.
+    _, report = fused(model, tmp_path)
+    assert report.declined["attention"] == ("attend: 'p' is read by leave p as well",)
+
+
+def test_few_queries_are_left_to_the_compiler(tmp_path: Path) -> None:
+    """A kernel takes as long for them as for a whole tile."""
+    model = attention(Form())
+    model.constant("one.row", np.array([1], np.int64)).constant("queries", np.array([2], np.int64))
+    model.constant("zero.row", np.array([0], np.int64))
+    position = next(i for i, node in enumerate(model.nodes) if node.name == "compare")
+    model.nodes[position].input[0] = "few"
+    model.add("Slice", ["q", "zero.row", "one.row", "queries"], "few")
+    model.nodes.insert(position, model.nodes.pop())
+    _, report = fused(model, tmp_path)
+    assert report.declined["attention"] == ("attend: 1 queries of 60 keys are too few to gain by it",)
+
+
+@pytest.mark.parametrize("mask", ["finite", "not a constant"])
+def test_other_choices_are_no_mask(mask: str, tmp_path: Path) -> None:
+    """A row of −10⁴ throughout is uniform; what is chosen by a kernel's mask is 0 there."""
+    model = attention(Form(mask="keep"))
+    model.constants["lowest"] = np.array(-1e4, BF16) if mask == "finite" else bf16(TOKENS)
+    _, report = fused(model, tmp_path)
+    assert "attention" not in {**report.fused, **report.declined}
+
+
+def test_quantized_probabilities_and_other_softmaxes_are_not_looked_at(tmp_path: Path) -> None:
+    _, report = fused(attention(Form(quantized="p v")), tmp_path)
+    assert "attention" not in {**report.fused, **report.declined}
+    model = Model((TOKENS, TOKENS)).add("Softmax", ["x"], "p").add("MatMul", ["p", "x"], "y", name="attend")
+    _, report = fused(model, tmp_path)
+    assert "attention" not in {**report.fused, **report.declined}
+
+
+def test_a_mask_in_front_of_the_scale_is_left_alone(tmp_path: Path) -> None:
+    """The scale would be one of the mask as well."""
+    model = attention(Form(mask="keys", scale=""))
+    position = next(i for i, node in enumerate(model.nodes) if node.op_type == "Softmax")
+    model.nodes[position].input[0] = "late"
+    model.add("Mul", ["masked", "s"], "late")
+    model.nodes.insert(position, model.nodes.pop())
+    _, report = fused(model, tmp_path)
+    assert "attention" not in {**report.fused, **report.declined}
+
+
+def test_fp32_is_left_alone(tmp_path: Path) -> None:
+    model = attention(Form())
+    planned = onnx.load(model.save(tmp_path / "planned.onnx"))
+    for tensor in planned.graph.initializer:
+        if tensor.data_type == TensorProto.BFLOAT16:
+            tensor.CopyFrom(
+                numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
+            )
+    planned.graph.node[0].attribute[0].i = TensorProto.FLOAT
+    onnx.save(planned, tmp_path / "fp32.onnx")
+    from loka_onnx.core.formats import Precision
+    from loka_onnx.engines.inductor.fusions import fuse
+    from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+
+    report = fuse(PlannedGraph.load(tmp_path / "fp32.onnx"))
+    assert report.declined["attention"] == ("attend: the kernels multiply BF16 and FP16",)
+    # What a plan in BF16 would have, planners are told of the FP32 model.
+    joined = InductorBackend().fused_sites(tmp_path / "fp32.onnx", Precision.BF16)
+    assert joined == {"compare": "attention", "attend": "attention"}
