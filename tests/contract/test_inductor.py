@@ -154,6 +154,12 @@ def test_the_generated_code_calls_an_fp8_product_for_each_site(fp8_engine: Built
     assert [product.node for product in program.products] == ["fc0", "fc1", "fc2"]
 
 
+def test_the_log_says_where_the_time_went(fp8_engine: Built) -> None:
+    log = (fp8_engine.folder / "e.log").read_text(encoding="utf-8")
+    for step in ("fused", "kernels chosen", r"program '\w+' exported", r"program '\w+' compiled", "packaged"):
+        assert re.search(rf"^{step} in \d+\.\d s$", log, re.MULTILINE), step
+
+
 def test_only_on_the_cpu_is_fp8_a_simulation(fp8_engine: Built) -> None:
     assert fp8_engine.artifact.simulated == (fp8_engine.artifact.architecture == "cpu")
 

@@ -10,8 +10,9 @@ The package holds `engine.json` beside its programs
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,17 +142,20 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     # FP32 means FP32: TF32 would round the factors of products to 10 bits under that name.
     torch.set_float32_matmul_precision("highest")
     settings = Settings.of(request)
-    model = fused(request.model, into.parent / "fused") if settings.fuse else request.model
+    with clocked("fused"):
+        model = fused(request.model, into.parent / "fused") if settings.fuse else request.model
     graph = onnx.load(os.fspath(model), load_external_data=False).graph
     scratch = into.parent / "scratch"
     build = Build(request, settings, compilers, input_ports(graph), output_ports(graph), scratch)
-    products = chosen_products(build, model)
+    with clocked("kernels chosen"):
+        products = chosen_products(build, model)
     programs, files, lowered = [], {}, []
     waiting = into.parent / WAITING
     with device_alone(request.architecture, waiting) if settings.max_autotune else nullcontext():
         for program in batch_programs(request.batch, static=settings.static):
             served = [size for size in request.batch.sizes if program.minimum <= size <= program.maximum]
-            module = lower_model(model, products(served)).to(torch_device(request.architecture)).eval()
+            with clocked(f"program '{program.name}' lowered"):
+                module = lower_model(model, products(served)).to(torch_device(request.architecture)).eval()
             done, files[program.name] = _compile_program(build, module, program)
             programs.append(done)
             lowered.append(module.sites)
@@ -169,8 +173,17 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
         options=settings.options,
     )
     package = into / PACKAGE
-    package_pt2(os.fspath(package), aoti_files=files, extra_files={RECORD: serde.dumps(engine)})
+    with clocked("packaged"):
+        package_pt2(os.fspath(package), aoti_files=files, extra_files={RECORD: serde.dumps(engine)})
     return package
+
+
+@contextmanager
+def clocked(what: str) -> Iterator[None]:
+    """Print what the block took: the log of a build says where its time went."""
+    began = time.perf_counter()
+    yield
+    print(f"{what} in {time.perf_counter() - began:.1f} s", flush=True)
 
 
 def fused(model: Path, folder: Path) -> Path:
@@ -217,9 +230,10 @@ def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]
     fast = settings.fast_accumulation
     with torch.no_grad():
         module(*(each.to(device) for each in examples))
-        compile_candidates(recorder.seen, fast_accumulation=fast)
+        with clocked("tiles compiled"):
+            compile_candidates(recorder.seen, fast_accumulation=fast)
         # Programs compile side by side; who times kernels has the device alone.
-        with device_alone(request.architecture, build.scratch.parent / WAITING):
+        with device_alone(request.architecture, build.scratch.parent / WAITING), clocked("kernels timed"):
             chosen = choose_kernels(recorder.seen, rows, request.batch.sizes, fast_accumulation=fast)
     for each in chosen.measured:
         times = ", ".join(f"{us:.2f} µs at batch {n}" for n, us in each.us.items())
@@ -370,7 +384,8 @@ def _compile_program(build: Build, module: Any, program: Program) -> tuple[Progr
     """A program with what it holds, and its files."""
     import torch
 
-    exported = _export(build, module, program)
+    with clocked(f"program '{program.name}' exported"):
+        exported = _export(build, module, program)
     for output, dtype in zip(build.outputs, output_types(exported.graph), strict=True):
         if dtype not in _NUMPY_TYPES:
             raise ModelError(
@@ -379,12 +394,11 @@ def _compile_program(build: Build, module: Any, program: Program) -> tuple[Progr
                 remedy="cast it inside the model to float32",
             )
     args, kwargs = exported.example_inputs
-    files: Any = torch._inductor.aot_compile(
-        exported.module(check_guards=False),
-        args,
-        kwargs,
-        options=inductor_options(build.settings, build.compilers, build.scratch / program.name),
-    )
+    options = inductor_options(build.settings, build.compilers, build.scratch / program.name)
+    with clocked(f"program '{program.name}' compiled"):
+        files: Any = torch._inductor.aot_compile(
+            exported.module(check_guards=False), args, kwargs, options=options
+        )
     names = {site.name for site in build.request.planned_sites}
     entering = entering_types(exported.graph, names)
     return replace(program, products=products_of(exported.graph), entering=entering), list(files)
