@@ -65,7 +65,7 @@ def main() -> None:
     summaries |= {name: summary(errors) for name, errors in sorted(by_name.items())}
     for name, of in summaries.items():
         print(
-            f"{name:28} {of['plans and batch sizes']:3} median {of['median']:.3f}, at most {of['largest']:.3f}"
+            f"{name:28} {of['plans and batch sizes']} median {of['median']:.3f}, at most {of['largest']:.3f}"
         )
     each = [dict(zip(("what", "plan", "batch", "error"), one, strict=True)) for one in found]
     figures = {"summaries": summaries, "each": each}

@@ -1,7 +1,8 @@
 """Which kernel computes each product: measured on the device, on what the site really reads.
 
 For each product of the fused graph the candidates are the library (for FP8 cuBLASLt with exact and with fast
-accumulation), what follows it fused by the compiler, and the Triton kernel in several tiles (for FP8 again
+accumulation), other packages' FP8 products where they are installed (`kernels.packages`), both with what follows
+fused by the compiler, and the Triton kernel in several tiles (for FP8 again
 with exact and with fast accumulation), with what follows inside. Each is timed in a CUDA graph at every batch
 size that will be served, and the fastest in sum over the sizes that a program takes is compiled into it, if
 its arithmetic adds little to what quantization costs: Hopper's tensor cores keep about 14 bits of an FP8 sum
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from loka_onnx.core.progress import Progress, silent
+from loka_onnx.engines.inductor.kernels.packages import PackageProduct
 from loka_onnx.engines.inductor.kernels.products import (
     Epilogue,
     EpilogueStrategy,
@@ -38,6 +40,7 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     ProductStrategy,
     ScaledMatMul,
 )
+from loka_onnx.engines.inductor.operator_packages import FoundPackage
 from loka_onnx.engines.tuned_kernels import copies_in_turn
 
 TILES = (
@@ -131,12 +134,15 @@ class Recorder(EpilogueStrategy):
         return library_with(self.library, product, epilogue)
 
 
-def candidates(product: FloatProduct, *, fast_accumulation: bool = True) -> dict[str, ProductStrategy]:
+def candidates(
+    product: FloatProduct, *, fast_accumulation: bool = True, packages: Sequence[FoundPackage] = ()
+) -> dict[str, ProductStrategy]:
     """By name, what may compute a product.
 
     Args:
         product: The product.
         fast_accumulation: Whether sums of FP8 products may be kept in fewer bits than FP32.
+        packages: Other packages that are installed.
     """
     exact = ScaledMatMul()
     # What a tile takes decides whether a library's product is worth more timing: tiles come first.
@@ -144,10 +150,22 @@ def candidates(product: FloatProduct, *, fast_accumulation: bool = True) -> dict
         half = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in TILES]
         return {**_tiled(half), "library": exact}
     slow = _tiled([replace(tile, is_exact=True) for tile in TILES])
+    packaged = _packaged(packages, fast_accumulation=fast_accumulation)
     if not fast_accumulation:
-        return {**slow, "cublas": exact}
+        return {**slow, "cublas": exact, **packaged}
     tiles = _tiled(TILES) | (slow if product.b.shape[0] >= LONG_K else {})
-    return {**tiles, "cublas": exact, "cublas-fast": replace(exact, fast_accumulation=True)}
+    fast = replace(exact, fast_accumulation=True)
+    return {**tiles, "cublas": exact, "cublas-fast": fast, **packaged}
+
+
+def _packaged(packages: Sequence[FoundPackage], *, fast_accumulation: bool) -> dict[str, ProductStrategy]:
+    made = [
+        PackageProduct(found, operator, fast)
+        for found in packages
+        for operator in found.package.operators
+        for fast in ((False, True) if fast_accumulation else (False,))
+    ]
+    return {f"{each.name}-fast" if each.fast_accumulation else each.name: each for each in made}
 
 
 def _tiled(tiles: Sequence[Tile]) -> dict[str, ProductStrategy]:
@@ -198,6 +216,7 @@ def choose_kernels(
     progress: Progress = silent,
     *,
     fast_accumulation: bool = True,
+    packages: Sequence[FoundPackage] = (),
 ) -> Chosen:
     """Measure every candidate at every site.
 
@@ -207,6 +226,7 @@ def choose_kernels(
         sizes: Batch sizes that will be served.
         progress: Called after each site.
         fast_accumulation: Whether cuBLASLt may keep its sums in fewer bits.
+        packages: As of `candidates`.
     """
     strategies: dict[tuple[str, str], ProductStrategy] = {}
     measured: list[Measured] = []
@@ -216,7 +236,7 @@ def choose_kernels(
         # Sites of one shape and one epilogue take equally long; how exact they are is up to their values.
         case = _Case(site, product, epilogue, batch, tuple(sizes))
         times = known.setdefault(_key(product, epilogue), {})
-        tried = candidates(product, fast_accumulation=fast_accumulation)
+        tried = candidates(product, fast_accumulation=fast_accumulation, packages=packages)
         strategies |= {(site, name): strategy for name, strategy in tried.items()}
         here: list[Measured] = []
         for name, strategy in tried.items():
@@ -262,16 +282,22 @@ class _Case:
 
 
 def _repeated(tensor: Tensor, rows: int) -> Tensor:
+    """So many rows, laid out as the tensor is: a kernel that wants another layout pays for the copy."""
     times = -(-rows // tensor.shape[0])
     # FP8 tensors cannot be repeated as such.
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return raw.repeat(times, *(1,) * (raw.dim() - 1))[:rows].contiguous().view(tensor.dtype)
+    made = raw.repeat(times, *(1,) * (raw.dim() - 1))[:rows]
+    slowest_first = sorted(range(made.dim()), key=tensor.stride, reverse=True)
+    back = sorted(range(made.dim()), key=slowest_first.__getitem__)
+    return made.permute(slowest_first).contiguous().permute(back).view(tensor.dtype)
 
 
 def _measure(
     case: _Case, name: str, strategy: ProductStrategy, known: dict[str, dict[int, float]]
 ) -> Measured:
     site = case.site
+    if isinstance(strategy, PackageProduct) and (reason := strategy.why_not(case.product)):
+        return Measured(site, name, {}, float("nan"), reason)
     try:
         error = _error(strategy, case)
         if not error <= LARGEST_ERROR:

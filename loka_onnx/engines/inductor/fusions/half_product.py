@@ -4,8 +4,8 @@ With A and W in one of these types::
 
     Z  =  A · W + b,    its epilogue (`epilogue`),    Z, Q(Z)
 
-become one node, as FP8 products do (`float8_product`). A library adds a bias, and no more: where the epilogue
-is no more, there is nothing to fuse.
+become one node, as FP8 products do (`float8_product`), and so does one that nothing follows: which kernel is
+fastest there, a library's or a tile of ours, is measured as well.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ MULTIPLE = 16
 
 
 def fuse_half_product(graph: PlannedGraph) -> Findings:
-    """Fuse every product of a constant in BF16 or FP16 that something is behind; see the module."""
+    """Fuse every product of a constant in BF16 or FP16; see the module."""
     found = Findings([], [])
     for node in list(graph.nodes):
         if not _is_half(node):
             continue
         try:
-            fused = _fuse(graph, node)
+            found.fused.append(_fuse(graph, node))
         except DeclinedFusion as reason:
             found.declined.append(f"{node.name}: {reason}")
-        else:
-            found.fused.extend(fused)
     return found
 
 
@@ -44,15 +42,13 @@ def _is_half(node: Node) -> bool:
     return activation.kind == weight.kind and weight.kind in HALVES and not any(n % MULTIPLE for n in sizes)
 
 
-def _fuse(graph: PlannedGraph, node: Node) -> list[Fused]:
+def _fuse(graph: PlannedGraph, node: Node) -> Fused:
     epilogue = read_epilogue(graph, node)
     ends = ends_of(graph, epilogue.end)
     if epilogue.end.kind != node.reads(1).kind:
         raise DeclinedFusion("its result has another type than its factors")
-    if not (epilogue.relu or epilogue.cross or ends.quantize):
-        return []
     inputs = [node.reads(0), None, transposed(graph, node, node.reads(1)), None, epilogue.bias]
     inputs += [*(epilogue.cross or (None, None)), ends.scale]
     attrs = {"relu": int(epilogue.relu), "wide": int(ends.wide), "base": epilogue.end.kind}
     graph.replace(OP, node.name, inputs, ends.replaced(epilogue.end), attrs)
-    return [Fused(node.name, (node.name,))]
+    return Fused(node.name, (node.name,))

@@ -229,3 +229,17 @@ def test_a_site_is_fp8_where_every_program_multiplies_fp8() -> None:
     assert (both.kernel, both.engaged) == ("triton a, triton b", True)
     (mixed,) = compiled_sites([{"fc": fp8}, {"fc": wide}])
     assert (mixed.engaged, mixed.reason, mixed.operands) == (False, "K 13", ("bfloat16",) * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
+def test_rows_are_repeated_in_the_layout_they_have(order: tuple[int, ...], dtype: torch.dtype) -> None:
+    lengths = [5, 3, 4]
+    laid = torch.arange(60.0).to(dtype).reshape([lengths[axis] for axis in order])
+    given = laid.permute(sorted(range(3), key=order.__getitem__))
+    assert list(given.shape) == lengths
+    found = choosing._repeated(given, 12)
+    wanted = torch.cat([given.float()] * 3)[:12]
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0)
+    by_stride = sorted(range(3), key=found.stride, reverse=True)
+    assert by_stride == list(order)

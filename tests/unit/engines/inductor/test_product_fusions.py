@@ -72,11 +72,13 @@ def test_both_scales_are_multiplied_when_the_graph_is_fused(tmp_path):
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("behind", ["relu", "cross", "quantized", "relu, quantized"])
+@pytest.mark.parametrize("behind", ["", "relu", "cross", "quantized", "relu, quantized"])
 def test_a_product_in_bf16_takes_along_what_follows(behind, transposed, tmp_path):
     model = half(behind, transposed=transposed)
     graph, report = fused(model, tmp_path)
-    assert [found.sites for found in report.fused["half-product"]] == [("fc",)]
+    # The cross layer's x0 is a product with nothing behind it.
+    wanted = [("fc",), ("other",)] if behind == "cross" else [("fc",)]
+    assert [found.sites for found in report.fused["half-product"]] == wanted
     assert not {"Gemm", "Relu", "Add", "Mul", "QuantizeLinear"} & set(ops(graph, tmp_path))
     # Quantizing the site would leave the fusion as it is.
     assert report.joined == {}
@@ -97,9 +99,8 @@ def test_a_product_in_bf16_takes_along_what_follows(behind, transposed, tmp_path
         np.testing.assert_allclose(got, z, rtol=4 * ULP, atol=4 * ULP * magnitude)
 
 
-def test_a_product_in_bf16_is_left_to_the_library_where_nothing_is_gained(tmp_path):
-    assert fused(half(""), tmp_path)[1].fused == {}
-    # The kernel takes multiples of 16.
+def test_a_product_in_bf16_of_a_width_that_no_kernel_takes_is_left_to_the_library(tmp_path):
+    # Multiples of 16.
     assert fused(half("relu", width=13), tmp_path)[1].fused == {}
 
 
