@@ -20,6 +20,7 @@ from loka_onnx.graph.storage import (
     move_outside,
     place_table,
     read_external,
+    replacing,
 )
 from loka_onnx.graph.weights import map_external
 from loka_onnx.graph.wire import spliced
@@ -63,7 +64,7 @@ class Exported:
         proto = self.copy_headers(place_table(table, path.parent, link_tables) for table in self.tables)
         move_outside(proto, path, self.held)
         state = hashlib.sha256()
-        with path.open("wb") as stream:
+        with replacing(path) as stream:
             for part in spliced(proto.SerializeToString(deterministic=True), self.held):
                 stream.write(part)
                 state.update(part)

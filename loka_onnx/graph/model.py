@@ -29,8 +29,9 @@ from loka_onnx.graph.storage import (
     read_proto,
     stored_bytes,
     take_tables,
+    with_subgraphs,
 )
-from loka_onnx.graph.weights import attach, held_back, take_weights
+from loka_onnx.graph.weights import attach, copied, held_back, take_weights
 
 OLDEST_IR = 10
 """IR version from which FP8 tensors are complete."""
@@ -158,18 +159,20 @@ class GraphModel:
     def _mend_types(self, graph: onnx.GraphProto) -> None:
         """Write the type of E4M3FNUZ tensors, which onnx-graphsurgeon 0.6.1 exports as E4M3FN."""
         fnuz = np.dtype(ml_dtypes.float8_e4m3fnuz)
-        names = {name for name, tensor in self.graph.tensors().items() if tensor.dtype == fnuz}
-        for tensor in graph.initializer:
-            if tensor.name in names:
-                tensor.data_type = onnx.TensorProto.FLOAT8E4M3FNUZ
-        for info in graph.value_info:
-            if info.name in names:
-                info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT8E4M3FNUZ
+        parts = (self.graph, *self.graph.subgraphs(recursive=True))
+        names = {name for part in parts for name, tensor in part.tensors().items() if tensor.dtype == fnuz}
+        for inner in with_subgraphs(graph):
+            for tensor in inner.initializer:
+                if tensor.name in names:
+                    tensor.data_type = onnx.TensorProto.FLOAT8E4M3FNUZ
+            for info in inner.value_info:
+                if info.name in names:
+                    info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT8E4M3FNUZ
 
     def copy(self) -> GraphModel:
         """A deep copy that shares the weights."""
         with collector_paused():
-            return GraphModel(self.graph.copy(), self.tables)
+            return GraphModel(copied(self.graph), self.tables)
 
     def extract(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> GraphModel:
         """A copy of what computes some tensors from others, which shares the weights.
@@ -181,7 +184,7 @@ class GraphModel:
         Raises:
             InternalError: They need an input of this graph that is not among `inputs`.
         """
-        graph = self.graph.copy()
+        graph = copied(self.graph)
         tensors = graph.tensors()
         graph.inputs = [tensors[tensor.name] for tensor in inputs]
         graph.outputs = [tensors[tensor.name] for tensor in outputs]

@@ -11,8 +11,11 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import onnx
 from onnx.external_data_helper import set_external_data, uses_external_data
@@ -150,24 +153,24 @@ def _identity(path: Path) -> tuple[int, int, int, int]:
 _DIGESTS: dict[tuple[int, int, int, int], str] = {}
 
 
-def all_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Initializers of a graph, and of the branches and bodies of its nodes."""
-    yield from graph.initializer
+def with_subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph, and the branches and bodies of its nodes."""
+    yield graph
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from all_initializers(attribute.g)
+                yield from with_subgraphs(attribute.g)
+
+
+def all_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Initializers of a graph, and of the branches and bodies of its nodes."""
+    return (tensor for part in with_subgraphs(graph) for tensor in part.initializer)
 
 
 def names_in_subgraphs(graph: onnx.GraphProto) -> set[str]:
     """Names that the branches and bodies of a graph's nodes read."""
-    names: set[str] = set()
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                names |= {name for inner in attribute.g.node for name in inner.input}
-                names |= names_in_subgraphs(attribute.g)
-    return names
+    inner = islice(with_subgraphs(graph), 1, None)
+    return {name for part in inner for node in part.node for name in node.input}
 
 
 def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.TensorProto]:
@@ -270,9 +273,8 @@ def move_outside(proto: onnx.ModelProto, path: Path, held: Sequence[Array] = ())
     location = f"{path.name}.data"
     while location in linked:
         location = f"{location}.dense"
-    (path.parent / location).unlink(missing_ok=True)
     offset, state = 0, hashlib.sha256()
-    with (path.parent / location).open("wb") as stream:
+    with replacing(path.parent / location) as stream:
         for tensor in weights:
             if uses_external_data(tensor) or inline_bytes(tensor, held) < 1024:
                 continue
@@ -288,6 +290,22 @@ def move_outside(proto: onnx.ModelProto, path: Path, held: Sequence[Array] = ())
             tensor.data_location = onnx.TensorProto.EXTERNAL
             offset += len(data)
     _DIGESTS[_identity(path.parent / location)] = state.hexdigest()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A stream of which a file is made once it is complete.
+
+    Until then an earlier file is what it was, and stays so under its other names: those of the models of jobs
+    are links.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with unfinished.open("wb") as stream:
+            yield stream
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def inline_bytes(tensor: onnx.TensorProto, held: Sequence[Array]) -> int:

@@ -12,6 +12,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx.external_data_helper import uses_external_data
 from onnx_graphsurgeon.exporters.onnx_exporter import dtype_to_onnx
+from onnx_graphsurgeon.importers.onnx_importer import get_onnx_tensor_dtype
 from onnx_graphsurgeon.ir.tensor import LazyValues
 from onnx_graphsurgeon.logger import G_LOGGER
 
@@ -21,7 +22,7 @@ from loka_onnx.graph.storage import all_initializers, stored_bytes
 
 
 class HeldValues(LazyValues):  # type: ignore[misc]
-    """Values of a `gs.Constant` that are there already; copies of a graph share them.
+    """Values of a `gs.Constant` that are there already; copies of a graph share them, and cannot change them.
 
     Args:
         header: The tensor without its values.
@@ -29,10 +30,20 @@ class HeldValues(LazyValues):  # type: ignore[misc]
     """
 
     def __init__(self, header: onnx.TensorProto, array: Array) -> None:
+        self.header, self.array = header, array.view()
+        self.array.flags.writeable = False
+        self.shape, self.nbytes = header.dims, array.nbytes
         # It writes to standard output that NumPy has no FP8 types.
         with G_LOGGER.suppress(G_LOGGER.ERROR):
-            super().__init__(header)
-        self.array = array
+            self.dtype = get_onnx_tensor_dtype(header)
+
+    @property
+    def tensor(self) -> onnx.TensorProto:
+        """The tensor with its values, which onnx-graphsurgeon hands to ONNX Runtime to fold constants."""
+        whole = onnx.TensorProto()
+        whole.CopyFrom(self.header)
+        whole.raw_data = self.array.tobytes()
+        return whole
 
     def load(self) -> Array:
         """The values, not copied."""
@@ -48,7 +59,7 @@ def take_weights(proto: onnx.ModelProto, directory: Path, held: Sequence[Array] 
         held: Values to which some of its tensors refer already.
 
     Returns:
-        Those values, and the others after them; none of the others can be written to.
+        Those values, and the others after them.
     """
     found = list(held)
     for tensor in all_initializers(proto.graph):
@@ -59,7 +70,6 @@ def take_weights(proto: onnx.ModelProto, directory: Path, held: Sequence[Array] 
             if values is not None:
                 # Read whole: the file may be replaced while the model is in use.
                 values = np.array(values, order="C")
-                values.flags.writeable = False
                 tensor.data_location = onnx.TensorProto.DEFAULT
                 del tensor.external_data[:]
         else:
@@ -116,11 +126,24 @@ def held_back(graph: gs.Graph) -> Iterator[list[Array]]:
             hold(header, len(held))
             held.append(array)
             kept.append((tensor, values))
-            tensor._values = HeldValues(header, array)
+            with G_LOGGER.suppress(G_LOGGER.ERROR):
+                tensor._values = LazyValues(header)
         yield held
     finally:
         for tensor, values in kept:
             tensor._values = values
+
+
+def copied(graph: gs.Graph) -> gs.Graph:
+    """A deep copy of a graph that shares the weights.
+
+    In the copies of onnx-graphsurgeon 0.6.1 a constant has a type to be exported in, as if it were to be
+    converted: E4M3FNUZ to E4M3FNUZ is then refused once the values have been read.
+    """
+    copy = graph.copy()
+    for tensor in _constants(copy):
+        tensor._export_dtype = None
+    return copy
 
 
 def _constants(graph: gs.Graph) -> list[gs.Constant]:
@@ -139,7 +162,7 @@ def _header(tensor: gs.Constant) -> onnx.TensorProto | None:
     values = tensor._values
     header = onnx.TensorProto()
     if isinstance(values, HeldValues):
-        header.CopyFrom(values.tensor)
+        header.CopyFrom(values.header)
         return header
     if not isinstance(values, np.ndarray) or values.nbytes <= STRIP_BYTES or not values.dtype.isnative:
         return None

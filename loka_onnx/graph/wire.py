@@ -40,11 +40,11 @@ def _expanded(data: bytes, inner: Mapping[int, Any], held: Sequence[Array]) -> l
         value, at = _varint(data, at)
         if kind == 0:
             continue
-        body = data[at : at + value]
-        at += value
-        if field in inner and TOKEN in body:
-            number = number_in(body)
-            grown = _expanded(body, inner[field], held) if number is None else [bytes_of(held[number])]
+        body, at = slice(at, at + value), at + value
+        if field in inner and data.find(TOKEN, body.start, body.stop) >= 0:
+            part = data[body]
+            number = number_in(part)
+            grown = _expanded(part, inner[field], held) if number is None else [bytes_of(held[number])]
             parts += [data[done:start], _as_varint(tag), _as_varint(sum(map(len, grown))), *grown]
             done = at
     return [*parts, data[done:]]

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx_graphsurgeon.logger import G_LOGGER
 
-from loka_onnx.graph import exported, shapes, storage, weights
+from loka_onnx.graph import exported, shapes, storage, weights, wire
 from loka_onnx.graph.held import number_of
 from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.storage import all_initializers, model_digest
@@ -158,6 +158,95 @@ def test_weights_read_from_a_file_survive_its_replacement_and_cannot_be_changed(
     assert values.tobytes() == before
     with pytest.raises(ValueError, match="read-only"):
         values[0] = 0
+
+
+def test_the_weights_of_a_model_that_is_read_back_cannot_be_changed(models):
+    """They are those of the model that it was exported from, to which a mod may be rolled back."""
+    model = GraphModel.load(models["choice"])
+    product = next(node for node in model.nodes if node.op == "MatMul")
+    product.inputs[1] = model.constant("new", randn(64, 64))
+    values = values_of(GraphModel.read_back(model.export()).tensors()["new"])
+    with pytest.raises(ValueError, match="read-only"):
+        values[0] = 0
+
+
+@pytest.mark.parametrize("name", ["choice", "low", "types"])
+def test_the_weights_of_a_copy_are_held_once_they_are_read_as_well(name, models, tmp_path):
+    model = GraphModel.load(models[name])
+    copy = model.copy()
+    for tensor in copy.tensors().values():
+        if is_constant(tensor):
+            values_of(tensor)
+    in_copy, in_model = (
+        {t.name for t in all_initializers(of.export().headers.graph) if number_of(t) is not None}
+        for of in (copy, model)
+    )
+    assert in_copy == in_model != set()
+    assert copy.save(tmp_path / "copy.onnx") == model.save(tmp_path / "model.onnx")
+
+
+FNUZ = """g (float[b,64] x, bool c) => (float[b,64] y) {
+    y = If(c) <then_branch = t () => (p) { s = QuantizeLinear(x, one, zero)
+                                           q = DequantizeLinear(s, one, zero)
+                                           v = DequantizeLinear(w, one, zero)
+                                           p = MatMul(q, v) },
+               else_branch = e () => (p) { p = Identity(x) }>
+}"""
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_e4m3fnuz_stays_what_it_is(copied, write_model, tmp_path):
+    """Large and small, in branches, in copies, and read: as E4M3FN its bytes are twice the values."""
+    kind = ml_dtypes.float8_e4m3fnuz
+    stored = {"w": randn(64, 128).astype(kind), "zero": np.zeros((), kind), "one": np.ones((), np.float32)}
+    model = GraphModel.load(write_model(FNUZ, stored))
+    model = model.copy() if copied else model
+    for part in model.graph.subgraphs():
+        for name, tensor in part.tensors().items():
+            if is_constant(tensor):
+                values_of(tensor)
+            elif name == "s":
+                tensor.dtype = np.dtype(kind)
+    model.save(tmp_path / "m.onnx")
+    parts = [*storage.with_subgraphs(onnx.load(tmp_path / "m.onnx").graph)]
+    found = {tensor.name: tensor for part in parts for tensor in part.initializer}
+    for name, values in stored.items():
+        assert numpy_helper.to_array(found[name]).dtype == values.dtype
+        assert found[name].raw_data == values.tobytes()
+    types = {info.name: info.type.tensor_type.elem_type for part in parts for info in part.value_info}
+    assert types["s"] == TensorProto.FLOAT8E4M3FNUZ
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 4000])
+def test_a_write_that_fails_leaves_the_earlier_files(limit, models, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", limit)
+    path = tmp_path / "out/m.onnx"
+    GraphModel.load(models["choice"]).save(path)
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    full = OSError(28, "No space left on device")
+
+    def fail(array: np.ndarray) -> memoryview:
+        raise full
+
+    # The last weight does not fit on the disk.
+    monkeypatch.setattr(storage if limit == 4000 else wire, "bytes_of", fail)
+    with pytest.raises(OSError, match="No space left"):
+        edited(models["types"]).save(path)
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 4000])
+def test_what_is_written_over_stays_under_its_other_names(limit, models, tmp_path, monkeypatch):
+    """The models of jobs are links."""
+    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", limit)
+    digest = GraphModel.load(models["choice"]).save(tmp_path / "out/m.onnx")
+    (tmp_path / "job").mkdir()
+    for file in (tmp_path / "out").iterdir():
+        (tmp_path / "job" / file.name).hardlink_to(file)
+    again = edited(tmp_path / "out/m.onnx").save(tmp_path / "out/m.onnx")
+    storage._DIGESTS.clear()
+    assert model_digest(tmp_path / "job/m.onnx") == digest != again
+    assert model_digest(tmp_path / "out/m.onnx") == again
 
 
 def both(path: Path, feeds: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
