@@ -58,6 +58,7 @@ class Throughput:
         trials: Every rate that was tried, in order; the last one has other arrivals and confirms the result.
         failure: What ended the measurement; empty where nothing did.
         inputs: Where the inputs of the requests lay; on the device one batch is asked for again and again.
+        device: What it was measured on, as its driver names it; empty where that is not known.
     """
 
     engine: str
@@ -74,6 +75,7 @@ class Throughput:
     trials: tuple[Trial, ...]
     failure: str = ""
     inputs: InputPlace = InputPlace.HOST
+    device: str = ""
 
     @property
     def rows_per_s(self) -> float:

@@ -77,6 +77,14 @@ def copies_in_turn(weight_bytes: int) -> int:
     return 1 if weight_bytes < SMALL_BYTES else -(-CACHE_BYTES // weight_bytes)
 
 
+def calls_in_turn(least: int, copies: int) -> int:
+    """Calls in one CUDA graph, of each copy of a weight as many.
+
+    Else the graph would begin again with copies that it has just multiplied by, and that the cache still has.
+    """
+    return copies * -(-least // copies)
+
+
 def kernels_of(device: str) -> tuple[Kernel, ...]:
     """Every kernel that is timed on a device; the quantize step last.
 

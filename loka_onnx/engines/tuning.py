@@ -29,7 +29,7 @@ from loka_onnx.engines.tuned_device import (
     library_versions,
     torch_device,
 )
-from loka_onnx.engines.tuned_kernels import Operands, PreparedOperands, Run, kernels_of
+from loka_onnx.engines.tuned_kernels import Operands, PreparedOperands, Run, calls_in_turn, kernels_of
 from loka_onnx.errors import ConfigError, EngineError
 
 
@@ -193,7 +193,7 @@ class KernelTimer:
     def _timer(self, run: Run, turns: int) -> Callable[[], float]:
         if self._torch_device == CPU:
             return lambda: _clocked(run)
-        return _graph_timer(run, max(self.options.calls, turns))
+        return _graph_timer(run, calls_in_turn(self.options.calls, turns))
 
     def _measured(
         self, kernel: Kernel, us: Sequence[float], prepared: PreparedOperands, run: Run
@@ -209,7 +209,7 @@ class KernelTimer:
     @cached_property
     def _provenance(self) -> Provenance:
         is_cpu = self._torch_device == CPU
-        how = "single calls" if is_cpu else f"CUDA graphs of {self.options.calls} calls"
+        how = "single calls" if is_cpu else f"CUDA graphs of {self.options.calls} calls or more"
         # To the minute and taken once: one series of the records for each run, not one for each shape.
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
         warm = "operands" if is_cpu else "activations"

@@ -12,7 +12,7 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Choice, EvaluationSet, InputPlace, TargetChoice
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput, ThroughputSet
-from loka_onnx.errors import StageError
+from loka_onnx.errors import StageError, UserError
 from loka_onnx.evaluation.latency import Run
 from loka_onnx.evaluation.throughput import LoadOptions, find_highest_rate
 from loka_onnx.pipeline.sample import Arrays
@@ -80,7 +80,8 @@ def measure_throughput(
 ) -> ThroughputSet:
     """Requests per second where the run file states a limit on the 99th percentile → `throughput.json`.
 
-    Where the model was cut, engines are loaded alone, on looked-up rows, as they are timed.
+    Where the model was cut, engines are loaded alone, on looked-up rows, as they are timed. What was measured
+    stays on a host without the target, and is measured again on another device of it.
     """
     document = steps.directory.path / DOCUMENT
     serving = steps.config.serving
@@ -90,16 +91,35 @@ def measure_throughput(
         return ThroughputSet()
 
     def produce() -> Sequence[Path]:
-        measured = tuple(_measure(steps, loaded) for loaded in wanted)
+        on_target = (each for each in wanted if is_target(each.engine.target, each.engine.architecture))
+        measured = tuple(_measure(steps, loaded) for loaded in on_target)
         serde.write(ThroughputSet(measured), document)
         return [document]
 
     key = {
         "engines": [(each.engine.id, each.engine.digest, each.batch, each.role) for each in wanted],
-        "devices": [device_of_architecture(each.engine.architecture) for each in wanted],
         "serving": serving.model_dump(mode="json"),
     }
-    return steps.directory.stage("throughput", key, produce, lambda: serde.read(ThroughputSet, document))
+    return steps.directory.stage(
+        "throughput",
+        key,
+        produce,
+        lambda: serde.read(ThroughputSet, document),
+        again=document.is_file() and _counts_now(document, wanted),
+    )
+
+
+def _counts_now(document: Path, wanted: Iterable[Loaded]) -> bool:
+    """Whether this machine has the target of an engine that was measured on another device, or not at all."""
+    try:
+        known = {each.engine: each.device for each in serde.read(ThroughputSet, document).measurements}
+    except UserError:
+        return False
+    return any(
+        device_of_architecture(engine.architecture) not in {"", known.get(engine.id, "")}
+        and is_target(engine.target, engine.architecture)
+        for engine in (each.engine for each in wanted)
+    )
 
 
 def under_load(
@@ -107,15 +127,10 @@ def under_load(
 ) -> Iterator[Loaded]:
     """What is put under load: at each batch size the chosen engine, and the best one without FP8.
 
-    Engines that do not run here, those whose FP8 is simulated, and those whose target is another device of
-    the architecture are not.
+    Engines that do not run here, and those whose FP8 is simulated, are not.
     """
     here = {
-        engine.id: engine
-        for engine in engines
-        if engine.status is BuildStatus.READY
-        and not engine.simulated
-        and is_target(engine.target, engine.architecture)
+        engine.id: engine for engine in engines if engine.status is BuildStatus.READY and not engine.simulated
     }
     for target in choice.targets:
         exact = best_without_fp8(target, here.values(), evidence)
@@ -169,6 +184,7 @@ def _measure(steps: Steps, loaded: Loaded) -> Throughput:
         capacity_per_s=0.0,
         requests_per_s=0.0,
         trials=(),
+        device=device_of_architecture(engine.architecture),
     )
     steps.progress(task, 0, 8)
     with ExitStack() as stack:

@@ -95,6 +95,8 @@ def _loser(
         why, said = Why.NOT_CERTIFIED, f"selected; on certification {how}"
     else:
         why, rest = _of_judged(engine, evaluation, verdict, compared, evidence)
+        if why is Why.SLOWER and times is not None and len(verdict.emitted) > 1:
+            rest += " over all batch sizes; at each of them another is as fast or faster"
         said = "; ".join(part for part in (accuracy(evaluation), rest) if part)
     return Loser(engine.id, why, said, times, evidence.upper(engine))
 
@@ -118,8 +120,7 @@ def _of_judged(
         return Why.NOT_SELECTED, f"{compared}; certification does not choose among the others"
     if engine.id in verdict.alike and evidence.exactness(engine) > evidence.exactness(verdict.winner):
         return Why.WITHIN_NOISE, f"{compared}: within noise of an engine in higher precision"
-    beaten = " over all batch sizes; at each of them another is as fast or faster"
-    return Why.SLOWER, f"{compared}{beaten if len(verdict.emitted) > 1 else ''}"
+    return Why.SLOWER, compared
 
 
 def _unknown_speed(evaluation: Evaluation, *, is_elsewhere: bool) -> tuple[Why, str]:

@@ -3,7 +3,8 @@
 One engine is best over all batch sizes that are served. At one of these sizes another may be faster, because
 what FP8 saves grows with the rows and what quantizing costs does not. A second engine costs device memory and
 a start, so that a size gets an engine of its own only where the whole interval of the gain lies above a
-margin. Of engines that were timed apart there is no interval, and none gets a size of its own beside another.
+margin. Of engines that were timed apart from the main one there is no interval, and none gets a size of its
+own.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def routes(
     best = {}
     for batch in speeds[main.id].batches:
         at_size = {engine.id: speeds[engine.id].at(batch) for engine in engines}
-        best[batch] = pick(engines, at_size, evidence, noise)
+        beside = [engine for engine in engines if at_size[engine.id].over(at_size[main.id]) is not None]
+        best[batch] = pick(beside, at_size, evidence, noise)
     table = _table(main, best, speeds, margin)
     if table and main.id not in {route.engine for route in table}:
         # Beaten at every size: the best of those that do serve takes its place.

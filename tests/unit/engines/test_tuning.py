@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +18,15 @@ from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
 from loka_onnx.engines import tuning
 from loka_onnx.engines.tuned_device import device_to_time
-from loka_onnx.engines.tuned_kernels import CACHE_BYTES, Operands, PreparedOperands, Run, kernels_of
+from loka_onnx.engines.tuned_kernels import (
+    CACHE_BYTES,
+    Operands,
+    PreparedOperands,
+    Run,
+    calls_in_turn,
+    copies_in_turn,
+    kernels_of,
+)
 from loka_onnx.engines.tuning import KernelTimer, Tuned, TuningOptions
 from loka_onnx.errors import ConfigError, EngineError
 
@@ -264,6 +272,38 @@ def test_large_weights_take_turns_on_a_gpu() -> None:
     assert {small.turns_of(kernel) for kernel in kernels_of("nvidia-h100")} == {1}
     here = PreparedOperands(Operands.generated(shape, 0), "cpu")
     assert {here.turns_of(kernel) for kernel in kernels_of("cpu")} == {1}
+
+
+def left_in_a_cache(weights: Sequence[int], size: int, cache: int = 50_000_000) -> int:
+    """Calls of the second replay that find their weight in a cache which drops what was used longest ago."""
+    held: list[int] = []
+    found = 0
+    for replay in range(2):
+        for weight in weights:
+            found += replay * (weight in held)
+            held = [*(each for each in held if each != weight), weight][-(cache // size) :]
+    return found
+
+
+@pytest.mark.parametrize("least", [10, 20])
+def test_no_weight_is_left_in_the_cache_when_a_graph_begins_again(least: int) -> None:
+    """With 7 copies of 9.2 MiB, 3 of 10 calls of a graph met a weight of the replay before."""
+    for size in range(1 << 20, 40 << 20, 1 << 18):
+        copies = copies_in_turn(size)
+        calls = calls_in_turn(least, copies)
+        assert calls >= least
+        assert left_in_a_cache([call % copies for call in range(calls)], size) == 0, size
+    assert left_in_a_cache([call % 7 for call in range(10)], 9_600_000) == 3
+
+
+def test_a_graph_calls_every_copy_of_a_weight_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(tuning, "_graph_timer", lambda run, calls: called.append(calls))
+    timer = KernelTimer("cpu", TuningOptions(calls=20))
+    timer._torch_device = "cuda"
+    for turns in (1, 7, 64):
+        timer._timer(lambda: torch.ones(()), turns)
+    assert called == [20, 21, 64]
 
 
 @pytest.mark.parametrize("kernel", kernels_of("cpu")[:2], ids=str)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from loka_onnx.config.serving_sections import ServingConfig
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import (
@@ -30,9 +31,10 @@ from loka_onnx.core.evaluation import (
 )
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.progress import silent
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput
-from loka_onnx.pipeline import serving
+from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, ThroughputSet
+from loka_onnx.errors import EngineError
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.serving import Served, measure_throughput, under_load
 from loka_onnx.planning.evidence import Evidence
@@ -119,30 +121,60 @@ def test_what_cannot_be_loaded_here_is_not(change: dict[str, object]) -> None:
     assert [(each.engine.plan, each.role) for each in found] == [("bf16", HIGH_PRECISION)]
 
 
+def h100s() -> tuple[list[EngineArtifact], Evidence, Choice]:
+    """Two engines for an H100, of which the one in FP8 is chosen."""
+    made = [replace(engine(of), target="nvidia-h100") for of in ("bf16", "fp8-all")]
+    judged = Evidence(EvaluationSet(tuple(evaluation(e, BudgetStatus.WITHIN) for e in made)), PLANS)
+    losers = (Loser(made[0].id, Why.SLOWER, ""),)
+    return made, judged, Choice((TargetChoice("nvidia-h100", made[1].id, "fp8-all", "", "", losers),))
+
+
+SXM, PCIE, OTHER = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked", "told"),
+    [
+        # Both are H100s; what each answers in time is its own.
+        ((SXM, SXM, PCIE, PCIE), [SXM, PCIE], PCIE),
+        # Where there is no H100 nothing better can be had than what there is.
+        ((SXM, "", OTHER, SXM), [SXM], SXM),
+        ((OTHER, SXM), [SXM], SXM),
+        ((OTHER, ""), [], None),
+    ],
+)
 def test_another_machine_of_the_target_is_put_under_load_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    devices: tuple[str, ...],
+    asked: list[str],
+    told: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both are H100s; what each answers in time is its own."""
-    here: list[str] = []
-    asked: list[str] = []
+    opened: list[str] = []
+    here = ""
 
-    def measure(steps: object, loaded: serving.Loaded) -> Throughput:
-        asked.append(here[-1])
-        return Throughput(
-            loaded.engine.id, loaded.engine.plan, "gpu", loaded.role, 8, 1, 1.0, 0.95, 0, 0.0, 0.0, ()
-        )
+    def opens(artifact: EngineArtifact) -> Runner:
+        opened.append(here)
+        raise EngineError("no copy of it opens")
 
-    monkeypatch.setattr(serving, "_measure", measure)
-    monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: (CudaDevice(0, here[-1], "sm90"),))
-    limit = SimpleNamespace(p99_ms=1.0, model_dump=lambda mode: {})
+    def listed() -> tuple[CudaDevice, ...]:
+        return (CudaDevice(0, here, "sm90"),) if here else ()
+
+    monkeypatch.setattr(host_devices, "list_cuda_devices", listed)
+    limit = ServingConfig(p99_ms=1.0)
     config = SimpleNamespace(serving=limit, batch=SimpleNamespace(serve=(8,)))
-    sxm, pcie = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"
-    for device in (sxm, sxm, pcie, pcie):
-        here.append(device)
+    engines, judged, chosen = h100s()
+    found = ThroughputSet()
+    for device in devices:
+        here = device
         with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=True) as directory:
-            steps: Any = SimpleNamespace(config=config, directory=directory)
-            measure_throughput(steps, [ENGINES["bf16"]], evidence().evaluations, PLANS, choice("bf16"))
-    assert asked == [sxm, pcie]
+            steps: Any = SimpleNamespace(
+                config=config, directory=directory, progress=silent, open_alone=opens
+            )
+            found = measure_throughput(steps, engines, judged.evaluations, PLANS, chosen)
+    assert opened == [device for device in asked for _ in engines]
+    assert {each.device for each in found.measurements} == ({told} if told else set())
+    assert len(found.measurements) == (2 if told else 0)
 
 
 def test_a_prediction_rests_on_the_engine_that_differs_by_fp8_alone() -> None:
@@ -200,14 +232,3 @@ def test_copies_of_an_engine_are_asked_as_servers_ask(
         answer(request)
     assert served.inputs is InputPlace(where)
     assert [(copy.copied, copy.launched) for copy in copies] == [counts] * 2
-
-
-def test_another_device_than_the_target_is_not_put_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [replace(engine(of), target="nvidia-h100") for of in ("bf16", "fp8-all")]
-    evidence = Evidence(EvaluationSet(tuple(evaluation(e, BudgetStatus.WITHIN) for e in made)), PLANS)
-    losers = (Loser(made[0].id, Why.SLOWER, ""),)
-    choice = Choice((TargetChoice("nvidia-h100", made[1].id, "fp8-all", "", "", losers),))
-    for name, count in (("NVIDIA H100 80GB HBM3", 2), ("NVIDIA H200", 0)):
-        gpu = CudaDevice(0, name, "sm90")
-        monkeypatch.setattr(host_devices, "list_cuda_devices", lambda gpu=gpu: (gpu,))
-        assert len(list(under_load(made, evidence, choice, [8]))) == count

@@ -167,6 +167,17 @@ def test_engines_that_were_timed_elsewhere_are_compared_by_their_medians_and_it_
     assert (target.plan, target.routes) == ("bf16", ())
 
 
+def test_an_engine_from_a_job_keeps_no_size_from_one_that_was_timed_beside_the_main_one() -> None:
+    """The fastest at 512 by its median alone would leave that size to the slowest."""
+    apart = in_jobs({FP8_ALL: timed(FP8_ALL, b8=70, b512=600)})
+    target = by_size({**BOTH_SIZES, **apart})
+    assert target.plan == "bf16"
+    assert [(route.batch, route.plan) for route in target.routes] == [(8, "bf16"), (512, "fp8-safe")]
+    (loser,) = target.losers
+    assert (loser.engine, loser.why) == (FP8_ALL.engine().id, Why.SLOWER)
+    assert loser.reason.endswith("timed elsewhere than the chosen engine: how sure is not known")
+
+
 def test_an_engine_that_is_best_nowhere_does_not_lead() -> None:
     """The best over all sizes may be second at each of them."""
     three = {

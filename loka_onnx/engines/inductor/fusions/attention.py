@@ -37,9 +37,8 @@ LEAST = 3000
 """Products of queries with keys, of one head, from which on it pays. With 1024 examples of 8 heads of 16
 numbers (H100), 2304 took 165 µs in place of 137, and 3328 took 177 in place of 219; with one head of 128,
 2500 were even."""
-_MOVEMENTS = frozenset(
-    {"Concat", "Expand", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
-)
+_SHAPES = frozenset({"Expand", "Flatten", "Reshape", "Squeeze", "Tile", "Unsqueeze"})
+MOVEMENTS = _SHAPES | {"Concat", "Gather", "Identity", "Slice", "Split", "Transpose"}
 """Operators through which the lowering hands FP8 values on."""
 
 
@@ -166,6 +165,7 @@ def _number(tensor: Tensor) -> float | None:
 def _fuse(graph: PlannedGraph, found: _Found) -> Fused:
     _check_precision(found)
     _check_shapes(found)
+    _check_axis(graph, found)
     _check_readers(graph, found)
     out, product = found.out, found.inside[-1]
     names = (product.name, out.name)
@@ -204,7 +204,7 @@ def _is_float8(tensor: Tensor) -> bool:
             continue
         if node.op == "DequantizeLinear":
             return True
-        if node.op in _MOVEMENTS:
+        if node.op in MOVEMENTS:
             read = node.inputs if node.op == "Concat" else node.inputs[:1]
             pending += [each for each in read if each is not None]
     return False
@@ -225,12 +225,17 @@ def _check_shapes(found: _Found) -> None:
         raise DeclinedFusion(
             f"a head has {width} numbers; the kernels take multiples of {MULTIPLE} up to {MOST}"
         )
-    if found.softmax.attrs.get("axis", -1) not in {-1, rank - 1}:
-        raise DeclinedFusion("its softmax is not over the keys")
     if (q[-2] or 0) * (keys or 0) < LEAST:
         raise DeclinedFusion(f"{q[-2]} queries of {keys} keys are too few to gain by it")
     if found.mask is not None and not _is_mask(found.mask, (*q[:-1], keys)):
         raise DeclinedFusion(f"mask '{found.mask.name}' is not one of {keys} keys")
+
+
+def _check_axis(graph: PlannedGraph, found: _Found) -> None:
+    # Before operator set 13 softmax is over all axes from its own on, by itself the second one.
+    default = -1 if graph.opset >= 13 else 1
+    if found.softmax.attrs.get("axis", default) not in {-1, len(found.q.shape or ()) - 1}:
+        raise DeclinedFusion("its softmax is not over the keys")
 
 
 def _is_mask(mask: Tensor, products: tuple[int | None, ...]) -> bool:

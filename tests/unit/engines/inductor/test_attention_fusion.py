@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
@@ -18,8 +18,11 @@ import torch
 from fusion_models import BATCH, BF16, FP8, RANDOM, ULP, Model, bf16, fused, ops, run
 
 from loka_onnx.engines.inductor.backend import InductorBackend
-from loka_onnx.engines.inductor.fusions import DOMAIN
+from loka_onnx.engines.inductor.fusions import DOMAIN, fuse
+from loka_onnx.engines.inductor.fusions.attention import MOVEMENTS
+from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.lowering.model import lower
+from loka_onnx.engines.inductor.lowering.registry import OPERATORS
 
 TOKENS, HEADS, WIDTH = 60, 2, 16
 
@@ -298,6 +301,50 @@ def test_what_looks_alike_is_left_alone(form: Form, reason: str, tmp_path: Path)
     _, report = fused(model, tmp_path)
     assert "attention" not in report.fused
     assert report.declined["attention"] == (f"attend: {reason}",)
+
+
+def test_every_movement_of_fp8_is_known() -> None:
+    """Beside those that the lowering registers as such, three decide by what they are given."""
+    moves = {op for (_, op), how in OPERATORS.operators.items() if how.moves}
+    assert moves | {"Concat", "Identity", "Transpose"} == MOVEMENTS
+
+
+def test_fp8_that_is_moved_to_a_product_is_left_alone(tmp_path: Path) -> None:
+    """The lowering multiplies it in FP8; `attention` would multiply what it is dequantized to."""
+    model = attention(Form(quantized="q kt"))
+    model.constant("heads", np.arange(HEADS)[::-1].copy())
+    position = next(i for i, node in enumerate(model.nodes) if node.name == "compare")
+    for place, name in enumerate(("q", "kt")):
+        model.nodes[position + place].input[place] = f"{name}.turned"
+        model.add("Gather", [f"{name}.dq", "heads"], f"{name}.turned", axis=1)
+        model.nodes.insert(position, model.nodes.pop())
+    _, report = fused(model, tmp_path)
+    assert report.declined["attention"] == ("attend: a product of it is planned in FP8",)
+
+
+def old_attention(path: Path, **axis: int) -> Path:
+    """Of operator set 11, in FP16: softmax without an axis is over all but the first one."""
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["kt"], name="turn", perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["x", "kt"], ["scores"], name="compare"),
+        helper.make_node("Softmax", ["scores"], ["p"], name="softmax", **axis),
+        helper.make_node("MatMul", ["p", "x"], ["y"], name="attend"),
+    ]
+    values = [helper.make_tensor_value_info(n, 10, ["batch", TOKENS, WIDTH]) for n in ("x", "y")]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 11)], ir_version=10), path)
+    return path
+
+
+def test_a_softmax_over_queries_and_keys_is_left_alone(tmp_path: Path) -> None:
+    x = RANDOM.standard_normal((BATCH, TOKENS, WIDTH)).astype(np.float16)
+    for axis, sites in (({}, ()), ({"axis": 1}, ()), ({"axis": 2}, ("compare", "attend"))):
+        graph = PlannedGraph.load(old_attention(tmp_path / "planned.onnx", **axis))
+        found = fuse(graph).fused.get("attention", ())
+        graph.save(tmp_path / "fused.onnx")
+        (got,), (planned,) = run(tmp_path / "fused.onnx", x), run(tmp_path / "planned.onnx", x)
+        np.testing.assert_allclose(got, planned, rtol=2e-3, atol=2e-3 * np.abs(planned).max())
+        assert tuple(site for place in found for site in place.sites) == sites
 
 
 def test_probabilities_that_are_the_output_stay(tmp_path: Path) -> None:
