@@ -13,6 +13,7 @@ import psutil
 
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.engines.base import Availability
+from loka_onnx.engines.inductor.operator_packages import PACKAGES, OperatorPackage, find_packages
 from loka_onnx.engines.registry import all_backends
 from loka_onnx.errors import LokaError
 from loka_onnx.export.onnx_model import tensor_spec
@@ -153,7 +154,7 @@ def diagnose(model: Path | None = None) -> Diagnosis:
     return Diagnosis(
         machine=_machine(),
         backends={backend.name: backend.availability() for backend in all_backends()},
-        packages=tuple(_package(*row) for row in _PACKAGES),
+        packages=(*(_package(*row) for row in _PACKAGES), *map(_operator_package, PACKAGES)),
         model=None if model is None else describe_model(model),
     )
 
@@ -211,6 +212,17 @@ def _package(name: str, distributions: tuple[str, ...], module: str, use: str, r
             # A package whose native libraries do not fit this machine raises whatever its loader raises.
             return Package(name, "", use, f"{version} is installed and does not import: {error}")
     return Package(name, version, use, "" if version else remedy)
+
+
+def _operator_package(package: OperatorPackage) -> Package:
+    use, here = "FP8 products that engines of inductor may choose", package.installed()
+    if here is None:
+        first = package.distributions[0]
+        return Package(
+            package.namespace, "", use, f"pip install {first}: the release that is built for your PyTorch"
+        )
+    (found,) = find_packages(_version("torch") or "none", [package])
+    return Package(package.namespace, "" if found.obstacle else here.version, use, found.obstacle)
 
 
 def _version(distribution: str) -> str:

@@ -8,6 +8,7 @@ run; the libraries are loaded afterwards. They are programs: load them only from
 
 from __future__ import annotations
 
+import json
 import re
 import zipfile
 from collections.abc import Sequence
@@ -111,6 +112,21 @@ class CompiledSite:
 
 
 @dataclass(frozen=True)
+class NeededPackage:
+    """A package whose operators the programs call.
+
+    Attributes:
+        distribution: Its name, as it is installed by.
+        version: Version that the programs were compiled and timed with.
+        module: Importing it registers the operators.
+    """
+
+    distribution: str
+    version: str
+    module: str
+
+
+@dataclass(frozen=True)
 class InductorEngine:
     """Everything about an engine that its programs do not say.
 
@@ -127,6 +143,7 @@ class InductorEngine:
         programs: One that takes every batch size, or one for each of `sizes`.
         sites: What each product was lowered to.
         options: Options that it was built with.
+        packages: What has to be imported before the programs are loaded.
     """
 
     SCHEMA: ClassVar[str] = "inductor-engine/1"
@@ -143,6 +160,7 @@ class InductorEngine:
     programs: tuple[Program, ...]
     sites: tuple[CompiledSite, ...] = ()
     options: dict[str, int] = field(default_factory=dict)
+    packages: tuple[NeededPackage, ...] = ()
 
     @property
     def is_static(self) -> bool:
@@ -192,6 +210,19 @@ def read_sources(package: Path, program: str) -> tuple[str, ...]:
         )
 
 
+def read_called_operators(package: Path, program: str) -> tuple[str, ...]:
+    """Operators that a program calls by name, ``namespace::name``; its code has their positions in this.
+
+    Args:
+        package: The ``.pt2`` file.
+        program: Name of the program.
+    """
+    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+(?<!_metadata)\.json$")
+    with zipfile.ZipFile(package) as archive:
+        lists = [json.loads(archive.read(name)) for name in archive.namelist() if inside.search(name)]
+    return tuple(str(call["node"]["target"]) for each in lists for call in each.get("nodes", ()))
+
+
 def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:
     """Vector instruction sets of this host's processor, sorted; empty where Linux does not list them."""
     try:
@@ -216,12 +247,12 @@ def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], 
         EngineError: PyTorch has another major or minor version, whose libraries the programs do not fit; or
             the processor lacks an instruction set that they were compiled with.
     """
-    if _release(engine.torch) != _release(torch_version):
+    if release(engine.torch) != release(torch_version):
         raise EngineError(
             "the engine was compiled by another version of PyTorch",
             where=str(package),
             evidence=f"compiled by {engine.torch}, this host has {torch_version}",
-            remedy=f"install PyTorch {'.'.join(_release(engine.torch))}, or build the engine again",
+            remedy=f"install PyTorch {release(engine.torch)}, or build the engine again",
         )
     missing = sorted({*engine.instruction_sets} - {*host})
     if missing:
@@ -233,9 +264,9 @@ def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], 
         )
 
 
-def _release(version: str) -> tuple[str, ...]:
-    """Major and minor version."""
-    return tuple(version.split(".")[:2])
+def release(version: str) -> str:
+    """Major and minor version, ``2.13`` of ``2.13.0+cu130``."""
+    return ".".join(version.split(".")[:2])
 
 
 def _record(archive: zipfile.ZipFile) -> str:

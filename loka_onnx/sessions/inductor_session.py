@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,13 @@ from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.buckets import Piece, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.inductor_lanes import Call, DeviceLane, Gpu, HostLane, Lane, Placement
-from loka_onnx.sessions.inductor_package import InductorEngine, check_host, instruction_sets, read_engine
+from loka_onnx.sessions.inductor_package import (
+    InductorEngine,
+    check_host,
+    instruction_sets,
+    read_engine,
+    release,
+)
 from loka_onnx.sessions.runner import Arrays, Resident, Runner
 from loka_onnx.sessions.tensorrt_vendors import why_no_gpu
 
@@ -52,7 +59,7 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
         architecture: What it was built for: ``cpu``, or for example ``sm90``.
 
     Raises:
-        MissingPackage: PyTorch is not installed.
+        MissingPackage: PyTorch is not installed, or a package whose operators the programs call.
         EngineError: The file is no engine of this backend or is for another architecture, this host has no
             such GPU, another version of PyTorch or another processor, or the programs do not load.
     """
@@ -96,6 +103,7 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
         engine: What it says of itself.
         index: Number of the GPU; -1 for the CPU.
     """
+    import_packages(engine, package)
     try:
         loader = torch._C._aoti.AOTIModelPackageLoader
         # Its parameters: package, program, one thread at a time, runners, device.
@@ -108,6 +116,48 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
             evidence=str(error).splitlines()[0][:400] if str(error) else repr(error),
             remedy="an engine belongs to one PyTorch version, one processor and one GPU architecture",
         ) from error
+
+
+def import_packages(engine: InductorEngine, package: Path) -> None:
+    """Register the operators that the programs of an engine call.
+
+    Args:
+        engine: What it says of itself.
+        package: Its file, for the message.
+
+    Raises:
+        MissingPackage: A package is not installed, or does not import.
+        EngineError: It is another release, whose kernels were not held against the exact product.
+    """
+    for needed in engine.packages:
+        said = f"{needed.distribution} {needed.version}"
+        remedy = f"pip install {needed.distribution}=={needed.version}, or build the engine again without it"
+        try:
+            here = metadata.version(needed.distribution)
+        except metadata.PackageNotFoundError as error:
+            raise MissingPackage(
+                "the engine calls operators of a package that is not installed",
+                where=str(package),
+                evidence=f"compiled with {said}",
+                remedy=remedy,
+            ) from error
+        if release(here) != release(needed.version):
+            raise EngineError(
+                "the engine was compiled with another release of a package",
+                where=str(package),
+                evidence=f"compiled with {said}, this host has {here}",
+                remedy=remedy,
+            )
+        try:
+            importlib.import_module(needed.module)
+        except Exception as error:
+            # Its libraries raise what the dynamic linker, CUDA and PyTorch's registry do.
+            raise MissingPackage(
+                "the engine calls operators of a package that does not import",
+                where=str(package),
+                evidence=f"'{needed.module}' of {needed.distribution} {here}: {str(error)[:400]}",
+                remedy=remedy,
+            ) from error
 
 
 def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Placement, ...]:

@@ -1,12 +1,12 @@
 """Which kernel computes each product: measured on the device, on what the site really reads.
 
 For each product of the fused graph the candidates are the library (for FP8 cuBLASLt with exact and with fast
-accumulation), other packages' FP8 products where they are installed (`kernels.packages`), both with what follows
-fused by the compiler, and the Triton kernel in several tiles (for FP8 again
-with exact and with fast accumulation), with what follows inside. Each is timed in a CUDA graph at every batch
-size that will be served, and the fastest in sum over the sizes that a program takes is compiled into it, if
-its arithmetic adds little to what quantization costs: Hopper's tensor cores keep about 14 bits of an FP8 sum
-(DeepSeek-V3, arXiv 2412.19437, section 3.3.2), and a plan was judged by a simulation that keeps 24.
+accumulation) and, for FP8, other packages that are installed (`kernels.packages`), what follows them fused by
+the compiler, and the Triton kernel in several tiles (for FP8 again with exact and with fast accumulation),
+with what follows inside. Each is timed in a CUDA graph at every batch size that will be served, and the
+fastest in sum over the sizes that a program takes is compiled into it, if its arithmetic adds little to what
+quantization costs: Hopper's tensor cores keep about 14 bits of an FP8 sum (DeepSeek-V3, arXiv 2412.19437,
+section 3.3.2), and a plan was judged by a simulation that keeps 24.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     ScaledMatMul,
 )
 from loka_onnx.engines.inductor.operator_packages import FoundPackage
-from loka_onnx.engines.tuned_kernels import copies_in_turn
+from loka_onnx.engines.tuned_kernels import calls_in_turn, copies_in_turn
 
 TILES = (
     Tile(128, 128, 128, 3, 8),
@@ -319,7 +319,7 @@ def _time_product(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue
     """Microseconds of a product, with what follows it where the same kernel computes that."""
     product, epilogue = given
     products = with_weights_in_turn(product)
-    turns, launches = cycle(products), max(_LAUNCHES, len(products))
+    turns, launches = cycle(products), calls_in_turn(_LAUNCHES, len(products))
     if isinstance(strategy, EpilogueStrategy):
         return time_in_graph(lambda: strategy.multiply_with(next(turns), epilogue).outputs, launches)
     return time_in_graph(lambda: strategy.multiply(next(turns)).values, launches)

@@ -24,6 +24,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.exported import entering_types, marked, output_types, products_of
+from loka_onnx.engines.inductor.operator_packages import find_packages, needed_packages
 from loka_onnx.engines.inductor.toolchain import Compilers
 from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
@@ -171,6 +172,7 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
         programs=tuple(programs),
         sites=compiled_sites(lowered),
         options=settings.options,
+        packages=needed_packages(programs),
     )
     package = into / PACKAGE
     with clocked("packaged"):
@@ -227,14 +229,16 @@ def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]
     rows = request.batch.serve
     examples = example_rows(request.sample, build.inputs, rows)
     module = lower_model(model, recorder).to(device).eval()
-    fast = settings.fast_accumulation
+    fast, packages = settings.fast_accumulation, find_packages(str(torch.__version__))
     with torch.no_grad():
         module(*(each.to(device) for each in examples))
         with clocked("tiles compiled"):
             compile_candidates(recorder.seen, fast_accumulation=fast)
         # Programs compile side by side; who times kernels has the device alone.
         with device_alone(request.architecture, build.scratch.parent / WAITING), clocked("kernels timed"):
-            chosen = choose_kernels(recorder.seen, rows, request.batch.sizes, fast_accumulation=fast)
+            chosen = choose_kernels(
+                recorder.seen, rows, request.batch.sizes, fast_accumulation=fast, packages=packages
+            )
     for each in chosen.measured:
         times = ", ".join(f"{us:.2f} µs at batch {n}" for n, us in each.us.items())
         print(f"{each.site}: {each.kernel}: {times or each.obstacle}; error {each.error:.2g}", flush=True)

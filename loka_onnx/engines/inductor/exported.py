@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from loka_onnx.engines.inductor.operator_packages import PackageOperator, operator_called
 from loka_onnx.sessions.inductor_package import Product
 
 MARK = "loka_onnx_node"
@@ -52,7 +53,8 @@ def marked(name: str, lower: Callable[..., Any], *arguments: Any) -> Any:
 def products_of(graph: Any) -> tuple[Product, ...]:
     """The products of an exported graph, in its order.
 
-    An operator of this project's own counts as a product of its first two tensors.
+    An operator of this project's own counts as a product of its first two tensors, one of another package
+    (`operator_packages`) as one of its first two arguments.
 
     Args:
         graph: `torch.fx.Graph` of an exported program.
@@ -65,7 +67,10 @@ def _products(graph: Any) -> Iterator[Product]:
         if node.op != "call_function":
             continue
         operator = str(node.target)
-        if operator in _FACTORS:
+        packaged = operator_called(operator)
+        if packaged is not None:
+            factors = list(node.args[:2])
+        elif operator in _FACTORS:
             factors = [node.args[position] for position in _FACTORS[operator]]
         elif operator == "aten.einsum.default":
             factors = list(node.args[1])
@@ -73,12 +78,21 @@ def _products(graph: Any) -> Iterator[Product]:
             factors = [each for each in node.args if _dtype(each)][:2]
         else:
             continue
-        positional = node.args[_FAST_ACCUMULATION] if len(node.args) > _FAST_ACCUMULATION else False
         types = tuple(_dtype(factor) for factor in factors)
-        fast = (operator == PRODUCT_KERNEL and types[0] in FLOAT8 and not _is_exact(node)) or (
-            operator == SCALED and bool(node.kwargs.get("use_fast_accum", positional))
-        )
-        yield Product(_mark(node), operator, types, fast)
+        yield Product(_mark(node), operator, types, _is_fast(node, operator, types, packaged))
+
+
+def _is_fast(node: Any, operator: str, types: Sequence[str], packaged: PackageOperator | None) -> bool:
+    """Whether the sums of a product may be kept in fewer bits than FP32."""
+    if operator == PRODUCT_KERNEL:
+        return types[0] in FLOAT8 and not _is_exact(node)
+    if packaged is None and operator != SCALED:
+        return False
+    position = _FAST_ACCUMULATION if packaged is None else packaged.fast_position
+    # Export leaves out an argument that has its default: false of PyTorch's own, true of the others.
+    default = packaged is not None
+    positional = node.args[position] if len(node.args) > position else default
+    return bool(node.kwargs.get("use_fast_accum", positional))
 
 
 def entering_types(graph: Any, names: Collection[str]) -> dict[str, tuple[str, ...]]:

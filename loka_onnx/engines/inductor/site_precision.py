@@ -2,9 +2,9 @@
 
 Three readings have to agree before a site counts as FP8: what the lowering made of its node, the element
 types that the exported program multiplies there, and how often the generated code calls what multiplies it:
-an FP8 product of a library, or a kernel of this project's own. Every other site counts as planned when
-everything that its node multiplies, or reads, has the planned type, and its kernel is called where it is one
-of our own.
+an FP8 product of a library or of another package, or a kernel of this project's own. Every other site counts
+as planned when everything that its node multiplies, or reads, has the planned type, and its kernel is called
+where it is one of our own.
 
 The type that one of our own multiplies is that of its tensors in the exported program, FP8 or half: of the
 kernel, generated code has the name alone.
@@ -21,11 +21,13 @@ from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.engines.inductor.exported import FLOAT8, OWN_OPERATORS, SCALED
+from loka_onnx.engines.inductor.operator_packages import operator_called
 from loka_onnx.sessions.inductor_package import (
     CompiledSite,
     InductorEngine,
     Product,
     Program,
+    read_called_operators,
     read_engine,
     read_sources,
 )
@@ -40,6 +42,9 @@ _OWN_CALL = re.compile(r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall__loka_
 """How it calls one of `kernels`, whose Triton function is named after its operator: Inductor numbers the
 variants of a function, and launches each by one of its name (`torch._inductor.codegen.cpp_wrapper_gpu`)."""
 
+_NUMBERED_CALL = re.compile(r"\baoti_torch_proxy_executor_call_function\(proxy_executor, (\d+),")
+"""How it calls an operator that it knows by name only, such as one of `operator_packages`."""
+
 
 def read_site_precisions(
     package: Path, planned: Sequence[tuple[Site, Precision]]
@@ -50,12 +55,19 @@ def read_site_precisions(
         EngineError: The file is no engine of this backend.
     """
     engine = read_engine(package)
-    calls = {program.name: product_calls(read_sources(package, program.name)) for program in engine.programs}
+    calls = {
+        name: product_calls(read_sources(package, name), read_called_operators(package, name))
+        for name in (program.name for program in engine.programs)
+    }
     return site_precisions(engine, calls, planned)
 
 
-def product_calls(sources: Sequence[str]) -> Counter[str]:
-    """How often generated C++ calls FP8 products of PyTorch, and each kernel of this project.
+def product_calls(sources: Sequence[str], named: Sequence[str] = ()) -> Counter[str]:
+    """How often generated C++ calls FP8 products, of PyTorch and of other packages, and each own kernel.
+
+    Args:
+        sources: Its files.
+        named: What it calls by number (`read_called_operators`).
 
     Returns:
         By operator of the exported program (`Product.operator`).
@@ -64,6 +76,9 @@ def product_calls(sources: Sequence[str]) -> Counter[str]:
     for text in sources:
         found[SCALED] += len(_LIBRARY_CALL.findall(text)) + len(_TEMPLATE_CALL.findall(text))
         found.update(f"{OWN_OPERATORS}{name}.default" for name in _OWN_CALL.findall(text))
+        numbers = (int(number) for number in _NUMBERED_CALL.findall(text))
+        called = (f"{named[number].replace('::', '.')}.default" for number in numbers if number < len(named))
+        found.update(name for name in called if operator_called(name) is not None)
     return found
 
 
@@ -140,7 +155,8 @@ def _why_not_float8(found: CompiledSite, program: Program, calls: Mapping[str, i
 def _why_not_called(products: Sequence[Product], program: Program, calls: Mapping[str, int]) -> str:
     """Why the generated code may lack what multiplies a site, where it can be told there by its name."""
     for operator in dict.fromkeys(product.operator for product in products):
-        if operator != SCALED and not operator.startswith(OWN_OPERATORS):
+        packaged = operator_called(operator) is not None
+        if operator != SCALED and not packaged and not operator.startswith(OWN_OPERATORS):
             continue
         called = calls.get(operator, 0)
         expected = sum(product.operator == operator for product in program.products)

@@ -59,6 +59,7 @@ TORCH_MODULES |= {
     for name in (
         "choosing",
         "kernels.operators",
+        "kernels.packages",
         "kernels.products",
         "kernels.triton_concat",
         "kernels.triton_factorization",

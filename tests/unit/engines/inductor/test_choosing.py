@@ -221,6 +221,23 @@ def test_large_weights_are_timed_as_they_come_from_memory(dtype: torch.dtype) ->
     assert with_weights_in_turn(small) == [small]
 
 
+def test_every_copy_of_a_weight_is_multiplied_by_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a graph would begin again with weights that the cache still has."""
+    launched: list[int] = []
+
+    def count(run: object, launches: int) -> float:
+        launched.append(launches)
+        return 1.0
+
+    monkeypatch.setattr(choosing, "time_in_graph", count)
+    one, large = torch.ones(()), torch.zeros(2400, 4096, dtype=torch.uint8).view(FP8).t()
+    given = FloatProduct("fc", torch.zeros(8, 4096).to(FP8), one, large, one, None, torch.bfloat16)
+    assert len(with_weights_in_turn(given)) == 7
+    for strategy in (SMALL, ScaledMatMul()):
+        choosing._time_product(strategy, (given, Epilogue(bias=None)))
+    assert launched == [14, 14]
+
+
 def test_a_site_is_fp8_where_every_program_multiplies_fp8() -> None:
     fp8 = LoweredSite("fc", "Gemm", "triton a", ("float8_e4m3fn",) * 2, engaged=True)
     other = LoweredSite("fc", "Gemm", "triton b", ("float8_e4m3fn",) * 2, engaged=True)

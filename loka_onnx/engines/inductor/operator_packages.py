@@ -1,0 +1,163 @@
+"""Packages whose FP8 products Inductor can compile in beside PyTorch's own: which they are, which are here.
+
+What makes a package one of these: its product is an operator of PyTorch's dispatcher with a schema and a meta
+implementation, and it returns its result. Then `torch.export` keeps the call, AOTInductor compiles it to one
+by name (its proxy executor), and the engine loads wherever importing a module registers that name.
+
+- ``fbgemm-gpu-genai`` (FBGEMM GenAI) and ``mslk-cuda`` (MSLK, what became of it): CUTLASS products for Hopper
+  and data-centre Blackwell, under the same schemas in the namespaces ``fbgemm`` and ``mslk``. The schemas are
+  those in the wheels of 1.9.0 and 1.1.0; what the kernels take is in ``f8f8bf16_rowwise.cu``,
+  ``f8f8bf16_rowwise_common.cuh`` and ``f8f8bf16.cu`` of their sources.
+
+Not of these, by their sources:
+
+- DeepGEMM and Transformer Engine register functions with Python (pybind11), not with the dispatcher: nothing
+  that a program could call by name.
+- FlashInfer's ``register_custom_op`` returns the function as it is, to save the dispatcher's time.
+- SGLang's kernels leave the meta implementation of ``fp8_scaled_mm`` to the server that uses them.
+- vLLM's ``cutlass_scaled_mm`` writes into an argument and returns nothing.
+- torchao's dense FP8 products call `torch._scaled_mm`, which is a candidate anyway.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from loka_onnx.sessions.inductor_package import NeededPackage, Program, release
+
+
+@dataclass(frozen=True)
+class PackageOperator:
+    """An operator that multiplies (M, K) by the transpose of (N, K), both E4M3FN, and gives BF16.
+
+    Attributes:
+        name: Its name in the namespace of its package.
+        per_channel: Whether its arguments are ``XQ, WQ, x_scale, w_scale, bias, use_fast_accum``, with a
+            scale for each row and each column; otherwise ``XQ, WQ, scale, use_fast_accum``.
+        capabilities: Compute capabilities that it has kernels for.
+    """
+
+    name: str
+    per_channel: bool
+    capabilities: tuple[int, ...]
+
+    @property
+    def fast_position(self) -> int:
+        """Position of ``use_fast_accum``, which is true by default."""
+        return 5 if self.per_channel else 3
+
+
+OPERATORS = (
+    PackageOperator("f8f8bf16_rowwise", True, (90, 100)),
+    PackageOperator("f8f8bf16", False, (90,)),
+)
+
+
+@dataclass(frozen=True)
+class OperatorPackage:
+    """A package that registers such operators.
+
+    Attributes:
+        distributions: Distributions that provide it, the one to install first.
+        module: Importing it registers the operators.
+        namespace: Where it registers them.
+        built_for: By its release, the release of PyTorch that it is built for, as far as that is published:
+            with another one its libraries may crash.
+        operators: The operators.
+    """
+
+    distributions: tuple[str, ...]
+    module: str
+    namespace: str
+    built_for: Mapping[str, str] = field(default_factory=dict)
+    operators: tuple[PackageOperator, ...] = OPERATORS
+
+    def installed(self) -> NeededPackage | None:
+        """What is installed of it; imports nothing."""
+        for distribution in self.distributions:
+            try:
+                version = metadata.version(distribution)
+            except metadata.PackageNotFoundError:
+                continue
+            return NeededPackage(distribution, version, self.module)
+        return None
+
+
+PACKAGES = (
+    OperatorPackage(
+        ("fbgemm-gpu-genai", "fbgemm-gpu-genai-nightly"),
+        "fbgemm_gpu.experimental.gen_ai",
+        "fbgemm",
+        {f"1.{minor}": f"2.{minor + 5}" for minor in range(10)},
+    ),
+    OperatorPackage(
+        ("mslk-cuda", "mslk", "mslk-cuda-nightly"), "mslk.gemm", "mslk", {"1.0": "2.10", "1.1": "2.11"}
+    ),
+)
+
+
+@dataclass(frozen=True)
+class FoundPackage:
+    """A package that is installed.
+
+    Attributes:
+        package: Which.
+        obstacle: Why its operators cannot be called; empty where they can.
+    """
+
+    package: OperatorPackage
+    obstacle: str = ""
+
+
+def find_packages(
+    torch_version: str, packages: Sequence[OperatorPackage] = PACKAGES
+) -> tuple[FoundPackage, ...]:
+    """Import the packages that are installed; one that is not is left out.
+
+    Args:
+        torch_version: Version of PyTorch here.
+        packages: Those to look for.
+    """
+    found = []
+    for package in packages:
+        here = package.installed()
+        if here is not None:
+            found.append(FoundPackage(package, _why_not(package, here, torch_version)))
+    return tuple(found)
+
+
+def _why_not(package: OperatorPackage, here: NeededPackage, torch_version: str) -> str:
+    """Why an installed package cannot be used; imports it where its release fits."""
+    said, wanted = f"{here.distribution} {here.version}", package.built_for.get(release(here.version))
+    if wanted is not None and wanted != release(torch_version):
+        return f"{said} is built for PyTorch {wanted}, here is {torch_version}"
+    try:
+        importlib.import_module(package.module)
+    except Exception as error:
+        # Its libraries raise what the dynamic linker, CUDA and PyTorch's registry do.
+        return f"{said} does not import: {str(error)[:200]}"
+    return ""
+
+
+def operator_called(exported: str) -> PackageOperator | None:
+    """The operator that an exported program calls ``fbgemm.f8f8bf16.default``; None for any other."""
+    return next((operator for _, operator, name in _exported_names() if name == exported), None)
+
+
+def needed_packages(programs: Iterable[Program]) -> tuple[NeededPackage, ...]:
+    """The packages whose operators programs call, as they are installed here."""
+    called = {product.operator for program in programs for product in program.products}
+    packages = dict.fromkeys(package.module for package, _, name in _exported_names() if name in called)
+    here = (package.installed() for package in PACKAGES if package.module in packages)
+    return tuple(each for each in here if each is not None)
+
+
+def _exported_names() -> list[tuple[OperatorPackage, PackageOperator, str]]:
+    return [
+        (package, operator, f"{package.namespace}.{operator.name}.default")
+        for package in PACKAGES
+        for operator in package.operators
+    ]
