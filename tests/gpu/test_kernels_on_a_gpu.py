@@ -14,11 +14,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
-from loka_onnx.engines.inductor.choosing import TILES  # noqa: E402
+from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("float8_gpu")]
 
 BASES = [torch.bfloat16, torch.float16]
+ALL_TILES = (*TILES, *SPLIT_TILES)
 FP8 = torch.float8_e4m3fn
 LIMIT = 448.0
 HALF_STEP = 2.0**-4
@@ -201,7 +202,7 @@ class Product:
 
 def tiles(element_size: int) -> list[list[int]]:
     """All that builds choose among."""
-    return [replace(tile, depth=tile.depth // element_size).numbers() for tile in TILES]
+    return [replace(tile, depth=tile.depth // element_size).numbers() for tile in ALL_TILES]
 
 
 def scale_for(exact: Any) -> float:
@@ -226,7 +227,7 @@ def check_product(case: Product, tile: Sequence[int]) -> None:
 @pytest.mark.parametrize("ends", EPILOGUES)
 def test_a_product_with_what_follows(ends: str, base: Any, float8: bool) -> None:
     case = Product.of((513, 256, 1024), base, EPILOGUES[ends], float8=float8)
-    check_product(case, tiles(1 if float8 else 2)[-2])
+    check_product(case, tiles(1 if float8 else 2)[len(TILES) - 2])
 
 
 @pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
@@ -234,11 +235,11 @@ def test_a_product_with_what_follows(ends: str, base: Any, float8: bool) -> None
 def test_shapes_of_products(shape: tuple[int, int, int], float8: bool) -> None:
     """Less than one tile, with K that no step divides; sizes that Triton takes for constants; and many."""
     case = Product.of(shape, torch.bfloat16, EPILOGUES["cross"], float8=float8)
-    check_product(case, tiles(1 if float8 else 2)[-2])
+    check_product(case, tiles(1 if float8 else 2)[len(TILES) - 2])
 
 
 @pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
-@pytest.mark.parametrize("number", range(len(TILES)))
+@pytest.mark.parametrize("number", range(len(ALL_TILES)))
 def test_every_tile(number: int, float8: bool) -> None:
     from triton.runtime.errors import OutOfResources
 
@@ -252,7 +253,7 @@ def test_every_tile(number: int, float8: bool) -> None:
 @pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
 def test_a_product_with_one_of_its_outputs(float8: bool) -> None:
     case = Product.of((513, 256, 1024), torch.bfloat16, EPILOGUES["bias, relu"], float8=float8)
-    tile, inverse_scale = tiles(1 if float8 else 2)[-2], scale_for(case.exact())
+    tile, inverse_scale = tiles(1 if float8 else 2)[len(TILES) - 2], scale_for(case.exact())
     wide, narrow = case.run(tile, inverse_scale)
     (alone,) = case.run(tile)
     assert torch.equal(alone, wide)
@@ -260,7 +261,7 @@ def test_a_product_with_one_of_its_outputs(float8: bool) -> None:
     assert torch.equal(bits(alone), bits(narrow))
 
 
-@pytest.mark.parametrize("number", range(len(TILES)))
+@pytest.mark.parametrize("number", range(len(ALL_TILES)))
 def test_exact_tiles_lose_nothing_to_the_tensor_cores(number: int) -> None:
     from triton.runtime.errors import OutOfResources
 
@@ -270,7 +271,7 @@ def test_exact_tiles_lose_nothing_to_the_tensor_cores(number: int) -> None:
     exact = case.exact()
     try:
         (fast,), (slow,) = (
-            case.run(replace(TILES[number], is_exact=is_exact).numbers()) for is_exact in (False, True)
+            case.run(replace(ALL_TILES[number], is_exact=is_exact).numbers()) for is_exact in (False, True)
         )
     except OutOfResources as error:
         pytest.skip(f"needs a GPU with more shared memory: {error}")
@@ -283,7 +284,7 @@ def test_nan_stays_and_infinity_saturates() -> None:
     case = Product.of((21, 48, 80), torch.bfloat16, EPILOGUES["bias, relu"])
     case.a.view(torch.uint8)[3, 5] = 0x7F
     case.bias[7] = float("inf")
-    wide, narrow = case.run(tiles(1)[-2], 1.0)
+    wide, narrow = case.run(tiles(1)[len(TILES) - 2], 1.0)
     for each in (wide.float(), narrow.float()):
         assert each[3].isnan().all()
         assert not each[:3].isnan().any()
@@ -334,13 +335,13 @@ def residual() -> tuple[Any, Callable[[], Any]]:
 @replayed
 def float8_product() -> tuple[Any, Callable[[], Any]]:
     case = Product.of((513, 256, 1024), torch.bfloat16, EPILOGUES["cross"])
-    return case.x0, lambda: case.run(tiles(1)[-2], 4.0)[1]
+    return case.x0, lambda: case.run(tiles(1)[len(TILES) - 2], 4.0)[1]
 
 
 @replayed
 def half_product() -> tuple[Any, Callable[[], Any]]:
     case = Product.of((513, 256, 1024), torch.float16, EPILOGUES["cross"], float8=False)
-    return case.x0, lambda: case.run(tiles(2)[-2])[0]
+    return case.x0, lambda: case.run(tiles(2)[len(TILES) - 2])[0]
 
 
 @pytest.mark.parametrize("name", REPLAYED)

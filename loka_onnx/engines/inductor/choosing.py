@@ -54,9 +54,18 @@ TILES = (
 )
 """Tiles that were fastest at one shape or another on an H100 (`benchmarks`), by bytes of FP8: of wider
 factors a step takes as many bytes, and half the depth."""
+SPLIT_TILES = (
+    Tile(64, 64, 128, 4, 4, split=2),
+    Tile(64, 64, 128, 4, 4, split=4),
+    Tile(64, 128, 128, 4, 4, split=4),
+)
+"""Tiles whose K is shared out, tried where there are fewer of them than `PROCESSORS`."""
+PROCESSORS = 132
+"""Of an H100: fewer programs leave some of them idle."""
 LONG_K = 1024
-"""From here on fast accumulation may lose more than is allowed: it made .00044 at K = 512 and .0047 to .0068
-at K = 3456 (DLRM-DCNv2 trained on MovieLens 1M, H100), and exact tiles are tried as well."""
+"""From here on K is worth splitting, and fast accumulation may lose more than is allowed: it made .00044 at
+K = 512 and .0047 to .0068 at K = 3456 (DLRM-DCNv2 trained on MovieLens 1M, H100), so that exact tiles are
+tried as well."""
 LARGEST_ERROR = 2.0**-9
 """Root mean square error of a kernel over that of the exact product of the same values. Rounding the two
 factors to E4M3 makes about 2⁻⁵ of it: what is allowed here adds less than a hundredth of that energy."""
@@ -135,7 +144,11 @@ class Recorder(EpilogueStrategy):
 
 
 def candidates(
-    product: FloatProduct, *, fast_accumulation: bool = True, packages: Sequence[FoundPackage] = ()
+    product: FloatProduct,
+    *,
+    fast_accumulation: bool = True,
+    packages: Sequence[FoundPackage] = (),
+    fewest_rows: int | None = None,
 ) -> dict[str, ProductStrategy]:
     """By name, what may compute a product.
 
@@ -143,19 +156,29 @@ def candidates(
         product: The product.
         fast_accumulation: Whether sums of FP8 products may be kept in fewer bits than FP32.
         packages: Other packages that are installed.
+        fewest_rows: Of the smallest request that is served; those of the product where None.
     """
     exact = ScaledMatMul()
+    tiles = (*TILES, *_split_tiles(product, fewest_rows))
     # What a tile takes decides whether a library's product is worth more timing: tiles come first.
     if not product.is_float8:
-        half = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in TILES]
+        half = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in tiles]
         return {**_tiled(half), "library": exact}
-    slow = _tiled([replace(tile, is_exact=True) for tile in TILES])
+    slow = _tiled([replace(tile, is_exact=True) for tile in tiles])
     packaged = _packaged(packages, fast_accumulation=fast_accumulation)
     if not fast_accumulation:
         return {**slow, "cublas": exact, **packaged}
-    tiles = _tiled(TILES) | (slow if product.b.shape[0] >= LONG_K else {})
+    both = _tiled(tiles) | (slow if product.b.shape[0] >= LONG_K else {})
     fast = replace(exact, fast_accumulation=True)
-    return {**tiles, "cublas": exact, "cublas-fast": fast, **packaged}
+    return {**both, "cublas": exact, "cublas-fast": fast, **packaged}
+
+
+def _split_tiles(product: FloatProduct, fewest_rows: int | None) -> tuple[Tile, ...]:
+    k, n = product.b.shape
+    if k < LONG_K:
+        return ()
+    rows = fewest_rows or product.a.numel() // k
+    return tuple(tile for tile in SPLIT_TILES if -(-rows // tile.rows) * -(-n // tile.columns) < PROCESSORS)
 
 
 def _packaged(packages: Sequence[FoundPackage], *, fast_accumulation: bool) -> dict[str, ProductStrategy]:
@@ -177,7 +200,11 @@ def _name(tile: Tile) -> str:
 
 
 def compile_candidates(
-    seen: Mapping[str, tuple[FloatProduct, Epilogue]], *, fast_accumulation: bool = True
+    seen: Mapping[str, tuple[FloatProduct, Epilogue]],
+    batch: int,
+    sizes: Sequence[int],
+    *,
+    fast_accumulation: bool = True,
 ) -> None:
     """Compile every tile of every product, side by side: timing them one by one would wait for the compiler.
 
@@ -185,6 +212,8 @@ def compile_candidates(
 
     Args:
         seen: By site, a product with what follows it, on a GPU.
+        batch: As of `choose_kernels`.
+        sizes: Likewise.
         fast_accumulation: As of `candidates`.
     """
     different = {_key(product, epilogue): (product, epilogue) for product, epilogue in seen.values()}
@@ -196,11 +225,18 @@ def compile_candidates(
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         for product, epilogue in different.values():
-            tried = candidates(product, fast_accumulation=fast_accumulation)
+            fewest = _fewest_rows(product, batch, sizes)
+            tried = candidates(product, fast_accumulation=fast_accumulation, fewest_rows=fewest)
             for strategy in tried.values():
                 if isinstance(strategy, TiledProduct):
                     pool.submit(run, strategy, product, epilogue)
     torch.cuda.synchronize()
+
+
+def _fewest_rows(product: FloatProduct, batch: int, sizes: Sequence[int]) -> int:
+    """Rows of a product in the smallest request that is served."""
+    rows = product.a.numel() // product.a.shape[-1]
+    return max(1, rows * min(sizes) // batch)
 
 
 def _key(product: FloatProduct, epilogue: Epilogue) -> tuple[object, ...]:
@@ -236,7 +272,10 @@ def choose_kernels(
         # Sites of one shape and one epilogue take equally long; how exact they are is up to their values.
         case = _Case(site, product, epilogue, batch, tuple(sizes))
         times = known.setdefault(_key(product, epilogue), {})
-        tried = candidates(product, fast_accumulation=fast_accumulation, packages=packages)
+        fewest = _fewest_rows(product, batch, sizes)
+        tried = candidates(
+            product, fast_accumulation=fast_accumulation, packages=packages, fewest_rows=fewest
+        )
         strategies |= {(site, name): strategy for name, strategy in tried.items()}
         here: list[Measured] = []
         for name, strategy in tried.items():

@@ -233,7 +233,7 @@ def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]
     with torch.no_grad():
         module(*(each.to(device) for each in examples))
         with clocked("tiles compiled"):
-            compile_candidates(recorder.seen, fast_accumulation=fast)
+            compile_candidates(recorder.seen, rows, request.batch.sizes, fast_accumulation=fast)
         # Programs compile side by side; who times kernels has the device alone.
         with device_alone(request.architecture, build.scratch.parent / WAITING), clocked("kernels timed"):
             chosen = choose_kernels(

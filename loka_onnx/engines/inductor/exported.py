@@ -119,8 +119,8 @@ def output_types(graph: Any) -> tuple[str, ...]:
 
 def _is_exact(node: Any) -> bool:
     """Whether our FP8 kernel moves its sums to FP32 after each step (`kernels.products.Tile.numbers`)."""
-    tile: Sequence[int] = node.args[-1]
-    return bool(tile[-1])
+    *_, is_exact, _ = node.args[-1]
+    return bool(is_exact)
 
 
 def _mark(node: Any) -> str:

@@ -124,6 +124,7 @@ class Tile:
         warps: Warps of one program.
         is_exact: Whether sums of FP8 products move to FP32 registers after each step: Hopper's tensor cores
             keep fewer bits of them.
+        split: Parts of K that programs of their own multiply.
     """
 
     rows: int
@@ -132,14 +133,17 @@ class Tile:
     stages: int
     warps: int
     is_exact: bool = False
+    split: int = 1
 
     def __str__(self) -> str:
-        size = f"{self.rows}x{self.columns}x{self.depth}-{self.stages}-{self.warps}"
+        parts = f"/{self.split}" if self.split > 1 else ""
+        size = f"{self.rows}x{self.columns}x{self.depth}{parts}-{self.stages}-{self.warps}"
         return f"{size}-exact" if self.is_exact else size
 
     def numbers(self) -> list[int]:
         """As the kernel takes it."""
-        return [self.rows, self.columns, self.depth, self.stages, self.warps, int(self.is_exact)]
+        how = [int(self.is_exact), self.split]
+        return [self.rows, self.columns, self.depth, self.stages, self.warps, *how]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,10 @@ With A (M, K) and B (N, K) in E4M3FN and a scale for each output column, or in B
 cuBLASLt writes Z in the base precision, and another kernel reads it to quantize; here Z never leaves the
 registers. Tiles in L2 order as in Triton's matrix multiplication tutorial. Which tile is fastest depends on
 the shape and is measured (`choosing`).
+
+Few rows and columns make fewer tiles than a GPU has processors, and with a long K each takes long. A tile may
+be split: several programs multiply a part of K each, and a second kernel adds up what they wrote, in one
+order, and does what follows.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ MULTIPLE = 16
 """What N and K must be multiples of."""
 GROUP = 8
 """Rows of tiles that are computed together, so that what they share stays in L2."""
+SUM_ROWS, SUM_COLUMNS = 8, 128
+"""What one program adds up of a product whose K was split."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -37,6 +43,7 @@ def _loka_product_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     wide_ptr,
     narrow_ptr,
+    parts_ptr,
     M,
     N16,
     K16,
@@ -45,6 +52,7 @@ def _loka_product_kernel(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP_M: tl.constexpr,
+    SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     RELU: tl.constexpr,
@@ -66,11 +74,14 @@ def _loka_product_kernel(  # type: ignore[no-untyped-def]
     m = row * BM + tl.arange(0, BM)
     n = column * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
+    part = tl.program_id(1)
+    steps = tl.cdiv(tl.cdiv(K, BK), SPLIT)
+    first = part * steps * BK
     # Rows and columns past the end wrap around: their values are never stored.
-    a = a_ptr + (m % M).to(tl.int64)[:, None] * K + k[None, :]
-    b = b_ptr + (n % N).to(tl.int64)[None, :] * K + k[:, None]
+    a = a_ptr + (m % M).to(tl.int64)[:, None] * K + first + k[None, :]
+    b = b_ptr + (n % N).to(tl.int64)[None, :] * K + first + k[:, None]
     z = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, K, BK):
+    for start in range(first, min(K, first + steps * BK), BK):
         if WHOLE_K:
             z = tl.dot(tl.load(a), tl.load(b), z, max_num_imprecise_acc=IMPRECISE)
         else:
@@ -85,6 +96,23 @@ def _loka_product_kernel(  # type: ignore[no-untyped-def]
         b += BK
     stored = (m[:, None] < M) & (n[None, :] < N)
     place = m.to(tl.int64)[:, None] * N + n[None, :]
+    if SPLIT > 1:
+        tl.store(parts_ptr + (part * M + m).to(tl.int64)[:, None] * N + n[None, :], z, mask=stored)
+    else:
+        _finish(
+            z, m, n, N, place, stored,
+            scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale,
+            SCALED, BIAS, RELU, CROSS, FIRST, WIDE, NARROW,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(  # type: ignore[no-untyped-def]
+    z, m, n, N, place, stored, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, CROSS: tl.constexpr, FIRST: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Everything that follows a sum over K, and the stores."""
     if SCALED:
         z *= tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
     if BIAS:
@@ -99,6 +127,30 @@ def _loka_product_kernel(  # type: ignore[no-untyped-def]
         tl.store(wide_ptr + place, z.to(wide_ptr.dtype.element_ty), mask=stored)
     if NARROW:
         tl.store(narrow_ptr + place, to_float8(z, inverse_scale), mask=stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_up_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, M, N16, inverse_scale,
+    BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, CROSS: tl.constexpr, FIRST: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """The sum of what the parts of K made, and everything that follows."""
+    N = N16 * 16
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    stored = (m[:, None] < M) & (n[None, :] < N)
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    z = tl.zeros((BM, BN), dtype=tl.float32)
+    for part in tl.static_range(SPLIT):
+        made = (part * M + m).to(tl.int64)[:, None] * N + n[None, :]
+        z += tl.load(parts_ptr + made, mask=stored, other=0.0)
+    _finish(
+        z, m, n, N, place, stored,
+        scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, inverse_scale,
+        SCALED, BIAS, RELU, CROSS, FIRST, WIDE, NARROW,
+    )  # fmt: skip
 
 
 @triton_op("loka::product", mutates_args={})
@@ -126,8 +178,8 @@ def product(
         inverse_scale: One over the scale of the quantized output; 0 where nothing is quantized.
         relu: Whether negative values become 0.
         wide: Type of the output that is not quantized; None where there is none.
-        tile: Rows, columns and depth of a tile, pipeline stages, warps, and whether sums of FP8 products move
-            to FP32 registers after each step (1) or stay in the tensor core's bits (0).
+        tile: Rows, columns and depth of a tile, pipeline stages, warps, whether sums of FP8 products move to
+            FP32 registers after each step (1) or stay in the tensor core's bits (0), and parts of K.
 
     Returns:
         (M, N) not quantized, then (M, N) in E4M3FN; each only where it is asked for.
@@ -135,12 +187,24 @@ def product(
     (m, k), n = a.shape, b.shape[0]
     high = None if wide is None else torch.empty((m, n), dtype=wide, device=a.device)
     low = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.device) if inverse_scale else None
-    bm, bn, bk, stages, warps, exact = tile
-    wrap_triton(_loka_product_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
+    bm, bn, bk, stages, warps, exact, split = tile
+    parts = torch.empty((split, m, n), dtype=torch.float32, device=a.device) if split > 1 else None
+    # A pointer that is not used still has to point somewhere.
+    read = [a if each is None else each for each in (scale, bias, x0, x, high, low)]
+    follows = {
+        "SCALED": scale is not None,
+        "BIAS": bias is not None,
+        "RELU": relu,
+        "CROSS": x0 is not None,
+        "FIRST": x is None,
+        "WIDE": high is not None,
+        "NARROW": low is not None,
+    }
+    wrap_triton(_loka_product_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn), split)](
         a,
         b,
-        # A pointer that is not used still has to point somewhere.
-        *(a if each is None else each for each in (scale, bias, x0, x, high, low)),
+        *read,
+        a if parts is None else parts,
         m,
         n // MULTIPLE,
         k // MULTIPLE,
@@ -149,17 +213,25 @@ def product(
         BN=bn,
         BK=bk,
         GROUP_M=GROUP,
-        SCALED=scale is not None,
-        BIAS=bias is not None,
-        RELU=relu,
-        CROSS=x0 is not None,
-        FIRST=x is None,
-        WIDE=high is not None,
-        NARROW=low is not None,
+        SPLIT=split,
+        **follows,
         WHOLE_K=k % bk == 0,
         # None is what Triton does by itself: on Hopper, all of K in the tensor core's bits.
         IMPRECISE=bk if exact and scale is not None else None,
         num_stages=stages,
         num_warps=warps,
     )
+    if parts is not None:
+        wrap_triton(_add_up_kernel)[(triton.cdiv(m, SUM_ROWS), triton.cdiv(n, SUM_COLUMNS))](
+            parts,
+            *read,
+            m,
+            n // MULTIPLE,
+            inverse_scale,
+            BM=SUM_ROWS,
+            BN=SUM_COLUMNS,
+            SPLIT=split,
+            **follows,
+            num_warps=4,
+        )
     return [made for made in (high, low) if made is not None]

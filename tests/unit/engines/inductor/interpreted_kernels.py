@@ -20,6 +20,7 @@ from loka_onnx.engines.inductor.kernels import (
 
 HALF, FP8 = torch.float16, torch.float8_e4m3fn
 ULP = 2.0**-10
+SMALL_TILE = [16, 16, 16, 2, 4, 0, 1]
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -73,7 +74,10 @@ def product() -> None:
     scale = torch.rand(n) * 1e-4 + 1e-4
     exact = (a.double() @ b.double().t()) * scale.double()
     bias, x0, x = random(n), random(m, n), random(m, n)
-    for tile in ([16, 16, 16, 2, 4, 0], [32, 16, 32, 2, 4, 1]):
+    # K of one part, of two of unlike length, and of more parts than there are steps.
+    for tile in (
+        SMALL_TILE, [32, 16, 32, 2, 4, 1, 1], [16, 16, 16, 2, 4, 0, 2], [16, 32, 32, 2, 4, 1, 4],
+    ):  # fmt: skip
         for relu, has_bias, cross in ((False, False, False), (True, True, False), (False, True, True)):
             z = exact + (bias.double() if has_bias else 0.0)
             z = z.clamp(min=0) if relu else z
@@ -84,11 +88,11 @@ def product() -> None:
             )  # fmt: skip
             close(wide, z, 2 * ULP, 4 * ULP * float(z.abs().max()))
             quantized(narrow, z * 16, 2.0**-4 + ULP, 2.0**-9)
-    (only,) = triton_product.product(a, b, scale, None, None, None, 0.0, False, HALF, [16, 16, 16, 2, 4, 0])
+    (only,) = triton_product.product(a, b, scale, None, None, None, 0.0, False, HALF, SMALL_TILE)
     close(only, exact, 2 * ULP, 4 * ULP * float(exact.abs().max()))
     assert only.dtype is HALF
     # In the first cross layer x is x0, which the kernel reads once.
-    (first,) = triton_product.product(a, b, scale, bias, x0, None, 0.0, False, HALF, [16, 16, 16, 2, 4, 0])
+    (first,) = triton_product.product(a, b, scale, bias, x0, None, 0.0, False, HALF, SMALL_TILE)
     z = x0.double() * (exact + bias.double()) + x0.double()
     close(first, z, 2 * ULP, 4 * ULP * float(z.abs().max()))
 
@@ -98,9 +102,7 @@ def half_product() -> None:
     m, n, k = 21, 48, 80
     a, b, bias = random(m, k), random(n, k, scale=k**-0.5), random(n)
     z = (a.double() @ b.double().t() + bias.double()).clamp(min=0)
-    wide, narrow = triton_product.product(
-        a, b, None, bias, None, None, 64.0, True, HALF, [16, 16, 16, 2, 4, 0]
-    )
+    wide, narrow = triton_product.product(a, b, None, bias, None, None, 64.0, True, HALF, SMALL_TILE)
     close(wide, z, 2 * ULP, 4 * ULP * float(z.max()))
     quantized(narrow, z * 64, 2.0**-4 + ULP, 2.0**-9)
 

@@ -145,7 +145,8 @@ def test_kernels_are_named_after_their_operators() -> None:
     for path in folder.glob("triton_*.py"):
         source = path.read_text()
         operators = re.findall(r'@triton_op\("loka::(\w+)"', source)
-        assert re.findall(r"wrap_triton\((\w+)\)", source) == [f"_loka_{name}_kernel" for name in operators]
+        launched = re.findall(r"wrap_triton\((\w+)\)", source)
+        assert [n for n in launched if n.startswith("_loka_")] == [f"_loka_{n}_kernel" for n in operators]
         assert set(re.findall(r"^def (_loka_\w+)\(", source, re.M)) == {
             f"_loka_{n}_kernel" for n in operators
         }

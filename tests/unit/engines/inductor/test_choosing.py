@@ -16,6 +16,8 @@ import torch
 
 from loka_onnx.engines.inductor import choosing
 from loka_onnx.engines.inductor.choosing import (
+    PROCESSORS,
+    SPLIT_TILES,
     TILES,
     Chosen,
     Measured,
@@ -151,7 +153,7 @@ def test_tiles_compile_on_the_device_of_their_factors(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(TiledProduct, "multiply_with", multiply_with)
-    compile_candidates({"fc": (product(torch.bfloat16), Epilogue())})
+    compile_candidates({"fc": (product(torch.bfloat16), Epilogue())}, 8, (8,))
     assert done == [True] * len(TILES)
 
 
@@ -179,7 +181,25 @@ def test_long_sums_are_tried_in_exact_tiles_too() -> None:
     assert not any(name.endswith("-exact") for name in candidates(given))
     long = replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
     assert long.b.shape[0] >= choosing.LONG_K
-    assert sum(name.endswith("-exact") for name in candidates(long)) == len(TILES)
+    names = [name.removesuffix("-exact") for name in candidates(long) if name.endswith("-exact")]
+    assert names == [f"triton {tile}" for tile in (*TILES, *SPLIT_TILES)]
+
+
+def test_k_is_split_where_there_are_few_tiles() -> None:
+    given = product(torch.bfloat16)
+    long = replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
+
+    def splits(which: FloatProduct, rows: int | None = None) -> list[int]:
+        found = candidates(which, fewest_rows=rows).values()
+        return [each.tile.split for each in found if isinstance(each, TiledProduct) and each.tile.split > 1]
+
+    assert splits(given) == []
+    assert splits(long) == [2, 4, 4]
+    n = long.b.shape[1]
+    assert n <= 64
+    # 64 rows a tile: one processor is left without one, and none.
+    assert splits(long, 64 * (PROCESSORS - 1)) == [2, 4, 4]
+    assert splits(long, 64 * PROCESSORS) == []
 
 
 def test_an_exact_tile_is_timed_where_its_fast_sums_are_too_far_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,86 @@
+"""The product kernels as Triton compiles them for Hopper, which takes no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
+from loka_onnx.engines.inductor.kernels import triton_product  # noqa: E402
+from loka_onnx.engines.inductor.kernels.products import Tile  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 << 10
+"""What a program may have (CUDA C++ Programming Guide, compute capabilities)."""
+POINTERS = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "narrow_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+FOLLOWS = {
+    "SCALED": True,
+    "BIAS": True,
+    "RELU": True,
+    "CROSS": False,
+    "FIRST": True,
+    "WIDE": True,
+    "NARROW": True,
+}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
+    """A kernel of FP8 factors and a BF16 result."""
+    kinds = POINTERS | {"parts_ptr": "*fp32", "inverse_scale": "fp32"}
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        for name in names
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name.endswith("_ptr")}
+    return triton.compile(ASTSource(kernel, signature, values, aligned), target=HOPPER, options=options)
+
+
+def product(tile: Tile) -> Any:
+    constants = FOLLOWS | {
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.depth,
+        "GROUP_M": triton_product.GROUP,
+        "SPLIT": tile.split,
+        "WHOLE_K": True,
+        "IMPRECISE": tile.depth if tile.is_exact else None,
+    }
+    return compiled(
+        triton_product._loka_product_kernel, constants, num_stages=tile.stages, num_warps=tile.warps
+    )
+
+
+@pytest.mark.parametrize("tile", (*TILES, *SPLIT_TILES), ids=str)
+def test_a_tile_multiplies_fp8_on_tensor_cores(tile: Tile) -> None:
+    made = product(tile)
+    assert "wgmma.mma_async.sync.aligned" in made.asm["ptx"]
+    assert "e4m3.e4m3" in made.asm["ptx"]
+    assert made.metadata.shared <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("tile", (TILES[0], SPLIT_TILES[1]), ids=str)
+def test_exact_tiles_add_in_fp32_once_a_step(tile: Tile) -> None:
+    """What follows a sum adds as well: with a bias, a number of the result at least."""
+    fast, exact = (product(each).asm["ptx"].count("add.f32") for each in (tile, replace(tile, is_exact=True)))
+    numbers = tile.rows * tile.columns // (32 * tile.warps)
+    assert exact - fast == numbers
+
+
+def test_parts_are_added_up() -> None:
+    constants = FOLLOWS | {"BM": triton_product.SUM_ROWS, "BN": triton_product.SUM_COLUMNS, "SPLIT": 4}
+    made = compiled(triton_product._add_up_kernel, constants, num_warps=4)
+    # Four numbers of FP32 at once.
+    assert made.asm["ptx"].count("ld.global.v4") >= 4
