@@ -39,7 +39,7 @@ NOTE = (
     "graph replays, median; mean over sites of a shape and over builds"
 )
 _FLOAT8, _HALF = "float8-product", "half-product"
-_FUSED = re.compile(rf"^({_FLOAT8}|{_HALF}): (.+)$")
+_FUSED = re.compile(rf"^({_FLOAT8}|{_HALF}): (?!declined )(.+)$")
 _TIMED = re.compile(r"^(.+?): (.+?): (\d[^;]* µs at batch [^;]*); error \S+$")
 _TIME = re.compile(r"([\d.]+) µs at batch (\d+)")
 ROWS = 64

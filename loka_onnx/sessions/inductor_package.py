@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -23,6 +23,13 @@ from loka_onnx.errors import EngineError, UserError
 RECORD = "engine.json"
 """Name of the document among the extra files of a package."""
 MAX_DOCUMENT_BYTES = 64 << 20
+FBGEMM, MSLK = "fbgemm_gpu.experimental.gen_ai", "mslk.gemm"
+OPERATOR_MODULES: Mapping[str, tuple[str, ...]] = {
+    FBGEMM: ("fbgemm-gpu-genai", "fbgemm-gpu-genai-nightly"),
+    MSLK: ("mslk-cuda", "mslk", "mslk-cuda-nightly"),
+}
+"""Modules that an engine may have imported, and the distributions that provide each, the one to install
+first: a document must not name what else is run."""
 CPU_INFO = Path("/proc/cpuinfo")
 _VECTOR_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmul", "sve", "asimd")
 

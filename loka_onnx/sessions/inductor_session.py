@@ -22,6 +22,7 @@ from loka_onnx.sessions.buckets import Piece, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.inductor_lanes import Call, DeviceLane, Gpu, HostLane, Lane, Placement
 from loka_onnx.sessions.inductor_package import (
+    OPERATOR_MODULES,
     InductorEngine,
     check_host,
     instruction_sets,
@@ -127,9 +128,18 @@ def import_packages(engine: InductorEngine, package: Path) -> None:
 
     Raises:
         MissingPackage: A package is not installed, or does not import.
-        EngineError: It is another release, whose kernels were not held against the exact product.
+        EngineError: It is another release, whose kernels were not held against the exact product; or none
+            whose operators engines call (`OPERATOR_MODULES`).
     """
     for needed in engine.packages:
+        if needed.distribution not in OPERATOR_MODULES.get(needed.module, ()):
+            known = ", ".join(OPERATOR_MODULES)
+            raise EngineError(
+                "the engine asks for a module that no engine needs",
+                where=str(package),
+                evidence=f"'{needed.module}' of {needed.distribution}; known are {known}",
+                remedy="build the engine again, and find out who changed this one",
+            )
         said = f"{needed.distribution} {needed.version}"
         remedy = f"pip install {needed.distribution}=={needed.version}, or build the engine again without it"
         try:

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
+from loka_onnx.engines.inductor.kernels.products import Tile  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("float8_gpu")]
 
@@ -230,12 +231,15 @@ def test_a_product_with_what_follows(ends: str, base: Any, float8: bool) -> None
     check_product(case, tiles(1 if float8 else 2)[len(TILES) - 2])
 
 
+@pytest.mark.parametrize("tile", [TILES[-2], SPLIT_TILES[1]], ids=str)
 @pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
 @pytest.mark.parametrize("shape", [(21, 48, 80), (3, 32, 48), (1, 16, 16), (2048, 1024, 512)], ids=str)
-def test_shapes_of_products(shape: tuple[int, int, int], float8: bool) -> None:
-    """Less than one tile, with K that no step divides; sizes that Triton takes for constants; and many."""
+def test_shapes_of_products(shape: tuple[int, int, int], float8: bool, tile: Tile) -> None:
+    """Less than one tile, with K that no step divides, or has fewer steps than parts; sizes that Triton takes
+    for constants; and many.
+    """
     case = Product.of(shape, torch.bfloat16, EPILOGUES["cross"], float8=float8)
-    check_product(case, tiles(1 if float8 else 2)[len(TILES) - 2])
+    check_product(case, tiles(1 if float8 else 2)[ALL_TILES.index(tile)])
 
 
 @pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
@@ -336,6 +340,12 @@ def residual() -> tuple[Any, Callable[[], Any]]:
 def float8_product() -> tuple[Any, Callable[[], Any]]:
     case = Product.of((513, 256, 1024), torch.bfloat16, EPILOGUES["cross"])
     return case.x0, lambda: case.run(tiles(1)[len(TILES) - 2], 4.0)[1]
+
+
+@replayed
+def split_product() -> tuple[Any, Callable[[], Any]]:
+    case = Product.of((21, 256, 1152), torch.bfloat16, EPILOGUES["cross"])
+    return case.x0, lambda: case.run(SPLIT_TILES[1].numbers(), 4.0)[1]
 
 
 @replayed

@@ -236,13 +236,20 @@ def compile_candidates(
 def _fewest_rows(product: FloatProduct, batch: int, sizes: Sequence[int]) -> int:
     """Rows of a product in the smallest request that is served."""
     rows = product.a.numel() // product.a.shape[-1]
-    return max(1, rows * min(sizes) // batch)
+    return rows if _batch_axis(product.a, batch) is None else rows * min(sizes) // batch
+
+
+def _batch_axis(tensor: Tensor, batch: int) -> int | None:
+    """The first axis that grows with the batch; None of a factor that is the same for every request."""
+    return next((axis for axis, length in enumerate(tensor.shape[:-1]) if length % batch == 0), None)
 
 
 def _key(product: FloatProduct, epilogue: Epilogue) -> tuple[object, ...]:
     """Alike for products that take equally long."""
     shapes = (*product.a.shape, *product.b.shape, product.scale_b.dim())
-    return (*shapes, product.a.dtype, product.dtype, epilogue.describe())
+    # Tiles read rows: where these are not contiguous, a copy is timed with them.
+    layouts = (product.a.is_contiguous(), product.b.t().is_contiguous())
+    return (*shapes, *layouts, product.a.dtype, product.dtype, epilogue.describe())
 
 
 def choose_kernels(
@@ -313,19 +320,26 @@ class _Case:
 
     def at(self, size: int) -> tuple[FloatProduct, Epilogue]:
         """The same with as many rows as a batch of that size has, the real ones over and over."""
-        rows = self.product.a.shape[0] * size // self.batch
-        cross = tuple(_repeated(each, rows) for each in self.epilogue.cross)
+        axis = _batch_axis(self.product.a, self.batch)
+        if axis is None:
+            return self.product, self.epilogue
+        rows = self.product.a.shape[axis] * size // self.batch
+        cross = tuple(_repeated(each, rows, axis) for each in self.epilogue.cross)
         if self.epilogue.is_first:
             cross = (cross[0], cross[0])
-        return replace(self.product, a=_repeated(self.product.a, rows)), replace(self.epilogue, cross=cross)
+        factor = _repeated(self.product.a, rows, axis)
+        return replace(self.product, a=factor), replace(self.epilogue, cross=cross)
 
 
-def _repeated(tensor: Tensor, rows: int) -> Tensor:
-    """So many rows, laid out as the tensor is: a kernel that wants another layout pays for the copy."""
-    times = -(-rows // tensor.shape[0])
+def _repeated(tensor: Tensor, rows: int, axis: int = 0) -> Tensor:
+    """So many rows along an axis, laid out as the tensor is: a kernel that wants another layout pays for the
+    copy.
+    """
+    times = -(-rows // tensor.shape[axis])
     # FP8 tensors cannot be repeated as such.
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    made = raw.repeat(times, *(1,) * (raw.dim() - 1))[:rows]
+    counts = [times if each == axis else 1 for each in range(raw.dim())]
+    made = raw.repeat(*counts).narrow(axis, 0, rows)
     slowest_first = sorted(range(made.dim()), key=tensor.stride, reverse=True)
     back = sorted(range(made.dim()), key=slowest_first.__getitem__)
     return made.permute(slowest_first).contiguous().permute(back).view(tensor.dtype)

@@ -26,7 +26,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from loka_onnx.sessions.inductor_package import NeededPackage, Program, release
+from loka_onnx.sessions.inductor_package import (
+    FBGEMM,
+    MSLK,
+    OPERATOR_MODULES,
+    NeededPackage,
+    Program,
+    release,
+)
 
 
 @dataclass(frozen=True)
@@ -61,19 +68,22 @@ class OperatorPackage:
     """A package that registers such operators.
 
     Attributes:
-        distributions: Distributions that provide it, the one to install first.
-        module: Importing it registers the operators.
+        module: Importing it registers the operators; one of `OPERATOR_MODULES`.
         namespace: Where it registers them.
         built_for: By its release, the release of PyTorch that it is built for, as far as that is published:
             with another one its libraries may crash.
         operators: The operators.
     """
 
-    distributions: tuple[str, ...]
     module: str
     namespace: str
     built_for: Mapping[str, str] = field(default_factory=dict)
     operators: tuple[PackageOperator, ...] = OPERATORS
+
+    @property
+    def distributions(self) -> tuple[str, ...]:
+        """Distributions that provide it, the one to install first."""
+        return OPERATOR_MODULES[self.module]
 
     def installed(self) -> NeededPackage | None:
         """What is installed of it; imports nothing."""
@@ -87,15 +97,8 @@ class OperatorPackage:
 
 
 PACKAGES = (
-    OperatorPackage(
-        ("fbgemm-gpu-genai", "fbgemm-gpu-genai-nightly"),
-        "fbgemm_gpu.experimental.gen_ai",
-        "fbgemm",
-        {f"1.{minor}": f"2.{minor + 5}" for minor in range(10)},
-    ),
-    OperatorPackage(
-        ("mslk-cuda", "mslk", "mslk-cuda-nightly"), "mslk.gemm", "mslk", {"1.0": "2.10", "1.1": "2.11"}
-    ),
+    OperatorPackage(FBGEMM, "fbgemm", {f"1.{minor}": f"2.{minor + 5}" for minor in range(10)}),
+    OperatorPackage(MSLK, "mslk", {"1.0": "2.10", "1.1": "2.11"}),
 )
 
 

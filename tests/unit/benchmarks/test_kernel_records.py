@@ -55,6 +55,21 @@ def test_a_log_has_the_fastest_kernel_of_each_site_and_size() -> None:
     assert both.us["fc1"] == {256: 3.0, 2048: 5.0}
 
 
+def test_what_was_declined_was_not_fused() -> None:
+    """Else the log of an engine in BF16 would be one of FP8."""
+    text = "float8-product: declined fc2: its result has another type, and more\n" + HALF
+    assert BuildLog.read(text) == BuildLog.read(HALF)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    ["triton 64x64x128/4-4-4-exact", "triton 64x128x64/4-4-4", "fbgemm::f8f8bf16_rowwise-fast", "cublas"],
+)
+def test_names_of_kernels_are_read(kernel: str) -> None:
+    line = f"/over/fc::1/MatMul: {kernel}: 6.59 µs at batch 1, 7.00 µs at batch 2048; error 1.5e-07"
+    assert BuildLog.read(line).us == {"/over/fc::1/MatMul": {1: 6.59, 2048: 7.0}}
+
+
 def test_times_are_means_over_the_sites_of_a_shape() -> None:
     found = product_times([BuildLog.read(HALF), BuildLog.read(FLOAT8)], SITES, "gpu", SOURCE)
     assert {(t.kernel.precision, t.shape): t.us for t in found} == {

@@ -11,7 +11,9 @@ import pytest
 from test_inductor_session import DYNAMIC, package
 
 from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions import inductor_session
 from loka_onnx.sessions.inductor_package import (
+    OPERATOR_MODULES,
     NeededPackage,
     instruction_sets,
     read_called_operators,
@@ -25,6 +27,12 @@ NEEDED = NeededPackage("loka-test-gemm", "1.8.0", "loka_test_gemm.ops")
 ENGINE = replace(DYNAMIC, packages=(NEEDED,))
 PACKAGE = Path("bundle/e.pt2")
 REMEDY = r"remedy: pip install loka-test-gemm==1\.8\.0, or build the engine again without it"
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {**OPERATOR_MODULES, NEEDED.module: (NEEDED.distribution,)}
+    monkeypatch.setattr(inductor_session, "OPERATOR_MODULES", modules)
 
 
 def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str, source: str = "") -> None:
@@ -54,6 +62,22 @@ def test_operators_are_registered_before_programs_are_loaded(
     installed(tmp_path, monkeypatch, version)
     import_packages(ENGINE, PACKAGE)
     assert NEEDED.module in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("distribution", "module"),
+    [("loka-test-gemm", "loka_test_gemm.other"), ("loka-test-gemm", "mslk.gemm"), ("mslk", NEEDED.module)],
+)
+def test_nothing_is_imported_because_a_document_names_it(
+    distribution: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, monkeypatch, "1.8.0", "raise AssertionError")
+    (tmp_path / "loka_test_gemm" / "other.py").write_text("raise AssertionError")
+    needed = (NeededPackage(distribution, "1.8.0", module),)
+    said = r"^bundle/e\.pt2: the engine asks for a module that no engine needs\n"
+    evidence = rf"  evidence: '{module}' of {distribution}; known are fbgemm_gpu\.experimental\.gen_ai, "
+    with pytest.raises(EngineError, match=said + evidence):
+        import_packages(replace(ENGINE, packages=needed), PACKAGE)
 
 
 def test_what_is_not_installed_is_named_with_its_version() -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from loka_onnx.engines.inductor.fusions.base import DeclinedFusion, is_float8_quantize, only_reader
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
@@ -80,7 +78,7 @@ def transposed(graph: PlannedGraph, node: Node, stored: Tensor) -> Tensor:
     """
     if node.attrs.get("transB", 0) or not stored.is_read:
         return stored
-    return graph.constant(f"{stored.name}.transposed", np.ascontiguousarray(stored.values.T))
+    return graph.transposed(stored)
 
 
 def read_epilogue(graph: PlannedGraph, node: Node) -> Epilogue:

@@ -145,6 +145,7 @@ class PlannedGraph:
         captured = names_in_subgraphs(graph) & self._tensors.keys()
         self._outputs = {info.name for info in graph.output} | captured
         self._names = {*self._tensors, *(node.name for node in self.nodes)}
+        self._transposed: dict[str, Tensor] = {}
 
     @classmethod
     def load(cls, path: Path, base: int | None = None) -> PlannedGraph:
@@ -213,6 +214,12 @@ class PlannedGraph:
         """A new initializer."""
         stored = numpy_helper.from_array(np.ascontiguousarray(values), self.fresh_name(base))
         return Tensor(stored.name, stored.data_type, tuple(stored.dims), stored=stored)
+
+    def transposed(self, stored: Tensor) -> Tensor:
+        """The transpose of an initializer: one for all products that share the weight."""
+        if stored.name not in self._transposed:
+            self._transposed[stored.name] = self.constant(f"{stored.name}.transposed", stored.values.T)
+        return self._transposed[stored.name]
 
     def replace(
         self,

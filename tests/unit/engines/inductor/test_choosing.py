@@ -280,3 +280,48 @@ def test_rows_are_repeated_in_the_layout_they_have(order: tuple[int, ...], dtype
     torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0)
     by_stride = sorted(range(3), key=found.stride, reverse=True)
     assert by_stride == list(order)
+
+
+def case(a: torch.Tensor, batch: int, *sizes: int) -> Any:
+    given = replace(product(torch.bfloat16), a=a)
+    return choosing._Case("fc", given, Epilogue(), batch, sizes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "smallest", "rows"),
+    [
+        ((64, 32), (1, 32), 1),
+        ((192, 32), (3, 32), 3),
+        ((64, 5, 32), (1, 5, 32), 5),
+        # The batch on a later axis, as where a model takes sequences step by step.
+        ((5, 64, 32), (5, 1, 32), 5),
+        ((1, 192, 32), (1, 3, 32), 3),
+        # The same for every request.
+        ((5, 32), (5, 32), 5),
+        ((32,), (32,), 1),
+    ],
+)
+def test_rows_follow_the_batch_where_they_do(
+    shape: tuple[int, ...], smallest: tuple[int, ...], rows: int
+) -> None:
+    given = case(torch.randn(shape).bfloat16(), 64, 1, 64)
+    at_one, _ = given.at(1)
+    assert at_one.a.shape == smallest
+    assert torch.equal(at_one.a, given.product.a[tuple(slice(length) for length in smallest)])
+    assert given.at(64)[0].a.shape == shape
+    assert choosing._fewest_rows(given.product, 64, (1, 64)) == rows
+
+
+def test_sites_of_another_layout_are_timed_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_rows: list[bool] = []
+
+    def time_product(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
+        timed_rows.append(given[0].a.is_contiguous())
+        return 1.0
+
+    monkeypatch.setattr(choosing, "_time_product", time_product)
+    monkeypatch.setattr(choosing, "_error", lambda strategy, case: 0.0)
+    given = product(torch.bfloat16)
+    turned = replace(given, a=given.a.t().contiguous().t())
+    choose_kernels({"fc": (given, Epilogue()), "other": (turned, Epilogue())}, batch=8, sizes=(8,))
+    assert timed_rows.count(True) == timed_rows.count(False) == len(candidates(given))

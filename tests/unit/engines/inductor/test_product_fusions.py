@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper, numpy_helper
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
@@ -27,7 +27,8 @@ from fusion_models import (
     unchanged,
 )
 
-from loka_onnx.engines.inductor.fusions import DOMAIN
+from loka_onnx.engines.inductor.fusions import DOMAIN, fuse
+from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -168,6 +169,19 @@ def test_a_weight_that_is_not_transposed_is_stored_so(tmp_path):
     np.testing.assert_array_equal(run(tmp_path / "fused.onnx", x)[0], reference[0])
     stored = [t for t in onnx.load(tmp_path / "fused.onnx").graph.initializer if t.data_type == 17 and t.dims]
     assert [tuple(t.dims) for t in stored if len(t.dims) == 2] == [(48, 32)]
+
+
+def test_products_that_share_a_weight_share_its_transpose() -> None:
+    rows = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["N", 64]) for name in "ab"]
+    made = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["N", 32]) for name in "yz"]
+    nodes = [helper.make_node("MatMul", [x, "w"], [y], f"fc_{x}") for x, y in ("ay", "bz")]
+    stored = numpy_helper.from_array(bf16(64, 32), "w")
+    proto = helper.make_model(helper.make_graph(nodes, "towers", rows, made, [stored]))
+    graph = PlannedGraph(proto)
+    assert [found.sites for found in fuse(graph).fused["half-product"]] == [("fc_a",), ("fc_b",)]
+    first, second = (node.reads(2) for node in graph.nodes if node.outputs)
+    assert first is second
+    np.testing.assert_array_equal(first.values, numpy_helper.to_array(stored).T)
 
 
 def product_path(model: Model, folder: Path, gemm: onnx.NodeProto) -> Path:
