@@ -156,7 +156,7 @@ def _outputs(session: OnnxSession, rows: Sequence[Arrays]) -> Outputs:
 def _open(exported: Exported, target: Path) -> OnnxSession:
     """A session of a model that is not written yet.
 
-    With a file for each of the three mods that apply to a Wukong of 300 MB, the sequence took 21 s, not 4 s.
+    Writing and reading a file for each mod would take most of the time of a large model's sequence.
     """
     model = exported.in_memory()
     if model is None:

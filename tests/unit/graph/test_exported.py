@@ -262,7 +262,7 @@ def both(path: Path, feeds: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 @pytest.mark.parametrize("name", ["choice", "low", "types"])
 @pytest.mark.parametrize("condition", [True, False])
 def test_a_session_in_memory_has_the_outputs_of_the_file(name, condition, models):
-    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
     feeds: dict[str, Any] = {"x": randn(7, 64)} | ({"c": np.array(condition)} if name == "choice" else {})
     want, got = both(models[name], feeds)
     assert want.keys() == got.keys()
@@ -273,7 +273,7 @@ def test_a_session_in_memory_has_the_outputs_of_the_file(name, condition, models
 @pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16, np.int8, np.int64])
 def test_tables_stay_outside_in_memory_too(kind, tmp_path):
     """At an odd place of their file, as nothing keeps writers from it."""
-    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
     table = (RANDOM.standard_normal((20, 4)) * 50).astype(kind)
     stored = numpy_helper.from_array(table, "table")
     (tmp_path / "tables.bin").write_bytes(b"abc" + stored.raw_data + b"tail")

@@ -11,10 +11,10 @@ A finite mask that BF16 holds is added all the same, and a row of it is uniform 
 
 The compiler writes the (batch, heads, q, k) products to memory and reads them again, and so the
 probabilities; these kernels keep them on the chip, and sums in FP32. PyTorch chooses among its kernels: on an
-H100 it took cuDNN's, the fastest of three where q = k = 104 and more. InterFormer at a batch of 1024 (H100,
-PyTorch 2.11, BF16) took 2421 µs in place of 3282 with the attention of its 104 tokens fused, and 2650 where
-that of 2 queries was fused as well: that kernel took 134 µs for 2 queries of 100 keys, and 137 for 104 of
-104. So few are left to the compiler (`LEAST`).
+H100 it took cuDNN's. InterFormer at a batch of 1024 (H100, PyTorch 2.11, BF16, built by hand, one run) took
+2421 µs in place of 3282 with the attention of its 104 tokens fused, and 2650 where that of 2 queries was
+fused as well: that kernel took 132 µs for 2 queries of 100 keys, and 134 for 104 of 104. So few are left to
+the compiler (`LEAST`).
 
 Heads of a multiple of 8 numbers, 256 at most, are fused; what PyTorch makes of others was not tried.
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="needs triton")
+triton = pytest.importorskip("triton", reason="needs triton: pip install --group dev")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
