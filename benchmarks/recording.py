@@ -13,10 +13,15 @@ from loka_onnx.core.serde import write_text
 from loka_onnx.pipeline.versions import library_versions
 
 RECORDS = Path(__file__).parent / "records"
+BESIDE = "BENCHMARKS_BESIDE"
+"""Environment variable: what else ran on the host meanwhile, for the record."""
 
 
 def write_record(name: str, figures: Any, settings: dict[str, Any], directory: Path | None = None) -> Path:
     """Write one record, sorted and indented, with the machine and the versions that made it."""
+    beside = os.environ.get(BESIDE)
+    if beside:
+        settings = settings | {"beside": beside}
     document = {
         "benchmark": name,
         "date": datetime.now(UTC).date().isoformat(),

@@ -129,8 +129,11 @@ class PreparedOperands:
         import torch
 
         if kernel.name == QUANTIZE:
-            cast, value, scale = _cast(self._device), self._wide_activation, self._activation_scale
-            return lambda: cast(value, scale)
+            value, inverse = self._wide_activation, self._activation_scale.reciprocal()
+            cast = _cast(self._device, self.shape.k)
+            if self._device != CPU:
+                torch._dynamo.maybe_mark_dynamic(value, 0)
+            return lambda: cast(value, inverse)
         if kernel.precision is not Precision.FP8:
             activation, weights = self._wide_activation, _in_turn(self._wide_weight, self.turns_of(kernel))
             return lambda: torch.matmul(activation, next(weights))
@@ -221,19 +224,9 @@ def _in_turn(weight: torch.Tensor, copies: int) -> Iterator[torch.Tensor]:
 
 def to_float8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """FP8 of values over scale, saturated (ONNX QuantizeLinear)."""
-    return _rounding()(values, scale)
-
-
-def _rounding() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`to_float8` with everything about the device settled, so that it can be compiled as it is."""
     import torch
 
-    limit, kind = _largest(), _float8_type()
-
-    def rounded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return (values.to(torch.float32) / scale).clamp(-limit, limit).to(kind)
-
-    return rounded
+    return (values.to(torch.float32) / scale).clamp(-_largest(), _largest()).to(_float8_type())
 
 
 def _float8_type() -> torch.dtype:
@@ -263,12 +256,20 @@ def _scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _cast(torch_device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The quantize step; on an accelerator compiled into one kernel, once for all shapes."""
+def _cast(torch_device: str, length: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The quantize step of values and one over their scale, as engines have it; compiled on an accelerator.
+
+    Once for each length of rows, whatever their number: of a length that is not known nobody can show that what
+    a thread writes lies in one word.
+    """
     import torch
 
-    rounded = _rounding()
-    return rounded if torch_device == CPU else torch.compile(rounded, dynamic=True)
+    limit, kind = _largest(), _float8_type()
+
+    def rounded(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        return (values.to(torch.float32) * inverse).clamp(-limit, limit).to(kind)
+
+    return rounded if torch_device == CPU else torch.compile(rounded)
 
 
 def _relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -313,6 +313,28 @@ def test_a_concatenation_with_its_q(widths: tuple[int, int], rows: int, base: An
     assert torch.equal(bits(alone), bits(narrow))
 
 
+# Mixes of tokens --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+@pytest.mark.parametrize("mix_first", [True, False])
+@pytest.mark.parametrize("sizes", [(11, 26, 1, 128), (27, 5, 3, 24), (128, 64, 64, 128)], ids=str)
+def test_a_mix_of_tokens_beside_others(sizes: tuple[int, int, int, int], mix_first: bool, base: Any) -> None:
+    """MovieLens' tokens made those of a DLRM-DCNv2; what needs masks; those of a Wukong stack."""
+    from loka_onnx.engines.inductor.kernels.triton_token_concat import token_concat
+
+    n, m, others, d = sizes
+    x, f = random(37, n, d, base=torch.float32), random(37, others, d, base=base)
+    w = random(m, n, base=base, scale=n**-0.5)
+    mix = torch.matmul(w.double(), x.to(base).double())
+    exact = torch.cat([mix, f.double()] if mix_first else [f.double(), mix], dim=1)
+    wide, narrow = token_concat(x, w, f, 64.0, base, mix_first, True, True)
+    assert_close(wide, exact, relative=eps(base), absolute=eps(base))
+    assert_quantized(narrow, wide.double() * 64, relative=0.0, absolute=0.0)
+    (alone,) = token_concat(x, w, None, 64.0, base, mix_first, False, True)
+    assert torch.equal(bits(alone), bits(narrow[:, :m] if mix_first else narrow[:, others:]))
+
+
 # CUDA graphs ------------------------------------------------------------------------------------------
 
 REPLAYED: dict[str, Callable[[], tuple[Any, Callable[[], Any]]]] = {}
@@ -334,6 +356,15 @@ def interaction() -> tuple[Any, Callable[[], Any]]:
 def residual() -> tuple[Any, Callable[[], Any]]:
     case = Block.of((64, 128, 32), torch.bfloat16)
     return case.x, case.run
+
+
+@replayed
+def mixed_tokens() -> tuple[Any, Callable[[], Any]]:
+    from loka_onnx.engines.inductor.kernels.triton_token_concat import token_concat
+
+    x = random(64, 11, 128, base=torch.float32)
+    w = random(26, 11, base=torch.bfloat16)
+    return x, lambda: token_concat(x, w, None, 64.0, torch.bfloat16, True, False, True)[0]
 
 
 @replayed

@@ -201,17 +201,21 @@ def test_shipped_times_of_the_h100_say_where_they_come_from() -> None:
     timings = shipped_timings("nvidia-h100")
     of_kernel = Counter((timing.kernel.name, timing.kernel.precision) for timing in timings)
     assert of_kernel == {
-        ("mm", Precision.BF16): 15,
-        ("scaled_mm", Precision.FP8): 15,
-        ("scaled_mm-row_wise", Precision.FP8): 15,
+        ("mm", Precision.BF16): 77,
+        ("scaled_mm", Precision.FP8): 77,
+        ("scaled_mm-fast", Precision.FP8): 77,
+        ("scaled_mm-row_wise", Precision.FP8): 77,
+        ("scaled_mm-row_wise-fast", Precision.FP8): 77,
         (QUANTIZE, Precision.FP8): 15,
-        (PRODUCT, Precision.BF16): 29,
-        (PRODUCT, Precision.FP8): 35,
+        (PRODUCT, Precision.BF16): 48,
+        (PRODUCT, Precision.FP8): 44,
     }
     assert {timing.provenance.device_name for timing in timings} == {"NVIDIA H100 80GB HBM3"}
-    assert {timing.provenance.versions["torch"] for timing in timings} == {"2.11.0+cu130"}
+    assert {timing.provenance.versions["torch"].split("+")[0] for timing in timings} == {"2.11.0"}
     wide = next(t for t in timings if t.kernel.name == "mm" and t.shape == Shape(4096, 4096, 4096))
-    assert (wide.us, wide.spread_us, wide.kernel.precision) == (184.44, None, Precision.BF16)
+    assert (round(wide.us, 2), wide.kernel.precision) == (178.19, Precision.BF16)
+    assert wide.spread_us is not None and wide.spread_us < 0.01 * wide.us
+    assert "large weights from memory" in wide.provenance.note
     cast = next(t for t in timings if t.kernel.name == QUANTIZE and t.shape == Shape(1024, 0, 8192))
     assert (cast.us, cast.kernel.precision) == (8.37, Precision.FP8)
     built = next(t for t in timings if t.kernel.name == PRODUCT and t.shape == Shape(2048, 3456, 512))

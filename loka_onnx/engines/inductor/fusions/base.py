@@ -120,6 +120,27 @@ def static(tensor: Tensor, rank: int) -> tuple[int, ...] | None:
     return lengths if len(lengths) == rank - 1 else None
 
 
+def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
+    """The FP32 values that a tensor is rounded from, in its shape: the kernel rounds as it reads.
+
+    Itself where it is not rounded just before.
+    """
+    node = tensor.producer
+    if node is None or node.domain or node.op not in {"Cast", "Reshape"} or tensor.kind not in HALVES:
+        return tensor
+    source = node.reads(0)
+    if node.op == "Cast":
+        return source if source.kind == onnx.TensorProto.FLOAT else tensor
+    wide = unrounded(graph, source)
+    if wide is source:
+        return tensor
+    reshaped = Tensor(graph.fresh_name(f"{tensor.name}.float"), wide.kind, tensor.shape)
+    graph.replace(
+        "::Reshape", graph.fresh_name(f"{node.name}/float"), [wide, node.reads(1)], [reshaped], node.attrs
+    )
+    return reshaped
+
+
 def is_float8_quantize(node: Node) -> bool:
     """Whether a node is a saturating Q to E4M3FN with one constant scale."""
     return (

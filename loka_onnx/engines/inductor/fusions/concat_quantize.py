@@ -9,11 +9,17 @@ cross layer); why was not found. This one was not timed on a GPU yet.
 
 from __future__ import annotations
 
-import onnx
-
-from loka_onnx.engines.inductor.fusions.base import DOMAIN, HALVES, DeclinedFusion, Findings, Fused, static
+from loka_onnx.engines.inductor.fusions.base import (
+    DOMAIN,
+    HALVES,
+    DeclinedFusion,
+    Findings,
+    Fused,
+    static,
+    unrounded,
+)
 from loka_onnx.engines.inductor.fusions.epilogue import ends_of
-from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
+from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph
 
 OP = f"{DOMAIN}::ConcatQuantize"
 
@@ -48,29 +54,8 @@ def _fuse(graph: PlannedGraph, node: Node) -> Fused:
     if node.attrs.get("axis") not in {1, -1} or any(part.is_constant for part in parts):
         raise DeclinedFusion("it does not join computed columns")
     ends = ends_of(graph, joined)
-    inputs = [*(_unrounded(graph, part) for part in parts), ends.scale]
+    inputs = [*(unrounded(graph, part) for part in parts), ends.scale]
     name = graph.fresh_name(f"{node.name}/quantized")
     attrs = {"wide": int(ends.wide), "base": joined.kind}
     graph.replace(OP, name, inputs, ends.replaced(joined), attrs)
     return Fused(name)
-
-
-def _unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
-    """The FP32 values that a tensor is rounded from, in its shape: the kernel rounds as it reads.
-
-    Itself where it is not rounded just before.
-    """
-    node = tensor.producer
-    if node is None or node.domain or node.op not in {"Cast", "Reshape"} or tensor.kind not in HALVES:
-        return tensor
-    source = node.reads(0)
-    if node.op == "Cast":
-        return source if source.kind == onnx.TensorProto.FLOAT else tensor
-    wide = _unrounded(graph, source)
-    if wide is source:
-        return tensor
-    reshaped = Tensor(graph.fresh_name(f"{tensor.name}.float"), wide.kind, tensor.shape)
-    graph.replace(
-        "::Reshape", graph.fresh_name(f"{node.name}/float"), [wide, node.reads(1)], [reshaped], node.attrs
-    )
-    return reshaped

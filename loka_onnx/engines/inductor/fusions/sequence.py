@@ -11,17 +11,20 @@ from loka_onnx.engines.inductor.fusions.factorization_norm import fuse_factoriza
 from loka_onnx.engines.inductor.fusions.float8_product import fuse_float8_product
 from loka_onnx.engines.inductor.fusions.half_product import fuse_half_product
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+from loka_onnx.engines.inductor.fusions.token_concat import fuse_token_concat
 from loka_onnx.engines.inductor.fusions.token_residual_norm import fuse_token_residual_norm
 
 FUSIONS: Mapping[str, Fusion] = {
     "factorization-norm": fuse_factorization_norm,
     "token-residual-norm": fuse_token_residual_norm,
     "attention": fuse_attention,
+    "token-concat": fuse_token_concat,
     "concat-quantize": fuse_concat_quantize,
     "float8-product": fuse_float8_product,
     "half-product": fuse_half_product,
 }
-"""By name. Products come last: a Q that a norm takes along is not theirs."""
+"""By name. Products come last: a Q that a norm takes along is not theirs. Mixes of tokens that no norm
+follows come after those with one."""
 
 
 def fuse(graph: PlannedGraph) -> FusionReport:

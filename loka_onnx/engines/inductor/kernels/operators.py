@@ -27,19 +27,19 @@ LOWEST = -1e38
 masked throughout came out as zeros on an H100, where the graph has the mean of V."""
 
 
-def _record(node: Node, x: Tensor) -> None:
-    """Note what became of the sites that a kernel computes together."""
+def _record(node: Node, kind: torch.dtype) -> None:
+    """Note what became of the sites that a kernel computes together, from factors of a type."""
     kernel = f"fused {node.op_type}"
     names: list[str] = node.get("products", [])
     for name in names:
-        types = (short_name(x.dtype),) * 2
+        types = (short_name(kind),) * 2
         node.scope.sites[name] = LoweredSite(name, node.op_type, kernel, types, engaged=False)
     norm = str(node.get("norm", ""))
     if not norm:
         return
-    kind = short_name(TORCH_TYPES[int(node.get("norm_type", 1))])
+    read = short_name(TORCH_TYPES[int(node.get("norm_type", 1))])
     # Whatever its tensors are, the norm is computed in FP32.
-    node.scope.sites[norm] = LoweredSite(norm, node.op_type, kernel, (kind,), engaged=False)
+    node.scope.sites[norm] = LoweredSite(norm, node.op_type, kernel, (read,), engaged=False)
 
 
 @OPERATORS.operator("FactorizationNorm", domain=DOMAIN, raw=True)
@@ -49,7 +49,7 @@ def factorization_norm(
     """`triton_factorization`."""
     tokens, weight, factor, shift = (node.tensor(each) for each in (x, y, gamma, beta))
     epsilon = float(node.get("epsilon", 1e-5))
-    _record(node, tokens)
+    _record(node, tokens.dtype)
     if tokens.is_cuda:
         from loka_onnx.engines.inductor.kernels import triton_factorization as kernel
 
@@ -72,7 +72,7 @@ def factorization_norm(
 def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     """`triton_token_norm`."""
     epsilon = float(node.get("epsilon", 1e-5))
-    _record(node, x)
+    _record(node, x.dtype)
     if x.is_cuda:
         from loka_onnx.engines.inductor.kernels import triton_token_norm as kernel
 
@@ -86,7 +86,7 @@ def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tens
 @OPERATORS.operator("Attention", domain=DOMAIN)
 def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Exact attention (`fusions.attention`): by PyTorch's kernels."""
-    _record(node, q)
+    _record(node, q.dtype)
     k = kt.transpose(-1, -2)
     if mask is not None:
         mask = _attention_mask(node, mask).reshape((1,) * (q.dim() - mask.dim()) + mask.shape)
@@ -120,6 +120,34 @@ def concat_quantize(node: Node, a: Value, b: Value, scale: Value) -> tuple[Tenso
     joined = torch.cat([left.to(half), right.to(half)], dim=1)
     narrow = to_float8(joined, _number(node, scale))
     return (joined, narrow) if wide else (narrow,)
+
+
+@OPERATORS.operator("TokenConcat", domain=DOMAIN, raw=True)
+def token_concat(node: Node, x: Value, w: Value, f: Value = None, scale: Value = None) -> tuple[Tensor, ...]:
+    """`triton_token_concat`."""
+    tokens, weight = node.tensor(x), node.tensor(w)
+    others = None if f is None else node.tensor(f)
+    half, wide = TORCH_TYPES[int(node.get("base", 1))], bool(node.get("wide", 1))
+    mix_first = bool(node.get("mix_first", 0))
+    _record(node, half)
+    made: list[Tensor]
+    if tokens.is_cuda:
+        from loka_onnx.engines.inductor.kernels import triton_token_concat as kernel
+
+        inverse = 0.0 if scale is None else 1.0 / _number(node, scale)
+        beside = None if others is None else others.contiguous()
+        made = kernel.token_concat(
+            tokens.contiguous(), weight, beside, inverse, half, mix_first, wide, scale is not None
+        )
+    else:
+        z = torch.matmul(weight, tokens.to(half))
+        if others is not None:
+            parts = (z, others.to(half))
+            z = torch.cat(parts if mix_first else parts[::-1], dim=1)
+        made = [z] if wide else []
+        if scale is not None:
+            made.append(to_float8(z, _number(node, scale)))
+    return tuple(each.flatten(1) for each in made) if node.get("flat", 0) else tuple(made)
 
 
 @OPERATORS.operator("Float8Product", "HalfProduct", domain=DOMAIN, raw=True)
@@ -188,4 +216,5 @@ def _number(node: Node, value: Value) -> float:
 # Scales are multiplied in FP32; in a BF16 graph they would be converted in every run.
 OPERATORS.store_in_float32("Float8Product", "HalfProduct", domain=DOMAIN, positions=(1, 3, 7, 8))
 OPERATORS.store_in_float32("ConcatQuantize", domain=DOMAIN, positions=(2,))
+OPERATORS.store_in_float32("TokenConcat", domain=DOMAIN, positions=(3,))
 OPERATORS.store_in_float32("FactorizationNorm", domain=DOMAIN, positions=(4,))

@@ -15,6 +15,7 @@ from loka_onnx.engines.inductor.kernels import (
     triton_concat,
     triton_factorization,
     triton_product,
+    triton_token_concat,
     triton_token_norm,
 )
 
@@ -117,6 +118,23 @@ def concat() -> None:
         quantized(narrow, exact.double() * 64, 2.0**-4, 2.0**-9)
         (only,) = triton_concat.concat_quantize(a, b, 64.0, HALF, False)
         assert torch.equal(only.view(torch.uint8), narrow.view(torch.uint8))
+
+
+def token_concat() -> None:
+    """On either side of other tokens, and alone; FP32 is rounded as it is read."""
+    for n, m, others, d in ((11, 26, 1, 24), (18, 5, 3, 16), (16, 16, 0, 16)):
+        x, w, f = torch.randn(3, n, d), random(m, n, scale=n**-0.5), random(3, others, d)
+        mix = torch.matmul(w.double(), x.to(HALF).double())
+        for mix_first in (True, False):
+            exact = torch.cat([mix, f.double()] if mix_first else [f.double(), mix], dim=1)
+            beside = f if others else None
+            wide, narrow = triton_token_concat.token_concat(x, w, beside, 64.0, HALF, mix_first, True, True)
+            close(wide, exact, 2 * ULP, 4 * ULP)
+            quantized(narrow, wide.double() * 64, 2.0**-4, 2.0**-9)
+            (only,) = triton_token_concat.token_concat(x, w, beside, 0.0, HALF, mix_first, True, False)
+            assert torch.equal(only, wide)
+            (only,) = triton_token_concat.token_concat(x, w, beside, 64.0, HALF, mix_first, False, True)
+            assert torch.equal(only.view(torch.uint8), narrow.view(torch.uint8))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The product kernels as Triton compiles them for Hopper, which takes no GPU."""
+"""Kernels as Triton compiles them for Hopper, which takes no GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
-from loka_onnx.engines.inductor.kernels import triton_product  # noqa: E402
+from loka_onnx.engines.inductor.kernels import triton_product, triton_token_concat  # noqa: E402
 from loka_onnx.engines.inductor.kernels.products import Tile  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
@@ -33,9 +34,11 @@ FOLLOWS = {
 }
 
 
-def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
-    """A kernel of FP8 factors and a BF16 result."""
-    kinds = POINTERS | {"parts_ptr": "*fp32", "inverse_scale": "fp32"}
+def compiled(
+    kernel: Any, constants: dict[str, Any], kinds: Mapping[str, str] | None = None, **options: int
+) -> Any:
+    """A kernel of FP8 factors, where it is not said otherwise, and a BF16 result."""
+    kinds = POINTERS | {"parts_ptr": "*fp32", "inverse_scale": "fp32"} | dict(kinds or {})
     names = kernel.arg_names
     signature = {
         name: "constexpr"
@@ -84,3 +87,16 @@ def test_parts_are_added_up() -> None:
     made = compiled(triton_product._add_up_kernel, constants, num_warps=4)
     # Four numbers of FP32 at once.
     assert made.asm["ptx"].count("ld.global.v4") >= 4
+
+
+@pytest.mark.parametrize("mix_first", [True, False])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_mix_of_tokens_is_read_along_its_rows(others: int, mix_first: bool) -> None:
+    """MovieLens' eleven tokens, in FP32, to those of a DLRM-DCNv2."""
+    constants = {"N": 11, "M": 26, "NF": others, "D": 128, "N2": 16, "M2": 32, "NF2": 1, "D2": 128}
+    switches = {"MIX_FIRST": mix_first, "BF16": True, "WIDE": True, "NARROW": True}
+    kernel = triton_token_concat._loka_token_concat_kernel
+    made = compiled(kernel, constants | switches, kinds={"x_ptr": "*fp32"}, num_warps=4)
+    # Four numbers of FP32 at once, and products on tensor cores.
+    assert made.asm["ptx"].count("ld.global.v4") >= 4
+    assert "mma" in made.asm["ptx"]

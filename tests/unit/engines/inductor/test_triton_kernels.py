@@ -13,7 +13,9 @@ pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 
-@pytest.mark.parametrize("kernel", ["factorization", "token_norm", "product", "half_product", "concat"])
+@pytest.mark.parametrize(
+    "kernel", ["factorization", "token_norm", "product", "half_product", "concat", "token_concat"]
+)
 def test_a_kernel_computes_what_it_says(kernel: str) -> None:
     script = Path(__file__).with_name("interpreted_kernels.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
