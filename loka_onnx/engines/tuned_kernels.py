@@ -259,8 +259,8 @@ def _scale(amax: torch.Tensor) -> torch.Tensor:
 def _cast(torch_device: str, length: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The quantize step of values and one over their scale, as engines have it; compiled on an accelerator.
 
-    Once for each length of rows, whatever their number: of a length that is not known nobody can show that what
-    a thread writes lies in one word.
+    Once for each length of rows, whatever their number: of a length that is not known nobody can show that
+    what a thread writes lies in one word.
     """
     import torch
 

@@ -17,6 +17,9 @@ fused as well: that kernel took 132 µs for 2 queries of 100 keys, and 134 for 1
 the compiler (`LEAST`).
 
 Heads of a multiple of 8 numbers, 256 at most, are fused; what PyTorch makes of others was not tried.
+
+Where the keys of a head fit one tile, a kernel of this project's own takes the place of PyTorch's on a GPU
+(`is_short`, `kernels.triton_attention`), and few queries are fused as well.
 """
 
 from __future__ import annotations
@@ -27,7 +30,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
-from loka_onnx.engines.inductor.fusions.base import DOMAIN, HALVES, DeclinedFusion, Findings, Fused, static
+from loka_onnx.engines.inductor.fusions.base import (
+    DOMAIN,
+    HALVES,
+    DeclinedFusion,
+    Findings,
+    Fused,
+    padded,
+    static,
+)
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 OP = f"{DOMAIN}::Attention"
@@ -37,6 +48,10 @@ LEAST = 3000
 """Products of queries with keys, of one head, from which on it pays. With 1024 examples of 8 heads of 16
 numbers (H100), 2304 took 165 µs in place of 137, and 3328 took 177 in place of 219; with one head of 128,
 2500 were even."""
+SHORT_KEYS = range(16, 257)
+"""Keys that one tile of our own kernel holds; fewer would be more than half padding."""
+SHORT_QUERIES, SHORT_WIDTH, SHORT_ELEMENTS = 256, 128, 1 << 14
+"""Most queries and numbers of a head that it takes, and numbers of a tile of keys: 32 KiB, as of values."""
 _SHAPES = frozenset({"Expand", "Flatten", "Reshape", "Squeeze", "Tile", "Unsqueeze"})
 MOVEMENTS = _SHAPES | {"Concat", "Gather", "Identity", "Slice", "Split", "Transpose"}
 """Operators through which the lowering hands FP8 values on."""
@@ -72,6 +87,23 @@ class _Found:
     def softmax(self) -> Node:
         """The node that makes probabilities."""
         return next(node for node in self.inside if node.op == "Softmax")
+
+
+def is_short(queries: int, keys: int, width: int) -> bool:
+    """Whether a GPU takes our own kernel for an attention (`kernels.triton_attention`), and not PyTorch's.
+
+    This one rule says both what is fused below `LEAST` and what the lowering calls. It was NOT timed on a GPU
+    yet, and follows from sizes alone: keys of a head are one tile, and with its values, a tile of queries
+    and probabilities two programs and more fit a multiprocessor. With many queries PyTorch's kernels read
+    keys as often, and hide it better.
+
+    Args:
+        queries: Of a head.
+        keys: Of a head.
+        width: Numbers of a head.
+    """
+    fits = padded(keys) * padded(width) <= SHORT_ELEMENTS
+    return keys in SHORT_KEYS and queries <= SHORT_QUERIES and width <= SHORT_WIDTH and fits
 
 
 def fuse_attention(graph: PlannedGraph) -> Findings:
@@ -225,8 +257,9 @@ def _check_shapes(found: _Found) -> None:
         raise DeclinedFusion(
             f"a head has {width} numbers; the kernels take multiples of {MULTIPLE} up to {MOST}"
         )
-    if (q[-2] or 0) * (keys or 0) < LEAST:
-        raise DeclinedFusion(f"{q[-2]} queries of {keys} keys are too few to gain by it")
+    queries = q[-2] or 0
+    if queries * (keys or 0) < LEAST and not is_short(queries, keys or 0, width):
+        raise DeclinedFusion(f"{queries} queries of {keys} keys are too few to gain by it")
     if found.mask is not None and not _is_mask(found.mask, (*q[:-1], keys)):
         raise DeclinedFusion(f"mask '{found.mask.name}' is not one of {keys} keys")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from loka_onnx.engines.inductor.fusions.attention import is_short
 from loka_onnx.engines.inductor.fusions.base import DOMAIN
 from loka_onnx.engines.inductor.kernels.products import (
     Epilogue,
@@ -85,18 +86,32 @@ def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tens
 
 @OPERATORS.operator("Attention", domain=DOMAIN)
 def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Exact attention (`fusions.attention`): by PyTorch's kernels."""
+    """Exact attention (`fusions.attention`): by our own kernel where keys are few, else by PyTorch's."""
     _record(node, q.dtype)
-    k = kt.transpose(-1, -2)
     if mask is not None:
-        mask = _attention_mask(node, mask).reshape((1,) * (q.dim() - mask.dim()) + mask.shape)
-    heads = q.dim() == 4
-    if not heads:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        mask = mask.reshape((1,) * (q.dim() - mask.dim()) + mask.shape)
+    scale, has_heads = float(node.get("scale", 1.0)), q.dim() == 4
+    if not has_heads:
+        q, kt, v = q.unsqueeze(1), kt.unsqueeze(1), v.unsqueeze(1)
         mask = None if mask is None else mask.unsqueeze(1)
-    scale = float(node.get("scale", 1.0))
-    made: Tensor = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return made if heads else made.squeeze(1)
+    made: Tensor
+    if q.is_cuda and _is_short(q, kt, v, mask):
+        from loka_onnx.engines.inductor.kernels import triton_attention as kernel
+
+        made = kernel.short_attention(q, kt, v, mask, scale, bool(node.get("drop", 0))).transpose(1, 2)
+    else:
+        mask = None if mask is None else _attention_mask(node, mask)
+        made = functional.scaled_dot_product_attention(
+            q, kt.transpose(-1, -2), v, attn_mask=mask, scale=scale
+        )
+    return made if has_heads else made.squeeze(1)
+
+
+def _is_short(q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether sizes are those of our own kernel, and strides are numbers, which it has compiled in."""
+    strides = [stride for each in (q, kt, v, mask) if each is not None for stride in each.stride()]
+    sizes = (q.shape[2], kt.shape[3], q.shape[3])
+    return all(isinstance(number, int) for number in (*strides, *sizes)) and is_short(*sizes)
 
 
 def _attention_mask(node: Node, mask: Tensor) -> Tensor:

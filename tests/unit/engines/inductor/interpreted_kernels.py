@@ -12,6 +12,7 @@ import sys
 import torch
 
 from loka_onnx.engines.inductor.kernels import (
+    triton_attention,
     triton_concat,
     triton_factorization,
     triton_product,
@@ -135,6 +136,58 @@ def token_concat() -> None:
             assert torch.equal(only, wide)
             (only,) = triton_token_concat.token_concat(x, w, beside, 64.0, HALF, mix_first, False, True)
             assert torch.equal(only.view(torch.uint8), narrow.view(torch.uint8))
+
+
+def heads_of_one_product(
+    sizes: tuple[int, int, int, int], batch: int = 2
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q, Kᵀ and V as views of one tensor, as a merged projection leaves them; the first tokens ask."""
+    heads, queries, keys, d = sizes
+    tokens = max(queries, keys)
+    merged = random(batch, tokens, 3 * heads * d)
+    q, k, v = (part.unflatten(2, (heads, d)).transpose(1, 2) for part in merged.chunk(3, 2))
+    return q[:, :, :queries], k[:, :, :keys].transpose(2, 3), v[:, :, :keys]
+
+
+def attended(
+    q: torch.Tensor, kt: torch.Tensor, v: torch.Tensor, added: torch.Tensor | float, scale: float
+) -> torch.Tensor:
+    """In float64, (batch, queries, heads, width); rows masked throughout are 0."""
+    shares = torch.softmax(q.double() @ kt.double() * scale + added, dim=-1).nan_to_num(0.0)
+    return (shares.to(HALF).double() @ v.double()).transpose(1, 2)
+
+
+def attention() -> None:
+    """Views of one product, and tensors whose last axis is not contiguous; tiles with and without padding."""
+    for sizes in ((2, 2, 20, 16), (3, 70, 17, 24), (1, 16, 16, 16)):
+        q, kt, v = heads_of_one_product(sizes)
+        for given in ((q, kt, v), (q, kt.contiguous(), v.transpose(2, 3).contiguous().transpose(2, 3))):
+            found = triton_attention.short_attention(*given, None, 0.3, False)
+            assert found.is_contiguous()
+            close(found, attended(q, kt, v, 0.0, 0.3), 2 * ULP, 4 * ULP)
+
+
+def attention_masks() -> None:
+    """Of keys and of every product, of one head or all; the second example is masked throughout."""
+    batch, (heads, queries, keys, d) = 2, (2, 3, 20, 16)
+    q, kt, v = heads_of_one_product((heads, queries, keys, d), batch)
+    for shape in ((batch, 1, 1, keys), (1, heads, queries, keys), (batch, heads, queries, keys)):
+        drop = torch.rand(shape) < 0.4
+        drop[-1, ..., -1, :] = True
+        lowest = torch.zeros(shape).masked_fill(drop, float("-inf"))
+        exact = attended(q, kt, v, lowest.double(), 0.3)
+        assert not exact[-1, -1].any() and exact[0, 0].abs().max() > 0.1
+        for mask, is_dropped in ((drop, True), (~drop, False), (lowest.to(HALF), False)):
+            found = triton_attention.short_attention(q, kt, v, mask, 0.3, is_dropped)
+            close(found, exact, 2 * ULP, 4 * ULP)
+        added = torch.randn(shape).to(HALF)
+        found = triton_attention.short_attention(q, kt, v, added, 0.3, False)
+        close(found, attended(q, kt, v, added.double(), 0.3), 2 * ULP, 4 * ULP)
+    # The least number of BF16 swallows the products, so that such rows are uniform.
+    least = torch.zeros(batch, 1, 1, keys, dtype=torch.float32)
+    least[-1] = torch.finfo(torch.bfloat16).min
+    found = triton_attention.short_attention(q, kt, v, least, 0.3, False)
+    close(found[-1], v[-1].double().mean(1)[None].expand(queries, heads, d), 2 * ULP, 4 * ULP)
 
 
 if __name__ == "__main__":

@@ -167,6 +167,10 @@ def test_options_become_settings() -> None:
     told = inductor_options(Settings(max_autotune=True), Compilers("/x/g++", "/x/gcc"), Path("/scratch/rows"))
     assert (told["max_autotune"], told["cpp.cxx"]) == (True, (None, "/x/g++"))
     assert told["aot_inductor.output_path"] == "/scratch/rows"
+    assert told["cpp.vec_isa_ok"] is None
+    # Beside a GPU nobody asks for the processor's vector instructions.
+    beside = inductor_options(Settings(), Compilers("/x/g++", "/x/gcc"), Path("/scratch/rows"), "sm90")
+    assert beside["cpp.vec_isa_ok"] is False
     # A misspelt option would be refused by PyTorch only while it compiles.
     known = torch._inductor.config.get_config_copy()
     assert set(told) <= set(known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
-from loka_onnx.engines.inductor.kernels import triton_product, triton_token_concat  # noqa: E402
+from loka_onnx.engines.inductor.kernels import (  # noqa: E402
+    triton_attention,
+    triton_product,
+    triton_token_concat,
+)
 from loka_onnx.engines.inductor.kernels.products import Tile  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
@@ -100,3 +105,48 @@ def test_a_mix_of_tokens_is_read_along_its_rows(others: int, mix_first: bool) ->
     # Four numbers of FP32 at once, and products on tensor cores.
     assert made.asm["ptx"].count("ld.global.v4") >= 4
     assert "mma" in made.asm["ptx"]
+
+
+def short_attention(queries: int, keys: int, width: int, heads: int = 8, **mask: Any) -> Any:
+    """Of views of one product, with heads of a token beside each other."""
+    shape, row = triton_attention.Shape.of(queries, keys, width), 3 * heads * width
+    constants: dict[str, Any] = {}
+    for name, axes in (("Q", "BHQD"), ("K", "BHDK"), ("V", "BHKD")):
+        strides = {"B": 128 * row, "H": width, "D": 1}
+        constants |= {f"{name}{axis}": strides.get(axis, row) for axis in axes}
+    constants |= {"MB": 0, "MH": 0, "MQ": 0, "MK": 1, "ADDED": False, "KEEP": False, "DROP": False} | mask
+    constants |= {"HEADS": heads, "QUERIES": queries, "KEYS": keys, "D": width}
+    constants |= {"Q2": shape.queries, "K2": shape.keys, "D2": shape.width}
+    kernel = triton_attention._loka_short_attention_kernel
+    return compiled(kernel, constants, kinds={"scale": "fp64"}, num_warps=shape.warps)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "product", "warps"),
+    [
+        ((104, 104, 16), "wgmma.mma_async", 4),
+        ((2, 100, 16), "mma.sync.aligned.m16n8k16", 1),
+        ((256, 128, 128), "wgmma.mma_async", 4),
+        ((50, 50, 128), "wgmma.mma_async", 4),
+        ((256, 256, 64), "mma.sync.aligned.m16n8k16", 4),
+        ((2, 256, 64), "mma.sync.aligned.m16n8k16", 4),
+    ],
+)
+def test_short_attention_is_computed_on_tensor_cores(
+    sizes: tuple[int, int, int], product: str, warps: int
+) -> None:
+    """InterFormer's sequence, and its pooling; the largest tiles of `is_short`."""
+    made = short_attention(*sizes)
+    ptx = made.asm["ptx"]
+    assert product in ptx
+    assert made.metadata.num_warps == warps
+    # Two programs fit a multiprocessor; eight numbers are read at once from views.
+    assert 2 * made.metadata.shared <= SHARED_BYTES
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 3
+    assert "ld.global.b16" not in ptx
+
+
+@pytest.mark.parametrize("mask", [{"ADDED": True}, {"ADDED": True, "MQ": 104}], ids=str)
+def test_a_mask_of_keys_is_read_once(mask: dict[str, Any]) -> None:
+    loads = [len(re.findall("ld.global", short_attention(104, 104, 16, **m).asm["ptx"])) for m in ({}, mask)]
+    assert 0 < loads[1] - loads[0] <= (64 if "MQ" in mask else 2)

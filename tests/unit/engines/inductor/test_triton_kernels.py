@@ -14,7 +14,17 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 
 @pytest.mark.parametrize(
-    "kernel", ["factorization", "token_norm", "product", "half_product", "concat", "token_concat"]
+    "kernel",
+    [
+        "factorization",
+        "token_norm",
+        "product",
+        "half_product",
+        "concat",
+        "token_concat",
+        "attention",
+        "attention_masks",
+    ],
 )
 def test_a_kernel_computes_what_it_says(kernel: str) -> None:
     script = Path(__file__).with_name("interpreted_kernels.py")

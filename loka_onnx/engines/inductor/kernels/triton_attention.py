@@ -1,0 +1,219 @@
+"""Attention whose keys fit one tile, from and to tensors of any strides.
+
+softmax(s · Q·Kᵀ + mask) · V of each example and head, with all its keys at once: there is no running maximum,
+and nothing is rescaled. In FP32 but for the factors of both products, which are rounded as the graph rounds
+them: probabilities after their sum has divided them. A row that is masked throughout by −∞ is 0.
+
+A program holds a tile of queries of one head. In memory, heads of a token are beside each other, and so are
+the programs of them: what one of them leaves of a line of the cache, the next ones read. A head of 16 numbers
+is a sector of 32 bytes, the least that is read at all; a loop over heads in one program would read no less.
+Strides are constants of the kernel, so that loads of views of one merged product are as wide as those of
+tensors of their own, and no copy is made in front of it. Rows of the result are those of the next product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+MOST_QUERIES = 64
+"""Of a program: rows of one instruction of four warps on Hopper."""
+MOST_PRODUCTS = 1 << 13
+"""Of a program. Compiled for Hopper, 64 queries of 256 keys took 193 registers of each of eight warps."""
+MOST_WARPS = 4
+PRODUCTS, LOADED = 64, 128
+"""Numbers of a thread, where there are warps enough: of FP32, and of keys, each half a register."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tile of a program, each side a power of two of at least 16.
+
+    Attributes:
+        queries: Rows of it.
+        keys: All of a head.
+        width: Numbers of a head.
+    """
+
+    queries: int
+    keys: int
+    width: int
+
+    @classmethod
+    def of(cls, queries: int, keys: int, width: int) -> Shape:
+        """Tile for a number of queries, keys, and numbers of a head."""
+        rows, columns, depth = (max(16, triton.next_power_of_2(size)) for size in (queries, keys, width))
+        return cls(max(16, min(rows, MOST_QUERIES, MOST_PRODUCTS // columns)), columns, depth)
+
+    @property
+    def warps(self) -> int:
+        """As few as hold it in registers: one needs no barriers."""
+        made = self.queries * max(self.keys, self.width) // PRODUCTS
+        lanes = max(made, self.keys * self.width // LOADED)
+        return min(max(lanes // 32, 1), MOST_WARPS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _loka_short_attention_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    kt_ptr,
+    v_ptr,
+    mask_ptr,
+    out_ptr,
+    scale,
+    QB: tl.constexpr,
+    QH: tl.constexpr,
+    QQ: tl.constexpr,
+    QD: tl.constexpr,
+    KB: tl.constexpr,
+    KH: tl.constexpr,
+    KD: tl.constexpr,
+    KK: tl.constexpr,
+    VB: tl.constexpr,
+    VH: tl.constexpr,
+    VK: tl.constexpr,
+    VD: tl.constexpr,
+    MB: tl.constexpr,
+    MH: tl.constexpr,
+    MQ: tl.constexpr,
+    MK: tl.constexpr,
+    ADDED: tl.constexpr,
+    KEEP: tl.constexpr,
+    DROP: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    Q2: tl.constexpr,
+    K2: tl.constexpr,
+    D2: tl.constexpr,
+):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    TILES: tl.constexpr = (QUERIES + Q2 - 1) // Q2
+    head = tl.program_id(0) % HEADS
+    tile = tl.program_id(0) // HEADS % TILES
+    example = (tl.program_id(0) // (HEADS * TILES)).to(tl.int64)
+    rows, keys, columns = tile * Q2 + tl.arange(0, Q2), tl.arange(0, K2), tl.arange(0, D2)
+    in_rows, in_keys, in_d = rows < QUERIES, keys < KEYS, columns < D
+    q = tl.load(
+        q_ptr + example * QB + head * QH + rows[:, None] * QQ + columns[None, :] * QD,
+        mask=in_rows[:, None] & in_d[None, :],
+        other=0.0,
+    )
+    kt = tl.load(
+        kt_ptr + example * KB + head * KH + columns[:, None] * KD + keys[None, :] * KK,
+        mask=in_d[:, None] & in_keys[None, :],
+        other=0.0,
+    )
+    v = tl.load(
+        v_ptr + example * VB + head * VH + keys[:, None] * VK + columns[None, :] * VD,
+        mask=in_keys[:, None] & in_d[None, :],
+        other=0.0,
+    )
+    # Powers of two are what the hardware has. The least numbers of BF16, as a mask, times log2(e) would be −∞
+    # and no longer equal: with an added mask it comes after the subtraction.
+    factor = tl.cast(scale, tl.float32) * (1.0 if ADDED else LOG2E)
+    scores = tl.dot(q, kt) * factor + tl.where(in_keys, 0.0, float("-inf"))[None, :]
+    if ADDED or KEEP or DROP:
+        mask_ptr += example * MB + head * MH
+        if MQ == 0:
+            mask = tl.load(mask_ptr + keys * MK, mask=in_keys, other=0)[None, :]
+        else:
+            inside = in_rows[:, None] & in_keys[None, :]
+            mask = tl.load(mask_ptr + rows[:, None] * MQ + keys[None, :] * MK, mask=inside, other=0)
+        if ADDED:
+            scores += mask.to(tl.float32)
+        elif KEEP:
+            scores = tl.where(mask, scores, float("-inf"))
+        else:
+            scores = tl.where(mask, float("-inf"), scores)
+    peak = tl.max(scores, 1)
+    # ∞ − ∞ would be NaN where all of a row is masked.
+    scores -= tl.where(peak == float("-inf"), 0.0, peak)[:, None]
+    shares = tl.exp2(scores * LOG2E if ADDED else scores)
+    total = tl.sum(shares, 1)
+    shares *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    found = tl.dot(shares.to(q.dtype), v)
+    place = (example * QUERIES + rows[:, None]) * (HEADS * D) + head * D + columns[None, :]
+    tl.store(out_ptr + place, found.to(q.dtype), mask=in_rows[:, None] & in_d[None, :])
+
+
+@triton_op("loka::short_attention", mutates_args={})
+def short_attention(
+    q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None, scale: float, drop: bool
+) -> Tensor:
+    """Launch it.
+
+    Args:
+        q: (batch, heads, queries, d), BF16 or FP16. Strides of all tensors are numbers, even where the batch
+            is none yet.
+        kt: (batch, heads, d, keys) of the same type.
+        v: (batch, heads, keys, d) of the same type.
+        mask: Of the rank of q, axes (batch, heads, queries, keys), all but the last one of that length or 1:
+            what is added, or, where it is boolean, chooses which products become −∞.
+        scale: Of the products; positive.
+        drop: Whether a boolean mask is true where products become −∞, and not where they stay.
+
+    Returns:
+        (batch, queries, heads, d), of the type of q, contiguous.
+    """
+    (batch, heads, queries, d), keys = q.shape, v.shape[2]
+    shape = Shape.of(queries, keys, d)
+    out = torch.empty((batch, queries, heads, d), dtype=q.dtype, device=q.device)
+    chooses = mask is not None and mask.dtype is torch.bool
+    qb, qh, qq, qd = q.stride()
+    kb, kh, kd, kk = kt.stride()
+    vb, vh, vk, vd = v.stride()
+    mb, mh, mq, mk = (0,) * 4 if mask is None else broadcast_strides(mask)
+    tiles = triton.cdiv(queries, shape.queries)
+    wrap_triton(_loka_short_attention_kernel)[(batch * heads * tiles,)](
+        q,
+        kt,
+        v,
+        # A pointer that is not used still has to point somewhere.
+        q if mask is None else mask,
+        out,
+        scale,
+        QB=qb,
+        QH=qh,
+        QQ=qq,
+        QD=qd,
+        KB=kb,
+        KH=kh,
+        KD=kd,
+        KK=kk,
+        VB=vb,
+        VH=vh,
+        VK=vk,
+        VD=vd,
+        MB=mb,
+        MH=mh,
+        MQ=mq,
+        MK=mk,
+        ADDED=mask is not None and not chooses,
+        KEEP=chooses and not drop,
+        DROP=chooses and drop,
+        HEADS=heads,
+        QUERIES=queries,
+        KEYS=keys,
+        D=d,
+        Q2=shape.queries,
+        K2=shape.keys,
+        D2=shape.width,
+        num_warps=shape.warps,
+    )
+    return out
+
+
+def broadcast_strides(tensor: Tensor) -> list[int]:
+    """Strides with which a tensor is read along axes that it has once, and that others have more often."""
+    # A batch that is not known yet is not 1.
+    return [
+        0 if isinstance(length, int) and length == 1 else stride
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
