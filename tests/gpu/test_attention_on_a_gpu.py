@@ -1,6 +1,7 @@
 """A package with fused attention: that a kernel for it is called, and that it answers as the graph says.
 
-On the CPU PyTorch has a kernel of its own.
+On the CPU PyTorch has a kernel of its own; on a GPU this project has one where keys are few, which is also
+compared with float64 by itself.
 """
 
 from __future__ import annotations
@@ -25,19 +26,24 @@ from loka_onnx.core.engine import EngineArtifact  # noqa: E402
 from loka_onnx.core.formats import Precision  # noqa: E402
 from loka_onnx.core.site import SiteKind  # noqa: E402
 from loka_onnx.engines.inductor.backend import InductorBackend  # noqa: E402
+from loka_onnx.engines.inductor.site_precision import product_calls  # noqa: E402
 from loka_onnx.sessions.inductor_package import read_engine, read_sources  # noqa: E402
 
 TOKENS, WIDTH, HEADS, SEEDS, ROWS, EMPTY = 100, 32, 2, 60, 16, 2
 """Keys are no multiple of 8, as kernels want of a mask in memory; all tokens of row `EMPTY` are masked."""
+AGAIN = 3
+"""How often they are repeated for attention that is not short."""
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.slow),
     pytest.param("gpu", marks=[pytest.mark.slow, pytest.mark.gpu]),
 ]
 KERNELS = {True: {"flash_for_cpu"}, False: {"flash", "efficient", "cudnn"}}
 """By whether it is the CPU; PyTorch 2.11 took cuDNN's on an H100. None is the composition of products."""
+SHORT, OWN = 5, "loka.short_attention.default"
+"""How many of the attentions our own kernel takes on a GPU: all but the repeated one."""
 SITES = tuple(
     f"{name}.{part}"
-    for name in ("whole", "few", "masked", "finite", "single")
+    for name in ("whole", "few", "masked", "finite", "long", "single")
     for part in ("compare", "attend")
 )
 CALLS = re.compile(
@@ -47,7 +53,7 @@ INT64, BOOL = onnx.TensorProto.INT64, onnx.TensorProto.BOOL
 
 
 def attentions(folder: Path) -> TinyModel:
-    """Of all tokens, of a few queries, with a mask of keys, and without heads, beside each other."""
+    """Of all tokens, of a few queries, with a mask of keys, of repeated keys, and without heads."""
     folder.mkdir(parents=True)
     w = GraphWriter(Precision.BF16)
     x = w.enter("x")
@@ -61,10 +67,12 @@ def attentions(folder: Path) -> TinyModel:
             "Transpose", [w.op("Reshape", [made, shape], f"{name}/heads")], f"{name}/turned", perm=order
         )
 
-    def attention(name: str, queries: str, count: int, mask: str = "") -> str:
+    def attention(name: str, queries: str, count: int, mask: str = "", again: int = 1) -> str:
         q = part(f"{name}.q", queries, count, HEADS, [0, 2, 1, 3])
+        tokens = w.op("Concat", [x] * again, f"{name}/again", axis=1) if again > 1 else x
         kt, v = (
-            part(f"{name}.{n}", x, TOKENS, HEADS, o) for n, o in (("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3]))
+            part(f"{name}.{n}", tokens, again * TOKENS, HEADS, o)
+            for n, o in (("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3]))
         )
         scores = w.op("MatMul", [q, kt], f"{name}.compare")
         last = w.op("Mul", [scores, w.constant("scale", (WIDTH // HEADS) ** -0.5)], f"{name}/scaled")
@@ -101,6 +109,7 @@ def attentions(folder: Path) -> TinyModel:
         attention("few", seeds, SEEDS),
         attention("masked", x, TOKENS, mask),
         attention("finite", x, TOKENS, finite),
+        attention("long", x, TOKENS, again=AGAIN),
     ]
     w.leave(w.op("Concat", [*rows, single("single")], "rows", axis=1))
     for name in SITES:
@@ -137,10 +146,13 @@ def test_kernels_of_attention_are_called(built: Built) -> None:
     engine = read_engine(built.engine)
     kernels = {site.site: site.kernel for site in engine.sites}
     assert {name: kernels[name] for name in SITES} == dict.fromkeys(SITES, "fused Attention")
+    on_cpu = built.artifact.architecture == "cpu"
     for program in engine.programs:
         sources = read_sources(built.engine, program.name)
         called = [kind + where for text in sources for kind, where in CALLS.findall(text)]
-        assert len(called) == 5 and {*called} <= KERNELS[built.artifact.architecture == "cpu"], program.name
+        own = product_calls(sources)[OWN]
+        assert (len(called), own) == ((6, 0) if on_cpu else (1, SHORT)), program.name
+        assert {*called} <= KERNELS[on_cpu], program.name
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 16])
@@ -152,7 +164,7 @@ def test_it_answers_as_the_graph_says(built: Built, rows: int) -> None:
     # Softmax of a row that is masked throughout is NaN, before the guard.
     with np.errstate(invalid="ignore"):
         exact = reference.run(None, built.inputs(rows))[0]
-    assert found.shape == exact.shape == (rows, (4 * TOKENS + SEEDS) * WIDTH)
+    assert found.shape == exact.shape == (rows, (5 * TOKENS + SEEDS) * WIDTH)
     error = np.abs(found - exact)
     # BF16 has 8 bits: factors, products and results are rounded, of values up to 4.
     assert 1e-5 < error.mean() < 0.01
@@ -161,3 +173,64 @@ def test_it_answers_as_the_graph_says(built: Built, rows: int) -> None:
     if rows > EMPTY:
         assert not found[EMPTY, masked].any()
     assert np.abs(found[:EMPTY, masked]).max() > 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("float8_gpu")
+@pytest.mark.parametrize("base", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", ["none", "added", "keep", "drop", "keys", "least"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(8, 104, 104, 16), (8, 2, 100, 16), (1, 50, 50, 128), (3, 70, 17, 24), (2, 256, 256, 64)],
+    ids=str,
+)
+def test_short_attention_is_exact(sizes: tuple[int, int, int, int], mask: str, base: Any) -> None:
+    """Of views of one product; `EMPTY` is masked throughout. The next product takes the result as it is."""
+    from loka_onnx.engines.inductor.kernels.triton_attention import short_attention
+
+    heads, queries, keys, width = sizes
+    merged = torch.randn(ROWS, max(queries, keys), 3 * heads * width, device="cuda").to(base)
+    q, k, v = (part.unflatten(2, (heads, width)).transpose(1, 2) for part in merged.chunk(3, 2))
+    q, kt, v = q[:, :, :queries], k[:, :, :keys].transpose(2, 3), v[:, :, :keys]
+    shape = (ROWS, 1, 1, keys) if mask in {"keys", "least"} else (ROWS, heads, queries, keys)
+    drop = torch.rand(shape, device="cuda") < 0.4
+    drop[EMPTY] = True
+    lowest = torch.finfo(torch.bfloat16).min if mask == "least" else float("-inf")
+    added = torch.zeros(shape, device="cuda").masked_fill(drop, lowest)
+    if mask == "added":
+        added += torch.randn(shape, device="cuda").to(base).float()
+    given = {"none": None, "keep": ~drop, "drop": drop, "least": added}.get(mask, added.to(base))
+    scale = width**-0.5
+    found = short_attention(q, kt, v, given, scale, mask == "drop")
+    assert found.dtype is base and found.is_contiguous() and found.shape == (ROWS, queries, heads, width)
+    scores = q.double() @ kt.double() * scale
+    if mask == "least":
+        # It swallows what it is added to, so that a row of it is uniform.
+        scores = torch.where(drop.all(-1, keepdim=True), 0.0, scores.masked_fill(drop, float("-inf")))
+    elif mask != "none":
+        scores = scores + added.double()
+    shares = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+    exact = (shares @ v.double()).transpose(1, 2)
+    # Probabilities and results are rounded; values are up to 5.
+    unit = torch.finfo(base).eps
+    torch.testing.assert_close(found.double(), exact, rtol=2 * unit, atol=4 * unit)
+    if mask not in {"none", "least"}:
+        assert not found[EMPTY].any()
+    assert exact[0].abs().max() > 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("float8_gpu")
+def test_short_attention_takes_any_strides() -> None:
+    """Kᵀ and V whose last axis is not contiguous, and one Q of all examples."""
+    from loka_onnx.engines.inductor.kernels.triton_attention import short_attention
+
+    q = torch.randn(1, 2, 5, 16, device="cuda").bfloat16().expand(ROWS, -1, -1, -1)
+    kt, v = (torch.randn(ROWS, 2, 16, 33, device="cuda").bfloat16() for _ in range(2))
+    found = short_attention(q, kt, v.transpose(2, 3), None, 0.25, False)
+    plain = short_attention(q.contiguous(), kt, v.transpose(2, 3).contiguous(), None, 0.25, False)
+    assert torch.equal(found, plain)
+    shares = torch.softmax(q.double() @ kt.double() * 0.25, dim=-1)
+    unit = torch.finfo(torch.bfloat16).eps
+    exact = (shares @ v.transpose(2, 3).double()).transpose(1, 2)
+    torch.testing.assert_close(found.double(), exact, rtol=2 * unit, atol=4 * unit)

@@ -368,6 +368,15 @@ def mixed_tokens() -> tuple[Any, Callable[[], Any]]:
 
 
 @replayed
+def short_attention() -> tuple[Any, Callable[[], Any]]:
+    from loka_onnx.engines.inductor.kernels.triton_attention import short_attention as kernel
+
+    merged = random(9, 104, 3 * 128, base=torch.bfloat16)
+    q, k, v = (part.unflatten(2, (8, 16)).transpose(1, 2) for part in merged.chunk(3, 2))
+    return merged, lambda: kernel(q, k.transpose(2, 3), v, None, 0.25, False)
+
+
+@replayed
 def float8_product() -> tuple[Any, Callable[[], Any]]:
     case = Product.of((513, 256, 1024), torch.bfloat16, EPILOGUES["cross"])
     return case.x0, lambda: case.run(tiles(1)[len(TILES) - 2], 4.0)[1]

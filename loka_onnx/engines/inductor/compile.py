@@ -404,8 +404,8 @@ def _compile_program(build: Build, module: Any, program: Program) -> tuple[Progr
                 remedy="cast it inside the model to float32",
             )
     args, kwargs = exported.example_inputs
-    output = build.scratch / program.name
-    options = inductor_options(build.settings, build.compilers, output, build.request.architecture)
+    files_of = build.scratch / program.name
+    options = inductor_options(build.settings, build.compilers, files_of, build.request.architecture)
     with clocked(f"program '{program.name}' compiled"):
         files: Any = torch._inductor.aot_compile(
             exported.module(check_guards=False), args, kwargs, options=options

@@ -61,9 +61,11 @@ TORCH_MODULES |= {
         "kernels.operators",
         "kernels.packages",
         "kernels.products",
+        "kernels.triton_attention",
         "kernels.triton_concat",
         "kernels.triton_factorization",
         "kernels.triton_product",
+        "kernels.triton_token_concat",
         "kernels.triton_token_norm",
     )
 }

@@ -10,6 +10,7 @@ from loka_onnx.engines.inductor.fusions.concat_quantize import fuse_concat_quant
 from loka_onnx.engines.inductor.fusions.factorization_norm import fuse_factorization_norm
 from loka_onnx.engines.inductor.fusions.float8_product import fuse_float8_product
 from loka_onnx.engines.inductor.fusions.half_product import fuse_half_product
+from loka_onnx.engines.inductor.fusions.merged_bias import fuse_merged_bias
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.fusions.token_concat import fuse_token_concat
 from loka_onnx.engines.inductor.fusions.token_residual_norm import fuse_token_residual_norm
@@ -20,11 +21,12 @@ FUSIONS: Mapping[str, Fusion] = {
     "attention": fuse_attention,
     "token-concat": fuse_token_concat,
     "concat-quantize": fuse_concat_quantize,
+    "merged-bias": fuse_merged_bias,
     "float8-product": fuse_float8_product,
     "half-product": fuse_half_product,
 }
-"""By name. Products come last: a Q that a norm takes along is not theirs. Mixes of tokens that no norm
-follows come after those with one."""
+"""By name. Products come last, behind what gives them their bias: a Q that a norm takes along is not theirs.
+Mixes of tokens that no norm follows come after those with one."""
 
 
 def fuse(graph: PlannedGraph) -> FusionReport:

@@ -175,8 +175,8 @@ def short_attention(
         q,
         kt,
         v,
-        # A pointer that is not used still has to point somewhere.
-        q if mask is None else mask,
+        # A pointer that is not used still has to point somewhere; of q the compiler may write a copy for it.
+        q.new_empty(1) if mask is None else mask,
         out,
         scale,
         QB=qb,

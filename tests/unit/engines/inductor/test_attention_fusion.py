@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,13 @@ pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]
 
 import torch
 from fusion_models import BATCH, BF16, FP8, RANDOM, ULP, Model, bf16, fused, ops, run
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from loka_onnx.engines.inductor.backend import InductorBackend
+from loka_onnx.engines.inductor.exported import products_of
 from loka_onnx.engines.inductor.fusions import DOMAIN, fuse
-from loka_onnx.engines.inductor.fusions.attention import MOVEMENTS
+from loka_onnx.engines.inductor.fusions.attention import MOVEMENTS, is_short
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.lowering.model import lower
 from loka_onnx.engines.inductor.lowering.registry import OPERATORS
@@ -358,17 +362,90 @@ def test_probabilities_that_are_the_output_stay(tmp_path: Path) -> None:
     assert report.declined["attention"] == ("attend: 'p' is read by leave p as well",)
 
 
-def test_few_queries_are_left_to_the_compiler(tmp_path: Path) -> None:
-    """A kernel takes as long for them as for a whole tile."""
-    model = attention(Form())
-    model.constant("one.row", np.array([1], np.int64)).constant("queries", np.array([2], np.int64))
-    model.constant("zero.row", np.array([0], np.int64))
-    position = next(i for i, node in enumerate(model.nodes) if node.name == "compare")
-    model.nodes[position].input[0] = "few"
-    model.add("Slice", ["q", "zero.row", "one.row", "queries"], "few")
-    model.nodes.insert(position, model.nodes.pop())
-    _, report = fused(model, tmp_path)
-    assert report.declined["attention"] == ("attend: 1 queries of 60 keys are too few to gain by it",)
+def with_few(model: Model, which: str, count: int) -> Model:
+    """Q alone, or Kᵀ and V, of the first tokens."""
+    model.constant("from", np.array([0], np.int64)).constant("until", np.array([count], np.int64))
+    axes = {"q": 2} if which == "queries" else {"kt": 3, "v": 2}
+    for name, axis in axes.items():
+        model.constant(f"axis{axis}", np.array([axis], np.int64))
+        place, position = (1, "attend") if name == "v" else (("q", "kt").index(name), "compare")
+        at = next(i for i, node in enumerate(model.nodes) if node.name == position)
+        model.nodes[at].input[place] = f"few.{name}"
+        model.add("Slice", [name, "from", "until", f"axis{axis}"], f"few.{name}")
+        model.nodes.insert(at, model.nodes.pop())
+    return model
+
+
+def test_few_queries_are_fused_for_our_own_kernel(tmp_path: Path) -> None:
+    graph, report = fused(with_few(attention(Form()), "queries", 2), tmp_path)
+    (place,) = report.fused["attention"]
+    assert place.sites == ("compare", "attend")
+    graph.save(tmp_path / "fused.onnx")
+    x = numbers()
+    (got,), (planned,) = run(tmp_path / "fused.onnx", x), run(tmp_path / "planned.onnx", x)
+    assert got.shape == (BATCH, HEADS, 2, WIDTH)
+    np.testing.assert_allclose(got, planned, rtol=4 * ULP, atol=4 * ULP * np.abs(planned).max())
+
+
+@pytest.mark.parametrize("keys", [15, 16])
+def test_few_keys_are_left_to_the_compiler(keys: int, tmp_path: Path) -> None:
+    """A tile would be mostly padding."""
+    _, report = fused(with_few(attention(Form()), "keys", keys), tmp_path)
+    if keys < 16:
+        reason = "attend: 60 queries of 15 keys are too few to gain by it"
+        assert report.declined["attention"] == (reason,)
+    else:
+        assert len(report.fused["attention"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((104, 104, 16), True),
+        ((2, 100, 16), True),
+        ((256, 256, 64), True),
+        ((257, 256, 64), False),
+        ((2, 257, 16), False),
+        ((2, 15, 16), False),
+        ((2, 128, 128), True),
+        ((2, 129, 128), False),
+        ((2, 16, 136), False),
+    ],
+)
+def test_our_own_kernel_takes_keys_of_one_tile(sizes: tuple[int, int, int], expected: bool) -> None:
+    assert is_short(*sizes) is expected
+
+
+@pytest.mark.parametrize("mask", ["", "float"])
+@pytest.mark.parametrize("rank", [3, 4])
+def test_on_a_gpu_views_are_handed_to_our_own_kernel(rank: int, mask: str, tmp_path: Path) -> None:
+    """Nothing is copied in front of it, nor behind; on tensors without values, so that no GPU is needed."""
+    pytest.importorskip("triton", reason="needs triton: pip install --group dev")
+    graph, _ = fused(attention(Form(rank=rank, mask=mask)), tmp_path)
+    graph.save(tmp_path / "fused.onnx")
+    module = lower(tmp_path / "fused.onnx").eval()
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
+        module._apply(lambda tensor: torch.empty_like(tensor, device="cuda"))
+        example = (torch.empty(BATCH, TOKENS, 24, device="cuda"),)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    with torch.no_grad():
+        program = torch.export.export(
+            module, example, dynamic_shapes=module.dynamic_shapes(batch), strict=False
+        )
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("loka.short_attention.default") == 1
+    assert not [name for name in targets if re.search("clone|contiguous|copy|softmax|scaled_dot", name)]
+    (node,) = (node for node in program.graph.nodes if "short_attention" in str(node.target))
+    q, kt, v, masks = (each and each.meta["val"] for each in node.args[:4])
+    row = 3 * WIDTH * (HEADS if rank == 4 else 1)
+    axes = [0, 1, 2, 3] if rank == 4 else [0, 2, 3]
+    strides = {0: TOKENS * row, 1: WIDTH, 2: row, 3: 1}
+    assert [[each.stride(axis) for axis in axes] for each in (q, v, kt.transpose(2, 3))] == [
+        [strides[axis] for axis in axes]
+    ] * 3
+    assert (masks is None) == (not mask)
+    (product,) = (each for each in products_of(program.graph) if each.operator.startswith("loka."))
+    assert product.operands == ("bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize("mask", ["finite", "not a constant"])
