@@ -10,16 +10,11 @@ the kernels do anyway: such a row gives 0, with or without one. Factors of Q and
 A finite mask that BF16 holds is added all the same, and a row of it is uniform (`kernels.operators`).
 
 The compiler writes the (batch, heads, q, k) products to memory and reads them again, and so the
-probabilities; these kernels keep them on the chip, and sums in FP32. PyTorch chooses among its kernels: on an
-H100 it took cuDNN's. InterFormer at a batch of 1024 (H100, PyTorch 2.11, BF16, built by hand, one run) took
-2421 µs in place of 3282 with the attention of its 104 tokens fused, and 2650 where that of 2 queries was
-fused as well: that kernel took 132 µs for 2 queries of 100 keys, and 134 for 104 of 104. So few are left to
-the compiler (`LEAST`).
+probabilities; a fused kernel keeps them on the chip, and sums in FP32. Where the keys of a head fit one tile,
+it is one of this project's own on a GPU (`is_short`, `kernels.triton_attention`), else one of PyTorch's,
+which chooses itself; on an H100 it took cuDNN's, which pays from `LEAST` products on.
 
 Heads of a multiple of 8 numbers, 256 at most, are fused; what PyTorch makes of others was not tried.
-
-Where the keys of a head fit one tile, a kernel of this project's own takes the place of PyTorch's on a GPU
-(`is_short`, `kernels.triton_attention`), and few queries are fused as well.
 """
 
 from __future__ import annotations
@@ -45,9 +40,8 @@ OP = f"{DOMAIN}::Attention"
 MULTIPLE, MOST = 8, 256
 """What d must be a multiple of, and the most it may be."""
 LEAST = 3000
-"""Products of queries with keys, of one head, from which on it pays. With 1024 examples of 8 heads of 16
-numbers (H100), 2304 took 165 µs in place of 137, and 3328 took 177 in place of 219; with one head of 128,
-2500 were even."""
+"""Products of queries with keys, of one head, from which on PyTorch's kernels pay, by hand on an H100: with
+1024 examples of 8 heads of 16 numbers 2304 took 165 µs in place of 137, and 3328 took 177 in place of 219."""
 SHORT_KEYS = range(16, 257)
 """Keys that one tile of our own kernel holds; fewer would be more than half padding."""
 SHORT_QUERIES, SHORT_WIDTH, SHORT_ELEMENTS = 256, 128, 1 << 14
@@ -92,10 +86,10 @@ class _Found:
 def is_short(queries: int, keys: int, width: int) -> bool:
     """Whether a GPU takes our own kernel for an attention (`kernels.triton_attention`), and not PyTorch's.
 
-    This one rule says both what is fused below `LEAST` and what the lowering calls. It was NOT timed on a GPU
-    yet, and follows from sizes alone: keys of a head are one tile, and with its values, a tile of queries
-    and probabilities two programs and more fit a multiprocessor. With many queries PyTorch's kernels read
-    keys as often, and hide it better.
+    This one rule says both what is fused below `LEAST` and what the lowering calls. It follows from sizes:
+    keys of a head are one tile, and with its values, a tile of queries and probabilities two programs and
+    more fit a multiprocessor. On an H100, of 11 shapes of 200 to 10816 products it took .37 to .97 of the written-out
+    time (`benchmarks/records/attention-times.json`); more than 104 queries or keys were not timed.
 
     Args:
         queries: Of a head.
