@@ -88,8 +88,8 @@ def is_short(queries: int, keys: int, width: int) -> bool:
 
     This one rule says both what is fused below `LEAST` and what the lowering calls. It follows from sizes:
     keys of a head are one tile, and with its values, a tile of queries and probabilities two programs and
-    more fit a multiprocessor. On an H100, of 11 shapes of 200 to 10816 products it took .37 to .97 of the written-out
-    time (`benchmarks/records/attention-times.json`); more than 104 queries or keys were not timed.
+    more fit a multiprocessor. On an H100, of 11 shapes of 200 to 10816 products, it took .37 to .97 of the
+    written-out time (`benchmarks/records/attention-times.json`); more than 104 of either were not timed.
 
     Args:
         queries: Of a head.
