@@ -9,14 +9,15 @@ JOBS ?= 2
 venv: $(STAMP)
 
 # pip 25.1 is the first that reads dependency groups. recbole is only read as data (MovieLens 100K), never
-# imported; its dependencies would drag in half of PyPI. TensorRT for RTX has wheels for Linux x86-64 and
+# imported; its dependencies would drag in half of PyPI. tritonclient is a client in tests, and holds ml_dtypes
+# and protobuf back, which it works with as they are. TensorRT for RTX has wheels for Linux x86-64 and
 # Windows only, and Ray is late with wheels for a new Python: everything else works without them, but CI must
 # not lose them unseen.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -qq --upgrade 'pip>=25.1'
-	$(PIP) install -qq --constraint constraints.txt --editable '.[cpu,export]' --group dev
-	$(PIP) install -qq --constraint constraints.txt --no-deps recbole
+	$(PIP) install -qq --constraint constraints.txt --editable '.[cpu,export,sign,serve,registry,mlflow]' --group dev
+	$(PIP) install -qq --constraint constraints.txt --no-deps recbole tritonclient
 	$(PIP) install -qq --constraint constraints.txt --editable '.[tensorrt-rtx]' || { \
 	  test -z "$$CI" && echo "note: TensorRT for RTX cannot be installed here; its backend will say so"; }
 	$(PIP) install -qq --constraint constraints.txt --editable '.[ray]' || { \

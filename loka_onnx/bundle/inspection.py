@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.split import Part
-from loka_onnx.sessions.bundle_files import verify_bundle
+from loka_onnx.sessions.bundle_archive import verify_path
+from loka_onnx.sessions.bundle_documents import printable
 
 
-def inspect_bundle(directory: Path) -> str:
+def inspect_bundle(path: Path) -> str:
     """Verifies a bundle and describes it for a terminal.
+
+    Args:
+        path: Its directory, or its archive.
 
     Raises:
         BundleInvalid: It does not verify.
     """
-    return describe(verify_bundle(directory))
+    verified = verify_path(path)
+    signed = "".join(f"signed    claims key {key}, not verified\n" for key in verified.claimed)
+    return describe(verified.manifest) + (signed or "signed    no\n")
 
 
 def describe(manifest: Manifest) -> str:
     """What a manifest says, one line per fact, ending with a newline."""
     lines = [
         f"bundle written by {manifest.created_by}",
+        f"bundle    sha256 {manifest.seal}",
         f"model     sha256 {manifest.model_digest}",
+        f"lineage   sha256 {manifest.lineage_digest}",
         f"files     {len(manifest.files)}, {manifest.total_bytes:,} bytes",
         *(f"input     {t.name}: {t.dtype}{_shape(t.shape)}" for t in manifest.inputs),
         *(f"output    {t.name}: {t.dtype}{_shape(t.shape)}" for t in manifest.outputs),
@@ -42,10 +52,34 @@ def describe(manifest: Manifest) -> str:
             f"            {entry.backend} {entry.version} on {entry.architecture}; "
             f"batches of {entry.batch.min} to {entry.batch.max}; {entry.bytes:,} bytes",
             f"            loads on: {entry.portability or 'not stated'}",
+            f"            needs: {'; '.join(map(str, entry.requires)) or 'not stated'}",
+            *_measured(entry.evaluation),
             *(["            takes looked-up rows"] if entry.part is Part.DENSE else []),
         ]
     lines += [f"file      {f.sha256[:16]}… {f.bytes:>14,} {f.path}" for f in manifest.files]
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(printable, lines)) + "\n"
+
+
+def _measured(evaluation: Evaluation | None) -> Iterator[str]:
+    if evaluation is None:
+        yield "            not measured"
+        return
+    if not evaluation.outputs:
+        yield f"            {evaluation.status}"
+    for output in evaluation.outputs:
+        if output.difference is None:
+            continue
+        judged = output.difference.judged
+        yield (
+            f"            {output.output}: {output.difference.judged_name} {judged.value:.3g} "
+            f"[{judged.lower:.3g}, {judged.upper:.3g}] on {evaluation.rows} rows of {evaluation.split}; "
+            f"budget {output.budget:.3g}: {output.budget_status}"
+        )
+    for latency in evaluation.latencies:
+        yield (
+            f"            {latency.batch} rows: p50 {latency.p50_us:.1f} µs, p99 {latency.p99_us:.1f} µs "
+            f"on {latency.device}"
+        )
 
 
 def _cut(manifest: Manifest) -> list[str]:

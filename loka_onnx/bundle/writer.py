@@ -3,6 +3,7 @@
 Layout::
 
     manifest.json           what the bundle holds and why (`core.manifest.Manifest`)
+    signature.json          signatures of the manifest, where a key was given
     plans.json              the plans of the engines, scales included
     sample.npz              input/<name> and expected/<engine>/<output>
     engines/<id>/…          one directory per engine
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -28,9 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
-from loka_onnx.bundle.replace import staged_directory
+from loka_onnx.bundle.requirements import requirements_of
+from loka_onnx.bundle.signing import read_private_key, signature_text
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.devices import CPU
 from loka_onnx.core.digests import CHUNK_BYTES, digest_files
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
@@ -41,30 +43,36 @@ from loka_onnx.core.manifest import (
     EngineEntry,
     Manifest,
     SparseCut,
+    digest_lineage,
     path_problem,
     sample_expected_key,
     sample_input_key,
     sample_looked_up_key,
 )
 from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.seal import seal
 from loka_onnx.core.split import Part
-from loka_onnx.errors import BundleError, OutputError
+from loka_onnx.errors import BundleError
 from loka_onnx.sessions.bound_settings import settings_beside
 from loka_onnx.sessions.bundle_files import external_data_locations, verify_bundle
+from loka_onnx.sessions.bundle_signature import SIGNATURE_NAME
 from loka_onnx.sessions.migraphx_session import programs_beside
+from loka_onnx.sessions.replace import check_replaceable, staged_directory
 
 FALLBACK_ID = "fallback-fp32"
 
 
-def write_bundle(contents: BundleContents, directory: Path) -> Path:
+def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None = None) -> Path:
     """Writes a bundle atomically.
 
     The bundle is staged beside `directory`, verified as a loader would, synced and moved into place; a
-    reader sees the old bundle or the new one. What an interrupted write left is removed by the next.
+    reader sees the old bundle or the new one. What an interrupted write left is removed by the next. Equal
+    contents give equal bytes.
 
     Args:
         contents: What it is made of.
-        directory: Where it goes. An old bundle there is replaced as a whole.
+        directory: Where it goes. An old bundle there is replaced as a whole, with its signature.
+        key: Private key that the bundle is signed with before it takes its place; None leaves it unsigned.
 
     Returns:
         The bundle, with links resolved.
@@ -73,21 +81,26 @@ def write_bundle(contents: BundleContents, directory: Path) -> Path:
         BundleError: The contents contradict themselves: an engine without a file or altered since it was
             built, a sample that does not fit the model, a name that a bundle may not hold.
         OutputError: The place cannot be written, or holds something that is not a bundle.
+        ConfigError: The key cannot be read or is no Ed25519 private key.
+        MissingPackage: There is a key, and no `cryptography` to sign with.
     """
     destination = directory.resolve()
-    _check_destination(destination)
+    check_replaceable(destination)
     _check_sample(contents)
+    signer = None if key is None else read_private_key(key)
     with staged_directory(destination) as stage:
         writer = _Stage(stage)
         manifest = _write_files(contents, writer)
-        text = serde.dumps(manifest)
+        text = seal(serde.dumps(manifest))
         if len(text.encode()) > MAX_MANIFEST_BYTES:
             raise BundleError(
                 "the manifest is too large",
                 evidence=f"{len(text.encode())} bytes, the limit is {MAX_MANIFEST_BYTES}",
                 remedy="ship fewer engines",
             )
-        (stage / MANIFEST_NAME).write_text(text, encoding="utf-8")
+        writer.write_unlisted(text, MANIFEST_NAME)
+        if signer is not None:
+            writer.write_unlisted(signature_text(text.encode(), [signer]), SIGNATURE_NAME)
         # What was just copied is read back: a bundle that does not verify never takes the place of one
         # that does.
         verify_bundle(stage)
@@ -131,6 +144,11 @@ class _Stage:
         self._copied.setdefault((status.st_dev, status.st_ino), copied)
         return copied
 
+    def write_unlisted(self, text: str, name: str) -> None:
+        """Writes a document that the manifest does not list."""
+        (self.root / name).write_text(text, encoding="utf-8")
+        (self.root / name).chmod(0o644)
+
     def write_text(self, text: str, path: str) -> BundleFile:
         """Writes a text file."""
         self._place(path).write_text(text, encoding="utf-8")
@@ -140,7 +158,7 @@ class _Stage:
         """Writes an npz without pickled objects."""
         # Keys hold names of the model; as keyword arguments they could shadow those of savez.
         with self._place(path).open("wb") as stream:
-            np.savez(stream, allow_pickle=False, **dict(arrays))
+            np.savez(stream, allow_pickle=False, **{name: arrays[name] for name in sorted(arrays)})
         return self._record_written(path)
 
     def _place(self, path: str) -> Path:
@@ -202,6 +220,7 @@ def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:
         sample=SAMPLE_NAME,
         report=report,
         lineage=contents.lineage,
+        lineage_digest=digest_lineage(contents.lineage),
         versions=contents.versions,
         files=tuple(stage.files[path] for path in sorted(stage.files)),
         cut=cut,
@@ -243,6 +262,7 @@ def _write_engine(contents: BundleContents, engine: BundleEngine, stage: _Stage)
         tolerance=dict(engine.expectation.tolerance),
         evaluation=engine.evaluation,
         part=artifact.part,
+        requires=requirements_of(artifact.backend, artifact.backend_version, artifact.architecture),
     )
 
 
@@ -253,7 +273,7 @@ def _write_fallback(contents: BundleContents, stage: _Stage) -> EngineEntry:
         backend="onnxruntime",
         version=contents.versions.get("onnxruntime", ""),
         target="any",
-        architecture="cpu",
+        architecture=CPU,
         portability="any host with ONNX Runtime",
         plan="fp32",
         simulated=False,
@@ -263,6 +283,7 @@ def _write_fallback(contents: BundleContents, stage: _Stage) -> EngineEntry:
         digest=file.sha256,
         tolerance=dict(contents.fallback.tolerance),
         evaluation=None,
+        requires=requirements_of("onnxruntime", contents.versions.get("onnxruntime", ""), CPU),
     )
 
 
@@ -344,15 +365,3 @@ def _check_arrays(what: str, arrays: Mapping[str, npt.NDArray[Any]], specs: tupl
                 f"array '{spec.name}' of the {what} holds a value that is not finite",
                 remedy="pass rows that the model answers with finite numbers",
             )
-
-
-def _check_destination(destination: Path) -> None:
-    if not os.path.lexists(destination):
-        return
-    if destination.is_dir() and ((destination / MANIFEST_NAME).exists() or not any(destination.iterdir())):
-        return
-    raise OutputError(
-        f"'{destination}' is in the way",
-        evidence="it exists and is not a bundle, so it is not replaced",
-        remedy="choose another directory, or move it away",
-    )

@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from loka_onnx.cli.build import build
 from loka_onnx.cli.bundle import bundle
 from loka_onnx.cli.calibrate import calibrate
+from loka_onnx.cli.compare import compare_deployments
 from loka_onnx.cli.demo import demo
 from loka_onnx.cli.doctor import doctor
 from loka_onnx.cli.drift import drift
@@ -99,6 +100,7 @@ for _stage in (Stage.EVALUATE, Stage.REPORT):
     add_stage_verb(app, _stage)
 app.command()(refresh)
 app.command()(drift)
+app.command("compare")(compare_deployments)
 app.add_typer(bundle, name="bundle")
 app.command()(doctor)
 app.command()(schema)

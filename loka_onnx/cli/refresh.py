@@ -12,7 +12,7 @@ from rich.text import Text
 
 from loka_onnx.cli.outcome import print_outcome, print_written
 from loka_onnx.cli.progress import StageReporter
-from loka_onnx.cli.run import Overrides
+from loka_onnx.cli.run import Overrides, Sign
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.config import parse_overrides
 from loka_onnx.core.intervals import Interval
@@ -63,6 +63,7 @@ def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each opti
     require_fp8: Annotated[
         bool, typer.Option("--require-fp8", help="Exit with 3 if no FP8 plan is inside the budget.")
     ] = False,
+    sign: Sign = None,
 ) -> None:
     """Bring a finished run to a retrained model: keep its decisions, redo scales, build and certify."""
     terminal = terminal_of(context)
@@ -73,6 +74,7 @@ def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each opti
             force=force,
             resume=resume,
             may_fall_back=not no_fallback,
+            sign=sign,
             progress=reporter.progress,
             on_stage=reporter.on_stage,
         )

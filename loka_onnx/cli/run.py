@@ -27,6 +27,12 @@ Overrides = Annotated[
 ]
 
 
+Sign = Annotated[
+    Path | None,
+    typer.Option(metavar="KEY", help="Sign the bundle with this private key (PEM); see `bundle keygen`."),
+]
+
+
 def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     context: typer.Context,
     run_file: RunFile,
@@ -37,6 +43,7 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     require_fp8: Annotated[
         bool, typer.Option("--require-fp8", help="Exit with 3 if no FP8 plan is inside the budget.")
     ] = False,
+    sign: Sign = None,
 ) -> None:
     """Run the whole pipeline: from a trained model to a report and a bundle."""
     if force and resume:
@@ -46,9 +53,8 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
             remedy="give one of them",
         )
     terminal = terminal_of(context)
-    result = run_until(
-        terminal, read_run_file(run_file, output, overrides), RunOptions(force=force, resume=resume)
-    )
+    options = RunOptions(force=force, resume=resume, sign=sign)
+    result = run_until(terminal, read_run_file(run_file, output, overrides), options)
     print_outcome(terminal, result)
     if require_fp8 and result.report is not None:
         check_fp8(result.report)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar
 
 from loka_onnx.core.artifact import OutputSpec, TensorSpec
+from loka_onnx.core.digests import digest_json
 from loka_onnx.core.evaluation import Choice, Evaluation
 from loka_onnx.core.lineage import StageRecord
+from loka_onnx.core.seal import UNSEALED
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.split import Part
 
@@ -55,6 +58,41 @@ class BatchRange:
     max: int
 
 
+class Need(StrEnum):
+    """How a version that an engine needs is meant."""
+
+    EXACTLY = "exactly"
+    RELEASE = "same major and minor version"
+    AT_LEAST = "at least"
+    NOT_STATED = "not stated"
+    """It is needed, and nobody has said which version; the self-test of a loader decides."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a host must have for an engine.
+
+    Attributes:
+        name: The library by the name that its makers use, or ``NVIDIA driver``.
+        need: How `version` is meant.
+        version: The version; empty where it is not stated.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    need: Need
+    version: str = ""
+
+    def __str__(self) -> str:
+        """In words, for people."""
+        if self.need is Need.NOT_STATED:
+            return f"{self.name} (version not stated)"
+        if self.need is Need.RELEASE:
+            return f"{self.name} {self.version} (same major and minor version)"
+        return f"{self.name} {self.need} {self.version}"
+
+
 @dataclass(frozen=True)
 class EngineEntry:
     """One engine of a bundle.
@@ -77,6 +115,7 @@ class EngineEntry:
         evaluation: Measured accuracy and latency; None when it was not measured.
         part: ``whole`` where it takes the inputs of the manifest, ``dense`` where it takes what
             the cut passes on and looks up (`Manifest.inputs_of`).
+        requires: Libraries and drivers that the host must have, beside a device of the architecture.
     """
 
     __pydantic_config__ = STRICT
@@ -96,6 +135,7 @@ class EngineEntry:
     tolerance: dict[str, float]
     evaluation: Evaluation | None
     part: Part = Part.WHOLE
+    requires: tuple[Requirement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +160,7 @@ class SparseCut:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a bundle (`manifest.json`); the only file that it does not list.
+    """The manifest of a bundle (`manifest.json`); it lists every file but itself and the signature.
 
     Attributes:
         created_by: Package and version that wrote the bundle.
@@ -128,7 +168,7 @@ class Manifest:
         inputs: What a request holds.
         outputs: What an answer holds.
         judged: The outputs whose accuracy was judged, with their budgets.
-        engines: Emitted engines, the preferred one of each target first.
+        engines: Emitted engines, the preferred one of each target first; of any number of architectures.
         fallback: The exported FP32 model, which runs wherever ONNX Runtime does.
         choice: Why these engines were emitted.
         plans: Path of the plans document.
@@ -136,12 +176,15 @@ class Manifest:
             ``looked_up/<name>`` where the model was cut.
         report: Paths of the report's files.
         lineage: Stages that led here.
+        lineage_digest: `digest_lineage` of them.
         versions: Version of every library that took part.
         files: Every other file of the bundle, sorted by path.
         cut: Where the model was cut at its embeddings; None where every engine is of the whole.
+        seal: SHA-256 of the manifest's bytes with these digits as zeros (`core.seal`). As the manifest holds
+            the digest of every file, it names the content of the whole bundle.
     """
 
-    SCHEMA: ClassVar[str] = "bundle/4"
+    SCHEMA: ClassVar[str] = "bundle-format/1"
     __pydantic_config__ = STRICT
 
     created_by: str
@@ -156,9 +199,11 @@ class Manifest:
     sample: str
     report: tuple[str, ...]
     lineage: tuple[StageRecord, ...]
+    lineage_digest: str
     versions: dict[str, str]
     files: tuple[BundleFile, ...]
     cut: SparseCut | None = None
+    seal: str = UNSEALED
 
     @property
     def total_bytes(self) -> int:
@@ -169,6 +214,11 @@ class Manifest:
     def candidates(self) -> tuple[EngineEntry, ...]:
         """Engines in the order a loader tries them; the fallback is last."""
         return (*self.engines, self.fallback)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Device architectures that engines were built for, in their order."""
+        return tuple(dict.fromkeys(entry.architecture for entry in self.engines))
 
     def file(self, path: str) -> BundleFile:
         """The entry of that path.
@@ -193,6 +243,11 @@ class Manifest:
             raise KeyError(part)
         passed = set(self.cut.passed)
         return (*(spec for spec in self.inputs if spec.name in passed), *self.cut.tensors)
+
+
+def digest_lineage(lineage: Iterable[StageRecord]) -> str:
+    """SHA-256 of what led to a bundle: stages, their keys and files, but not how long they took."""
+    return digest_json([[s.stage, s.key, s.parents, s.files] for s in lineage])
 
 
 def sample_input_key(name: str) -> str:

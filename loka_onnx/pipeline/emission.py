@@ -15,6 +15,7 @@ from loka_onnx.bundle import (
     BundleEngine,
     BundleLookup,
     Expectation,
+    signer_of,
     verify_bundle,
     write_bundle,
 )
@@ -24,6 +25,7 @@ from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
+from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import Refinement
@@ -163,6 +165,8 @@ def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence
         "split": () if steps.split is None else steps.split.digests,
         "batch": steps.config.batch.model_dump(mode="json"),
         "report": [digest_file(path) for path in report],
+        "schema": Manifest.SCHEMA,
+        "signer": None if steps.signing_key is None else signer_of(steps.signing_key),
     }
     return steps.directory.stage("bundle", key, produce, load)
 
@@ -195,6 +199,7 @@ def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequen
             lookup=_bundled_lookup(steps, sample),
         ),
         root / "bundle",
+        key=steps.signing_key,
     )
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from loka_onnx.bundle import signer_of
 from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
@@ -59,6 +60,7 @@ class RefreshOptions:
         force: Start over in a directory that holds an earlier run.
         resume: Go on with a refresh that was interrupted, or that waited for build jobs.
         may_fall_back: Whether everything is done anew where the earlier decisions do not hold.
+        sign: Private key (PEM) that the bundle is signed with; None to leave it unsigned.
         progress: Called as work is done.
         on_stage: Called when a stage begins (with None) and when it ends.
     """
@@ -68,6 +70,7 @@ class RefreshOptions:
     force: bool = False
     resume: bool = False
     may_fall_back: bool = True
+    sign: Path | None = None
     progress: Progress = silent
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
 
@@ -113,6 +116,8 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
         StageError: A stage could not finish.
     """
     options, began = options or RefreshOptions(), time.perf_counter()
+    if options.sign is not None:
+        signer_of(options.sign)
     before = EarlierRun.read(Path(earlier).absolute())
     config = _configured(before, Path(model).absolute(), options)
     with RunDirectory.create(
@@ -120,6 +125,7 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
     ) as directory:
         directory.on_stage = options.on_stage
         steps = Steps(config, directory, options.progress)
+        steps.signing_key = options.sign
         attempt = _Attempt(steps, before)
         found = attempt.earlier_failure() if options.resume else None
         if found is None:
@@ -138,7 +144,9 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
         for stage in ("refresh", "replan"):
             directory.forget(stage)
     looks = LOOKS if found.confidence > CONFIDENCE else 1
-    full = RunOptions(resume=True, looks=looks, progress=options.progress, on_stage=options.on_stage)
+    full = RunOptions(
+        resume=True, looks=looks, sign=options.sign, progress=options.progress, on_stage=options.on_stage
+    )
     result = run(config, full)
     found = replace(found, seconds=time.perf_counter() - began)
     serde.write(found, result.directory / DOCUMENT)

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from loka_onnx.bundle import signer_of
 from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
@@ -71,6 +72,7 @@ class RunOptions:
         label_rule: What the labels mean, for the report.
         looks: Times that the certification rows are looked at for this model, this run included; their error
             is divided among them.
+        sign: Private key (PEM) that the bundle is signed with; None to leave it unsigned.
         progress: Called as work is done.
         on_stage: Called when a stage begins (with None) and when it ends.
     """
@@ -82,6 +84,7 @@ class RunOptions:
     added: Path | None = None
     label_rule: str = ""
     looks: int = 1
+    sign: Path | None = None
     progress: Progress = silent
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
 
@@ -119,6 +122,9 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
     options = options or RunOptions()
     if not isinstance(config, RunConfig):
         config = load_run_file(config)
+    if options.sign is not None:
+        # A key that cannot be read is refused now, not when everything else is done.
+        signer_of(options.sign)
     if options.resume and options.looks == 1:
         _check_no_look_is_forgotten(config.output)
     with RunDirectory.create(
@@ -130,7 +136,7 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
     ) as directory:
         directory.on_stage = options.on_stage
         steps = Steps(config, directory, options.progress)
-        steps.looks = options.looks
+        steps.looks, steps.signing_key = options.looks, options.sign
         return _run_stages(steps, options)
 
 

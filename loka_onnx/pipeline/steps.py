@@ -92,6 +92,7 @@ class Steps:
     Attributes:
         split: The model cut at its embeddings, where it was.
         looks: Times that the certification rows are looked at for this model; their error is divided.
+        signing_key: Private key for the bundle; None to leave it unsigned.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
@@ -100,6 +101,7 @@ class Steps:
         self.threads = config.threads or 0
         self.split: ModelSplit | None = None
         self.looks = 1
+        self.signing_key: Path | None = None
         self.elsewhere = ElsewhereRuns(directory.path)
         self._seeds = count(1)
         self._mods = ChosenMods(config)

@@ -1,91 +1,106 @@
-"""A loaded engine: checks requests, answers them, and can say whether it still answers right."""
+"""A loaded engine: checks requests, answers them, and can say whether it still answers right.
+
+Every method may be called from any thread. Requests that run at the same time are answered as if they came
+one after the other: ONNX Runtime on the CPU runs them at once, and sessions that own buffers (CUDA graphs,
+TensorRT, MIGraphX, AOTInductor packages) take one at a time and let the others wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
-
-from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
 from loka_onnx.errors import DataError, EngineError, LokaError
+from loka_onnx.runtime.arrays import (
+    HOST,
+    TORCH_HOST,
+    Kind,
+    allocator,
+    common_kind,
+    from_host,
+    kind_of,
+    plain_tensors,
+    to_host,
+)
+from loka_onnx.runtime.gate import Closed, Gate
+from loka_onnx.runtime.health import Health, Skipped, differences
+from loka_onnx.runtime.metrics import EngineSeries, Metrics
+from loka_onnx.runtime.requests import NOT_PLAIN, Layout, repeated, typed
+from loka_onnx.runtime.saturation import Sampler
 from loka_onnx.sessions.bundle_files import Sample
+from loka_onnx.sessions.dlpack import CUDA, borrow
 from loka_onnx.sessions.runner import Arrays, Runner
 
-
-@dataclass(frozen=True)
-class Skipped:
-    """An engine of the bundle that was preferred to the loaded one.
-
-    Attributes:
-        engine: Its id.
-        reason: Why it does not run here.
-    """
-
-    engine: str
-    reason: str
+WARM_UPS = 2
+"""Runs of each batch size before an engine is handed out: some sessions capture a CUDA graph in the second
+one."""
 
 
 @dataclass(frozen=True)
-class Health:
-    """The result of a self-test.
+class Serving:
+    """How a loaded engine serves.
 
     Attributes:
-        ready: Whether the engine reproduces its expected outputs on the sample.
-        detail: Why not; empty when ready.
-        engine: Id of the loaded engine.
-        backend: Its backend.
-        plan: Its plan.
-        architecture: Its architecture.
-        simulated: Its FP8 is simulated.
-        is_fallback: Whether it is the FP32 model because no emitted engine runs here.
-        model_digest: Digest of the exported model.
-        max_abs: Largest difference from the expected outputs of the sample, per output; empty when the
-            engine failed.
-        tolerance: What `max_abs` was held against.
-        skipped: Engines that were preferred to this one.
-        routes: Where several serve, by the largest number of rows that one takes, its id; empty where
-            one takes all.
+        warm_up: Whether every batch size that the engine is prepared for, was timed at or has a route for is
+            run before it is handed out.
+        metrics: Whether requests are counted and timed.
+        sample_every: One request in so many has its values looked at, where the plan has FP8 scales
+            (`loka_onnx.runtime.saturation`); 0 for none.
+
+    Raises:
+        DataError: `sample_every` is negative.
     """
 
-    ready: bool
-    detail: str
-    engine: str
-    backend: str
-    plan: str
-    architecture: str
-    simulated: bool
-    is_fallback: bool
-    model_digest: str
-    max_abs: dict[str, float]
-    tolerance: dict[str, float]
-    skipped: tuple[Skipped, ...]
-    routes: dict[int, str] = field(default_factory=dict)
+    warm_up: bool = True
+    metrics: bool = True
+    sample_every: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.sample_every < 0:
+            raise DataError("a share of requests cannot be negative", evidence=f"one in {self.sample_every}")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What loading found out, for `Engine.health`.
+
+    Attributes:
+        skipped: Engines that were preferred to the loaded one.
+        order: Ids of the bundle's engines, as they were considered.
+        trust: Why programs may be loaded; empty where they may not.
+    """
+
+    skipped: tuple[Skipped, ...] = ()
+    order: tuple[str, ...] = ()
+    trust: str = ""
 
 
 class Engine:
-    """An engine of a bundle, loaded; made by `load`.
+    """An engine of a bundle, loaded; made by `load`. A context manager that closes it.
 
     Args:
         manifest: Manifest of its bundle.
         entry: The engine.
         runner: What it runs on.
         sample: What it is tried on.
-        skipped: Engines that were preferred to it.
         part: ``whole`` for a runner that takes the model's own inputs, ``dense`` for one that takes looked-up
             rows in place of ids.
+        serving: How it serves.
 
     Attributes:
         entry: The engine, as its manifest describes it.
         inputs: What a request holds.
         outputs: What an answer holds.
-        skipped: Engines that were preferred to it.
         part: What it takes.
+        origin: What loading found out.
+        metrics: What it counts; a collector of `prometheus_client` as well.
     """
 
     def __init__(
@@ -94,35 +109,72 @@ class Engine:
         entry: EngineEntry,
         runner: Runner,
         sample: Sample,
-        skipped: tuple[Skipped, ...],
         part: Part = Part.WHOLE,
+        serving: Serving = Serving(),
     ) -> None:
-        self.entry = entry
-        self.part = part
-        self.inputs = manifest.inputs_of(part)
-        self.outputs = manifest.outputs
-        self.skipped = skipped
-        self._manifest = manifest
-        self._runner = runner
-        self._sample = sample
+        self.entry, self.part = entry, part
+        self.inputs, self.outputs = manifest.inputs_of(part), manifest.outputs
+        self.origin = Origin()
+        self.metrics = Metrics(enabled=serving.metrics)
+        self._manifest, self._runner = manifest, runner
+        self._request = typed({**sample.inputs, **sample.looked_up}, self.inputs)
+        self._expected = typed(sample.expected, self.outputs)
+        whose = "model" if part is Part.WHOLE else "dense part"
+        self._layout = Layout(self.inputs, entry.batch, whose)
+        self._series = EngineSeries(entry.id, runner.served_sizes, entry.batch.max)
+        self._gate = Gate()
+        self._sampler: Sampler | None = None
         self._routes: tuple[tuple[int, Engine], ...] = ()
+        self._route_sizes: tuple[int, ...] = ()
+        self._release: Callable[[], object] = lambda: None
+        self._warm: tuple[int, ...] = ()
+        self._describe()
 
-    def infer(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """Engines that were preferred to it."""
+        return self.origin.skipped
+
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that it is prepared for, ascending; a smaller request is padded to one that is near."""
+        return self._runner.served_sizes
+
+    def infer(self, inputs: Mapping[str, Any], *, like: Any = None) -> dict[str, Any]:
         """Answers one request. Values are not checked, only their layout.
 
+        Arrays may be of NumPy, or of any library that speaks DLPack; what lies in the host's memory is not
+        copied, nor what lies on the CUDA device of an engine that reads it there. The answer is of the
+        library and on the device of the request where all of its arrays agree (PyTorch, CuPy), else of NumPy.
+
         Args:
-            inputs: One array for each of `inputs`, the batch on axis 0.
+            inputs: One array for each of `inputs`, the batch on axis 0; not changed.
+            like: An array of the kind that the answer is to have, in place of that of the request;
+                ``np.empty(0)`` for NumPy.
 
         Returns:
-            One array per graph output.
+            One array per graph output, the caller's own.
 
         Raises:
             DataError: A missing or unknown input, another type or shape, or a batch that the engine was
-                not built for.
-            EngineError: The engine fails on the batch.
+                not built for; an object that is no array.
+            EngineError: The engine fails on the batch, or was closed.
         """
-        rows = self._check(inputs)
-        return self._engine_of(rows)._runner.run(inputs)
+        metrics = self.metrics
+        began = perf_counter()
+        try:
+            self._gate.enter()
+            try:
+                rows = NOT_PLAIN if like is not None else self._layout.plain_rows(inputs)
+                if rows == NOT_PLAIN:
+                    return self._infer_others(inputs, like, began)
+                return self._run_on_host(inputs, rows, HOST, began)
+            finally:
+                self._gate.leave()
+        except BaseException as error:
+            if metrics.enabled:
+                metrics.failed(_kind_of_error(error))
+            raise
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
         """Hand requests to other engines by their size, from now on; this one owns them.
@@ -132,30 +184,83 @@ class Engine:
                 one; the last one takes larger requests too.
         """
         self._routes = tuple(routes)
+        self._route_sizes = tuple(rows for rows, _ in routes)
+        self._describe()
+
+    def set_origin(self, origin: Origin) -> None:
+        """Say what loading found out."""
+        self.origin = origin
+        self._describe()
+
+    def set_sampler(self, sampler: Sampler | None) -> None:
+        """Look at the values of some requests from now on, or of none."""
+        self._sampler = sampler
+
+    def on_close(self, release: Callable[[], object]) -> None:
+        """Call this once the engine is closed."""
+        self._release = release
+
+    def warm_up(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Run batches of the sample's rows, so that no request pays for what a first one of its size does.
+
+        Args:
+            sizes: Rows of each batch; by default every size that is served, was timed or has a route.
+
+        Returns:
+            Sizes that were run, ascending.
+
+        Raises:
+            EngineError: The engine fails on one, or was closed.
+        """
+        least, most = self.entry.batch.min, self.entry.batch.max
+        wanted = sorted({min(max(size, least), most) for size in (self._sizes() if sizes is None else sizes)})
+        for size in wanted:
+            batch = {name: repeated(value, size) for name, value in self._request.items()}
+            self._gate.enter()
+            try:
+                for _ in range(WARM_UPS):
+                    self._engine_of(size)._runner.run(batch)
+            finally:
+                self._gate.leave()
+        self._warm = tuple(sorted({*self._warm, *wanted}))
+        return tuple(wanted)
 
     def close(self) -> None:
-        """Frees what the engine holds, a GPU's memory above all; it answers nothing afterwards."""
+        """Frees what the engine holds, a GPU's memory above all, once running requests are answered.
+
+        It answers nothing afterwards. A second call does nothing.
+        """
+        if not self._gate.close():
+            return
         with ExitStack() as stack:
+            stack.callback(self._release)
             stack.callback(self._runner.close)
             for engine in self._others:
                 stack.callback(engine.close)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def health(self) -> Health:
         """Runs the self-test: the sample through the engine, against its expected outputs."""
-        detail, differences = "", {}
+        detail, moved = "", {}
         try:
-            known = {**self._sample.inputs, **self._sample.looked_up}
-            request = {spec.name: known[spec.name] for spec in self.inputs}
-            self._check(request)
-            answer = self._runner.run(request)
-            differences = {
-                spec.name: _max_abs(answer[spec.name], self._sample.expected[spec.name], spec.name)
-                for spec in self.outputs
-            }
+            self._layout.rows_of(self._request)
+            self._gate.enter()
+            try:
+                answer = self._runner.run(self._request)
+            finally:
+                self._gate.leave()
+            moved = differences(self.outputs, answer, self._expected)
             # Written so that a NaN difference is a failure.
-            wrong = [n for n, value in differences.items() if not value <= self.entry.tolerance[n]]
+            wrong = [n for n, value in moved.items() if not value <= self.entry.tolerance[n]]
             detail = "; ".join(
-                f"output '{n}' is off by {differences[n]:.3g}, the tolerance is {self.entry.tolerance[n]:.3g}"
+                f"output '{n}' is off by {moved[n]:.3g}, the tolerance is {self.entry.tolerance[n]:.3g}"
                 for n in wrong
             )
         except LokaError as error:
@@ -169,13 +274,21 @@ class Engine:
             plan=self.entry.plan,
             architecture=self.entry.architecture,
             simulated=self.entry.simulated,
-            is_fallback=self.entry == self._manifest.fallback,
+            is_fallback=self._is_fallback,
             model_digest=self._manifest.model_digest,
-            max_abs=differences,
+            max_abs=moved,
             tolerance=dict(self.entry.tolerance),
-            skipped=self.skipped,
+            skipped=self.origin.skipped,
             routes={rows: engine.entry.id for rows, engine in self._routes},
+            order=self.origin.order,
+            served_sizes=self.served_sizes,
+            warm=self._warm,
+            trust=self.origin.trust,
         )
+
+    @property
+    def _is_fallback(self) -> bool:
+        return self.entry == self._manifest.fallback
 
     @property
     def _others(self) -> tuple[Engine, ...]:
@@ -183,63 +296,85 @@ class Engine:
         found = {id(engine): engine for _, engine in self._routes if engine is not self}
         return tuple(found.values())
 
+    def _infer_others(self, inputs: Mapping[str, Any], like: Any, began: float) -> dict[str, Any]:
+        """Answer a request of arrays of another library, or refuse one."""
+        if like is None and (tensors := plain_tensors(inputs)) is not None:
+            rows = self._layout.plain_rows(tensors)
+            rows = self._layout.rows_of(tensors) if rows == NOT_PLAIN else rows
+            return self._run_on_host(tensors, rows, TORCH_HOST, began)
+        self._layout.check_names(inputs)
+        kinds = {name: kind_of(value) for name, value in inputs.items()}
+        kind = common_kind(kinds.values() if like is None else [kind_of(like)])
+        target = self._device_engine(inputs, kinds, kind)
+        if target is None:
+            host = {name: to_host(value, kinds[name]) for name, value in inputs.items()}
+            rows = self._layout.rows_of(host)
+            if not all(each.is_host for each in kinds.values()):
+                self.metrics.copied()
+            return self._run_on_host(host, rows, kind, began)
+        stream = target._runner.stream
+        borrowed = {name: borrow(value, stream) for name, value in inputs.items()}
+        rows = self._layout.rows_of(borrowed)
+        made = target._runner.run_on_device(borrowed, allocator(kind, stream))
+        if self.metrics.enabled:
+            self.metrics.answered(target._series.of(rows), rows, perf_counter() - began)
+        return {name: value.source for name, value in made.items()}
+
+    def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
+        """Answer a request in the host's memory that has been checked, in arrays of a kind."""
+        target, metrics = self._engine_of(rows), self.metrics
+        held: Arrays = target._runner.run(inputs)
+        answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
+        if metrics.enabled:
+            metrics.answered(target._series.of(rows), rows, perf_counter() - began)
+        if target._sampler is not None and target._sampler.is_due():
+            metrics.looked(target._sampler.look(inputs, held))
+        return answer
+
+    def _device_engine(
+        self, inputs: Mapping[str, Any], kinds: Mapping[str, Kind], kind: Kind
+    ) -> Engine | None:
+        """The engine that takes a request where it lies, and whose answer is wanted there."""
+        place = (kind.device_type, kind.device)
+        if place[0] != CUDA or any((each.device_type, each.device) != place for each in kinds.values()):
+            return None
+        rows = next((int(value.shape[0]) for value in inputs.values() if value.shape), 0)
+        engine = self._engine_of(rows)
+        return engine if engine._runner.device == kind.device else None
+
     def _engine_of(self, rows: int) -> Engine:
         """The engine that takes a request of so many rows: that of the next size that has one."""
-        last = self._routes[-1][1] if self._routes else self
-        return next((engine for most, engine in self._routes if rows <= most), last)
+        if not self._routes:
+            return self
+        return self._routes[min(bisect_left(self._route_sizes, rows), len(self._routes) - 1)][1]
+
+    def _sizes(self) -> set[int]:
+        """Batch sizes that are served, were timed, or have a route."""
+        sizes = {*self._route_sizes}
+        for engine in (self, *self._others):
+            sizes |= {*engine.served_sizes}
+            timed = engine.entry.evaluation
+            sizes |= set() if timed is None else {latency.batch for latency in timed.latencies}
+        return sizes
 
     def _ailing(self) -> list[str]:
         """What is wrong with the other engines."""
         healths = (engine.health() for engine in self._others)
         return [f"engine '{health.engine}': {health.detail}" for health in healths if not health.ready]
 
-    def _check(self, inputs: Mapping[str, npt.NDArray[Any]]) -> int:
-        """Rows of a request that the engine takes.
-
-        Raises:
-            DataError: It does not take it.
-        """
-        names = {spec.name for spec in self.inputs}
-        whose = "model" if self.part is Part.WHOLE else "dense part"
-        if set(inputs) != names:
-            raise DataError(
-                f"the request does not hold the {whose}'s inputs",
-                evidence=f"missing {sorted(names - set(inputs))}, unknown {sorted(set(inputs) - names)}",
-                remedy=f"send {', '.join(sorted(names))}",
-            )
-        rows = {spec.name: _rows(inputs[spec.name], spec) for spec in self.inputs}
-        batch = self.entry.batch
-        if len(set(rows.values())) != 1 or not batch.min <= min(rows.values()) <= batch.max:
-            raise DataError(
-                "the request is not a batch that the engine was built for",
-                evidence=f"rows {rows}, batches of {batch.min} to {batch.max}",
-                remedy="send equally many rows of every input, and split larger requests",
-            )
-        return min(rows.values())
+    def _describe(self) -> None:
+        """Tell the metrics which engines serve."""
+        engines = [
+            (each._series, (each.entry.id, each.entry.backend, each.entry.plan, each.entry.architecture))
+            for each in (self, *self._others)
+        ]
+        causes = [skipped.cause for skipped in self.origin.skipped]
+        self.metrics.describe_engines(engines, causes, self._gate, is_fallback=self._is_fallback)
 
 
-def _rows(value: npt.NDArray[Any], spec: TensorSpec) -> int:
-    fits = (
-        value.dtype == np.dtype(spec.dtype)
-        and value.ndim == len(spec.shape)
-        and value.ndim > 0
-        and all(want in {None, got} for want, got in zip(spec.shape, value.shape, strict=True))
-    )
-    if not fits:
-        raise DataError(
-            f"input '{spec.name}' has another type or shape",
-            evidence=f"{value.dtype}{value.shape}, the model takes {spec.dtype}{spec.shape}",
-            remedy="None is the batch or another dynamic dimension; convert the array",
-        )
-    return int(value.shape[0])
-
-
-def _max_abs(got: npt.NDArray[Any], expected: npt.NDArray[Any], name: str) -> float:
-    if (got.dtype, got.shape) != (expected.dtype, expected.shape):
-        raise EngineError(
-            f"output '{name}' has another type or shape",
-            evidence=f"{got.dtype}{got.shape}, expected {expected.dtype}{expected.shape}",
-        )
-    if not got.size:
-        return 0.0
-    return float(np.max(np.abs(got.astype(np.float64) - expected.astype(np.float64))))
+def _kind_of_error(error: BaseException) -> str:
+    if isinstance(error, Closed):
+        return "closed"
+    if isinstance(error, DataError):
+        return "request"
+    return "engine" if isinstance(error, EngineError) else "internal"

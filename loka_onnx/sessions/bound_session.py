@@ -29,6 +29,8 @@ from loka_onnx.core import serde
 from loka_onnx.errors import EngineError, ModelError
 from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
 from loka_onnx.sessions.buckets import padded, pieces_of, rows_of, run_in_buckets
+from loka_onnx.sessions.cuda import CudaContext
+from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.onnx_session import import_onnxruntime
 from loka_onnx.sessions.provider_session import PlacedNode, placed_nodes, session_options, start_session
 from loka_onnx.sessions.providers import (
@@ -40,7 +42,7 @@ from loka_onnx.sessions.providers import (
     timing_directory,
     why_not_here,
 )
-from loka_onnx.sessions.runner import Arrays, Resident, Runner
+from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
 
 MOST_PADDING = 2
 """A request is padded to at most this many times its rows, where it could run as it comes."""
@@ -107,6 +109,7 @@ class BoundSession(Runner):
         self._ort = import_onnxruntime()
         self._provider, self._device = PROVIDERS[settings.provider], device
         self._lock = threading.Lock()
+        self._cuda: CudaContext | None = None
         self._remove_copy: weakref.finalize[..., Any] | None = None
         programs = engine.parent / PROGRAMS if settings.programs else None
         if programs is not None and not writes:
@@ -160,6 +163,45 @@ class BoundSession(Runner):
             values = self._try(lambda: self._session.run(list(self.output_names), contiguous, options))
             return dict(zip(self.output_names, values, strict=True))
 
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Batch sizes with fixed buffers, ascending."""
+        return self.sizes
+
+    @property
+    def device(self) -> int | None:
+        """Number of the GPU whose memory inputs and outputs lie in; None for a provider that copies."""
+        return self._device if self._provider.memory == "cuda" else None
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream that copies to and from the buffers are queued on."""
+        with self._lock:
+            return self._copies().stream
+
+    def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
+        """Run one batch that lies on the device: copies within it, into fixed buffers and out of them.
+
+        A request that no size fits is bound where it lies.
+
+        Raises:
+            EngineError: As `run`, or an input has another type than the model.
+        """
+        for name, kind in self._types.items():
+            if inputs[name].dtype != kind:
+                raise EngineError(
+                    f"input '{name}' has another type than the engine",
+                    evidence=f"{inputs[name].dtype} on the device, the engine takes {np.dtype(kind)}",
+                    remedy="send these rows from the host, where they are converted",
+                )
+        with self._lock:
+            cuda = self._copies()
+            cuda.activate()
+            rows = inputs[self.input_names[0]].shape[0]
+            if not self._fits_rows(rows):
+                return self._run_where_it_lies(cuda, inputs, allocate)
+            return self._run_pieces(cuda, rows, inputs, allocate)
+
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """The batch in the buffers of its size, or in some of its own where no size fits it."""
         feeds = self._feeds(inputs)
@@ -185,6 +227,9 @@ class BoundSession(Runner):
         """Free buffers, graphs and the session, and what was copied for it."""
         self._bound.clear()
         self._session = None
+        if self._cuda is not None:
+            self._cuda.close()
+        self._cuda = None
         if self._remove_copy is not None:
             self._remove_copy()
 
@@ -193,10 +238,64 @@ class BoundSession(Runner):
 
     def _fits(self, feeds: Arrays) -> bool:
         """Whether a request is served from fixed buffers."""
+        return self._fits_rows(0 if self._provider.compiles or not self._bound else rows_of(feeds))
+
+    def _fits_rows(self, rows: int) -> bool:
         if self._provider.compiles or not self._bound:
             return bool(self._bound)
-        rows = rows_of(feeds)
         return any(rows <= size <= MOST_PADDING * rows for size in self._bound)
+
+    def _copies(self) -> CudaContext:
+        """The stream of copies within the device; opened when the first request needs it."""
+        if self._cuda is None:
+            self._cuda = CudaContext(self._device)
+        return self._cuda
+
+    def _run_pieces(
+        self, cuda: CudaContext, rows: int, inputs: Mapping[str, Borrowed], allocate: Allocate
+    ) -> dict[str, Borrowed]:
+        answer: dict[str, Borrowed] = {}
+        for piece in pieces_of(rows, self.sizes):
+            bound = self._bound[piece.size]
+            for name, value in bound.inputs.items():
+                row_bytes = inputs[name].nbytes // rows
+                source = inputs[name].address + piece.start * row_bytes
+                cuda.copy_padded(value.data_ptr(), source, row_bytes, piece.rows, piece.size)
+            # ONNX Runtime has a stream of its own, which does not wait for this one.
+            cuda.synchronize()
+            self._launch(bound)
+            for name, value in bound.outputs.items():
+                shape = tuple(value.shape())
+                batched = name in self._batched
+                if name not in answer:
+                    answer[name] = allocate((rows, *shape[1:]) if batched else shape, _type_of(value))
+                elif not batched:
+                    continue
+                made = answer[name]
+                row_bytes = made.nbytes // rows if batched else 0
+                size = piece.rows * row_bytes if batched else made.nbytes
+                cuda.copy(made.address + piece.start * row_bytes, value.data_ptr(), size)
+            # The next piece, or the next request, writes into the same buffers.
+            cuda.synchronize()
+        return answer
+
+    def _run_where_it_lies(
+        self, cuda: CudaContext, inputs: Mapping[str, Borrowed], allocate: Allocate
+    ) -> dict[str, Borrowed]:
+        cuda.synchronize()
+        memory, binding = self._provider.memory, self._session.io_binding()
+        for name, kind in self._types.items():
+            value = inputs[name]
+            binding.bind_input(name, memory, self._device, kind, list(value.shape), value.address)
+        for name in self.output_names:
+            binding.bind_output(name, memory, self._device)
+        self._try(lambda: self._session.run_with_iobinding(binding, self._run_options(_NO_GRAPH)))
+        answer = {}
+        for name, value in zip(self.output_names, binding.get_outputs(), strict=True):
+            answer[name] = made = allocate(tuple(value.shape()), _type_of(value))
+            cuda.copy(made.address, value.data_ptr(), made.nbytes)
+        cuda.synchronize()
+        return answer
 
     def _bind(self, arrays: Arrays, graph: int) -> _Bound:
         memory, value_of = self._provider.memory, self._ort.OrtValue.ortvalue_from_numpy
@@ -296,6 +395,12 @@ def open_bound(
             remedy="build the engine again",
         )
     return BoundSession(engine, settings, device=device_of(provider, architecture), threads=threads)
+
+
+def _type_of(value: Any) -> np.dtype[Any]:
+    """Type of an `OrtValue`."""
+    kind: np.dtype[Any] = np.dtype(_numpy_type("output", value.data_type()))
+    return kind
 
 
 def _copy_directory(source: Path, target: Path) -> Path:

@@ -205,6 +205,29 @@ class CudaContext:
             host, device = self._host[name][0], self._device[name][0]
             self._driver.call("cuMemcpyDtoHAsync_v2", host, device, ctypes.c_size_t(size), self._stream)
 
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Queue a copy of `size` bytes between two addresses on the device."""
+        if size:
+            self._driver.call(
+                "cuMemcpyDtoDAsync_v2",
+                ctypes.c_uint64(target),
+                ctypes.c_uint64(source),
+                ctypes.c_size_t(size),
+                self._stream,
+            )
+
+    def copy_padded(self, target: int, source: int, row_bytes: int, rows: int, size: int) -> None:
+        """Queue a copy of rows on the device, the last one repeated up to `size` rows.
+
+        What has been repeated is copied again, so that the number of copies is logarithmic.
+        """
+        self.copy(target, source, row_bytes * rows)
+        first, done = target + row_bytes * (rows - 1), 1
+        while done < size - rows + 1:
+            more = min(done, size - rows + 1 - done)
+            self.copy(first + row_bytes * done, first, row_bytes * more)
+            done += more
+
     def capture(self, work: Callable[[], None]) -> CudaGraph:
         """Record what `work` queues on the stream, without running it.
 

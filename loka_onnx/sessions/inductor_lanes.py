@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.errors import EngineError
+from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.buckets import Piece, padded
+from loka_onnx.sessions.dlpack import Borrowed, dtype_called
 from loka_onnx.sessions.inductor_package import InductorEngine, InputPort
-from loka_onnx.sessions.runner import Arrays, Resident
+from loka_onnx.sessions.runner import Allocate, Arrays, Resident
 
 Tensor = Any
 """`torch.Tensor`; the package is imported only where a session is opened."""
@@ -59,6 +60,22 @@ class Lane(ABC):
     @abstractmethod
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """The placement, with its inputs where the program reads them."""
+
+    @property
+    def device(self) -> int | None:
+        """Number of the CUDA device whose memory `run_on_device` takes; None where there is none."""
+        return None
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream that it runs on."""
+        return 0
+
+    def run_on_device(
+        self, placements: Sequence[Placement], inputs: Mapping[str, Borrowed], allocate: Allocate
+    ) -> dict[str, Borrowed]:
+        """As `run` for all pieces of a request, from memory of the device to memory that `allocate` makes."""
+        raise InternalError(f"{type(self).__name__} has no device", evidence=f"{len(inputs)} inputs")
 
     @abstractmethod
     def close(self) -> None:
@@ -143,6 +160,11 @@ class Gpu:
         with self._torch.inference_mode(), self._torch.cuda.stream(self._stream):
             yield
 
+    @property
+    def stream(self) -> int:
+        """Handle of the stream."""
+        return int(self._stream.cuda_stream)
+
     def synchronize(self) -> None:
         """Wait for everything that was queued."""
         self._stream.synchronize()
@@ -220,6 +242,66 @@ class DeviceLane(Lane):
                 values = [output.cpu().numpy() for output in outputs]
         return {port.name: value for port, value in zip(self._engine.outputs, values, strict=True)}
 
+    @property
+    def device(self) -> int | None:
+        """Number of the GPU."""
+        return int(self._gpu.device.index or 0)
+
+    @property
+    def stream(self) -> int:
+        """Handle of its stream."""
+        return self._gpu.stream
+
+    def run_on_device(
+        self, placements: Sequence[Placement], inputs: Mapping[str, Borrowed], allocate: Allocate
+    ) -> dict[str, Borrowed]:
+        """Copy rows into the buffers that graphs read, and outputs out of those that they write.
+
+        What is returned is not memory of a graph: the next replay overwrites that.
+        """
+        feeds = {name: self._torch.from_dlpack(value.capsule) for name, value in inputs.items()}
+        rows = sum(placement.piece.rows for placement in placements)
+        answer: dict[str, Borrowed] = {}
+        targets: dict[str, Tensor] = {}
+        for placement in placements:
+            outputs = self._outputs_on_device(placement, feeds)
+            for port, output in zip(self._engine.outputs, outputs, strict=True):
+                piece = placement.piece
+                if port.name not in answer:
+                    shape = (rows, *output.shape[1:]) if port.batched else tuple(output.shape)
+                    # Outside of this stream: its maker orders it behind its own work, which is elsewhere.
+                    answer[port.name] = made = allocate(shape, _numpy_type(output))
+                    targets[port.name] = self._torch.from_dlpack(made.capsule)
+                elif not port.batched:
+                    continue
+                with self._gpu.active():
+                    if port.batched:
+                        target = targets[port.name][piece.start : piece.start + piece.rows]
+                        target.copy_(output[: piece.rows], non_blocking=True)
+                    else:
+                        targets[port.name].copy_(output, non_blocking=True)
+        self._gpu.synchronize()
+        return answer
+
+    def _outputs_on_device(self, placement: Placement, feeds: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        piece = placement.piece
+        with self._gpu.active():
+            if placement.captured:
+                for name, buffer in self._inputs.items():
+                    rows = feeds[name][piece.start : piece.start + piece.rows]
+                    buffer[: piece.rows].copy_(rows, non_blocking=True)
+                    if piece.size > piece.rows:
+                        buffer[piece.rows : piece.size].copy_(rows[-1:], non_blocking=True)
+                captured = self._graphs[piece.size]
+                captured.replay()
+                return captured.outputs
+            moved = []
+            for port in self._engine.inputs:
+                rows = feeds[port.name][piece.start : piece.start + piece.rows].to(self._dtype(port))
+                padding = rows[-1:].expand(piece.size - piece.rows, *rows.shape[1:])
+                moved.append(self._torch.cat([rows, padding]) if piece.size > piece.rows else rows)
+            return self._calls[placement.program](moved)
+
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """The batch in the device's memory; `launch` queues its kernels and fetches nothing."""
         with self._gpu.active():
@@ -280,3 +362,7 @@ class DeviceLane(Lane):
 
     def _dtype(self, port: InputPort) -> Any:
         return self._torch.from_numpy(np.empty(0, port.dtype)).dtype
+
+
+def _numpy_type(tensor: Tensor) -> np.dtype[Any]:
+    return dtype_called(str(tensor.dtype).removeprefix("torch."))

@@ -20,6 +20,7 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.buckets import Piece, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.inductor_lanes import Call, DeviceLane, Gpu, HostLane, Lane, Placement
 from loka_onnx.sessions.inductor_package import (
     OPERATOR_MODULES,
@@ -29,7 +30,7 @@ from loka_onnx.sessions.inductor_package import (
     read_engine,
     release,
 )
-from loka_onnx.sessions.runner import Arrays, Resident, Runner
+from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
 from loka_onnx.sessions.tensorrt_vendors import why_no_gpu
 
 MOST_PADDING = 2
@@ -234,6 +235,39 @@ class InductorSession(Runner):
                     "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
                 ) from error
         return {port.name: _joined(port.name, answers, batched=port.batched) for port in self.engine.outputs}
+
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that have a CUDA graph, or a program of their own."""
+        captures = self._lane is not None and self._lane.captures
+        return self.engine.graph_sizes if captures or self.engine.is_static else ()
+
+    @property
+    def device(self) -> int | None:
+        """Number of the GPU; None on the CPU, and once it is closed."""
+        return None if self._lane is None else self._lane.device
+
+    @property
+    def stream(self) -> int:
+        """Handle of the lane's stream."""
+        return self._open_lane().stream
+
+    def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
+        """Run one batch that lies on the device.
+
+        Raises:
+            EngineError: As `run`.
+        """
+        with self._lock:
+            lane = self._open_lane()
+            rows = next(iter(inputs.values())).shape[0]
+            pieces = placements(self.engine, rows, captures=lane.captures)
+            try:
+                return lane.run_on_device(pieces, inputs, allocate)
+            except RuntimeError as error:
+                raise EngineError(
+                    "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
+                ) from error
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """A batch in the memory of the device.

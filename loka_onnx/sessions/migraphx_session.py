@@ -217,6 +217,11 @@ class MigraphxSession(Runner):
             _check_parameters(loaded, program, document)
             self._programs[program.rows] = loaded
 
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that there are programs for."""
+        return self._document.sizes
+
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch, in as many programs as it takes.
 

@@ -10,6 +10,7 @@ ORT_DISABLE_ALL.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _FLOAT8_TYPES = frozenset(
         onnx.TensorProto.FLOAT8E5M2FNUZ,
     }
 )
+
+
+_BFLOAT16 = "tensor(bfloat16)"
 
 
 def import_onnxruntime() -> Any:
@@ -116,6 +120,19 @@ def _on_host(array: npt.NDArray[Any]) -> Any:
     return import_onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(stored, kind)
 
 
+def _from_value(value: Any) -> npt.NDArray[Any]:
+    """An `onnxruntime.OrtValue` of the host as an array; ONNX Runtime itself gives none of BF16."""
+    if value.data_type() != _BFLOAT16:
+        array: npt.NDArray[Any] = value.numpy()
+        return array
+    shape = tuple(value.shape())
+    brain = onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16)
+    if 0 in shape:
+        return np.empty(shape, brain)
+    held = (ctypes.c_byte * value.tensor_size_in_bytes()).from_address(value.data_ptr())
+    return np.frombuffer(memoryview(held), np.byte).view(brain).reshape(shape).copy()
+
+
 class OnnxSession(Runner):
     """A model loaded in ONNX Runtime.
 
@@ -128,6 +145,7 @@ class OnnxSession(Runner):
         MissingPackage: ONNX Runtime is not installed.
     """
 
+    _session: Any = None
     _weights: tuple[Any, ...] = ()
     """What ONNX Runtime reads where it is, while the session lives."""
 
@@ -181,6 +199,8 @@ class OnnxSession(Runner):
             ) from error
         self.input_names: tuple[str, ...] = tuple(i.name for i in self._session.get_inputs())
         self.output_names: tuple[str, ...] = tuple(o.name for o in self._session.get_outputs())
+        described = (*self._session.get_inputs(), *self._session.get_outputs())
+        self._has_bfloat16 = any(value.type == _BFLOAT16 for value in described)
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
         """Run one batch.
@@ -194,8 +214,19 @@ class OnnxSession(Runner):
         """
         names = tuple(outputs) if outputs is not None else self.output_names
         feeds = {name: np.ascontiguousarray(inputs[name]) for name in self.input_names}
+        session = self._session
+        if session is None:
+            raise EngineError("the session is closed", remedy="load the model again")
         try:
-            values = self._session.run(list(names), feeds)
+            if self._has_bfloat16:
+                held = {name: _on_host(array) for name, array in feeds.items()}
+                values = [_from_value(value) for value in session.run_with_ort_values(list(names), held)]
+            else:
+                values = session.run(list(names), feeds)
         except Exception as error:
             raise EngineError("ONNX Runtime failed on a batch", evidence=str(error)[:400]) from error
         return dict(zip(names, values, strict=True))
+
+    def close(self) -> None:
+        """Free the session and the hold on weights in memory."""
+        self._session, self._weights = None, ()

@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import numpy.typing as npt
 
+from loka_onnx.errors import InternalError
+from loka_onnx.sessions.dlpack import Borrowed
+
 Arrays = dict[str, npt.NDArray[Any]]
+
+
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Borrowed]
+"""Makes an array of a shape and type on the device of the request, by the library that the request is of."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,38 @@ class Runner(ABC):
             EngineError: As `run`.
         """
         return Resident(lambda: self.run(inputs), lambda: None, is_on_device=False)
+
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that something is prepared for (buffers, a CUDA graph, a program), ascending.
+
+        A request of fewer rows is padded to the next one where that is not too far.
+        """
+        return ()
+
+    @property
+    def device(self) -> int | None:
+        """The CUDA device whose memory `run_on_device` takes; None where rows come from the host."""
+        return None
+
+    @property
+    def stream(self) -> int:
+        """CUDA stream that `run_on_device` reads and writes on, as a handle."""
+        return 0
+
+    def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
+        """Run one batch that lies on `device`, and leave the answer there; done when it returns.
+
+        Args:
+            inputs: One array per graph input, in its type, borrowed for `stream`.
+            allocate: Makes the outputs.
+
+        Raises:
+            EngineError: As `run`.
+        """
+        raise InternalError(
+            f"{type(self).__name__} takes rows from the host", evidence=f"{len(inputs)} inputs"
+        )
 
     def close(self) -> None:
         """Free the engine; the runner is unusable afterwards."""

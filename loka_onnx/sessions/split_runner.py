@@ -34,6 +34,11 @@ class SplitRunner(Runner):
         """The inputs with the cut tensors beside them: what the dense engine takes, and the ids."""
         return {**inputs, **self.lookup.run(inputs)}
 
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Those of the dense engine."""
+        return self.dense.served_sizes
+
     def close(self) -> None:
         """Free both, also where freeing one of them fails."""
         with ExitStack() as stack:

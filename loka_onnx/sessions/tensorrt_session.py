@@ -5,10 +5,12 @@
 
 A batch is copied into page-locked memory, from there to the device, run, and copied back, all queued on one
 stream. For a batch size that the engine is tuned for, what is queued is captured into a CUDA graph the second
-time that size comes, and is one launch from then on. TensorRT's rules for that (developer guide, "CUDA
-Graphs"): a graph belongs to the shapes, the buffers and the execution context it was captured from, the
-context must have run once with them before, and must not be changed afterwards. So each such size has an
-execution context of its own, which costs its activations' memory, and a graph is dropped when a buffer moves.
+time that size comes, and is one launch from then on. A smaller request is padded to the next such size where
+that is at most `MOST_PADDING` times its rows, and what pads it is cut off. TensorRT's rules for graphs
+(developer guide, "CUDA Graphs"): a graph belongs to the shapes, the buffers and the execution context it was
+captured from, the context must have run once with them before, and must not be changed afterwards. So each
+such size has an execution context of its own, which costs its activations' memory, and a graph is dropped
+when a buffer moves.
 
 An engine is a program: TensorRT for RTX carries the source of its kernels and compiles it as it loads, and an
 engine of TensorRT carries machine code. Load one only from whoever may run code on the host.
@@ -28,11 +30,13 @@ import numpy.typing as npt
 
 from loka_onnx.errors import EngineError
 from loka_onnx.sessions.cuda import CudaContext, CudaGraph
-from loka_onnx.sessions.runner import Arrays, Resident, Runner
+from loka_onnx.sessions.dlpack import Borrowed
+from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
 from loka_onnx.sessions.tensorrt_vendors import TENSORRT, TENSORRT_RTX, Vendor, first_gpu, why_no_gpu
 
 _LOG = logging.getLogger("loka_onnx.sessions")
-
+MOST_PADDING = 2
+"""A request is padded to at most this many times its rows, where it could run as it comes."""
 
 NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
     "FLOAT": np.float32,
@@ -116,12 +120,6 @@ class _Lane:
         self.graph = self.engine_graph = None
         self.is_warm = False
 
-    def drop_graph(self) -> None:
-        """Forget the captured work."""
-        if self.graph is not None:
-            self.graph.close()
-        self.graph, self.is_warm = None, False
-
 
 class TensorRtSession(Runner):
     """A deserialized engine with its execution contexts, buffers and CUDA graphs.
@@ -139,7 +137,7 @@ class TensorRtSession(Runner):
     """
 
     def __init__(self, trt: Any, engine: Path, device: int = 0, *, cuda_graphs: bool = True) -> None:
-        self._trt, self._cuda_graphs = trt, cuda_graphs
+        self._trt, self._index, self._cuda_graphs = trt, device, cuda_graphs
         self._lock = threading.Lock()
         self._lanes: dict[int, _Lane] = {}
         self._cuda = CudaContext(device)
@@ -171,6 +169,7 @@ class TensorRtSession(Runner):
         self._outputs = tuple(name for name in names if not is_input[name])
         self._types = {name: self._numpy_type(name) for name in names}
         self._batched = tuple(name for name in self._inputs if self._is_batched(name))
+        self._follows = frozenset(name for name in self._outputs if self._is_batched(name))
         self._profiles = self._served_sizes()
 
     @property
@@ -187,10 +186,71 @@ class TensorRtSession(Runner):
         with self._lock:
             lane = self._hand_over(inputs)
             self._execute(lane)
-            return {
-                name: self._cuda.staging(name, shape, self._types[name]).copy()
-                for name, shape in lane.outputs.items()
-            }
+            given = {name: inputs[name].shape for name in self._inputs}
+            answer = {}
+            for name, shape in lane.outputs.items():
+                staged = self._cuda.staging(name, shape, self._types[name])
+                answer[name] = staged[tuple(map(slice, self._cut(name, shape, given)))].copy()
+            return answer
+
+    @property
+    def device(self) -> int | None:
+        """Number of the GPU."""
+        return self._index
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream that everything runs on."""
+        return self._cuda.stream
+
+    def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
+        """Run one batch that lies on the device: copies within it, into the engine's buffers and out of them.
+
+        A CUDA graph reads and writes fixed addresses, so the engine is not given the caller's.
+
+        Raises:
+            EngineError: As `run`, or an input has another type than the engine.
+        """
+        for name in self._inputs:
+            if inputs[name].dtype != self._types[name]:
+                raise EngineError(
+                    f"input '{name}' has another type than the engine",
+                    evidence=f"{inputs[name].dtype} on the device, the engine takes {self._types[name]}",
+                    remedy="send these rows from the host, where they are converted",
+                )
+        with self._lock:
+            self._cuda.activate()
+            shapes = {name: inputs[name].shape for name in self._inputs}
+            size = self._padded_rows(shapes)
+            lane = self._lane(size)
+            self._bind(lane, {name: self._of_size(name, shape, size) for name, shape in shapes.items()})
+            for name, shape in lane.inputs.items():
+                address = self._cuda.reserve(name, self._size(name, shape))
+                given = inputs[name]
+                if shape == given.shape:
+                    self._cuda.copy(address, given.address, given.nbytes)
+                else:
+                    given_rows, row_bytes = given.shape[0], given.nbytes // given.shape[0]
+                    self._cuda.copy_padded(address, given.address, row_bytes, given_rows, shape[0])
+            self._compute_or_replay(lane)
+            answer = {}
+            for name, shape in lane.outputs.items():
+                kept = self._cut(name, shape, shapes)
+                answer[name] = made = allocate(kept, self._types[name])
+                self._cuda.copy(made.address, self._cuda.reserve(name, 0), made.nbytes)
+            self._cuda.synchronize()
+            lane.is_warm = True
+            return answer
+
+    def _compute_or_replay(self, lane: _Lane) -> None:
+        """Queue the engine alone, as a graph from the second time on."""
+        if lane.is_warm and lane.is_captured and lane.engine_graph is None:
+            self._cuda.synchronize()
+            lane.engine_graph = self._captured(lane, lambda: self._compute(lane))
+        if lane.engine_graph is not None:
+            lane.engine_graph.launch()
+        else:
+            self._compute(lane)
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """A batch on the device; launching it runs the engine, as a CUDA graph where its size is served.
@@ -228,16 +288,43 @@ class TensorRtSession(Runner):
         """Put a batch into page-locked memory; the execution context that takes it."""
         self._cuda.activate()
         values = {name: inputs[name].astype(self._types[name], copy=False) for name in self._inputs}
-        lane = self._lane(values)
-        self._bind(lane, {name: value.shape for name, value in values.items()})
+        shapes = {name: value.shape for name, value in values.items()}
+        size = self._padded_rows(shapes)
+        lane = self._lane(size)
+        self._bind(lane, {name: self._of_size(name, shape, size) for name, shape in shapes.items()})
         for name, value in values.items():
-            np.copyto(self._cuda.staging(name, value.shape, value.dtype), value)
+            staged = self._cuda.staging(name, lane.inputs[name], value.dtype)
+            if staged.shape == value.shape:
+                np.copyto(staged, value)
+            else:
+                staged[: len(value)], staged[len(value) :] = value, value[-1:]
         return lane
 
-    def _lane(self, values: Mapping[str, npt.NDArray[Any]]) -> _Lane:
+    def _rows(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        """Rows of a request; None where its inputs do not agree, which the engine refuses."""
+        counts = {shapes[name][:1] for name in self._batched}
+        return next(iter(counts.pop()), None) if len(counts) == 1 else None
+
+    def _padded_rows(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        """Rows that the engine runs for a request: of the next size that it is tuned for, if that is near."""
+        rows = self._rows(shapes)
+        if not rows:
+            return rows
+        size = next((size for size in self.served_sizes if size >= rows), rows)
+        return size if size <= MOST_PADDING * rows else rows
+
+    def _of_size(self, name: str, shape: tuple[int, ...], size: int | None) -> tuple[int, ...]:
+        return (size, *shape[1:]) if size is not None and name in self._batched else shape
+
+    def _cut(
+        self, name: str, shape: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """Shape of an output without the rows that answer what pads a request."""
+        rows = self._rows(inputs)
+        return (rows, *shape[1:]) if rows is not None and name in self._follows else shape
+
+    def _lane(self, size: int | None) -> _Lane:
         """The execution context for a batch: its size's own when the engine is tuned for that size."""
-        sizes = {values[name].shape[:1] for name in self._batched}
-        size = sizes.pop()[0] if len(sizes) == 1 else None
         if size is None or size not in self._profiles:
             return self._general
         if size not in self._lanes:

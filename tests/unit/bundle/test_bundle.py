@@ -1,21 +1,17 @@
 import dataclasses
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sample_run import SampleRun, make_run
 
-from loka_onnx.bundle import inspect_bundle, replace, verify_bundle, write_bundle
+from loka_onnx.bundle import inspect_bundle, verify_bundle, write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import BundleError, OutputError
-
-ROUNDS = 12
+from loka_onnx.sessions import replace
 
 
 def test_a_bundle_lists_every_file_and_is_reproducible(sample: SampleRun, tmp_path):
@@ -152,47 +148,6 @@ def test_contents_that_contradict_themselves_are_refused(sample, tmp_path, chang
     with pytest.raises(BundleError, match=message):
         write_bundle(contents, tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []
-
-
-WRITER = """
-import pickle, sys
-from pathlib import Path
-from loka_onnx.bundle import write_bundle
-contents = pickle.loads(Path(sys.argv[1]).read_bytes())
-print("ready", flush=True)
-while True:
-    write_bundle(contents, Path(sys.argv[2]))
-"""
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_one_whole_bundle_is_there(sample, tmp_path):
-    import pickle
-    import time
-
-    place = tmp_path / "deploy" / "bundle"
-    write_bundle(sample.contents, place)
-    (tmp_path / "contents").write_bytes(pickle.dumps(sample.contents))
-    rng = np.random.default_rng(5)
-    interrupted = 0
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    for _ in range(ROUNDS):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path / "contents"), str(place)],
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        with writer:
-            assert writer.stdout is not None
-            writer.stdout.readline()
-            time.sleep(float(rng.uniform(0.0, 0.15)))
-            writer.kill()
-        verify_bundle(place)
-        interrupted += len(list(place.parent.iterdir())) > 1
-    # Otherwise the kills hit nothing and the test would show nothing.
-    assert interrupted > 0
-    write_bundle(sample.contents, place)
-    assert [p.name for p in place.parent.iterdir()] == ["bundle"]
 
 
 def test_a_link_to_a_bundle_is_followed_but_stays(sample, tmp_path):

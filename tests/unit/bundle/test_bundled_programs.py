@@ -72,7 +72,7 @@ def test_it_is_a_program_that_somebody_has_to_vouch_for(
     bundle = write_bundle(contents, tmp_path / "bundle")
     (skipped,) = runtime.load(bundle).skipped
     assert "this engine of migraphx on gfx942 is a program" in skipped.reason
-    (skipped,) = runtime.load(bundle, trust_programs=True).skipped
+    (skipped,) = runtime.load(bundle, trust=True).skipped
     assert "MIGraphX is not installed" in skipped.reason
 
 

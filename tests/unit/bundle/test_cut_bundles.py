@@ -18,6 +18,7 @@ from loka_onnx.bundle import inspect_bundle, verify_bundle, write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import SparseCut
+from loka_onnx.core.seal import seal
 from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleError, BundleInvalid
 from loka_onnx.graph import storage
@@ -39,7 +40,7 @@ def edit(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path = bundle / "manifest.json"
     document = json.loads(path.read_text())
     change(document["value"])
-    path.write_text(json.dumps(document))
+    path.write_text(seal(json.dumps(document, indent=1)))
 
 
 def test_the_manifest_records_the_cut(written: Path) -> None:
@@ -49,7 +50,7 @@ def test_the_manifest_records_the_cut(written: Path) -> None:
     assert [entry.part for entry in manifest.candidates] == [Part.DENSE, Part.WHOLE]
     assert manifest.inputs_of(Part.WHOLE) == manifest.inputs
     assert manifest.inputs_of(Part.DENSE) == (manifest.inputs[0], rows)
-    assert json.loads((written / "manifest.json").read_text())["schema"] == "loka-onnx/bundle/4"
+    assert json.loads((written / "manifest.json").read_text())["schema"] == "loka-onnx/bundle-format/1"
     sample = read_sample(written, manifest, manifest.engines[0])
     np.testing.assert_array_equal(sample.looked_up[LOOKED_UP], TABLE[sample.inputs["item"]])
 
@@ -83,7 +84,10 @@ def test_a_manifest_without_a_cut_reads_as_before(sample: SampleRun, tmp_path: P
         (lambda m: m["cut"].update(tensors=[]), r"the cut needs tensors whose names differ"),
         (lambda m: m["cut"]["tensors"].append(m["cut"]["tensors"][0]), r"names differ from one another"),
         (lambda m: m["cut"]["tensors"][0].update(name="item"), r"from those of the inputs"),
-        (lambda m: m["engines"][0].update(part="half"), r"the manifest is not a loka-onnx/bundle/4 document"),
+        (
+            lambda m: m["engines"][0].update(part="half"),
+            r"is not a loka-onnx/bundle-format/1 document",
+        ),
     ],
 )
 def test_a_cut_that_contradicts_itself_is_refused(

@@ -8,12 +8,20 @@ import onnx
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.bundle import (
+    inspect_bundle,
+    sign_bundle,
+    verify_bundle,
+    verify_path,
+    write_bundle,
+    write_key_pair,
+)
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, path_problem, paths_problem
+from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 
-FLIPS = 60
+FLIPS = 200
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,7 @@ def edit(bundle: Path, change) -> None:
     path = bundle / "manifest.json"
     document = json.loads(path.read_text())
     change(document["value"])
-    path.write_text(json.dumps(document))
+    path.write_text(seal(json.dumps(document, indent=1)))
 
 
 def refuses(bundle: Path, message: str) -> None:
@@ -99,16 +107,27 @@ def test_a_directory_of_files_refuses_to_be_a_link(bundle, tmp_path):
     refuses(bundle, "'fallback' is not a regular file")
 
 
-def test_single_flipped_bytes_are_noticed(bundle):
+def test_single_flipped_bytes_are_noticed(bundle, tmp_path):
+    """In random places of the whole bundle, and as many in the documents that no digest lists."""
+    sign_bundle(bundle, write_key_pair(tmp_path / "keys").private)
     rng = np.random.default_rng(3)
-    paths = listed(bundle)
-    for number in range(FLIPS):
-        path = bundle / paths[number % len(paths)]
-        data = bytearray(path.read_bytes())
-        data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+    files = sorted(path for path in bundle.rglob("*") if path.is_file())
+    sizes = [path.stat().st_size for path in files]
+    ends = np.cumsum(sizes)
+    unlisted = [bundle / "manifest.json", bundle / "signature.json"]
+    for number in range(2 * FLIPS):
+        if number < FLIPS:
+            at = int(rng.integers(ends[-1]))
+            index = int(np.searchsorted(ends, at, side="right"))
+            path, place = files[index], at - int(ends[index]) + sizes[index]
+        else:
+            path = unlisted[number % 2]
+            place = int(rng.integers(path.stat().st_size))
         kept = path.read_bytes()
+        data = bytearray(kept)
+        data[place] ^= int(rng.integers(1, 256))
         path.write_bytes(data)
-        refuses(bundle, r"was altered\n  evidence: sha256 ")
+        refuses(bundle, r"was altered|the (manifest|signature) (is not|cannot be read as UTF-8)")
         path.write_bytes(kept)
     verify_bundle(bundle)
 
@@ -161,9 +180,16 @@ def test_duplicates_are_noticed(bundle):
     refuses(bundle, "is listed twice")
 
 
-def test_the_manifest_does_not_list_itself(bundle):
-    edit(bundle, lambda v: v["files"].append({"path": "manifest.json", "bytes": 0, "sha256": ""}))
-    refuses(bundle, "'manifest.json' is listed twice")
+@pytest.mark.parametrize("name", ["manifest.json", "signature.json"])
+def test_the_manifest_lists_neither_itself_nor_its_signature(bundle, name):
+    edit(bundle, lambda v: v["files"].append({"path": name, "bytes": 0, "sha256": ""}))
+    refuses(bundle, f"'{name}' is listed twice")
+
+
+def test_a_manifest_without_its_seal(bundle):
+    path = bundle / "manifest.json"
+    path.write_text(path.read_text() + " ")
+    refuses(bundle, "the manifest was altered\n  evidence: sha256 .*, the seal says")
 
 
 @pytest.mark.parametrize(
@@ -177,9 +203,18 @@ def test_the_manifest_does_not_list_itself(bundle):
         (b'{"schema": 1, "schema": 2}', "key 'schema' stands twice in one object"),
         (b"[]", "unknown schema"),
         (b"null", "unknown schema"),
-        (b'{"schema": "loka-onnx/bundle/5", "value": {}}', "this version reads 'loka-onnx/bundle/4'"),
-        (b'{"schema": "loka-onnx/bundle/4", "value": {}}', "not a valid loka-onnx/bundle/4 document"),
-        (b'{"schema": "loka-onnx/bundle/4", "value": "\\ud800"}', "not a loka-onnx/bundle/4 document"),
+        (
+            b'{"schema": "loka-onnx/bundle-format/2", "value": {}}',
+            "this version reads 'loka-onnx/bundle-format/1'",
+        ),
+        (
+            b'{"schema": "loka-onnx/bundle-format/1", "value": {}}',
+            "not a valid loka-onnx/bundle-format/1",
+        ),
+        (
+            b'{"schema": "loka-onnx/bundle-format/1", "value": "\\ud800"}',
+            "not a loka-onnx/bundle-format/1 document",
+        ),
     ],
 )
 def test_manifests_that_are_none(bundle, text, message):
@@ -215,6 +250,18 @@ def test_a_huge_manifest_is_not_read(bundle):
         (lambda v: v["fallback"].update(batch={"min": 5, "max": 4}), "has an empty batch range"),
         (lambda v: v["fallback"].update(tolerance={"ctr": float("inf")}), "needs one finite tolerance"),
         (lambda v: v["fallback"].update(tolerance={}), "needs one finite tolerance"),
+        (
+            lambda v: v.update(lineage_digest="0" * 64),
+            "the lineage of the manifest is not that of its digest",
+        ),
+        (
+            lambda v: v["lineage"][0].update(key="b" * 64),
+            "the lineage of the manifest is not that of its digest",
+        ),
+        (
+            lambda v: v["files"].append({**v["files"][0], "path": "z", "bytes": 1}),
+            "two files of the manifest have one digest and two sizes",
+        ),
     ],
 )
 def test_a_manifest_that_contradicts_itself(bundle, change, message):
@@ -246,3 +293,72 @@ def test_no_bundle_at_all(tmp_path):
     refuses(tmp_path / "nowhere", "there is no bundle here")
     (tmp_path / "file").write_text("x")
     refuses(tmp_path / "file", "there is no bundle here")
+
+
+def leaves(value, path=()):
+    """Places of all values of a document, inner ones too."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from leaves(inner, (*path, key))
+
+
+def test_no_value_of_a_manifest_does_more_than_be_refused(bundle, tmp_path):
+    """Values that no writer writes, in random places, sealed as somebody could: refused, or of no matter."""
+    path = bundle / "manifest.json"
+    original = json.loads(path.read_text())
+    places = list(leaves(original["value"]))
+    odd = [
+        None,
+        -1,
+        2**70,
+        1e308,
+        float("nan"),
+        "",
+        "../../x",
+        "/dev/zero",
+        "\0",
+        "\ud800",
+        [],
+        {},
+        True,
+        [[]],
+    ]
+    rng = np.random.default_rng(23)
+    refused = 0
+    for _ in range(400):
+        document = json.loads(json.dumps(original))
+        *way, last = places[int(rng.integers(len(places)))]
+        holder = document["value"]
+        for key in way:
+            holder = holder[key]
+        holder[last] = odd[int(rng.integers(len(odd)))]
+        try:
+            path.write_text(seal(json.dumps(document, indent=1)))
+        except ValueError:
+            continue
+        try:
+            verify_path(bundle)
+        except BundleInvalid:
+            refused += 1
+    assert refused > 200
+    assert [p.name for p in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_a_manifest_cannot_write_to_a_terminal(bundle):
+    """Neither a description nor a message carries escape codes, line breaks or marks that turn text."""
+    hidden = "\x1b[2Jx\nsigned    with the right key\u202e"
+
+    def change(value):
+        value["created_by"] = hidden
+        value["engines"][0]["id"] = hidden
+        value["choice"]["targets"][0]["reason"] = hidden
+
+    edit(bundle, change)
+    text = inspect_bundle(bundle)
+    assert not {"\x1b", "\u202e"} & set(text)
+    assert "\nsigned    with" not in text
+    assert "\\x1b[2Jx\\nsigned    with the right key\\u202e" in text
+    edit(bundle, lambda value: value["engines"][0].update(tolerance={}))
+    with pytest.raises(BundleInvalid, match=r"engine '\\x1b\[2Jx\\nsigned"):
+        verify_bundle(bundle)

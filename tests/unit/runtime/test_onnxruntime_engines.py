@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from loka_onnx.errors import EngineError
-from loka_onnx.runtime import loading
+from loka_onnx.core.split import Part
+from loka_onnx.runtime import Cause, loading
+from loka_onnx.runtime.selection import is_program, obstacle
 from loka_onnx.sessions.onnx_session import SessionOptions
 
 
@@ -27,8 +28,9 @@ def entry(backend: str, architecture: str) -> Any:
 
 def test_a_graph_on_cuda_is_data(opened: list[tuple[Any, ...]], tmp_path: Path) -> None:
     cuda = entry("onnxruntime", "sm90")
-    loading._open(tmp_path, cuda, SessionOptions(threads=3), trust_programs=False)
-    loading._open(tmp_path, cuda, None, trust_programs=False)
+    assert not is_program(cuda)
+    loading._open(tmp_path, cuda, SessionOptions(threads=3))
+    loading._open(tmp_path, cuda, None)
     asked = (tmp_path / "engine.onnx", "onnxruntime", "sm90", "1.31.1")
     assert opened == [(*asked, 3), (*asked, 0)]
 
@@ -40,11 +42,9 @@ def test_what_a_provider_compiled_is_a_program(
     backend: str, architecture: str, opened: list[tuple[Any, ...]], tmp_path: Path
 ) -> None:
     compiled = entry(backend, architecture)
-    with pytest.raises(
-        EngineError,
-        match=f"engine of {backend} on {architecture} is a program(?s:.*)trust_programs=True",
-    ):
-        loading._open(tmp_path, compiled, None, trust_programs=False)
-    assert not opened
-    loading._open(tmp_path, compiled, None, trust_programs=True)
+    found = obstacle(compiled, Part.WHOLE, is_trusted=False)
+    assert found is not None and found.cause is Cause.UNTRUSTED
+    assert f"engine of {backend} on {architecture} is a program" in found.reason
+    assert "`trust=True`" in found.reason
+    loading._open(tmp_path, compiled, None)
     assert opened == [(tmp_path / "engine.onnx", backend, architecture, "1.31.1", 0)]

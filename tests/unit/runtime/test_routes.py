@@ -13,6 +13,7 @@ from sample_run import SampleRun
 from loka_onnx.bundle import BundleContents, write_bundle
 from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.core.evaluation import Choice, Route
+from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.runtime import load
 
@@ -102,7 +103,7 @@ def altered(bundle: Path, edit) -> None:  # type: ignore[no-untyped-def]
     file = bundle / "manifest.json"
     document = json.loads(file.read_text())
     edit(document["value"]["choice"]["targets"][0])
-    file.write_text(json.dumps(document))
+    file.write_text(seal(json.dumps(document, indent=1)))
 
 
 @pytest.mark.parametrize(

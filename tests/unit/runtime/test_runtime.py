@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,11 @@ from sample_run import SampleRun, expectation, make_run
 from loka_onnx.bundle import BundleContents, write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid, DataError, EngineError
-from loka_onnx.runtime import load, loading
+from loka_onnx.runtime import Cause, load, loading, selection
+from loka_onnx.sessions import host_devices, tensorrt_vendors
+from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Runner
 
 
@@ -40,8 +44,18 @@ def test_the_first_engine_that_runs_here_is_loaded(sample, bundle, caplog):
     assert engine.entry.id == fp32.id
     assert [s.engine for s in engine.skipped] == [gpu.id]
     assert "this engine of tensorrt_rtx on sm89 is a program" in engine.skipped[0].reason
-    assert "pass `trust_programs=True`" in caplog.text
+    assert "`trust=True`" in caplog.text
+    assert caplog.text.count(f"engine '{gpu.id}' is not used") == 1
     assert f"engine '{fp32.id}' is ready" in caplog.text
+
+
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with an RTX 4090 and the library that the engine was built by."""
+    gpu = CudaDevice(0, "NVIDIA GeForce RTX 4090", "sm89")
+    for module in (tensorrt_vendors, host_devices):
+        monkeypatch.setattr(module, "list_cuda_devices", lambda: (gpu,))
+    library = SimpleNamespace(__name__="tensorrt_rtx", __version__="1.5", __spec__=object())
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", library)
 
 
 class Answers(Runner):
@@ -51,7 +65,7 @@ class Answers(Runner):
         self.answer, self.closed = answer, False
 
     def run(self, inputs):
-        return {"ctr": self.answer}
+        return {"ctr": self.answer[np.arange(len(inputs["dense"])) % len(self.answer)]}
 
     def close(self):
         self.closed = True
@@ -68,7 +82,11 @@ def test_a_program_is_loaded_only_from_a_trusted_origin(sample, bundle, monkeypa
     monkeypatch.setattr(loading, "open_tensorrt_rtx", open_engine)
     assert load(bundle).entry.backend == "onnxruntime"
     assert opened == []
-    engine = load(bundle, trust_programs=True)
+    with_gpu(monkeypatch)
+    assert load(bundle).entry.backend == "onnxruntime"
+    assert opened == []
+    engine = load(bundle, trust=True)
+    assert engine.health().trust == "caller"
     assert engine.entry.id == gpu.artifact.id
     assert opened == [("engine.bin", "sm89", "1.5")]
     engine.close()
@@ -76,18 +94,30 @@ def test_a_program_is_loaded_only_from_a_trusted_origin(sample, bundle, monkeypa
 
 
 def test_a_program_that_answers_wrong_is_freed(bundle, monkeypatch):
+    with_gpu(monkeypatch)
     wrong = Answers(np.full((8, 1), 9.0, np.float32))
     monkeypatch.setattr(loading, "open_tensorrt_rtx", lambda *arguments: wrong)
-    engine = load(bundle, trust_programs=True)
+    engine = load(bundle, trust=True)
     assert engine.entry.backend == "onnxruntime"
     assert wrong.closed
 
 
-def test_a_trusted_program_without_its_gpu_is_passed_over(bundle):
-    engine = load(bundle, trust_programs=True)
-    assert engine.entry.backend == "onnxruntime"
-    reasons = ("TensorRT for RTX is not installed", "built by another version of TensorRT for RTX")
-    assert any(reason in engine.skipped[0].reason for reason in reasons)
+def test_a_trusted_program_without_its_gpu_is_passed_over(bundle, monkeypatch):
+    monkeypatch.setattr(tensorrt_vendors, "list_cuda_devices", lambda: ())
+    monkeypatch.setattr(selection, "_is_installed", lambda module: True)
+    (skipped,) = load(bundle, trust=True).skipped
+    assert (skipped.cause, skipped.reason) == (
+        Cause.DEVICE,
+        "cannot run here: the engine is for sm89 and this host has no NVIDIA GPU",
+    )
+    monkeypatch.setattr(selection, "_is_installed", lambda module: False)
+    (skipped,) = load(bundle, trust=True).skipped
+    assert skipped.cause is Cause.LIBRARY
+    # Both at once: who installs the library should know that it will not help.
+    assert skipped.reason.startswith(
+        "TensorRT for RTX is not installed; pip install 'loka-onnx[tensorrt-rtx]'; "
+    )
+    assert skipped.reason.endswith("this host has no NVIDIA GPU")
 
 
 def test_answers_are_those_of_the_model_that_was_evaluated(sample, tmp_path):
@@ -198,7 +228,7 @@ def _replace_sample(bundle: Path, data: bytes) -> None:
     for entry in document["value"]["files"]:
         if entry["path"] == "sample.npz":
             entry.update(sha256=digest_file(bundle / "sample.npz"), bytes=len(data))
-    (bundle / "manifest.json").write_text(json.dumps(document))
+    (bundle / "manifest.json").write_text(seal(json.dumps(document, indent=1)))
 
 
 class Bomb:

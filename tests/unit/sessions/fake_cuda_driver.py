@@ -170,6 +170,9 @@ class FakeDriver:
     def cuMemcpyHtoDAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
         return self._copy(target, source, size)
 
+    def cuMemcpyDtoDAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
+        return self._copy(target, source, size)
+
     def cuMemcpyDtoHAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
         return self._copy(target, source, size)
 

@@ -1,9 +1,9 @@
-"""Putting a finished directory in the place of another.
+"""Putting a finished directory, or a finished file, in the place of another.
 
 A directory is staged beside its destination and moved in with one system call: Linux exchanges the old and
 the new directory atomically (renameat2 with RENAME_EXCHANGE). Elsewhere the old one is renamed away first, so
 that for an instant there is none; both stay complete on disk, and the next write finds and removes what an
-interruption left.
+interruption left. A file is staged in such a directory too, and renamed over the old one.
 
 A stage directory is locked (flock) for as long as its writer lives. The lock dies with the process, however
 that ends, so that what is left over can be told from what is being written without trusting process ids.
@@ -18,9 +18,10 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from loka_onnx.core.manifest import MANIFEST_NAME
 from loka_onnx.errors import OutputError
 
 _AT_FDCWD = -100
@@ -42,9 +43,74 @@ def staged_directory(destination: Path) -> Iterator[Path]:
     Raises:
         OutputError: The place cannot be written.
     """
-    prefix = f".{destination.name}.staged-"
+    with _stage(destination) as stage:
+        yield stage
+        for folder, _, _ in os.walk(stage):
+            Path(folder).chmod(0o755)
+        _sync_tree(stage)
+        with _locked(destination.parent):
+            move_into_place(stage, destination)
+
+
+@contextlib.contextmanager
+def staged_file(
+    destination: Path, *, beside: Path | None = None, check: Callable[[], None] | None = None
+) -> Iterator[Path]:
+    """A path for a new file that takes the place of `destination` when the block ends without an error.
+
+    Removes what interrupted writers of the same file left behind.
+
+    Args:
+        destination: Where the file goes; what is there is replaced.
+        beside: What the file is staged beside, on the same file system; None for the destination itself.
+            Nothing but the finished file may ever appear in a directory that is closed-world.
+        check: Called last, while no directory can be moved into the place of `beside`.
+
+    Yields:
+        A path where nothing is yet; the file is synced to disk before the move.
+
+    Raises:
+        OutputError: The place cannot be written.
+    """
+    anchor = destination if beside is None else beside
+    with _stage(anchor) as stage:
+        file = stage / destination.name
+        yield file
+        file.chmod(0o644)
+        _sync(file)
+        with _locked(anchor.parent):
+            if check is not None:
+                check()
+            file.replace(destination)
+        _sync(destination.parent)
+
+
+def check_replaceable(destination: Path) -> None:
+    """Refuses to replace what is not a bundle.
+
+    Args:
+        destination: Where a bundle goes as a directory.
+
+    Raises:
+        OutputError: Something is there that is neither a bundle nor an empty directory.
+    """
+    if not os.path.lexists(destination):
+        return
+    if destination.is_dir() and ((destination / MANIFEST_NAME).exists() or not any(destination.iterdir())):
+        return
+    raise OutputError(
+        f"'{destination}' is in the way",
+        evidence="it exists and is not a bundle, so it is not replaced",
+        remedy="choose another directory, or move it away",
+    )
+
+
+@contextlib.contextmanager
+def _stage(destination: Path) -> Iterator[Path]:
+    """A new locked directory beside `destination`, removed at the end with what is in it then."""
     stage: Path | None = None
     lock: int | None = None
+    prefix = f".{destination.name}.staged-"
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         # The parent stays locked until the stage is, so that no other writer takes it for a leftover.
@@ -53,10 +119,6 @@ def staged_directory(destination: Path) -> Iterator[Path]:
             stage = Path(tempfile.mkdtemp(dir=destination.parent, prefix=prefix))
             lock = _lock(stage, wait=False)
         yield stage
-        stage.chmod(0o755)
-        _sync_tree(stage)
-        with _locked(destination.parent):
-            move_into_place(stage, destination)
     except OSError as error:
         raise OutputError(
             f"cannot write '{destination}'",

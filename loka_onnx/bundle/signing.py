@@ -1,0 +1,220 @@
+"""Keys, and signing a bundle with them (Ed25519, RFC 8032).
+
+A private key is a PEM file (PKCS8), encrypted where the environment holds a password; a public key is a PEM
+file (SubjectPublicKeyInfo). Both are what `openssl genpkey -algorithm ed25519` makes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_bytes
+from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from loka_onnx.core.seal import seal
+from loka_onnx.errors import BundleError, ConfigError, OutputError
+from loka_onnx.sessions.bundle_documents import read_document
+from loka_onnx.sessions.bundle_files import verify_bundle
+from loka_onnx.sessions.bundle_signature import (
+    SIGNATURE_NAME,
+    BundleSignature,
+    KeySignature,
+    fingerprint,
+    read_key_file,
+    read_signature,
+    require_cryptography,
+)
+from loka_onnx.sessions.replace import staged_file
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+PASSWORD_VARIABLE = "LOKA_ONNX_KEY_PASSWORD"
+"""Environment variable with the password of a private key."""
+
+_LOG = logging.getLogger("loka_onnx.bundle")
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A key pair on disk.
+
+    Attributes:
+        private: PEM file of the private key (PKCS8), readable by its owner only.
+        public: PEM file of the public key (SubjectPublicKeyInfo).
+        fingerprint: SHA-256 of the 32 bytes of the public key, hexadecimal.
+    """
+
+    private: Path
+    public: Path
+    fingerprint: str
+
+
+def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
+    """Makes a key pair: ``<name>.key`` and ``<name>.pub``.
+
+    The private key is encrypted with the password in `PASSWORD_VARIABLE`, where that is set.
+
+    Raises:
+        OutputError: One of the files is there already, or the place cannot be written.
+        MissingPackage: There is no `cryptography` here.
+    """
+    require_cryptography()
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key, password = Ed25519PrivateKey.generate(), _password()
+    encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()
+    if password is not None:
+        encryption = serialization.BestAvailableEncryption(password)
+    encoding = serialization.Encoding.PEM
+    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, encryption)
+    public = key.public_key().public_bytes(encoding, serialization.PublicFormat.SubjectPublicKeyInfo)
+    pair = KeyPair(directory / f"{name}.key", directory / f"{name}.pub", fingerprint(key.public_key()))
+    for path in (pair.private, pair.public):
+        if os.path.lexists(path):
+            raise OutputError(
+                f"'{path}' is there already",
+                evidence="a private key that is overwritten is lost for good",
+                remedy="choose another directory or name",
+            )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_new(pair.private, private, 0o600)
+        _write_new(pair.public, public, 0o644)
+    except OSError as error:
+        raise OutputError(f"cannot write keys to '{directory}'", evidence=str(error)) from error
+    return pair
+
+
+def sign_bundle(directory: Path, key: Path) -> str:
+    """Verifies a bundle and signs it; signatures of other keys stay.
+
+    The signature appears in the bundle as a whole or not at all.
+
+    Args:
+        directory: The bundle.
+        key: Private key, a PEM file (PKCS8); encrypted with the password in `PASSWORD_VARIABLE`, or not.
+
+    Returns:
+        Fingerprint of the key.
+
+    Raises:
+        BundleInvalid: The bundle does not verify.
+        BundleError: It was replaced while it was being signed.
+        ConfigError: The key cannot be read or is no Ed25519 private key.
+        OutputError: The place cannot be written.
+        MissingPackage: There is no `cryptography` here.
+    """
+    signer = read_private_key(key)
+    place = directory.resolve()
+    signed = read_document(place, MANIFEST_NAME, MAX_MANIFEST_BYTES) if place.is_dir() else b""
+    verify_bundle(place)
+    found = read_signature(place)
+    earlier = () if found is None else found.signatures
+
+    def check() -> None:
+        if read_document(place, MANIFEST_NAME, MAX_MANIFEST_BYTES) != signed:
+            raise BundleError(
+                "the bundle was replaced while it was being signed", where=str(place), remedy="sign it again"
+            )
+
+    with staged_file(place / SIGNATURE_NAME, beside=place, check=check) as file:
+        file.write_text(signature_text(signed, [signer], earlier), encoding="utf-8")
+    return fingerprint(signer.public_key())
+
+
+def signature_text(
+    manifest: bytes, keys: Sequence[Ed25519PrivateKey], earlier: Sequence[KeySignature] = ()
+) -> str:
+    """The signature document of a manifest.
+
+    Args:
+        manifest: Its exact bytes.
+        keys: What signs it.
+        earlier: Signatures of it that stay, unless a key among `keys` made them.
+    """
+    by_key = {entry.key: entry for entry in earlier}
+    for key in keys:
+        name = fingerprint(key.public_key())
+        by_key[name] = KeySignature(name, key.sign(manifest).hex())
+    signatures = tuple(by_key[name] for name in sorted(by_key))
+    return seal(serde.dumps(BundleSignature(digest_bytes(manifest), signatures)))
+
+
+def read_private_key(path: Path) -> Ed25519PrivateKey:
+    """An Ed25519 private key from a PEM file; warns where others can read it.
+
+    Raises:
+        ConfigError: It cannot be read, is another kind of key, or its password is missing or wrong.
+        MissingPackage: There is no `cryptography` here.
+    """
+    require_cryptography()
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    data, password = read_key_file(path), _password()
+    if b"PRIVATE KEY" not in data:
+        raise ConfigError(
+            f"'{path}' is not a private key in PEM",
+            remedy="name the private half of a key pair of `loka-onnx bundle keygen`",
+        )
+    _warn_of_readers(path)
+    is_encrypted = b"ENCRYPTED" in data
+    try:
+        key = load_pem_private_key(data, password if is_encrypted else None)
+    except Exception as error:
+        # Beside ValueError and TypeError, OpenSSL's kinds of failure differ from version to version.
+        remedy = (
+            f"set {PASSWORD_VARIABLE} to its password" if is_encrypted else "make a key with `bundle keygen`"
+        )
+        raise ConfigError(
+            f"private key '{path}' cannot be read", evidence=str(error)[:200], remedy=remedy
+        ) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(
+            f"'{path}' is not an Ed25519 key",
+            evidence=type(key).__name__,
+            remedy="make one with `bundle keygen`",
+        )
+    return key
+
+
+def signer_of(path: Path) -> str:
+    """Fingerprint of the key pair that a private key belongs to.
+
+    Raises:
+        ConfigError: As `read_private_key`.
+        MissingPackage: There is no `cryptography` here.
+    """
+    return fingerprint(read_private_key(path).public_key())
+
+
+def _warn_of_readers(path: Path) -> None:
+    mode = path.stat().st_mode
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        _LOG.warning(
+            "private key '%s' can be read or written by others (mode %o): chmod 600 %s",
+            path,
+            stat.S_IMODE(mode),
+            path,
+        )
+
+
+def _password() -> bytes | None:
+    value = os.environ.get(PASSWORD_VARIABLE, "")
+    return value.encode() if value else None
+
+
+def _write_new(path: Path, data: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())

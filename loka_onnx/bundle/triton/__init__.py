@@ -1,0 +1,19 @@
+"""A model repository of NVIDIA Triton Inference Server, made from a bundle."""
+
+from loka_onnx.bundle.triton.models import TritonOptions
+from loka_onnx.bundle.triton.repository import (
+    RECORD_NAME,
+    DeclinedEngine,
+    RepositoryModel,
+    TritonRepository,
+    export_triton,
+)
+
+__all__ = [
+    "RECORD_NAME",
+    "DeclinedEngine",
+    "RepositoryModel",
+    "TritonOptions",
+    "TritonRepository",
+    "export_triton",
+]

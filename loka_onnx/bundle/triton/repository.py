@@ -1,0 +1,446 @@
+"""Writes a model repository of NVIDIA Triton Inference Server from a verified bundle.
+
+Layout, for the name ``ranker``::
+
+    loka-onnx.json                  what is here and from which bundle; Triton looks at directories only
+    ranker/                         what clients call: an ensemble in front of the preferred engine
+    ranker-<engine>/                one engine with the bundle's own inputs and outputs
+    ranker-<engine>-dense/          …-dense: what an ensemble ranker-<engine> runs behind the lookup
+    ranker-<engine>-program/        …-program: what it runs where the backend names inputs by position
+    ranker-lookup/                  looks ids up on the CPU, of a model that was cut at its embeddings
+    ranker-fallback-fp32/           the exported FP32 model
+
+Each model has `config.pbtxt`, its only version in `1/`, and the first row of the sample in `warmup/`. Files
+that are one file in the bundle are one file here too, under several names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from loka_onnx.bundle.triton.forms import Form, Refusal, Source, form_of
+from loka_onnx.bundle.triton.models import (
+    PARAMETER,
+    VERSION,
+    Ensemble,
+    ModelFile,
+    ServedModel,
+    Step,
+    TritonOptions,
+)
+from loka_onnx.bundle.triton.packages import rename_program
+from loka_onnx.bundle.triton.ports import ports_of
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.digests import CHUNK_BYTES, digest_file
+from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest, SparseCut
+from loka_onnx.core.serde import STRICT
+from loka_onnx.core.split import Part
+from loka_onnx.errors import (
+    BundleError,
+    BundleInvalid,
+    ConfigError,
+    EngineError,
+    LokaError,
+    OutputError,
+    UserError,
+)
+from loka_onnx.sessions.bundle_archive import is_archive, unpacked
+from loka_onnx.sessions.bundle_files import Sample, read_sample, verify_bundle
+from loka_onnx.sessions.replace import staged_directory
+
+RECORD_NAME = "loka-onnx.json"
+"""File of a repository that says what this project wrote into it."""
+LOOKED_UP = "looked_up/"
+"""What the names of tensors between the steps of an ensemble begin with."""
+
+
+@dataclass(frozen=True)
+class RepositoryModel:
+    """One model that clients can call with the bundle's own inputs.
+
+    Attributes:
+        name: Its name.
+        engine: Id of the engine behind it.
+        backend: Triton's name of the backend that runs the engine.
+        runs: Names of the models that it consists of; itself alone unless it is an ensemble.
+        remarks: What Triton does otherwise than this project's own loader, and what the host must have.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    engine: str
+    backend: str
+    runs: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeclinedEngine:
+    """An engine of the bundle that is not in the repository.
+
+    Attributes:
+        engine: Its id.
+        reason: Why.
+    """
+
+    __pydantic_config__ = STRICT
+
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TritonRepository:
+    """A repository that was written (`loka-onnx.json`).
+
+    Attributes:
+        bundle: SHA-256 of the manifest of the bundle that it was made from.
+        model: Digest of the exported model.
+        name: The model that clients call.
+        preferred: Id of the engine behind it.
+        models: Models that take the bundle's own inputs, the preferred first.
+        directories: Every directory of the repository, sorted.
+        declined: Engines that Triton cannot serve.
+        remarks: What holds for the repository as a whole.
+    """
+
+    SCHEMA: ClassVar[str] = "triton-repository/1"
+    __pydantic_config__ = STRICT
+
+    bundle: str
+    model: str
+    name: str
+    preferred: str
+    models: tuple[RepositoryModel, ...]
+    directories: tuple[str, ...]
+    declined: tuple[DeclinedEngine, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> TritonRepository:
+    """Writes a model repository atomically.
+
+    Args:
+        bundle: The bundle, a directory or the single-file form; it is verified first.
+        repository: Where the repository goes. An old one of this project is replaced as a whole.
+        options: What to write.
+
+    Returns:
+        What was written.
+
+    Raises:
+        BundleInvalid: The bundle does not verify, or a file changed while it was copied.
+        BundleError: The model has inputs or outputs that Triton cannot have.
+        ConfigError: An engine that was asked for is not in the bundle, or Triton cannot serve it.
+        OutputError: The place cannot be written, or holds something that is not a repository of this project.
+    """
+    destination = repository.resolve()
+    _check_destination(destination, bundle.resolve())
+    with _opened(bundle) as directory:
+        manifest = verify_bundle(directory)
+        plan = _Plan(directory, manifest, options)
+        with staged_directory(destination) as stage:
+            writer = _Writer(directory, manifest, stage)
+            for model in plan.models:
+                writer.add(model.name, model.config(options), model.files)
+            for ensemble in plan.ensembles:
+                writer.add(ensemble.name, ensemble.config(), ())
+            serde.write(plan.record, stage / RECORD_NAME)
+    return plan.record
+
+
+@contextlib.contextmanager
+def _opened(bundle: Path) -> Iterator[Path]:
+    if not is_archive(bundle):
+        yield bundle
+        return
+    with unpacked(bundle) as directory:
+        yield directory
+
+
+class _Plan:
+    """Which models a repository consists of."""
+
+    def __init__(self, bundle: Path, manifest: Manifest, options: TritonOptions) -> None:
+        self._bundle, self._manifest, self._options = bundle, manifest, options
+        self._sample: Sample = read_sample(bundle, manifest, manifest.fallback)
+        self._digest = digest_file(bundle / MANIFEST_NAME)
+        self.models: list[ServedModel] = []
+        self.ensembles: list[Ensemble] = []
+        called: list[RepositoryModel] = []
+        declined: list[DeclinedEngine] = []
+        for entry in _asked(manifest, options):
+            form = self._form(entry)
+            if isinstance(form, Refusal):
+                declined.append(DeclinedEngine(entry.id, form.reason))
+            else:
+                called.append(self._add(entry, form))
+        _check_asked(options, declined)
+        self._add_preferred(called[0])
+        names = [*(model.name for model in self.models), *(ensemble.name for ensemble in self.ensembles)]
+        # Systems that ignore case would lay two models over one another.
+        if len({name.lower() for name in names}) != len(names):
+            raise BundleError(
+                "two models of the repository would have one name",
+                evidence=", ".join(sorted(names)),
+                remedy="name fewer engines with `--engine`",
+            )
+        self.record = TritonRepository(
+            bundle=self._digest,
+            model=manifest.model_digest,
+            name=options.name,
+            preferred=called[0].engine,
+            models=tuple(called),
+            directories=tuple(sorted(names)),
+            declined=tuple(declined),
+            remarks=tuple(_remarks(manifest, [model.engine for model in called])),
+        )
+
+    def _form(self, entry: EngineEntry) -> Form | Refusal:
+        name = self._name(entry)
+        if entry.part is Part.DENSE:
+            name += "-dense"
+        try:
+            form = form_of(self._source(entry, name))
+        except (UserError, EngineError) as error:
+            return Refusal(str(error))
+        if isinstance(form, Form) and form.model.platform == "torch_aoti" and entry.part is Part.WHOLE:
+            return replace(form, model=replace(form.model, name=f"{name}-program"))
+        return form
+
+    def _add(self, entry: EngineEntry, form: Form) -> RepositoryModel:
+        name, model = self._name(entry), form.model
+        steps = self._steps(entry, model)
+        self.models.append(model)
+        if model.name != name:
+            self._add_ensemble(name, steps, entry)
+        runs = tuple(step.model for step in steps)
+        return RepositoryModel(name, entry.id, model.backend, runs, form.remarks)
+
+    def _add_preferred(self, preferred: RepositoryModel) -> None:
+        entry = next(e for e in self._manifest.candidates if e.id == preferred.engine)
+        model = next(model for model in self.models if model.name == preferred.runs[-1])
+        self._add_ensemble(self._options.name, self._steps(entry, model), entry)
+
+    def _steps(self, entry: EngineEntry, model: ServedModel) -> tuple[Step, ...]:
+        """From the bundle's inputs to its outputs."""
+        cut = self._manifest.cut
+        own = {port.tensor: port.name for port in (*model.inputs, *model.outputs)}
+        outputs = {own[spec.name]: spec.name for spec in self._manifest.outputs}
+        if entry.part is Part.WHOLE or cut is None:
+            return (Step(model.name, {own[i.name]: i.name for i in self._manifest.inputs}, outputs),)
+        lookup = self._lookup(cut, model.maximum)
+        taken = [port.tensor for port in model.inputs]
+        between = {spec.name: f"{LOOKED_UP}{spec.name}" for spec in cut.tensors}
+        return (
+            Step(lookup, {name: name for name in cut.lookup_inputs}, between),
+            Step(model.name, {own[name]: between.get(name, name) for name in taken}, outputs),
+        )
+
+    def _lookup(self, cut: SparseCut, maximum: int) -> str:
+        """Name of the lookup model, which engines of the dense part share; it is added once."""
+        name = f"{self._options.name}-lookup"
+        known = next((model for model in self.models if model.name == name), None)
+        if known is not None:
+            wider = replace(known, maximum=max(known.maximum, maximum))
+            self.models[self.models.index(known)] = wider
+            return name
+        fallback = self._manifest.fallback
+        file = self._manifest.file(cut.lookup)
+        entry = replace(
+            fallback, id="lookup", path=cut.lookup, bytes=file.bytes, digest=file.sha256, evaluation=None
+        )
+        entry = replace(entry, batch=replace(entry.batch, max=maximum))
+        inputs = tuple(spec for spec in self._manifest.inputs if spec.name in cut.lookup_inputs)
+        form = form_of(self._source(entry, name, inputs, cut.tensors))
+        if isinstance(form, Refusal):
+            raise BundleError(f"Triton cannot serve the lookup model: {form.reason}")
+        # Requests wait in front of the engine; waiting in front of the lookup as well would be twice.
+        self.models.append(replace(form.model, queues=False))
+        return name
+
+    def _add_ensemble(self, name: str, steps: tuple[Step, ...], entry: EngineEntry) -> None:
+        read = {tensor for step in steps for tensor in step.inputs.values()}
+        inputs = tuple(spec for spec in self._manifest.inputs if spec.name in read)
+        self.ensembles.append(
+            Ensemble(
+                name=name,
+                inputs=ports_of(inputs),
+                outputs=ports_of(self._manifest.outputs),
+                maximum=min(m.maximum for m in self.models if m.name in {step.model for step in steps}),
+                steps=steps,
+                parameters=self._lineage(entry),
+            )
+        )
+
+    def _source(
+        self,
+        entry: EngineEntry,
+        name: str,
+        inputs: tuple[TensorSpec, ...] | None = None,
+        outputs: tuple[TensorSpec, ...] | None = None,
+    ) -> Source:
+        return Source(
+            bundle=self._bundle,
+            entry=entry,
+            name=name,
+            inputs=self._manifest.inputs_of(entry.part) if inputs is None else inputs,
+            outputs=self._manifest.outputs if outputs is None else outputs,
+            sample={**self._sample.inputs, **self._sample.looked_up},
+            parameters=self._lineage(entry),
+            instances=self._options.instances,
+        )
+
+    def _lineage(self, entry: EngineEntry) -> dict[str, str]:
+        values = {
+            "bundle": self._digest,
+            "model": self._manifest.model_digest,
+            "created_by": self._manifest.created_by,
+            "engine": entry.id,
+            "engine_digest": entry.digest,
+            "plan": entry.plan,
+            "backend": entry.backend,
+            "backend_version": entry.version,
+        }
+        return {f"{PARAMETER}{key}": value for key, value in values.items()}
+
+    def _name(self, entry: EngineEntry) -> str:
+        # Ids may hold characters that names in addresses may not.
+        return f"{self._options.name}-{re.sub(r'[^A-Za-z0-9_.-]', '_', entry.id)}"
+
+
+class _Writer:
+    """A repository being filled."""
+
+    def __init__(self, bundle: Path, manifest: Manifest, root: Path) -> None:
+        self._bundle, self._manifest, self._root = bundle, manifest, root
+        self._copied: dict[tuple[int, int], Path] = {}
+
+    def add(self, name: str, config: str, files: tuple[ModelFile, ...]) -> None:
+        """Writes a model."""
+        folder = self._root / name
+        # The server wants the directory of the version of an ensemble too.
+        (folder / VERSION).mkdir(parents=True)
+        (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+        for file in files:
+            target = folder / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not file.source:
+                target.write_bytes(file.content)
+            elif file.program:
+                rename_program(self._bundle / file.source, file.program, target)
+            else:
+                self._copy(file.source, target)
+            target.chmod(0o644)
+        for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
+            path.chmod(0o755)
+
+    def _copy(self, path: str, target: Path) -> None:
+        source = self._bundle / path
+        status = source.stat()
+        earlier = self._copied.get((status.st_dev, status.st_ino))
+        if earlier is not None:
+            try:
+                target.hardlink_to(earlier)
+            except OSError:
+                pass
+            else:
+                return
+        state = hashlib.sha256()
+        with source.open("rb") as reader, target.open("wb") as writer:
+            while chunk := reader.read(CHUNK_BYTES):
+                writer.write(chunk)
+                state.update(chunk)
+        if state.hexdigest() != self._manifest.file(path).sha256:
+            raise BundleInvalid(
+                f"file '{path}' changed while it was copied",
+                where=str(self._bundle),
+                evidence=f"sha256 {state.hexdigest()[:16]}…",
+                remedy="copy the bundle again from where it was written",
+            )
+        self._copied.setdefault((status.st_dev, status.st_ino), target)
+
+
+def _asked(manifest: Manifest, options: TritonOptions) -> tuple[EngineEntry, ...]:
+    """Engines to serve in the order of the manifest, the FP32 model last."""
+    known = {entry.id for entry in manifest.candidates}
+    unknown = [engine for engine in options.engines if engine not in known]
+    if unknown:
+        raise ConfigError(
+            f"the bundle has no engine '{unknown[0]}'",
+            evidence=f"it has {', '.join(sorted(known))}",
+            remedy="name one of these with `--engine`",
+        )
+    chosen = {*options.engines} or known
+    return tuple(e for e in manifest.candidates if e.id in chosen or e == manifest.fallback)
+
+
+def _check_asked(options: TritonOptions, declined: list[DeclinedEngine]) -> None:
+    for each in declined:
+        if each.engine in options.engines:
+            raise ConfigError(
+                f"Triton cannot serve engine '{each.engine}'",
+                evidence=each.reason,
+                remedy="leave it out of `--engine`",
+            )
+
+
+def _remarks(manifest: Manifest, engines: list[str]) -> Iterator[str]:
+    served = [entry for entry in manifest.candidates if entry.id in engines]
+    targets = sorted({entry.architecture for entry in served} - {"cpu"})
+    if len(targets) > 1:
+        yield (
+            f"models for {' and '.join(targets)} are here, and a server loads all of them: name those of its "
+            "GPU with `--engine`, or start it with `--model-control-mode=explicit`"
+        )
+    for choice in manifest.choice.targets:
+        if len({route.engine for route in choice.routes} & set(engines)) > 1:
+            yield (
+                f"the bundle's own loader gives requests of '{choice.target}' to engines by their size; "
+                "Triton gives them to the model that was called"
+            )
+    for entry in served:
+        if entry.batch.min > 1:
+            yield f"engine '{entry.id}' takes {entry.batch.min} rows and more; Triton pads no batch"
+
+
+def _check_destination(destination: Path, bundle: Path) -> None:
+    if destination == bundle or bundle in destination.parents:
+        raise OutputError(
+            f"'{destination}' is in the bundle",
+            evidence="a bundle holds exactly the files that its manifest lists",
+            remedy="choose another directory",
+        )
+    if not os.path.lexists(destination):
+        return
+    problem = _why_in_the_way(destination)
+    if problem:
+        raise OutputError(
+            f"'{destination}' is in the way",
+            evidence=problem,
+            remedy="choose another directory, or move it away",
+        )
+
+
+def _why_in_the_way(destination: Path) -> str:
+    if not destination.is_dir():
+        return "it is not a directory"
+    found = {path.name for path in destination.iterdir()}
+    if not found:
+        return ""
+    try:
+        record = serde.read(TritonRepository, destination / RECORD_NAME)
+    except (LokaError, OSError) as error:
+        reason = error.what if isinstance(error, LokaError) else str(error)
+        return f"it exists and is no repository that this project wrote, so it is not replaced: {reason}"
+    others = sorted(found - {RECORD_NAME, *record.directories})
+    return f"it holds '{others[0]}', which this project did not write" if others else ""

@@ -1,0 +1,197 @@
+"""`loka-onnx bundle push`, `pull`, `list`, `resolve`, `promote`, `log-mlflow`: bundles in registries."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from loka_onnx.bundle.mlflow_log import log_to_mlflow
+from loka_onnx.bundle.registry import (
+    PullResult,
+    PushResult,
+    TransferOptions,
+    list_names,
+    parse_reference,
+    promote,
+    pull_bundle,
+    push_bundle,
+    resolve,
+)
+from loka_onnx.cli.outcome import shown
+from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.terminal import Terminal, terminal_of
+from loka_onnx.core.progress import Progress
+from loka_onnx.errors import CheckFailed, ConfigError
+from loka_onnx.pipeline.directory import Outcome
+
+_DEFAULTS = TransferOptions()
+
+Bundle = Annotated[
+    Path, typer.Argument(metavar="BUNDLE", help="The bundle, or its archive.", show_default=False)
+]
+Place = Annotated[
+    str,
+    typer.Argument(metavar="URL[#NAME]", help="s3://…, gs://… or a directory; #NAME names it there."),
+]
+Which = Annotated[str, typer.Argument(metavar="URL#NAME", help="The bundle: URL#NAME or URL#sha256:DIGEST.")]
+Registry = Annotated[str, typer.Argument(metavar="URL", help="s3://…, gs://… or a directory.")]
+Threads = Annotated[int, typer.Option(help="Parts under way at once; each takes 16 MiB of memory.", min=1)]
+Name = Annotated[str | None, typer.Option("--name", help="As #NAME after the URL.")]
+
+
+def push(
+    context: typer.Context,
+    bundle: Bundle,
+    place: Place,
+    name: Name = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Send what the registry has as well, to mend it.")
+    ] = False,
+    threads: Threads = _DEFAULTS.threads,
+) -> None:
+    """Copy a bundle to a registry; only what is missing there is sent, and the name moves last."""
+    terminal = terminal_of(context)
+    target = _named(place, name)
+    with _Reported(terminal, "push") as progress:
+        result = push_bundle(bundle, target, TransferOptions(threads=threads, progress=progress), again=again)
+    _say(terminal, _pushed(bundle, parse_reference(target).shown, result))
+
+
+def pull(
+    context: typer.Context,
+    which: Which,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where it goes.")],
+    keys: Annotated[
+        list[Path] | None,
+        typer.Option("--key", help="A public key; one of those given must have signed the bundle."),
+    ] = None,
+    name: Name = None,
+    threads: Threads = _DEFAULTS.threads,
+) -> None:
+    """Copy a bundle from a registry, check all of it, and let it take the place of an old one."""
+    terminal = terminal_of(context)
+    source = _named(which, name)
+    with _Reported(terminal, "pull") as progress:
+        result = pull_bundle(
+            source, directory, TransferOptions(threads=threads, progress=progress), keys=keys or ()
+        )
+    _say(terminal, _pulled(directory, result))
+
+
+def list_bundles(context: typer.Context, registry: Registry) -> None:
+    """List the names of a registry and the bundles that they stand for; exit with 3 if one is damaged."""
+    terminal = terminal_of(context)
+    found = list_names(registry)
+    for item in found:
+        _say(
+            terminal, f"{item.name:<24} " + (f"sha256:{item.digest}" if item.digest else f"✗ {item.problem}")
+        )
+    damaged = [item for item in found if item.digest is None]
+    if damaged:
+        raise CheckFailed(
+            f"{len(damaged)} of {len(found)} names are damaged",
+            where=parse_reference(registry).shown,
+            evidence=f"'{damaged[0].name}': {damaged[0].problem}",
+            remedy="push or promote a bundle under these names again",
+        )
+
+
+def resolve_name(context: typer.Context, which: Which) -> None:
+    """Print the digest of the bundle that a name stands for now."""
+    _say(terminal_of(context), f"sha256:{resolve(which)}")
+
+
+def promote_bundle(
+    context: typer.Context,
+    which: Which,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name to move.")],
+) -> None:
+    """Let a name stand for a bundle that is in the registry already; also the way back to an older one."""
+    digest = promote(which, name)
+    _say(terminal_of(context), f"{name} is now sha256:{digest}")
+
+
+def log_mlflow(
+    context: typer.Context,
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle.", show_default=False)],
+    experiment: Annotated[str, typer.Option(help="Experiment; made when absent.")],
+    tracking_uri: Annotated[
+        str | None, typer.Option(help="MLflow's server; as MLFLOW_TRACKING_URI says by default.")
+    ] = None,
+    run_name: Annotated[str | None, typer.Option(help="Name of the run; of the digest by default.")] = None,
+) -> None:
+    """Log what a bundle says of itself to MLflow: parameters, metrics, the manifest and the report."""
+    run = log_to_mlflow(bundle, experiment, tracking_uri=tracking_uri, run_name=run_name)
+    what = f"logged, {run.metrics} metrics" if run.is_new else "was logged before"
+    _say(terminal_of(context), f"{shown(bundle)}: {what}; run {run.run_id} of experiment '{experiment}'")
+
+
+def add_registry_verbs(bundle: typer.Typer) -> None:
+    """Adds the verbs of this file to `loka-onnx bundle`."""
+    bundle.command()(push)
+    bundle.command()(pull)
+    bundle.command(name="list")(list_bundles)
+    bundle.command(name="resolve")(resolve_name)
+    bundle.command(name="promote")(promote_bundle)
+    bundle.command(name="log-mlflow")(log_mlflow)
+
+
+class _Reported:
+    """Shows a transfer as the only stage of the command."""
+
+    def __init__(self, terminal: Terminal, verb: str) -> None:
+        self._reporter = StageReporter(terminal)
+        self._verb = verb
+        self._began = time.perf_counter()
+
+    def __enter__(self) -> Progress:
+        self._reporter.__enter__()
+        self._reporter.on_stage(self._verb, None)
+        return self._reporter.progress
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            seconds = time.perf_counter() - self._began
+            self._reporter.on_stage(self._verb, Outcome(self._verb, False, seconds))
+        self._reporter.__exit__(None, None, None)
+
+
+def _named(place: str, name: str | None) -> str:
+    if name is None:
+        return place
+    if "#" in place:
+        raise ConfigError(
+            "the bundle is named twice",
+            where=parse_reference(place).shown,
+            evidence=f"after '#', and with --name {name}",
+            remedy="give one of them",
+        )
+    return f"{place}#{name}"
+
+
+def _pushed(bundle: Path, place: str, result: PushResult) -> str:
+    return (
+        f"{shown(bundle)}: pushed to {place} as sha256:{result.digest}\n"
+        f"sent {result.sent_parts} parts, {result.sent_bytes:,} bytes; "
+        f"{result.kept_parts} parts, {result.kept_bytes:,} bytes were there"
+    )
+
+
+def _pulled(directory: Path, result: PullResult) -> str:
+    if result.key is not None:
+        signature = f"signed with key {result.key}"
+    else:
+        signature = "signed, by whom was not checked (--key)" if result.is_signed else "not signed"
+    what = "is there already, whole" if result.is_unchanged else "pulled and verified"
+    return (
+        f"{shown(directory)}: sha256:{result.digest} {what}; {signature}\n"
+        f"read {result.read_bytes:,} bytes; {result.kept_bytes:,} bytes were here"
+    )
+
+
+def _say(terminal: Terminal, text: str) -> None:
+    terminal.out.print(Text(text), soft_wrap=True)

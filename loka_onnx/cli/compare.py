@@ -1,0 +1,194 @@
+"""`loka-onnx compare`: the paired difference of two deployments on the same rows."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from loka_onnx.cli.bundle_diff import Format
+from loka_onnx.cli.compare_text import print_comparison
+from loka_onnx.cli.outcome import shown
+from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import OutputKind
+from loka_onnx.errors import BudgetMissed, ConfigError
+from loka_onnx.pipeline.compare import CompareOptions, compare
+from loka_onnx.pipeline.compare_rows import ONLY, RowOptions
+from loka_onnx.pipeline.compare_sides import Opening
+from loka_onnx.pipeline.comparison import Comparison
+from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.report import numbers
+
+FILE_COLUMNS = 120
+"""Columns of a text report in a file."""
+
+
+def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
+    context: typer.Context,
+    a: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="Compared with: a bundle or an .onnx file.", show_default=False),
+    ],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Compared: likewise.", show_default=False)],
+    data: Annotated[Path, typer.Option(help="Rows, Parquet or npz.", show_default=False)],
+    output: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=KIND", help="Judge this output: logit, probability or regression."),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[OUTPUT=]COLUMN", help="Label; as the bundle says. Without any: KL."),
+    ] = None,
+    weight: Annotated[
+        list[str] | None, typer.Option(metavar="[OUTPUT=]COLUMN", help="Weight of each row.")
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="Column of rows that belong together.")] = None,
+    slices: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="Judge each value of a column apart.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="INPUT=COLUMN,…", help="Columns of an input; the run's, or by name."),
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="The run directory that says columns, group and slices.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Use the first rows only.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows per request; what the bundles were timed at.")
+    ] = None,
+    latency: Annotated[bool, typer.Option(help="Time both, in turns.")] = True,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, help="Time for each side at each batch size, over all loads.")
+    ] = 3.0,
+    loads: Annotated[int, typer.Option(min=1, help="Load both so many times to time them.")] = 6,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of ONNX Runtime; 0: its choice.")] = 0,
+    budget: Annotated[
+        float | None, typer.Option(help="Exit with 3 if ΔNE may be larger; 0.0002 is 0.02 %.")
+    ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Run engines that are programs.")] = False,
+    key: Annotated[
+        list[Path] | None, typer.Option(help="Public key whose signature lets programs run.")
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", help="Text or JSON.")] = Format.TEXT,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there.")] = None,
+) -> None:
+    """Ask two deployments for the same rows and say what B costs or gains against A.
+
+    Accuracy is the paired difference with its 95 % interval, relative to A's loss; latency is measured in
+    turns. Labels, group and slices are those that the bundles and their run record, where the data have them.
+    """
+    terminal = terminal_of(context)
+    options = CompareOptions(
+        rows=RowOptions(
+            kinds=_kinds(output or []),
+            labels=_columns(label or [], "--label"),
+            weights=_columns(weight or [], "--weight"),
+            group=group,
+            slices=tuple(dict.fromkeys(slices or ())),
+            inputs=_inputs(inputs or []),
+            rows=rows,
+            budget=budget,
+            run=run,
+        ),
+        opening=Opening(trust=trust, keys=tuple(key or ()), threads=threads),
+        batches=tuple(sorted(set(batch or ()))),
+        latency=latency,
+        seconds=seconds,
+        loads=loads,
+    )
+    with StageReporter(terminal) as reporter:
+        reporter.on_stage("compare", None)
+        began = time.perf_counter()
+        found = compare(a, b, data, options, reporter.progress)
+        reporter.on_stage("compare", Outcome("compare", False, time.perf_counter() - began))
+    if form is Format.JSON:
+        text = serde.dumps(found)
+        if out is None:
+            terminal.out.out(text, end="")
+    elif out is None:
+        print_comparison(terminal.out, found)
+    else:
+        stream = io.StringIO()
+        print_comparison(Console(file=stream, width=FILE_COLUMNS, color_system=None, highlight=False), found)
+        text = stream.getvalue()
+    if out is not None:
+        serde.write_text(text, out)
+        terminal.out.print(Text.assemble(("wrote ", "bold"), shown(out)), soft_wrap=True)
+    raise_for(found)
+
+
+def raise_for(found: Comparison) -> None:
+    """Turn the verdict on the budget that was asked for into an exit code.
+
+    Raises:
+        BudgetMissed: The upper bound of an output is above it.
+    """
+    beyond = list(found.beyond_budget())
+    if not beyond or found.budget is None:
+        return
+    evidence = "; ".join(
+        f"output '{item.output}' of {item.engine_b}: {item.name} "
+        f"{numbers.percent_interval(item.judged, found.budget)}"
+        for item in beyond
+    )
+    raise BudgetMissed(
+        f"B may cost more than {numbers.budget_percent(found.budget)}",
+        where=found.b.path,
+        evidence=evidence,
+        remedy="keep A; or compare on more rows, if the interval and not its middle is beyond the budget",
+    )
+
+
+def _kinds(given: list[str]) -> dict[str, OutputKind]:
+    kinds: dict[str, OutputKind] = {}
+    for item in given:
+        name, _, kind = item.rpartition("=")
+        if not name or kind not in set(OutputKind):
+            raise ConfigError(
+                "an output is NAME=KIND",
+                where=f"--output '{item}'",
+                evidence=f"the kinds are {', '.join(OutputKind)}",
+                remedy="write for example --output ctr=logit",
+            )
+        kinds[name] = OutputKind(kind)
+    return kinds
+
+
+def _columns(given: list[str], option: str) -> dict[str, str]:
+    columns: dict[str, str] = {}
+    for item in given:
+        name, equals, column = item.partition("=")
+        name, column = (name, column) if equals else (ONLY, item)
+        if not column or name in columns:
+            raise ConfigError(
+                f"{option} takes one column for each output",
+                where=f"{option} '{item}'",
+                evidence="no column is named" if not column else "it is given twice",
+                remedy=f"write {option} COLUMN, or {option} OUTPUT=COLUMN for each of several outputs",
+            )
+        columns[name] = column
+    return columns
+
+
+def _inputs(given: list[str]) -> dict[str, tuple[str, ...]]:
+    inputs: dict[str, tuple[str, ...]] = {}
+    for item in given:
+        name, _, columns = item.partition("=")
+        split = tuple(column.strip() for column in columns.split(","))
+        if not name or not all(split) or name in inputs:
+            raise ConfigError(
+                "an input is INPUT=COLUMN or INPUT=COLUMN,COLUMN,…",
+                where=f"--inputs '{item}'",
+                evidence="it is given twice" if name in inputs else "a name is missing",
+                remedy="write for example --inputs ids=user,item",
+            )
+        inputs[name] = split
+    return inputs

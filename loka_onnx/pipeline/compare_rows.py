@@ -1,0 +1,367 @@
+"""What two deployments are judged on: the outputs with their labels, and the rows.
+
+Bundles record their judged outputs. Columns, group and slices are those of the run that wrote A, or else B,
+where its directory is found: the one given, or the one that the bundle lies in, if its `run.json` lists this
+very manifest. What the caller names comes first, and is never left out. A label, group or slice that only
+the record names may be missing in the data (live rows have no labels): then a note says what that costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.core.digests import digest_file
+from loka_onnx.core.lineage import RunRecord
+from loka_onnx.core.manifest import MANIFEST_NAME
+from loka_onnx.data import Dataset, InputBinding, RowRange, open_dataset
+from loka_onnx.errors import ConfigError, DataError, UserError
+from loka_onnx.graph.id_bounds import id_bounds
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.storage import read_proto
+from loka_onnx.pipeline.compare_sides import Side
+from loka_onnx.pipeline.comparison import ComparedRows
+from loka_onnx.pipeline.directory import RECORD
+from loka_onnx.pipeline.splits import bind_columns
+
+ONLY = ""
+"""Stands for the only judged output where a label or weight names none."""
+UNKNOWN_KIND = "its kind is not known: give it with `--output NAME=logit`"
+WITHOUT_LABEL = "a regression is judged by its label, and there is none"
+READABLE_OPSET = 13
+"""From here on operators have the inputs that bounds of ids are read from."""
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """Which rows are compared, and what is known about them.
+
+    Attributes:
+        kinds: Kind of each judged output by its name; empty for those that the bundles record.
+        labels: Column of the label by output; under `ONLY` that of the only one.
+        weights: Column of the row weights by output; under `ONLY` that of the only one.
+        group: Column of rows that belong together; None for what the run says.
+        slices: Columns whose values are judged apart; empty for what the run says.
+        inputs: Columns of each input by its name; what is left out is as the run says, or else by name.
+        rows: Use so many rows from the first on; None for all.
+        budget: Largest accepted ΔNE of every output; None for the budgets that are recorded.
+        run: The run directory that says columns, group and slices.
+    """
+
+    kinds: Mapping[str, OutputKind] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, str] = field(default_factory=dict)
+    group: str | None = None
+    slices: tuple[str, ...] = ()
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rows: int | None = None
+    budget: float | None = None
+    run: Path | None = None
+
+
+@dataclass(frozen=True)
+class JudgedRows:
+    """Rows with what is judged on them.
+
+    Attributes:
+        data: The rows.
+        specs: Outputs that are judged.
+        unjudged: Why other outputs are not, by name; how far they moved is said all the same.
+        described: The rows for the report.
+        budget_source: Where the budgets come from, in words.
+        notes: What a reader must know, each a sentence without its full stop.
+    """
+
+    data: Dataset
+    specs: tuple[OutputSpec, ...]
+    unjudged: Mapping[str, str]
+    described: ComparedRows
+    budget_source: str
+    notes: tuple[str, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns beside the inputs."""
+        return _columns(self.specs, self.described.group, self.described.slices)
+
+
+def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
+    """Find out what is judged, and open the rows.
+
+    Args:
+        a: What is compared with.
+        b: What is compared.
+        data: Parquet or npz file.
+        options: What the caller says of the rows.
+
+    Raises:
+        ConfigError: An option names an output or input that is not there; A and B were judged differently.
+        DataError: The file or a column cannot be used.
+        ModelError: The tables of the model cannot be read.
+        UserError: The run directory is of another version.
+    """
+    recorded = _recorded((a, b), options.run)
+    inputs = {**(recorded.inputs if recorded else {}), **options.inputs}
+    bindings = bind_columns(inputs, a.inputs, _bounds(a, b))
+    asked, budget_source = _asked(a, b, options)
+    # The file and its inputs first: a column that is missing beside them is then known to be just that.
+    open_dataset(data, bindings)
+    notes = list[str]()
+    specs = list[OutputSpec]()
+    unjudged = {spec.name: UNKNOWN_KIND for spec in a.outputs if len(spec.shape) <= 2}
+    for output in asked:
+        label = output.label
+        if label is not None and not {output.name, ONLY} & set(options.labels):
+            label = _where_there(data, label, f"output '{output.name}' is judged without its label", notes)
+        if label is None and output.kind is OutputKind.REGRESSION:
+            unjudged[output.name] = WITHOUT_LABEL
+            continue
+        unjudged.pop(output.name, None)
+        specs.append(OutputSpec(output.name, output.kind, label, output.weight, output.budget, output.clip))
+    group, slices = options.group, options.slices
+    if recorded is not None:
+        if group is None and recorded.group is not None:
+            group = _where_there(data, recorded.group, "rows are taken as independent", notes)
+        if not slices:
+            found = (
+                _where_there(data, name, f"there are no slices by '{name}'", notes)
+                for name in recorded.slices
+            )
+            slices = tuple(name for name in found if name is not None)
+    judged = tuple(specs)
+    dataset = _open(data, bindings, _columns(judged, group, slices), slices, options.rows)
+    described = ComparedRows(
+        path=str(data),
+        name=dataset.name,
+        digest=dataset.digest,
+        rows=dataset.rows,
+        group=group,
+        slices=slices,
+        inputs={binding.input: binding.columns for binding in bindings},
+        source=_source(recorded, options),
+    )
+    return JudgedRows(dataset, judged, unjudged, described, budget_source, tuple(notes))
+
+
+# Outputs ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An `OutputSpec` whose label is not settled yet: it has no regression without one."""
+
+    name: str
+    kind: OutputKind
+    label: str | None = None
+    weight: str | None = None
+    budget: float = 0.0002
+    clip: float = 1e-7
+
+    @classmethod
+    def of(cls, spec: OutputSpec) -> _Asked:
+        return cls(spec.name, spec.kind, spec.label, spec.weight, spec.budget, spec.clip)
+
+
+def _asked(a: Side, b: Side, options: RowOptions) -> tuple[tuple[_Asked, ...], str]:
+    """The outputs to judge with the columns asked for or recorded, and where their budgets come from."""
+    found = _declared(a, options.kinds) if options.kinds else _judged_before(a, b)
+    for output, column in options.labels.items():
+        name = _name(found, output, "--label")
+        found = {**found, name: replace(found[name], label=column)}
+    for output, column in options.weights.items():
+        name = _name(found, output, "--weight")
+        found = {**found, name: replace(found[name], weight=column)}
+    if options.budget is None:
+        return tuple(found.values()), "the default" if options.kinds else "as recorded"
+    if not found:
+        raise ConfigError(
+            "a budget needs an output that is judged",
+            where="--budget",
+            evidence="neither A nor B records the kind of an output",
+            remedy="give it with `--output NAME=logit` (or probability, or regression)",
+        )
+    return tuple(replace(output, budget=options.budget) for output in found.values()), "as asked for"
+
+
+def _declared(a: Side, kinds: Mapping[str, OutputKind]) -> dict[str, _Asked]:
+    present = [spec.name for spec in a.outputs]
+    for name in kinds:
+        if name not in present:
+            raise ConfigError(
+                f"there is no output '{name}'",
+                where="--output",
+                evidence=f"the outputs are {', '.join(present)}",
+                remedy="correct the name",
+            )
+    return {name: _Asked(name, kind) for name, kind in kinds.items()}
+
+
+def _judged_before(a: Side, b: Side) -> dict[str, _Asked]:
+    """Judged outputs of both, A's first; those of both must have been judged alike, budgets apart."""
+    found = {spec.name: _Asked.of(spec) for spec in a.judged}
+    for theirs in map(_Asked.of, b.judged):
+        ours = found.setdefault(theirs.name, theirs)
+        if replace(ours, budget=theirs.budget) != theirs:
+            raise ConfigError(
+                f"A and B judge output '{ours.name}' differently",
+                evidence=f"A: {_how(ours)}; B: {_how(theirs)}",
+                remedy=f"say what holds: `--output {ours.name}={ours.kind}` and `--label {ours.name}=COLUMN`",
+            )
+    return found
+
+
+def _how(output: _Asked) -> str:
+    return f"{output.kind}, label {output.label}, weight {output.weight}, clip {output.clip:g}"
+
+
+def _name(found: Mapping[str, _Asked], output: str, option: str) -> str:
+    if output in found:
+        return output
+    if output == ONLY and len(found) == 1:
+        return next(iter(found))
+    raise ConfigError(
+        "a column without its output needs exactly one judged output"
+        if output == ONLY
+        else f"no output '{output}' is judged",
+        where=option,
+        evidence=f"judged are {', '.join(found) or 'none'}",
+        remedy=f"write `{option} OUTPUT=COLUMN`; `--output NAME=KIND` says what is judged",
+    )
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+def _columns(specs: Iterable[OutputSpec], group: str | None, slices: Iterable[str]) -> tuple[str, ...]:
+    named = [column for spec in specs for column in (spec.label, spec.weight)]
+    return tuple(dict.fromkeys(column for column in (*named, group, *slices) if column is not None))
+
+
+def _where_there(data: Path, column: str, otherwise: str, notes: list[str]) -> str | None:
+    """The column if the data have it; else None, and a note is added to `notes`."""
+    try:
+        open_dataset(data, (), (column,))
+    except DataError as error:
+        notes.append(f"{otherwise}: {error.what}")
+        return None
+    return column
+
+
+def _open(
+    data: Path,
+    bindings: Sequence[InputBinding],
+    columns: Sequence[str],
+    slices: Sequence[str],
+    rows: int | None,
+) -> Dataset:
+    opened = open_dataset(data, bindings, columns, None, slices)
+    if rows is None or rows >= opened.rows:
+        return opened
+    return open_dataset(data, bindings, columns, RowRange(0, rows), slices)
+
+
+def _bounds(a: Side, b: Side) -> dict[str, tuple[int | None, ...]]:
+    """Ids that are in the tables of both models; they may have grown from one to the other."""
+    one = _table_bounds(a.model)
+    other = one if a.deployment.model_digest == b.deployment.model_digest else _table_bounds(b.model)
+    return {
+        name: tuple(
+            min((bound for bound in pair if bound is not None), default=None)
+            for pair in zip(one.get(name) or other[name], other.get(name) or one[name], strict=True)
+        )
+        for name in {**one, **other}
+    }
+
+
+def _table_bounds(model: Path) -> dict[str, tuple[int | None, ...]]:
+    """Bounds of ids that the tables of a model set; none of a model that they cannot be read from."""
+    proto = read_proto(model)
+    opset = next((entry.version for entry in proto.opset_import if not entry.domain), 0)
+    if opset < READABLE_OPSET or proto.functions:
+        return {}
+    return id_bounds(GraphModel.load(model))
+
+
+# The run ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Data:
+    inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    group: str | None = None
+    slices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Config:
+    data: _Data
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What a run says about rows, and where it said so."""
+
+    inputs: Mapping[str, tuple[str, ...]]
+    group: str | None
+    slices: tuple[str, ...]
+    place: Path
+
+
+def _recorded(sides: Sequence[Side], run: Path | None) -> _Recorded | None:
+    if run is not None:
+        if not (run / RECORD).is_file():
+            raise ConfigError(
+                "there is no run directory",
+                where=f"--run {run}",
+                evidence=f"it has no {RECORD}",
+                remedy="name the directory that a run wrote its report and bundle to",
+            )
+        return _read(run / RECORD)
+    return next((_read(place) for side in sides for place in _records(side)), None)
+
+
+def _records(side: Side) -> Iterator[Path]:
+    """The record beside a bundle, if it lists this very manifest."""
+    place = side.beside / RECORD
+    if side.manifest is None or not place.is_file():
+        return
+    try:
+        record = serde.read(RunRecord, place)
+    except UserError:
+        # Of another version: its columns can be named, or its directory given, which says what is wrong.
+        return
+    digest = digest_file(side.manifest)
+    listed = (stage.files for stage in record.stages)
+    if any(
+        path.rpartition("/")[2] == MANIFEST_NAME and known == digest
+        for files in listed
+        for path, known in files.items()
+    ):
+        yield place
+
+
+def _read(place: Path) -> _Recorded:
+    record = serde.read(RunRecord, place)
+    try:
+        data = TypeAdapter(_Config).validate_python(record.config).data
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            "the run was recorded by another version of loka-onnx",
+            where=str(place),
+            evidence=f"at config.{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            remedy="name the columns with `--inputs`, `--group` and `--slices`",
+        ) from error
+    return _Recorded(data.inputs, data.group, data.slices, place)
+
+
+def _source(recorded: _Recorded | None, options: RowOptions) -> str:
+    given = bool(options.inputs or options.group or options.slices)
+    if recorded is None:
+        return "as asked for" if given else "inputs by name"
+    return f"of the run {recorded.place.parent}{', and as asked for' if given else ''}"

@@ -1,0 +1,265 @@
+"""What a comparison of two deployments found, as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+from loka_onnx.core.evaluation import Latency, OutputEvaluation
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.serde import STRICT
+
+
+class DeploymentKind(StrEnum):
+    """What a path names."""
+
+    BUNDLE = "bundle"
+    ARCHIVE = "bundle in a single file"
+    MODEL = "ONNX model"
+
+
+@dataclass(frozen=True)
+class EngineUsed:
+    """One engine that answered.
+
+    Attributes:
+        id: Its id in the bundle; the file name of an ONNX model.
+        backend: What loaded it.
+        version: Version of the library that built it; of a model, of the one that loaded it.
+        plan: Its plan; empty for an ONNX model, which names none.
+        target: Device that it was built for.
+        architecture: Architecture of that device.
+        device: What it ran on here, as the driver names it.
+        simulated: Its FP8 is simulated: what it takes says nothing.
+        is_fallback: It is the FP32 model of the bundle, because no emitted engine runs here.
+        digest: SHA-256 of the engine file; of a model, over its graph and its weights.
+    """
+
+    id: str
+    backend: str
+    version: str
+    plan: str
+    target: str
+    architecture: str
+    device: str
+    simulated: bool
+    is_fallback: bool
+    digest: str
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """An engine of the bundle that was preferred to those used, and does not run here."""
+
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ServedTo:
+    """Requests to so many rows go to this engine."""
+
+    rows: int
+    engine: str
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One side of a comparison.
+
+    Attributes:
+        path: As it was given.
+        kind: What it is.
+        model_digest: Digest of the exported model; of a plain ONNX model, its own.
+        engines: What answered, the main engine first.
+        routes: Engines by the rows of a request, ascending; empty where one takes all.
+        passed_over: Engines that do not run here.
+        least_rows: Fewest rows of a request.
+        most_rows: Most rows of a request.
+    """
+
+    path: str
+    kind: DeploymentKind
+    model_digest: str
+    engines: tuple[EngineUsed, ...]
+    routes: tuple[ServedTo, ...]
+    passed_over: tuple[PassedOver, ...]
+    least_rows: int
+    most_rows: int
+
+    def engine_for(self, rows: int) -> str:
+        """Id of the engine that answers a request of so many rows, as `runtime.Engine` picks it."""
+        last = self.routes[-1].engine if self.routes else self.engines[0].id
+        return next((route.engine for route in self.routes if rows <= route.rows), last)
+
+    def engine(self, name: str) -> EngineUsed:
+        """The engine of that id.
+
+        Raises:
+            KeyError: There is none.
+        """
+        for engine in self.engines:
+            if engine.id == name:
+                return engine
+        raise KeyError(name)
+
+
+@dataclass(frozen=True)
+class ComparedRows:
+    """The rows that both sides answered.
+
+    Attributes:
+        path: The file, as it was given.
+        name: Its name with the rows of it.
+        digest: SHA-256 over the content of the file and the rows of it.
+        rows: How many.
+        group: Column of rows that belong together; None for independent rows.
+        slices: Columns whose values are judged apart.
+        inputs: Columns that each input is made of.
+        source: Where group, slices and inputs come from, in words.
+    """
+
+    path: str
+    name: str
+    digest: str
+    rows: int
+    group: str | None
+    slices: tuple[str, ...]
+    inputs: dict[str, tuple[str, ...]]
+    source: str
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How far an output moved, whatever it is worth.
+
+    Attributes:
+        output: Its name.
+        unit: What was subtracted: ``logit``, or ``value`` of a regression or of an output of unknown kind.
+        rmse: Root mean square of B less A, with the root of the 95 % interval of the mean square.
+        max_abs: Largest magnitude of it.
+        reason: Why it is not judged; empty where it is.
+    """
+
+    output: str
+    unit: str
+    rmse: Interval
+    max_abs: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class AccuracyDifference:
+    """B from A on the same rows.
+
+    Attributes:
+        engine_a: Engine of A that answered.
+        engine_b: Engine of B that answered.
+        request_rows: Rows of a request; the last one may have fewer.
+        least_rows: Fewest rows that these two answer.
+        most_rows: Most rows that these two answer.
+        before: Quality of A.
+        outputs: Quality of B and its paired difference from A: ``difference`` is relative to A's loss.
+        moved: Every compared output, those that are not judged included.
+    """
+
+    engine_a: str
+    engine_b: str
+    request_rows: int
+    least_rows: int
+    most_rows: int
+    before: tuple[OutputEvaluation, ...]
+    outputs: tuple[OutputEvaluation, ...]
+    moved: tuple[Moved, ...]
+
+
+@dataclass(frozen=True)
+class LatencyDifference:
+    """Both sides at one batch size, timed in turns.
+
+    Attributes:
+        batch: Rows of a request.
+        engine_a: Engine of A that answered.
+        engine_b: Engine of B that answered.
+        a: What A took.
+        b: What B took; its parts, as those of A, are the medians of the loads.
+        ratio: Median of B over that of A, with an interval of at least 95 % over the loads; its rows are the
+            loads. Of one load only, over the parts of the measurement; 0 rows and no width where too few.
+    """
+
+    batch: int
+    engine_a: str
+    engine_b: str
+    a: Latency
+    b: Latency
+    ratio: Interval | None
+
+
+@dataclass(frozen=True)
+class LatencyComparison:
+    """Both sides, timed in turns.
+
+    Attributes:
+        batches: By batch size; those at which a side failed are left out.
+        overall: B over A, over the mean time per row of all these batch sizes; None where there is none.
+        threads: Threads of ONNX Runtime; 0 where it chose.
+        loads: How many times both were loaded and timed.
+        failures: By side, what ended its measurements.
+        says_nothing: Why the ratios say nothing about a target; empty where they may.
+    """
+
+    batches: tuple[LatencyDifference, ...]
+    overall: Interval | None
+    threads: int
+    loads: int
+    failures: dict[str, str] = field(default_factory=dict)
+    says_nothing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BeyondBudget:
+    """An output whose upper bound is above the budget that was asked for."""
+
+    output: str
+    engine_b: str
+    judged: Interval
+    name: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The paired difference of deployment B from deployment A.
+
+    Attributes:
+        a: What is compared with.
+        b: What is compared.
+        rows: On which rows.
+        accuracy: One entry for each pair of engines that answers requests of some size.
+        latency: None where it was not asked for.
+        budget: Largest accepted ΔNE (KL without labels) that was asked for; None where none was.
+        budget_source: Where the budgets of the outputs come from, in words.
+        notes: What a reader must know, each a sentence without its full stop.
+    """
+
+    SCHEMA: ClassVar[str] = "comparison/1"
+    __pydantic_config__ = STRICT
+
+    a: Deployment
+    b: Deployment
+    rows: ComparedRows
+    accuracy: tuple[AccuracyDifference, ...]
+    latency: LatencyComparison | None
+    budget: float | None
+    budget_source: str
+    notes: tuple[str, ...] = ()
+
+    def beyond_budget(self) -> Iterator[BeyondBudget]:
+        """Outputs whose upper bound is not at or below the budget that was asked for."""
+        for pair in self.accuracy if self.budget is not None else ():
+            for output in pair.outputs:
+                found = output.difference
+                # Written so that a NaN is beyond.
+                if found is not None and not found.judged.upper <= (self.budget or 0.0):
+                    yield BeyondBudget(output.output, pair.engine_b, found.judged, found.judged_name)

@@ -1,0 +1,122 @@
+"""What a loaded engine says of itself: what it is, what was preferred to it, whether it answers right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.errors import EngineError
+
+
+class Cause(StrEnum):
+    """Why an engine of a bundle is not used, in one word; the label of a metric."""
+
+    UNTRUSTED = "untrusted"
+    """It is a program, and nobody vouches for the bundle."""
+    PART = "part"
+    """It takes ids where looked-up rows are wanted."""
+    BACKEND = "backend"
+    """This loader does not run engines of its backend."""
+    DEVICE = "device"
+    """This host has no device of its architecture."""
+    LIBRARY = "library"
+    """The library that runs it is not installed."""
+    VERSION = "version"
+    """The library has another version than the one that built it."""
+    OPEN = "open"
+    """It was tried and did not load."""
+    SELF_TEST = "self_test"
+    """It loaded and does not reproduce its expected outputs, or fails on a batch size that it serves."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An engine of the bundle that was preferred to the loaded one.
+
+    Attributes:
+        engine: Its id.
+        reason: Why it does not run here.
+        cause: The same in one word.
+    """
+
+    engine: str
+    reason: str
+    cause: Cause = Cause.OPEN
+
+
+@dataclass(frozen=True)
+class Health:
+    """The result of a self-test.
+
+    Attributes:
+        ready: Whether the engine reproduces its expected outputs on the sample.
+        detail: Why not; empty when ready.
+        engine: Id of the loaded engine.
+        backend: Its backend.
+        plan: Its plan.
+        architecture: Its architecture.
+        simulated: Its FP8 is simulated.
+        is_fallback: Whether it is the FP32 model because no emitted engine runs here.
+        model_digest: Digest of the exported model.
+        max_abs: Largest difference from the expected outputs of the sample, per output; empty when the
+            engine failed.
+        tolerance: What `max_abs` was held against.
+        skipped: Engines that were preferred to this one.
+        routes: Where several serve, by the largest number of rows that one takes, its id; empty where
+            one takes all.
+        order: Ids of the bundle's engines, in the order that they were considered in on this host.
+        served_sizes: Batch sizes that the engine is prepared for (a CUDA graph, buffers, a program),
+            ascending; a smaller request is padded to the next one where that is near. Empty where requests
+            run as they come.
+        warm: Batch sizes that were run before the engine was handed out, ascending.
+        trust: Why programs of the bundle may be loaded: fingerprint of the key that signed it, ``caller`` for
+            ``trust=True``; empty where they may not.
+    """
+
+    ready: bool
+    detail: str
+    engine: str
+    backend: str
+    plan: str
+    architecture: str
+    simulated: bool
+    is_fallback: bool
+    model_digest: str
+    max_abs: dict[str, float]
+    tolerance: dict[str, float]
+    skipped: tuple[Skipped, ...]
+    routes: dict[int, str] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    served_sizes: tuple[int, ...] = ()
+    warm: tuple[int, ...] = ()
+    trust: str = ""
+
+
+def differences(
+    outputs: tuple[TensorSpec, ...],
+    answer: Mapping[str, npt.NDArray[Any]],
+    expected: Mapping[str, npt.NDArray[Any]],
+) -> dict[str, float]:
+    """Largest absolute difference of each output; NaN where one of the two is.
+
+    Raises:
+        EngineError: An output has another type or shape.
+    """
+    return {spec.name: _max_abs(answer[spec.name], expected[spec.name], spec.name) for spec in outputs}
+
+
+def _max_abs(got: npt.NDArray[Any], expected: npt.NDArray[Any], name: str) -> float:
+    if (got.dtype, got.shape) != (expected.dtype, expected.shape):
+        raise EngineError(
+            f"output '{name}' has another type or shape",
+            evidence=f"{got.dtype}{got.shape}, expected {expected.dtype}{expected.shape}",
+        )
+    if not got.size:
+        return 0.0
+    return float(np.max(np.abs(got.astype(np.float64) - expected.astype(np.float64))))

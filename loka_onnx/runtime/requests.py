@@ -1,0 +1,119 @@
+"""Whether a request is one that an engine takes; made to cost little where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.manifest import BatchRange
+from loka_onnx.errors import DataError
+from loka_onnx.sessions.dlpack import dtype_called
+
+NOT_PLAIN = -1
+
+
+class Layout:
+    """What a request holds, prepared for comparing.
+
+    Args:
+        specs: Inputs, the batch on axis 0.
+        batch: Rows that are taken.
+        whose: What the inputs are those of, for messages.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], batch: BatchRange, whose: str) -> None:
+        self._specs, self._batch, self._whose = tuple(specs), batch, whose
+        # A tail without a dynamic axis is compared at once; another one axis by axis, in `rows_of`.
+        self._names = {spec.name for spec in specs}
+        self._quick = tuple(
+            (spec.name, dtype_called(spec.dtype), len(spec.shape), tuple(spec.shape[1:])) for spec in specs
+        )
+        self._is_quick = bool(specs) and all(
+            spec.shape and spec.shape[0] is None and None not in spec.shape[1:] for spec in specs
+        )
+
+    def plain_rows(self, inputs: Mapping[str, Any]) -> int:
+        """Rows of a request of arrays of NumPy that is taken; `NOT_PLAIN` where it has to be looked at."""
+        if not self._is_quick or len(inputs) != len(self._quick):
+            return NOT_PLAIN
+        rows = NOT_PLAIN
+        try:
+            for name, dtype, axes, tail in self._quick:
+                value = inputs[name]
+                if type(value) is not np.ndarray or value.dtype != dtype:
+                    return NOT_PLAIN
+                shape = value.shape
+                if len(shape) != axes or shape[1:] != tail or (rows != NOT_PLAIN and shape[0] != rows):
+                    return NOT_PLAIN
+                rows = shape[0]
+        except KeyError:
+            return NOT_PLAIN
+        return rows if self._batch.min <= rows <= self._batch.max else NOT_PLAIN
+
+    def check_names(self, inputs: Mapping[str, Any]) -> None:
+        """Raise unless every input is there, and nothing else.
+
+        Raises:
+            DataError: Not so.
+        """
+        names = self._names
+        if inputs.keys() != names:
+            raise DataError(
+                f"the request does not hold the {self._whose}'s inputs",
+                evidence=f"missing {sorted(names - set(inputs))}, unknown {sorted(set(inputs) - names)}",
+                remedy=f"send {', '.join(sorted(names))}",
+            )
+
+    def rows_of(self, inputs: Mapping[str, Any]) -> int:
+        """Rows of a request that is taken.
+
+        Args:
+            inputs: What has ``dtype``, as NumPy has it, and ``shape``.
+
+        Raises:
+            DataError: It is not taken: another name, type, shape, or number of rows.
+        """
+        self.check_names(inputs)
+        rows = {spec.name: _rows(inputs[spec.name], spec) for spec in self._specs}
+        if len(set(rows.values())) != 1 or not self._batch.min <= min(rows.values()) <= self._batch.max:
+            raise DataError(
+                "the request is not a batch that the engine was built for",
+                evidence=f"rows {rows}, batches of {self._batch.min} to {self._batch.max}",
+                remedy="send equally many rows of every input, and split larger requests",
+            )
+        return min(rows.values())
+
+
+def repeated(value: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
+    """The first rows of an array that is repeated as often as it takes."""
+    return value[np.arange(rows) % len(value)]
+
+
+def typed(arrays: Mapping[str, npt.NDArray[Any]], specs: Sequence[TensorSpec]) -> dict[str, npt.NDArray[Any]]:
+    """Arrays of a sample, those of BF16 in their type: an npz keeps such as bytes without one."""
+    found = {}
+    for spec in specs:
+        value, dtype = arrays[spec.name], dtype_called(spec.dtype)
+        is_raw = value.dtype.kind == "V" and value.dtype.itemsize == dtype.itemsize
+        found[spec.name] = value.view(dtype) if is_raw else value
+    return found
+
+
+def _rows(value: Any, spec: TensorSpec) -> int:
+    fits = (
+        value.dtype == dtype_called(spec.dtype)
+        and len(value.shape) == len(spec.shape)
+        and len(value.shape) > 0
+        and all(want in {None, got} for want, got in zip(spec.shape, value.shape, strict=True))
+    )
+    if not fits:
+        raise DataError(
+            f"input '{spec.name}' has another type or shape",
+            evidence=f"{value.dtype}{tuple(value.shape)}, the model takes {spec.dtype}{spec.shape}",
+            remedy="None is the batch or another dynamic dimension; convert the array",
+        )
+    return int(value.shape[0])

@@ -1,0 +1,120 @@
+"""Reading a sealed document of a bundle, without trusting it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from loka_onnx.core import serde
+from loka_onnx.core.seal import seal_problem
+from loka_onnx.errors import BundleInvalid, UserError
+
+T = TypeVar("T")
+
+COPY_AGAIN = "copy the bundle again from where it was written, or write it again"
+# A link or a pipe put there since the walk is refused, not followed or waited for.
+OPEN_PLAIN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def refuse(where: Path, what: str, evidence: str, remedy: str = COPY_AGAIN) -> NoReturn:
+    """Raises that a bundle does not verify.
+
+    Raises:
+        BundleInvalid: Always.
+    """
+    raise BundleInvalid(
+        printable(what), where=printable(str(where)), evidence=printable(evidence), remedy=printable(remedy)
+    )
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what could move a cursor, hide or pass for another line in a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def read_document(directory: Path, name: str, limit: int) -> bytes:
+    """The bytes of a document, if it is a plain file of at most `limit` bytes.
+
+    Raises:
+        BundleInvalid: It is missing, something else, or too large.
+    """
+    kind = Path(name).stem
+    path = directory / name
+    try:
+        status = path.lstat()
+    except OSError as error:
+        refuse(directory, f"'{name}' is missing", str(error))
+    if not stat.S_ISREG(status.st_mode):
+        refuse(directory, f"'{name}' is not a regular file", kind_of(status.st_mode))
+    try:
+        with os.fdopen(os.open(path, OPEN_PLAIN), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > limit:
+                refuse(directory, f"the {kind} is too large", f"{size} bytes, the limit is {limit}")
+            return stream.read(limit)
+    except OSError as error:
+        refuse(directory, f"the {kind} cannot be read", str(error))
+
+
+def parse_document(kind: type[T], data: bytes, name: str, where: Path) -> T:
+    """A sealed document from its bytes.
+
+    Args:
+        kind: Its type.
+        data: The bytes.
+        name: Its name in the bundle.
+        where: The bundle, for messages.
+
+    Raises:
+        BundleInvalid: It is not UTF-8, not JSON, of an unknown schema, or its seal does not hold.
+    """
+    what = Path(name).stem
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        refuse(where, f"the {what} cannot be read as UTF-8", str(error))
+    try:
+        # Parsed first by itself: a repeated key would let two readers see two documents.
+        json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        refuse(where, f"the {what} is not valid JSON", str(error))
+    try:
+        document = serde.loads(kind, text, where=name)
+    except UserError as error:
+        expected = serde.schema_id(kind)
+        refuse(
+            where,
+            f"the {what} is not a {expected} document: {error.what}",
+            error.evidence,
+            f"read it with a version of loka-onnx that knows its schema; this one knows {expected}",
+        )
+    problem = seal_problem(data)
+    if problem is not None:
+        refuse(where, f"the {what} was altered", problem)
+    return document
+
+
+def kind_of(mode: int) -> str:
+    """What a file that is no plain file is, from its mode."""
+    for test, name in (
+        (stat.S_ISLNK, "a symbolic link"),
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISFIFO, "a named pipe"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISBLK, "a block device"),
+        (stat.S_ISCHR, "a character device"),
+    ):
+        if test(mode):
+            return name
+    return "a special file"
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} stands twice in one object")
+    return keys

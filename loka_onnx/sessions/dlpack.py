@@ -1,0 +1,188 @@
+"""Borrowing arrays of other libraries where they lie, through DLPack, without importing those libraries.
+
+An object that has ``__dlpack__`` hands out a capsule, which points to a description of its memory and keeps
+that memory alive. `borrow` reads the description and keeps the capsule; nobody takes it over, so that its own
+destructor gives the memory back when the last view of it has gone.
+
+Source: dmlc/dlpack, `include/dlpack/dlpack.h` (``DLManagedTensor``, ``DLTensor``), and the Python
+specification of the protocol, https://dmlc.github.io/dlpack/latest/python_spec.html.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.errors import DataError
+
+CPU, CUDA, CUDA_HOST = 1, 2, 3
+"""Members of ``DLDeviceType``: memory of the host, of a CUDA device, page-locked memory of the host."""
+
+_INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
+_NAME = b"dltensor"
+_TYPES: dict[tuple[int, int], str] = {
+    **{(_INT, bits): f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{(_UINT, bits): f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{(_FLOAT, bits): f"float{bits}" for bits in (16, 32, 64)},
+    (_BFLOAT, 16): "bfloat16",
+    (_BOOL, 8): "bool",
+}
+"""NumPy name of a type, by ``DLDataTypeCode`` and bits."""
+
+
+class _Tensor(ctypes.Structure):
+    """``DLTensor``, the first member of ``DLManagedTensor``."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """An array of another library, in C order.
+
+    Attributes:
+        address: Of its first element, on its device.
+        shape: The batch is axis 0.
+        dtype: Type of its elements.
+        device_type: Where it lies, as DLPack numbers it.
+        device: Number of that device.
+        capsule: Keeps the memory; may be handed on to one other consumer.
+        source: The array, as its library made it.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    device_type: int
+    device: int
+    capsule: Any
+    source: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its elements."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def as_numpy(self) -> npt.NDArray[Any]:
+        """The same memory as an array of NumPy.
+
+        Raises:
+            DataError: It lies on a device.
+        """
+        if self.device_type not in {CPU, CUDA_HOST}:
+            raise DataError("an array lies on a device", evidence=f"device type {self.device_type} of DLPack")
+        if not self.nbytes:
+            return np.empty(self.shape, self.dtype)
+        held = (ctypes.c_byte * self.nbytes).from_address(self.address)
+        held.owner = self  # type: ignore[attr-defined]
+        return np.frombuffer(memoryview(held), np.byte).view(self.dtype).reshape(self.shape)
+
+
+def device_of(value: Any) -> tuple[int, int]:
+    """Where an array lies: type of the device as DLPack numbers it, and the device's number.
+
+    Raises:
+        DataError: It does not speak DLPack.
+    """
+    try:
+        kind, number = value.__dlpack_device__()
+    except (AttributeError, TypeError, BufferError, ValueError) as error:
+        raise DataError(
+            f"a {type(value).__name__} is no array",
+            evidence=str(error)[:200],
+            remedy="send arrays of NumPy, or of a library that speaks DLPack (PyTorch, CuPy)",
+        ) from error
+    # PyTorch gives an enumeration, whose arithmetic is slow.
+    return int(kind), number
+
+
+def borrow(value: Any, stream: int | None = None) -> Borrowed:
+    """Borrow an array.
+
+    Args:
+        value: An object that has ``__dlpack__`` and ``__dlpack_device__``.
+        stream: CUDA stream that will read or write it: work that its library has queued on it comes first.
+            None for memory of the host.
+
+    Raises:
+        DataError: It does not export itself, is not in C order, or has a type that NumPy lacks.
+    """
+    kind, number = device_of(value)
+    try:
+        capsule = value.__dlpack__() if kind != CUDA else value.__dlpack__(stream=stream)
+        tensor = _Tensor.from_address(int(_pointer_of(capsule, _NAME) or 0))
+    except Exception as error:
+        # A library raises BufferError here, or whatever it has for an array that it does not hand out.
+        raise DataError(
+            f"a {type(value).__name__} cannot be read",
+            evidence=f"{type(error).__name__}: {str(error)[:200]}",
+            remedy="detach it from a gradient tape, and move it to a device that it can be read from",
+        ) from error
+    shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
+    name = _TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if name is None:
+        raise DataError(
+            f"a {type(value).__name__} has a type that NumPy lacks",
+            evidence=f"type code {tensor.code} of {tensor.bits} bits, {tensor.lanes} lanes",
+            remedy="convert it to the type of the model's input",
+        )
+    if tensor.strides and not _in_c_order(shape, tuple(tensor.strides[a] for a in range(tensor.ndim))):
+        raise DataError(
+            f"a {type(value).__name__} is not in C order",
+            evidence=f"shape {shape}",
+            remedy="make it contiguous",
+        )
+    address = int(tensor.data or 0) + int(tensor.byte_offset)
+    return Borrowed(address, shape, dtype_called(name), kind, number, capsule, value)
+
+
+def dtype_called(name: str) -> np.dtype[Any]:
+    """A type by its NumPy name, `bfloat16` included."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        brain: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return brain
+    return np.dtype(name)
+
+
+def on_host(value: Any) -> npt.NDArray[Any]:
+    """An array in the host's memory as one of NumPy, without a copy; of any strides where NumPy has its type.
+
+    Raises:
+        DataError: It lies elsewhere, or as `borrow`.
+    """
+    try:
+        array: npt.NDArray[Any] = np.from_dlpack(value)
+    except (RuntimeError, BufferError, ValueError, TypeError, AttributeError):
+        # NumPy has no BF16 in its DLPack, and says why of nothing else.
+        return borrow(value).as_numpy()
+    return array
+
+
+def _in_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent not in {0, 1} and stride != expected:
+            return False
+        expected *= extent
+    return True

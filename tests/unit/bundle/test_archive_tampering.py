@@ -1,0 +1,406 @@
+"""Archives that somebody made or changed: each is refused with its own message, and nothing is written."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from sample_run import SampleRun
+
+from loka_onnx.bundle import pack_bundle, unpack, unpacked, verify_path, write_bundle, write_key_pair
+from loka_onnx.core.digests import digest_bytes
+from loka_onnx.core.manifest import MAX_MANIFEST_BYTES
+from loka_onnx.core.seal import seal
+from loka_onnx.errors import BundleInvalid
+from loka_onnx.sessions.archive_layout import (
+    Stored,
+    central_header,
+    ending,
+    local_header,
+    parse_central,
+    parse_local,
+)
+
+FLIPS = 200
+MODEL = "engines/cpu-onnxruntime-cpu-fp8-safe/engine.onnx"
+Member = tuple[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def original(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    root = tmp_path_factory.mktemp("original")
+    key = write_key_pair(root / "keys").private
+    return pack_bundle(write_bundle(sample.contents, root / "bundle", key=key), root / "b.loka").read_bytes()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """Where an attack is put; nothing but it may be there, and around it, afterwards."""
+    inner = tmp_path / "around" / "inner"
+    inner.mkdir(parents=True)
+    yield inner / "b.loka"
+    assert {p.name for p in inner.iterdir()} <= {"b.loka"}
+    assert [p.name for p in (tmp_path / "around").iterdir()] == ["inner"]
+
+
+def refused(place: Path, data: bytes, message: str) -> str:
+    place.write_bytes(data)
+    said = []
+    for attempt in (
+        lambda: verify_path(place),
+        lambda: unpack(place, place.parent / "out"),
+        lambda: unpacked(place, place.parent).__enter__(),
+    ):
+        with pytest.raises(BundleInvalid, match=message) as caught:
+            attempt()
+        said.append(str(caught.value))
+        assert str(place) in said[-1]
+        assert caught.value.exit_code == 3
+        assert "remedy:" in said[-1]
+        assert [p.name for p in place.parent.iterdir()] == ["b.loka"]
+    return said[0].partition("\n")[0]
+
+
+def members(data: bytes) -> list[Member]:
+    with zipfile.ZipFile(io.BytesIO(data)) as read:
+        return [(info.filename, read.read(info)) for info in read.infolist()]
+
+
+def packed(content: list[Member]) -> bytes:
+    """An archive in the layout of ours, of whatever it is told."""
+    out, entries = io.BytesIO(), []
+    for path, data in content:
+        entries.append(Stored(path, len(data), zlib.crc32(data), out.tell()))
+        out.write(local_header(entries[-1]) + data)
+    directory, offset = b"".join(map(central_header, entries)), out.tell()
+    out.write(directory + ending(len(entries), len(directory), offset))
+    return out.getvalue()
+
+
+def zipped(content: list[Member], change: Callable[[zipfile.ZipInfo], object] = lambda info: None) -> bytes:
+    """An archive as Python's zipfile writes it."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as write, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for path, data in content:
+            info = zipfile.ZipInfo(path)
+            info.external_attr = 0o100644 << 16
+            change(info)
+            write.writestr(info, data)
+    return out.getvalue()
+
+
+def with_manifest(content: list[Member], change: Callable[[dict], object]) -> list[Member]:  # type: ignore[type-arg]
+    """The same with another manifest, sealed as somebody could who may write the whole archive."""
+    document = json.loads(content[0][1])
+    change(document["value"])
+    text = seal(json.dumps(document, indent=1)).encode()
+    return [("manifest.json", text), *(m for m in content[1:] if m[0] != "signature.json")]
+
+
+def central(data: bytes, path: str) -> int:
+    """Where the central header of an entry begins."""
+    place = struct.unpack_from("<I", data, len(data) - 6)[0]
+    while True:
+        found = parse_central(data[place:])
+        assert found is not None
+        if found.path == path:
+            return int(place)
+        place += found.size
+
+
+def test_the_helpers_make_what_is_accepted(original: bytes, place: Path) -> None:
+    assert packed(members(original)) == original
+    place.write_bytes(original)
+    assert verify_path(place).claimed
+
+
+def test_single_flipped_bytes_are_noticed(original: bytes, place: Path) -> None:
+    rng = np.random.default_rng(17)
+    start = struct.unpack_from("<I", original, len(original) - 6)[0]
+    # Most bytes are content: a part of the places is drawn from headers, which are few.
+    headers = [*range(start, len(original))]
+    offset = 0
+    while (found := parse_local(original[offset:])) is not None:
+        headers += range(offset, offset + found.size)
+        offset += found.size + found.bytes
+    places = [*rng.integers(len(original), size=FLIPS), *rng.choice(headers, size=FLIPS, replace=False)]
+    for number in places:
+        altered = bytearray(original)
+        altered[number] ^= int(rng.integers(1, 256))
+        place.write_bytes(altered)
+        with pytest.raises(BundleInvalid):
+            verify_path(place)
+        with pytest.raises(BundleInvalid):
+            unpack(place, place.parent / "out")
+        assert [p.name for p in place.parent.iterdir()] == ["b.loka"]
+
+
+def test_pieces_put_elsewhere_are_noticed(original: bytes, place: Path) -> None:
+    """Parts copied over others, taken out or put in: nothing but a refusal comes of it."""
+    rng = np.random.default_rng(19)
+    for _ in range(FLIPS):
+        start, end, at = (int(n) for n in rng.integers(len(original), size=3))
+        piece = original[min(start, end) : min(start, end) + int(rng.integers(1, 300))]
+        kept = len(piece) if rng.integers(2) else int(rng.integers(300))
+        altered = original[:at] + piece + original[at + kept :]
+        if altered == original:
+            continue
+        place.write_bytes(altered)
+        with pytest.raises(BundleInvalid):
+            verify_path(place)
+
+
+def test_sizes_that_no_header_holds(original: bytes, place: Path) -> None:
+    for size in (-1, 2**70):
+        content = with_manifest(members(original), lambda v, n=size: v["files"][0].update(bytes=n))
+        refused(place, packed(content), "is listed with a size or digest that no file has")
+
+
+def test_every_cut_is_noticed(original: bytes, place: Path) -> None:
+    rng = np.random.default_rng(18)
+    for size in (0, 1, 4, 29, len(original) - 1, *rng.integers(len(original), size=60)):
+        place.write_bytes(original[: int(size)])
+        with pytest.raises(BundleInvalid):
+            verify_path(place)
+    refused(place, original[:-1], "the archive is cut short")
+
+
+def test_what_is_no_archive(place: Path) -> None:
+    refused(place, b"", "this is not a single-file bundle\n  evidence: it does not begin as a zip archive")
+    refused(place, zipped([("a.txt", b"x")]), "not a single-file bundle\n  evidence: it begins with 'a.txt'")
+    refused(place, b"\x80\x04cos\nsystem\n", "this is not a single-file bundle")
+
+
+def test_every_file_is_missed_and_may_not_have_another_name(original: bytes, place: Path) -> None:
+    content = members(original)
+    for path, data in content[2:]:
+        rest = [m for m in content if m[0] != path]
+        refused(place, packed(rest), rf"file '{path}' is missing")
+        renamed = [(f"{p}.old" if p == path else p, d) for p, d in content]
+        refused(place, packed(renamed), rf"file '{path}\.old' is not listed in the manifest")
+        other = [(p, bytes(len(d)) if p == path else d) for p, d in content]
+        refused(place, packed(other), rf"file '{path}' was altered\n  evidence: sha256 ")
+        longer = [(p, d + b"\0" * (p == path)) for p, d in content]
+        refused(place, packed(longer), rf"file '{path}' has another size\n  evidence: {len(data) + 1} bytes")
+    refused(place, packed(content[1:]), "this is not a single-file bundle")
+    refused(place, packed([*content[:2], *reversed(content[2:])]), "is missing, or out of order")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("extra.txt", "file 'extra.txt' is not listed in the manifest"),
+        ("plans.json", "file 'plans.json' is in the archive twice"),
+        ("manifest.json", "file 'manifest.json' is in the archive twice"),
+        ("/etc/cron.d/evil", "forbidden path: '/etc/cron.d/evil' is absolute"),
+        ("../../evil", r"forbidden path: '\.\./\.\./evil' leaves or repeats a directory"),
+        ("engines/../../evil", "leaves or repeats a directory"),
+        ("C:/evil", "forbidden path: 'C:/evil' is absolute"),
+        ("a\\b", "has a backslash"),
+        ("a b", "has characters other than"),
+        ("größe", "forbidden path: 'größe' has characters other than"),
+        ("new\nline", r"forbidden path: 'new\\nline' has characters other than"),
+        ("engines/", "has characters other than"),
+        (".hidden", "or an empty or hidden component"),
+        ("NUL", "is a reserved device name"),
+    ],
+)
+def test_an_added_entry_is_noticed_wherever_it_stands(
+    original: bytes, place: Path, path: str, message: str
+) -> None:
+    content = members(original)
+    last = zipped([*content, (path, b"evil")])
+    refused(place, last, message)
+    early = "out of order" if path == "plans.json" else message
+    refused(place, zipped([*content[:3], (path, b"evil"), *content[3:]]), early)
+    # Named in the directory alone, as tools that list archives read it.
+    start, end = struct.unpack_from("<I", original, len(original) - 6)[0], len(original) - 22
+    name = path.encode()
+    header = bytearray(central_header(Stored("x" * len(name), 0, 0, 0)))
+    header[46:] = name
+    directory = original[start:end] + header
+    forged = original[:start] + directory + ending(len(content) + 1, len(directory), start)
+    refused(place, forged, message)
+
+
+def test_a_link_is_refused(original: bytes, place: Path) -> None:
+    def link(info: zipfile.ZipInfo) -> None:
+        if info.filename == "plans.json":
+            info.external_attr = 0o120777 << 16
+
+    content = members(original)
+    document = json.loads(content[0][1])
+    target = b"/etc/passwd"
+    for file in document["value"]["files"]:
+        if file["path"] == "plans.json":
+            file.update(bytes=len(target), sha256=digest_bytes(target))
+    text = seal(json.dumps(document, indent=1)).encode()
+    attack = [(p, target if p == "plans.json" else d) for p, d in content if p != "signature.json"]
+    attack[0] = ("manifest.json", text)
+    first = refused(
+        place, zipped(attack, link), r"the header of entry 'manifest.json' was altered|a symbolic link"
+    )
+    assert first
+    ours = bytearray(packed(attack))
+    struct.pack_into("<I", ours, central(ours, "plans.json") + 38, 0o120777 << 16)
+    refused(place, bytes(ours), r"entry 'plans.json' is a symbolic link\n  evidence: mode 120777")
+    struct.pack_into("<I", ours, central(ours, "plans.json") + 38, 0o010644 << 16)
+    refused(place, bytes(ours), "entry 'plans.json' is not a regular file")
+
+
+def test_an_encrypted_entry_is_refused(original: bytes, place: Path) -> None:
+    for at in (lambda data: data.index(b"PK\x03\x04", 40) + 6, lambda data: central(data, "plans.json") + 8):
+        altered = bytearray(original)
+        struct.pack_into("<H", altered, at(original), 1)
+        refused(place, bytes(altered), r"entry '.*' is encrypted")
+
+
+def test_a_zip_bomb_is_refused_unread(original: bytes, place: Path) -> None:
+    """256 MiB of zeros, deflated to 256 KiB, with a manifest that lists them."""
+    zeros, size = digest_of_zeros(1 << 28)
+    bomb = zlib.compressobj(9, zlib.DEFLATED, -15)
+    data = b"".join(bomb.compress(bytes(1 << 20)) for _ in range(1 << 8)) + bomb.flush()
+    assert len(data) < 1 << 19
+    content = members(original)
+    entry = {"path": "a/zeros.bin", "bytes": size, "sha256": zeros}
+    content = with_manifest(content, lambda v: v["files"].append(entry))
+    (manifest,) = (m for m in content if m[0] == "manifest.json")
+    head = Stored("manifest.json", len(manifest[1]), zlib.crc32(manifest[1]), 0)
+    local = bytearray(local_header(Stored("a/zeros.bin", size, 1, head.end)))
+    struct.pack_into("<H", local, 8, zipfile.ZIP_DEFLATED)
+    struct.pack_into("<I", local, 18, len(data))
+    start = local_header(head) + manifest[1] + local + data
+    refused(
+        place, start + ending(2, 0, len(start)), r"entry 'a/zeros.bin' is compressed\n  evidence: method 8"
+    )
+    # Stored, it is as large as it says, or the archive is not all there.
+    honest = local_header(head) + manifest[1] + local_header(Stored("a/zeros.bin", size, 1, head.end)) + data
+    refused(place, honest, "the archive is cut short")
+
+
+def digest_of_zeros(size: int) -> tuple[str, int]:
+    state, chunk = hashlib.sha256(), bytes(1 << 20)
+    for _ in range(size >> 20):
+        state.update(chunk)
+    return state.hexdigest(), size
+
+
+def test_entries_that_overlap_are_refused(original: bytes, place: Path) -> None:
+    """The bomb of David Fifield: many names for one content. Nobody follows the offsets."""
+    content = members(original)
+    target = struct.unpack_from("<I", original, central(original, content[2][0]) + 42)[0]
+    altered = bytearray(original)
+    struct.pack_into("<I", altered, central(original, content[3][0]) + 42, target)
+    refused(place, bytes(altered), "lies elsewhere: entries overlap, or there is room between them")
+
+
+def test_a_huge_manifest_is_not_read(original: bytes, place: Path) -> None:
+    size = MAX_MANIFEST_BYTES + 1
+    with place.open("wb") as stream:
+        stream.write(local_header(Stored("manifest.json", size, 0, 0)))
+        stream.truncate(size + 1000)
+    with pytest.raises(
+        BundleInvalid, match=f"the manifest is too large\n  evidence: {size} bytes, the limit"
+    ):
+        verify_path(place)
+    content = members(original)
+    refused(
+        place, packed([content[0], ("signature.json", bytes(70_000)), *content[2:]]), "signature is too large"
+    )
+
+
+def test_an_unknown_schema_is_refused(original: bytes, place: Path) -> None:
+    content = members(original)
+    text = content[0][1].replace(b"bundle-format/1", b"bundle-format/2")
+    refused(place, packed([("manifest.json", text), *content[1:]]), "reads 'loka-onnx/bundle-format/1'")
+
+
+def test_paths_of_the_manifest_are_judged_before_anything_is_written(original: bytes, place: Path) -> None:
+    for path, message in (
+        ("../evil", "leaves or repeats"),
+        ("/evil", "is absolute"),
+        ("signature.json", "twice"),
+    ):
+        entry = {"path": path, "bytes": 4, "sha256": digest_bytes(b"evil")}
+        content = with_manifest(members(original), lambda v, e=entry: v["files"].insert(0, e))
+        refused(place, packed([content[0], (path, b"evil"), *content[1:]]), f"a forbidden path: .*{message}")
+
+
+def test_something_after_or_between_is_refused(original: bytes, place: Path) -> None:
+    refused(place, original + b"x", r"the archive goes on after its end\n  evidence: 1 bytes")
+    refused(place, original + original, "the archive goes on after its end")
+    refused(place, b"#!/bin/sh\n" + original, "this is not a single-file bundle")
+    commented = bytearray(original + b"hi")
+    struct.pack_into("<H", commented, len(original) - 2, 2)
+    refused(place, bytes(commented), "the end of the archive is not that of its entries")
+    start = struct.unpack_from("<I", original, len(original) - 6)[0]
+    gap = original[:start] + b"hidden" + original[start:]
+    refused(place, gap, "the archive has no whole directory of its entries")
+
+
+def test_archives_of_other_tools_are_refused(original: bytes, place: Path) -> None:
+    """The same files in the same order, with dates: an archive has one form, so that equal ones are equal."""
+    refused(
+        place, zipped(members(original), lambda i: setattr(i, "date_time", (2024, 1, 1, 0, 0, 0))), "altered"
+    )
+    refused(
+        place,
+        zipped(members(original), lambda i: setattr(i, "compress_type", zipfile.ZIP_DEFLATED)),
+        "entry 'manifest.json' is compressed",
+    )
+
+
+def test_a_duplicate_may_not_be_in_an_archive_again(original: bytes, place: Path) -> None:
+    content = members(original)
+    model = next(m for m in content if m[0] == MODEL)
+    entry = {"path": "z.onnx", "bytes": len(model[1]), "sha256": digest_bytes(model[1])}
+    twice = with_manifest(content, lambda v: v["files"].append(entry))
+    place.write_bytes(packed(twice))
+    assert verify_path(place).manifest.file("z.onnx")
+    refused(place, packed([*twice, ("z.onnx", model[1])]), "is there under another name")
+    lying = {**entry, "bytes": entry["bytes"] + 1}
+    refused(
+        place, packed(with_manifest(content, lambda v: v["files"].append(lying))), "one digest and two sizes"
+    )
+
+
+def test_a_model_that_reads_outside_the_bundle_is_refused(original: bytes, place: Path) -> None:
+    content = dict(members(original))
+    model = onnx.load_model_from_string(content[MODEL])
+    weight = model.graph.initializer[0]
+    weight.ClearField("raw_data")
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="../../../etc/passwd")
+    data = model.SerializeToString()
+    entry = {"sha256": digest_bytes(data), "bytes": len(data)}
+
+    def change(value: dict) -> None:  # type: ignore[type-arg]
+        engine = next(e for e in value["engines"] if e["path"] == MODEL)
+        engine.update(digest=entry["sha256"], bytes=entry["bytes"])
+        next(f for f in value["files"] if f["path"] == MODEL).update(entry)
+
+    content[MODEL] = data
+    attack = with_manifest([*content.items()], change)
+    refused(place, packed(attack), r"reads weights from a file that is not listed\n  evidence: .*etc/passwd")
+
+
+def test_numbers_of_64_bits_cannot_hide_a_size(original: bytes, place: Path) -> None:
+    """A ZIP64 field in a header that needs none: tools differ in which of the two sizes they believe."""
+    first = parse_local(original)
+    assert first is not None
+    header = bytearray(original[: first.size])
+    struct.pack_into("<I", header, 22, 0xFFFFFFFF)
+    struct.pack_into("<H", header, 28, 20)
+    attack = bytes(header) + struct.pack("<HHQQ", 1, 16, first.bytes, first.bytes) + original[first.size :]
+    refused(place, attack, "the header of entry 'manifest.json' was altered")

@@ -1,0 +1,199 @@
+"""The single-file form: what it holds, that it is determined, and that it comes back as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from cut_models import cut_contents
+from sample_run import SampleRun
+
+from loka_onnx.bundle import (
+    inspect_bundle,
+    pack_bundle,
+    sign_bundle,
+    unpack,
+    unpacked,
+    verify_bundle,
+    verify_path,
+    write_bundle,
+    write_key_pair,
+)
+from loka_onnx.errors import BundleInvalid, OutputError
+from loka_onnx.graph import storage
+from loka_onnx.sessions import bundle_archive
+from loka_onnx.sessions.bundle_archive import is_archive
+
+
+@pytest.fixture(scope="module")
+def bundle(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(sample.contents, tmp_path_factory.mktemp("original") / "bundle")
+
+
+@pytest.fixture
+def linked(sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle in which one table has two names."""
+    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
+    return write_bundle(cut_contents(sample, tmp_path / "run", is_external=True), tmp_path / "linked")
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_a_bundle_comes_back_as_it_was(bundle: Path, tmp_path: Path) -> None:
+    archive = pack_bundle(bundle, tmp_path / "b.loka")
+    assert is_archive(archive)
+    assert not is_archive(bundle)
+    assert verify_path(archive).manifest == verify_bundle(bundle)
+    assert inspect_bundle(archive) == inspect_bundle(bundle)
+    place = unpack(archive, tmp_path / "back")
+    assert tree(place) == tree(bundle)
+    assert verify_bundle(place)
+    with unpacked(archive) as directory:
+        assert tree(directory) == tree(bundle)
+        assert verify_bundle(directory)
+    assert not directory.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b.loka", "back"]
+
+
+def test_equal_bundles_give_equal_archives(
+    sample: SampleRun, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pack_bundle(bundle, tmp_path / "one.loka").read_bytes()
+    copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
+    for path in copy.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+        path.chmod(0o700)
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    assert pack_bundle(copy, tmp_path / "two.loka").read_bytes() == one
+
+
+def test_it_is_a_zip_archive_for_other_tools(bundle: Path, tmp_path: Path) -> None:
+    archive = pack_bundle(bundle, tmp_path / "b.loka")
+    with zipfile.ZipFile(archive) as read:
+        assert read.testzip() is None
+        names = read.namelist()
+        assert names == ["manifest.json", *sorted(names[1:])]
+        held = {name: read.read(name) for name in names}
+    # Of files with one content, the first: here the FP32 model, which is an engine and the fallback.
+    assert held == {path: data for path, data in tree(bundle).items() if path in held}
+    assert set(held.values()) == set(tree(bundle).values())
+
+
+def test_a_file_with_two_names_is_in_the_archive_once(linked: Path, tmp_path: Path) -> None:
+    archive = pack_bundle(linked, tmp_path / "b.loka")
+    with zipfile.ZipFile(archive) as read:
+        assert [n for n in read.namelist() if n.endswith("tables.bin")] == ["fallback/tables.bin"]
+    place = unpack(archive, tmp_path / "back")
+    assert tree(place) == tree(linked)
+    assert (place / "lookup/tables.bin").samefile(place / "fallback/tables.bin")
+    # A copy without links gives the same archive.
+    plain = Path(shutil.copytree(linked, tmp_path / "plain"))
+    assert not (plain / "lookup/tables.bin").samefile(plain / "fallback/tables.bin")
+    assert pack_bundle(plain, tmp_path / "p.loka").read_bytes() == archive.read_bytes()
+
+
+def test_without_links_a_second_name_is_a_copy(
+    linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = pack_bundle(linked, tmp_path / "b.loka")
+
+    def none(self: Path, target: Path) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "hardlink_to", none)
+    place = unpack(archive, tmp_path / "back")
+    assert tree(place) == tree(linked)
+    assert not (place / "lookup/tables.bin").samefile(place / "fallback/tables.bin")
+
+
+def test_a_signature_goes_along(bundle: Path, tmp_path: Path) -> None:
+    pair = write_key_pair(tmp_path / "keys")
+    copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
+    sign_bundle(copy, pair.private)
+    archive = pack_bundle(copy, tmp_path / "b.loka")
+    assert verify_path(archive, [pair.public]).signer == pair.fingerprint
+    assert verify_path(unpack(archive, tmp_path / "back"), [pair.public]).signer == pair.fingerprint
+    unsigned = pack_bundle(bundle, tmp_path / "u.loka")
+    with pytest.raises(BundleInvalid, match="the bundle is not signed"):
+        verify_path(unsigned, [pair.public])
+
+
+def test_an_old_bundle_is_replaced_and_anything_else_is_not(bundle: Path, tmp_path: Path) -> None:
+    archive = pack_bundle(bundle, tmp_path / "b.loka")
+    assert pack_bundle(bundle, archive) == archive
+    place = unpack(archive, tmp_path / "back")
+    assert unpack(archive, place) == place
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/thesis.txt").write_text("years of work")
+    for call in (lambda: unpack(archive, tmp_path / "home"), lambda: pack_bundle(bundle, tmp_path / "home")):
+        with pytest.raises(OutputError, match="is in the way"):
+            call()
+    with pytest.raises(OutputError, match="it exists and is not a single-file bundle"):
+        pack_bundle(bundle, tmp_path / "home/thesis.txt")
+    assert (tmp_path / "home/thesis.txt").read_text() == "years of work"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b.loka", "back", "home"]
+
+
+def test_what_does_not_verify_is_not_packed(bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
+    (copy / "extra").write_text("x")
+    with pytest.raises(BundleInvalid, match="'extra' is not listed"):
+        pack_bundle(copy, tmp_path / "b.loka")
+    assert [p.name for p in tmp_path.iterdir()] == ["copy"]
+
+
+def test_without_room_nothing_is_written(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = pack_bundle(bundle, tmp_path / "b.loka")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(bundle_archive.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(
+        OutputError, match=r"there is no room for the bundle .*\n  evidence: [\d,]+ bytes, 1,000"
+    ):
+        unpack(archive, tmp_path / "back")
+    with pytest.raises(OutputError, match="there is no room"), unpacked(archive, tmp_path):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["b.loka"]
+
+
+def test_an_error_of_the_block_is_its_own(bundle: Path, tmp_path: Path) -> None:
+    archive = pack_bundle(bundle, tmp_path / "b.loka")
+    with pytest.raises(FileNotFoundError), unpacked(archive, tmp_path) as directory:
+        (directory / "nothing").read_bytes()
+    assert [p.name for p in tmp_path.iterdir()] == ["b.loka"]
+
+
+def test_a_link_to_an_archive_is_followed(bundle: Path, tmp_path: Path) -> None:
+    pack_bundle(bundle, tmp_path / "v1.loka")
+    (tmp_path / "current.loka").symlink_to("v1.loka")
+    assert verify_path(tmp_path / "current.loka").manifest
+    pack_bundle(bundle, tmp_path / "current.loka")
+    assert (tmp_path / "current.loka").is_symlink()
+
+
+def test_unzip_finds_no_fault(bundle: Path, tmp_path: Path) -> None:
+    tool = shutil.which("unzip")
+    if tool is None:  # A second opinion where there is one; Python's reader is asked above.
+        return
+    archive = pack_bundle(bundle, tmp_path / "b.loka")
+    done = subprocess.run([tool, "-tqq", str(archive)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_temporary_files_go_where_the_system_says(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = pack_bundle(bundle, tmp_path / "b.loka")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    with unpacked(archive) as directory:
+        assert directory.is_relative_to(tmp_path / "tmp")

@@ -1,0 +1,204 @@
+"""Bundle format 1: what the manifest says, several architectures side by side, and equal bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_run import SampleRun
+
+from loka_onnx.bundle import BundleContents, inspect_bundle, verify_bundle, write_bundle
+from loka_onnx.bundle.requirements import LEAST_DRIVER, requirements_of
+from loka_onnx.core.digests import digest_file
+from loka_onnx.core.evaluation import TargetChoice
+from loka_onnx.core.manifest import Manifest, Need, Requirement
+from loka_onnx.core.serde import schema_id
+from loka_onnx.runtime import load
+
+DOCS = Path(__file__).parents[3] / "docs/bundle.md"
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def with_architectures(contents: BundleContents, *architectures: str) -> BundleContents:
+    """One target that holds several architectures, then an engine that runs here for the same target."""
+    rtx, cpu = contents.engines[0], contents.engines[2]
+    engines = [
+        dataclasses.replace(rtx, artifact=dataclasses.replace(rtx.artifact, target="fleet", architecture=a))
+        for a in architectures
+    ]
+    last = dataclasses.replace(cpu, artifact=dataclasses.replace(cpu.artifact, target="fleet"))
+    choice = TargetChoice("fleet", engines[0].artifact.id, "fp8-safe", "the fastest", "measured", ())
+    return dataclasses.replace(
+        contents,
+        engines=(*engines, last),
+        choice=dataclasses.replace(contents.choice, targets=(choice,)),
+    )
+
+
+def test_engines_of_several_architectures_stand_side_by_side(sample: SampleRun, tmp_path: Path) -> None:
+    contents = with_architectures(sample.contents, "sm89", "sm90", "sm120")
+    place = write_bundle(contents, tmp_path / "bundle")
+    manifest = verify_bundle(place)
+    assert manifest.architectures == ("sm89", "sm90", "sm120", "cpu")
+    ids = [entry.id for entry in manifest.engines]
+    assert ids[:3] == [f"fleet-tensorrt_rtx-{a}-fp8-safe" for a in ("sm89", "sm90", "sm120")]
+    assert {entry.target for entry in manifest.engines} == {"fleet"}
+    assert len({entry.path for entry in manifest.engines}) == 4
+    # Tried in their order; the first that runs here is taken, and each one before it says why it does not.
+    engine = load(place, trust=True)
+    assert engine.entry.id == ids[3]
+    assert [skipped.engine for skipped in engine.skipped] == ids[:3]
+    engine.close()
+
+
+def test_the_manifest_says_what_a_fleet_asks(sample: SampleRun, tmp_path: Path) -> None:
+    place = write_bundle(sample.contents, tmp_path / "bundle")
+    manifest = verify_bundle(place)
+    document = json.loads((place / "manifest.json").read_text())
+    assert document["schema"] == schema_id(Manifest) == "loka-onnx/bundle-format/1"
+    assert manifest.model_digest == sample.contents.model.digest
+    assert re.fullmatch("[0-9a-f]{64}", manifest.lineage_digest)
+    rtx, fp32, fp8 = manifest.engines
+    assert (rtx.architecture, rtx.version, rtx.plan) == ("sm89", "1.5", "fp8-safe")
+    assert rtx.requires == (
+        Requirement("TensorRT for RTX", Need.EXACTLY, "1.5"),
+        Requirement("NVIDIA driver", Need.NOT_STATED),
+    )
+    assert fp32.requires == manifest.fallback.requires == (Requirement("ONNX Runtime", Need.NOT_STATED),)
+    assert (fp8.batch.min, fp8.batch.max) == (1, 4096)
+    plans = json.loads((place / manifest.plans).read_text())["value"]["plans"]
+    scales = [d["activation_scale"] for d in next(p for p in plans if p["id"] == "fp8-safe")["decisions"]]
+    assert scales[0] == pytest.approx(6.0 / 448)
+
+
+def test_accuracy_comes_with_its_interval_and_latency_with_its_device(
+    sample: SampleRun, tmp_path: Path
+) -> None:
+    measured = sample.report.evaluations.of(sample.contents.engines[1].artifact.id, "selection")
+    engine = dataclasses.replace(sample.contents.engines[1], evaluation=measured)
+    place = write_bundle(dataclasses.replace(sample.contents, engines=(engine,)), tmp_path / "bundle")
+    (entry,) = verify_bundle(place).engines
+    assert entry.evaluation == measured
+    text = inspect_bundle(place)
+    assert re.search(r"ctr: ΔNE \S+ \[\S+, \S+\] on 2400 rows of selection; budget 0.0002: within", text)
+    assert "1024 rows: p50 123.4 µs, p99 171.9 µs on cpu" in text
+    assert "needs: ONNX Runtime (version not stated)" in text
+    assert "signed    no" in text
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "architecture", "expected"),
+    [
+        (
+            "inductor",
+            "2.13.0+cu130",
+            "sm90",
+            "PyTorch 2.13 (same major and minor version); NVIDIA driver at least 580",
+        ),
+        ("inductor", "2.10.0+cu128", "sm90", "PyTorch 2.10 (.*); NVIDIA driver at least 525.60.13"),
+        ("inductor", "2.13.0+cpu", "cpu", "PyTorch 2.13 (same major and minor version)"),
+        ("tensorrt", "10.13.3", "sm90", "TensorRT exactly 10.13.3; NVIDIA driver (version not stated)"),
+        ("migraphx", "2.15.0", "gfx942", "MIGraphX exactly 2.15.0; AMD GPU driver (version not stated)"),
+        ("onnxruntime", "1.31.1", "cpu", "ONNX Runtime (version not stated)"),
+        (
+            "onnxruntime_tensorrt",
+            "1.31.1",
+            "sm90",
+            "ONNX Runtime exactly 1.31.1; NVIDIA driver (version not stated)",
+        ),
+        ("another", "1", "sm90", "another (version not stated); NVIDIA driver (version not stated)"),
+        ("tensorrt", "", "sm90", "TensorRT (version not stated); NVIDIA driver (version not stated)"),
+    ],
+)
+def test_what_an_engine_needs_is_what_its_session_checks(
+    backend: str, version: str, architecture: str, expected: str
+) -> None:
+    said = "; ".join(map(str, requirements_of(backend, version, architecture)))
+    assert said == expected.replace("(.*)", "(same major and minor version)")
+
+
+def test_least_drivers_are_those_of_the_toolkits_major_versions() -> None:
+    assert sorted(LEAST_DRIVER) == [11, 12, 13]
+
+
+def test_equal_contents_give_equal_bytes(
+    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At another time, in another place, under another umask, with arrays and tolerances in another order."""
+    (tmp_path / "report.md").write_text("# report\n")
+    contents = dataclasses.replace(sample.contents, report=(tmp_path / "report.md",))
+    one = write_bundle(contents, tmp_path / "one")
+    extra = {"dense": contents.sample["dense"].copy()}
+    engines = tuple(
+        dataclasses.replace(
+            e,
+            expectation=dataclasses.replace(
+                e.expectation, outputs={n: np.asfortranarray(v) for n, v in e.expectation.outputs.items()}
+            ),
+        )
+        for e in contents.engines
+    )
+    again = dataclasses.replace(
+        contents,
+        sample=extra,
+        engines=engines,
+        versions=dict(reversed(contents.versions.items())),
+    )
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000000000")
+    umask = os.umask(0o077)
+    try:
+        two = write_bundle(again, tmp_path / "elsewhere" / "two")
+    finally:
+        os.umask(umask)
+    assert tree(one) == tree(two)
+    modes = [{str(p.relative_to(b)): p.stat().st_mode for p in b.rglob("*")} for b in (one, two)]
+    assert modes[0] == modes[1]
+
+
+def test_the_order_of_arrays_does_not_matter(sample: SampleRun, tmp_path: Path) -> None:
+    from cut_models import cut_contents
+
+    contents = cut_contents(sample, tmp_path / "run")
+    one = write_bundle(contents, tmp_path / "one")
+    back = dataclasses.replace(contents, sample=dict(reversed(contents.sample.items())))
+    assert tree(one) == tree(write_bundle(back, tmp_path / "two"))
+
+
+def test_nothing_of_the_host_is_in_a_manifest(sample: SampleRun, tmp_path: Path) -> None:
+    place = write_bundle(sample.contents, tmp_path / "bundle")
+    text = (place / "manifest.json").read_text()
+    for private in (str(tmp_path), str(sample.directory), os.uname().nodename):
+        assert private not in text
+
+
+def test_the_seal_names_the_content(sample: SampleRun, tmp_path: Path) -> None:
+    one = verify_bundle(write_bundle(sample.contents, tmp_path / "one"))
+    fewer = dataclasses.replace(sample.contents, engines=sample.contents.engines[:1])
+    two = verify_bundle(write_bundle(fewer, tmp_path / "two"))
+    assert one.seal != two.seal
+    engine = tmp_path / "one" / one.engines[0].path
+    assert digest_file(engine) == one.engines[0].digest
+
+
+def test_the_specification_lists_every_field() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    for name in (f.name for kind in (Manifest, type_of_entries()) for f in dataclasses.fields(kind)):
+        assert f"`{name}`" in text, name
+    assert schema_id(Manifest) in text
+
+
+def type_of_entries() -> type:
+    from loka_onnx.core.manifest import EngineEntry
+
+    return EngineEntry

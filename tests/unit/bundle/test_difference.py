@@ -1,0 +1,331 @@
+"""What differs between two bundles: nothing of one against itself, all that was changed, both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_run import SampleRun
+
+from loka_onnx.bundle import BundleEngine, verify_bundle, write_bundle
+from loka_onnx.bundle.difference import BundleFacts, diff_bundles, difference_of
+from loka_onnx.bundle.difference.document import BundleDifference, Change, Kind, Section
+from loka_onnx.bundle.difference.text import SCREEN_COLUMNS, SCREEN_LINES, describe_difference
+from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.core import serde
+from loka_onnx.core.evaluation import Evaluation, Latency
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.manifest import Manifest
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.errors import BundleInvalid
+
+
+@pytest.fixture(scope="module")
+def bundle(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With accuracy and latency recorded; do not write into it."""
+    contents = dataclasses.replace(
+        sample.contents, engines=tuple(map(_evaluated(sample), sample.contents.engines))
+    )
+    return write_bundle(contents, tmp_path_factory.mktemp("bundle") / "bundle")
+
+
+def _evaluated(sample: SampleRun):
+    known = {e.engine: e for e in sample.report.evaluations.evaluations if e.split == "selection"}
+
+    def add(engine: BundleEngine) -> BundleEngine:
+        return dataclasses.replace(engine, evaluation=known.get(engine.artifact.id))
+
+    return add
+
+
+@pytest.fixture(scope="module")
+def facts(bundle: Path) -> BundleFacts:
+    return facts_of(bundle)
+
+
+def facts_of(directory: Path) -> BundleFacts:
+    manifest = verify_bundle(directory)
+    return BundleFacts(manifest, serde.read(PlanSet, directory / manifest.plans))
+
+
+def with_manifest(facts: BundleFacts, **changes: Any) -> BundleFacts:
+    return dataclasses.replace(facts, manifest=dataclasses.replace(facts.manifest, **changes))
+
+
+def with_decision(facts: BundleFacts, plan_id: str, index: int, **changes: Any) -> BundleFacts:
+    decisions = list(facts.plans.plan(plan_id).decisions)
+    decisions[index] = dataclasses.replace(decisions[index], **changes)
+    plans = tuple(
+        dataclasses.replace(plan, decisions=tuple(decisions)) if plan.id == plan_id else plan
+        for plan in facts.plans.plans
+    )
+    return dataclasses.replace(facts, plans=dataclasses.replace(facts.plans, plans=plans))
+
+
+def only(difference: BundleDifference) -> Change:
+    (change,) = difference.changes
+    return change
+
+
+def test_a_bundle_and_a_copy_of_it_are_equal(bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    packed = pack_bundle(bundle, tmp_path / "bundle.loka")
+    for other in (bundle, copy, packed):
+        difference = diff_bundles(bundle, other)
+        assert difference.is_equal and difference.changes == () and difference.plans == ()
+        assert describe_difference(difference).endswith("\nthe bundles are equal\n")
+
+
+def test_a_bundle_that_does_not_verify_is_not_compared(bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    (copy / "plans.json").write_bytes((copy / "plans.json").read_bytes() + b" ")
+    with pytest.raises(BundleInvalid, match=r"plans\.json.* has another size"):
+        diff_bundles(bundle, copy)
+
+
+def test_a_signature_is_a_difference_and_names_its_key(bundle: Path, tmp_path: Path) -> None:
+    signed = tmp_path / "signed"
+    shutil.copytree(bundle, signed)
+    keys = write_key_pair(tmp_path)
+    sign_bundle(signed, keys.private)
+    change = only(diff_bundles(bundle, signed))
+    assert (change.section, change.a, change.b) == (Section.SIGNATURE, "[]", f"[{keys.fingerprint}]")
+
+
+def test_engines_and_files_that_one_side_lacks(bundle: Path, sample: SampleRun, tmp_path: Path) -> None:
+    fewer = dataclasses.replace(sample.contents, engines=sample.contents.engines[:2])
+    other = write_bundle(fewer, tmp_path / "fewer")
+    difference = diff_bundles(bundle, other)
+    gone = [change for change in difference.of(Section.ENGINES) if change.kind is Kind.REMOVED]
+    assert [change.what for change in gone] == ["cpu-onnxruntime-cpu-fp8-safe"]
+    files = {change.what.partition(" / ")[0]: change.kind for change in difference.of(Section.FILES)}
+    assert files["engines/cpu-onnxruntime-cpu-fp8-safe/engine.onnx"] is Kind.REMOVED
+    assert files["sample.npz"] is Kind.CHANGED
+    # Accuracy and latency were recorded in the one only.
+    accuracy = {change.what: change for change in difference.of(Section.ACCURACY)}
+    assert accuracy["cpu-onnxruntime-cpu-fp8-safe / ctr"].kind is Kind.REMOVED
+    assert accuracy["cpu-onnxruntime-cpu-fp8-safe / ctr"].a.startswith("ΔNE ")
+    assert "cpu-onnxruntime-cpu-fp32 / batch 1024" in {c.what for c in difference.of(Section.LATENCY)}
+
+
+def test_sites_say_precision_recipe_and_the_largest_scale_ratio(facts: BundleFacts) -> None:
+    scale = facts.plans.plan("fp8-safe").decisions[0].activation_scale
+    assert scale is not None
+    other = with_decision(facts, "fp8-safe", 0, activation_scale=scale * 1.5, weight_scale=(0.5 / 448 / 4,))
+    other = with_decision(other, "fp8-safe", 1, precision=Precision.BF16)
+    difference = difference_of(facts, other)
+    (pair,) = difference.plans
+    assert (pair.plan_a, pair.plan_b, pair.why, pair.sites) == ("fp8-safe", "fp8-safe", "same id", 3)
+    assert (pair.precision, pair.recipe, pair.scale) == (1, 0, 1)
+    assert pair.largest_ratio == pytest.approx(0.25)
+    assert pair.largest_at == "over_arch.fc0, weight channel 0"
+    first, second = difference.of(Section.SITES)
+    assert first.what == "fp8-safe / over_arch.fc0"
+    assert f"activation scale {scale}; 1 weight scales to {0.5 / 448}, 1 differ" in first.a
+    assert (second.a, second.b) == ("fp32, unsafe", "bf16, unsafe")
+    assert difference_of(other, facts).plans[0].largest_ratio == pytest.approx(4.0)
+
+
+def test_targets_with_other_engines_compare_the_plans_and_what_was_recorded(facts: BundleFacts) -> None:
+    choice = facts.manifest.choice
+    cpu = next(target for target in choice.targets if target.target == "cpu")
+    engines = {entry.plan: entry for entry in facts.manifest.engines if entry.target == "cpu"}
+    plan = next(name for name in engines if name != cpu.plan)
+    changed = dataclasses.replace(cpu, engine=engines[plan].id, plan=plan)
+    targets = tuple(changed if target is cpu else target for target in choice.targets)
+    other = with_manifest(facts, choice=dataclasses.replace(choice, targets=targets))
+    difference = difference_of(facts, other)
+    assert {change.what for change in difference.of(Section.CHOICE)} == {
+        "targets / cpu / engine",
+        "targets / cpu / plan",
+    }
+    (pair,) = difference.plans
+    assert (pair.plan_a, pair.plan_b, pair.why, pair.precision) == (cpu.plan, plan, "target cpu", 1)
+    recorded = {change.what: change for change in difference.of(Section.ACCURACY)}
+    assert recorded["target cpu / ctr"].a.startswith(f"{cpu.engine}: ΔNE ")
+    assert recorded["target cpu / ctr"].b.startswith(f"{engines[plan].id}: ΔNE ")
+
+
+def test_recorded_accuracy_and_latency_are_one_line_for_each(facts: BundleFacts) -> None:
+    entry = next(e for e in facts.manifest.engines if e.evaluation and e.evaluation.latencies)
+    found = entry.evaluation
+    assert found is not None
+    slower = dataclasses.replace(found.latencies[0], p50_us=150.0, p90_us=160.0)
+    output = found.outputs[0]
+    assert output.difference is not None and output.difference.delta_ne is not None
+    worse = dataclasses.replace(output.difference, delta_ne=output.difference.delta_ne.scaled(2.0))
+    moved = dataclasses.replace(
+        found,
+        latencies=(slower, *found.latencies[1:]),
+        outputs=(dataclasses.replace(output, difference=worse, budget_status="beyond"),),
+    )
+    difference = difference_of(facts, with_evaluation(facts, entry.id, moved))
+    accuracy, latency = difference.changes
+    assert accuracy.what == f"{entry.id} / ctr" and accuracy.b.endswith(", beyond")
+    assert (latency.what, latency.a) == (f"{entry.id} / batch 1024", "p50 123.4 µs, p99 171.9 µs on cpu")
+    assert latency.b == "p50 150.0 µs, p99 171.9 µs on cpu"
+    # What is not shown still counts.
+    hidden = dataclasses.replace(found.latencies[0], p90_us=131.0)
+    moved = dataclasses.replace(found, latencies=(hidden, *found.latencies[1:]))
+    change = only(difference_of(facts, with_evaluation(facts, entry.id, moved)))
+    assert change.a == change.b == "p50 123.4 µs, p99 171.9 µs on cpu; 1 figures behind it differ"
+
+
+def with_evaluation(facts: BundleFacts, engine: str, evaluation: Evaluation | None) -> BundleFacts:
+    entries = tuple(
+        dataclasses.replace(entry, evaluation=evaluation) if entry.id == engine else entry
+        for entry in facts.manifest.engines
+    )
+    return with_manifest(facts, engines=entries)
+
+
+def test_not_a_number_equals_itself(facts: BundleFacts) -> None:
+    entry = facts.manifest.engines[0]
+    unknown = Latency(8, float("nan"), 1.0, 1.0, 1, "cpu", True)
+    found = Evaluation(entry.id, "x", "y", "z", "selection", 1, (), (unknown,), "measured")
+    one = with_evaluation(facts, entry.id, found)
+    assert difference_of(one, with_evaluation(facts, entry.id, dataclasses.replace(found))).is_equal
+
+
+def test_the_order_of_engines_is_their_preference(facts: BundleFacts) -> None:
+    turned = with_manifest(facts, engines=facts.manifest.engines[::-1])
+    change = only(difference_of(facts, turned))
+    assert (change.section, change.what) == (Section.ENGINES, "order")
+    assert change.a == ", ".join(entry.id for entry in facts.manifest.engines)
+
+
+# Every field ---------------------------------------------------------------------------------------
+
+SKIPPED = {"seal", "lineage_digest"}
+"""They follow from the rest (`difference.DERIVED`)."""
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all scalars of dicts and lists."""
+    if isinstance(value, dict):
+        return [p for key, item in value.items() for p in leaves(item, (*path, key))]
+    if isinstance(value, list):
+        return [p for index, item in enumerate(value) for p in leaves(item, (*path, index))]
+    return [path]
+
+
+def put(value: Any, path: tuple[Any, ...], change: Any) -> Any:
+    """A copy with one scalar replaced by what `change` makes of it."""
+    if not path:
+        return change(value)
+    head, rest = path[0], path[1:]
+    if isinstance(value, dict):
+        return {k: put(v, rest, change) if k == head else v for k, v in value.items()}
+    return [put(v, rest, change) if i == head else v for i, v in enumerate(value)]
+
+
+def other_value(value: Any) -> Any:
+    """Another value of the same type that the documents take."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return f"{value or ''}x"
+
+
+def mutated(kind: type[Any], document: Any, path: tuple[Any, ...]) -> Any | None:
+    """The document with one scalar changed; None where its type takes no other value."""
+    plain = put(serde.to_plain(document), path, other_value)
+    try:
+        return serde._adapter(kind).validate_python(plain, strict=False)
+    except ValueError:
+        return None
+
+
+def change_any(facts: BundleFacts, seed: int) -> BundleFacts | None:
+    """One scalar of the manifest or of the plans changed."""
+    pick = random.Random(seed)
+    manifest = [p for p in leaves(serde.to_plain(facts.manifest)) if p[0] not in SKIPPED]
+    plans = leaves(serde.to_plain(facts.plans))
+    path = pick.choice([("manifest", p) for p in manifest] + [("plans", p) for p in plans] * 2)
+    if path[0] == "manifest":
+        found = mutated(Manifest, facts.manifest, path[1])
+        return None if found is None else dataclasses.replace(facts, manifest=found)
+    found = mutated(PlanSet, facts.plans, path[1])
+    return None if found is None else dataclasses.replace(facts, plans=found)
+
+
+@given(st.lists(st.integers(0, 2**32), min_size=0, max_size=6))
+def test_any_changes_show_and_the_other_way_round_they_are_mirrored(
+    facts: BundleFacts, seeds: list[int]
+) -> None:
+    other = facts
+    for seed in seeds:
+        other = change_any(other, seed) or other
+    there, back = difference_of(facts, other), difference_of(other, facts)
+    assert there.is_equal == ((facts.manifest, facts.plans) == (other.manifest, other.plans))
+    assert {change.mirrored() for change in there.changes} == set(back.changes)
+    assert [change.what for change in there.changes] == [change.what for change in back.changes]
+    assert difference_of(other, other).is_equal
+    assert difference_of(facts, other) == there
+    assert serde.loads(BundleDifference, serde.dumps(there)) == there
+    for one, two in zip(there.plans, back.plans, strict=True):
+        assert (one.plan_a, one.sites, one.precision, one.recipe, one.scale) == (
+            two.plan_b,
+            two.sites,
+            two.precision,
+            two.recipe,
+            two.scale,
+        )
+        if one.largest_ratio is not None and two.largest_ratio is not None:
+            assert one.largest_ratio == pytest.approx(1 / two.largest_ratio)
+
+
+def test_every_scalar_of_manifest_and_plans_counts(facts: BundleFacts) -> None:
+    tried = 0
+    for kind, name, document in ((Manifest, "manifest", facts.manifest), (PlanSet, "plans", facts.plans)):
+        for path in leaves(serde.to_plain(document)):
+            found = None if path[0] in SKIPPED else mutated(kind, document, path)
+            if found is None or found == document:
+                continue
+            tried += 1
+            assert not difference_of(facts, dataclasses.replace(facts, **{name: found})).is_equal, path
+    assert tried > 200
+
+
+def _place(lines: list[str], section: str) -> int:
+    return next(index for index, line in enumerate(lines) if line.startswith(f"{section}: "))
+
+
+# Text ----------------------------------------------------------------------------------------------
+
+
+def test_a_screen_holds_every_section_and_says_what_it_leaves_out(facts: BundleFacts) -> None:
+    versions = {f"library-{index:03}": str(index) for index in range(200)}
+    other = with_manifest(facts, versions=versions, model_digest="f" * 64, created_by="loka-onnx 9")
+    other = with_decision(other, "fp8-safe", 1, precision=Precision.BF16, reason="because " * 60)
+    difference = difference_of(facts, other)
+    text = describe_difference(difference)
+    lines = text.splitlines()
+    assert len(lines) <= SCREEN_LINES and all(len(line) <= SCREEN_COLUMNS for line in lines)
+    for section in Section:
+        assert bool(difference.of(section)) == any(line.startswith(f"{section}: ") for line in lines)
+    assert "versions: 200 only in B, 2 only in A, 1 changed" in lines
+    shown = sum(line.startswith(("  + ", "  - ", "  ~ ")) for line in lines[_place(lines, "versions") :])
+    assert 0 < shown < 203 and lines[-1] == f"  … and {203 - shown} more (--all)"
+    whole = describe_difference(difference, everything=True)
+    assert "because because" in whole and "--all" not in whole
+    assert all(f"+ {name}: {value}\n" in whole for name, value in versions.items())
+
+
+def test_the_text_of_a_plan_names_counts_and_the_largest_ratio(facts: BundleFacts) -> None:
+    other = with_decision(facts, "fp8-safe", 0, activation_scale=6.0 / 448 * 1.25)
+    text = describe_difference(difference_of(facts, other), everything=True)
+    assert (
+        "  fp8-safe: of 3 sites 0 in another precision, 0 by another recipe, 1 with other scales; "
+        "largest scale ratio ×1.25 at over_arch.fc0, activation\n"
+    ) in text

@@ -1,0 +1,376 @@
+import hashlib
+import itertools
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+from registry_bundles import read, tree, with_files
+from sample_run import SampleRun
+
+from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.bundle.registry import (
+    TransferOptions,
+    list_names,
+    promote,
+    pull_bundle,
+    push_bundle,
+    resolve,
+)
+from loka_onnx.bundle.registry import layout as registry_layout
+from loka_onnx.bundle.registry.arrivals import arrivals_beside
+from loka_onnx.errors import BundleError, BundleInvalid, ConfigError, OutputError, UserError
+
+FAST = TransferOptions(threads=4, attempts=3, pause_seconds=0.0)
+PART = 10_000
+
+
+@pytest.fixture(scope="module")
+def base(sample: SampleRun, tmp_path_factory) -> Path:
+    return write_bundle(sample.contents, tmp_path_factory.mktemp("base") / "bundle")
+
+
+@pytest.fixture
+def one(base: Path, tmp_path: Path) -> Path:
+    return with_files(base, tmp_path / "one", (95_000, 10_000, 0), seed=1)
+
+
+@pytest.fixture
+def two(base: Path, tmp_path: Path) -> Path:
+    return with_files(base, tmp_path / "two", (95_000, 20_001), seed=2)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(registry_layout, "PART_BYTES", PART)
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path: Path):
+    if request.param == "file":
+        yield (tmp_path / "registry").as_uri()
+        return
+    memory = fsspec.filesystem("memory")
+    memory.makedirs("/bundles", exist_ok=True)
+    yield "memory://bundles"
+    memory.rm("/bundles", recursive=True)
+
+
+def parts(bundle: Path) -> int:
+    sizes = {f.sha256: f.bytes for f in read(bundle).files}
+    return sum(-(-size // PART) for size in sizes.values())
+
+
+def test_what_is_pulled_is_what_was_pushed(one, url, tmp_path):
+    pushed = push_bundle(one, f"{url}#prod", FAST)
+    assert pushed.digest == hashlib.sha256((one / "manifest.json").read_bytes()).hexdigest()
+    assert (pushed.sent_parts, pushed.kept_parts) == (parts(one), 0)
+    pulled = pull_bundle(f"{url}#prod", tmp_path / "deploy" / "bundle", FAST)
+    assert tree(pulled.directory) == tree(one)
+    assert (pulled.digest, pulled.is_unchanged, pulled.kept_bytes) == (pushed.digest, False, 0)
+    assert pulled.read_bytes == pushed.sent_bytes
+    assert [p.name for p in (tmp_path / "deploy").iterdir()] == ["bundle"]
+    assert (pulled.directory / "manifest.json").stat().st_mode & 0o777 == 0o644
+    by_digest = pull_bundle(f"{url}#sha256:{pushed.digest}", tmp_path / "again", FAST)
+    assert tree(by_digest.directory) == tree(one)
+
+
+def test_the_parts_are_where_the_layout_says(one, tmp_path):
+    url = tmp_path / "registry"
+    push_bundle(one, f"{url}#prod", FAST)
+    large = read(one).file("report/extra-0.bin")
+    data = (one / large.path).read_bytes()
+    stored = [(url / "blobs" / "sha256" / f"{large.sha256}.{n}").read_bytes() for n in range(10)]
+    assert [len(part) for part in stored] == [PART] * 9 + [5000]
+    assert b"".join(stored) == data
+    digest = hashlib.sha256((one / "manifest.json").read_bytes()).hexdigest()
+    assert (url / "bundles" / digest / "manifest.json").read_bytes() == (one / "manifest.json").read_bytes()
+    assert digest in (url / "names" / "prod.json").read_text()
+    assert list((url / "uploads").iterdir()) == []
+
+
+def test_a_second_push_sends_only_what_is_new(one, two, url):
+    first = push_bundle(one, f"{url}#prod", FAST)
+    again = push_bundle(one, f"{url}#prod", FAST)
+    assert (again.sent_parts, again.kept_parts, again.kept_bytes) == (0, parts(one), first.sent_bytes)
+    other = push_bundle(two, f"{url}#prod", FAST)
+    assert (other.sent_parts, other.sent_bytes) == (10 + 3, 95_000 + 20_001)
+    assert resolve(f"{url}#prod", FAST) == other.digest
+    forced = push_bundle(two, f"{url}#prod", FAST, again=True)
+    assert (forced.sent_parts, forced.kept_parts) == (parts(two), 0)
+
+
+def test_a_push_that_lost_the_line_goes_on(one, url, monkeypatch):
+    from loka_onnx.bundle.registry import store as registry_store
+
+    write, calls = registry_store.Store.write, []
+
+    def cut(store, key, data):
+        calls.append(key)
+        if len(calls) > 7:
+            raise BundleError("the line is cut")
+        write(store, key, data)
+
+    monkeypatch.setattr(registry_store.Store, "write", cut)
+    with pytest.raises(BundleError, match="the line is cut"):
+        push_bundle(one, f"{url}#prod", FAST)
+    monkeypatch.setattr(registry_store.Store, "write", write)
+    with pytest.raises(UserError, match="the registry has no bundle 'prod'"):
+        resolve(f"{url}#prod", FAST)
+    done = push_bundle(one, f"{url}#prod", FAST)
+    assert (done.kept_parts, done.sent_parts) == (7, parts(one) - 7)
+
+
+def test_a_part_of_another_size_is_sent_again(one, tmp_path):
+    url = tmp_path / "registry"
+    push_bundle(one, str(url), FAST)
+    part = sorted((url / "blobs" / "sha256").iterdir())[3]
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    assert push_bundle(one, str(url), FAST).sent_parts == 1
+    assert part.read_bytes() == whole
+
+
+def test_a_pull_reads_only_what_the_old_bundle_lacks(one, two, url, tmp_path):
+    push_bundle(one, f"{url}#prod", FAST)
+    place = tmp_path / "bundle"
+    pull_bundle(f"{url}#prod", place, FAST)
+    assert pull_bundle(f"{url}#prod", place, FAST).is_unchanged
+    push_bundle(two, f"{url}#prod", FAST)
+    pulled = pull_bundle(f"{url}#prod", place, FAST)
+    assert (pulled.read_bytes, pulled.is_unchanged) == (95_000 + 20_001, False)
+    assert (
+        pulled.kept_bytes == sum({f.sha256: f.bytes for f in verify_bundle(place).files}.values()) - 115_001
+    )
+    assert tree(place) == tree(two)
+    # No file is shared with what was replaced, but files of one content are one file.
+    digests = [f.sha256 for f in read(place).files]
+    for file in read(place).files:
+        assert (place / file.path).stat().st_nlink == digests.count(file.sha256)
+
+
+def test_a_damaged_old_bundle_is_mended(one, url, tmp_path):
+    push_bundle(one, f"{url}#prod", FAST)
+    place = tmp_path / "bundle"
+    pull_bundle(f"{url}#prod", place, FAST)
+    data = bytearray((place / "report/extra-1.bin").read_bytes())
+    data[7] ^= 1
+    (place / "report/extra-1.bin").write_bytes(data)
+    pulled = pull_bundle(f"{url}#prod", place, FAST)
+    assert pulled.read_bytes == 10_000
+    assert tree(place) == tree(one)
+
+
+def interrupted(url: str, place: Path, after: int) -> None:
+    """A pull that ends after so many pieces."""
+    done = []
+
+    def stop(task, moved, total):
+        done.append(moved)
+        if len(done) == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull_bundle(url, place, TransferOptions(threads=2, progress=stop))
+
+
+def test_an_interrupted_pull_goes_on_in_the_middle_of_a_file(one, url, tmp_path):
+    total = push_bundle(one, f"{url}#prod", FAST).sent_bytes
+    place = tmp_path / "deploy" / "bundle"
+    interrupted(f"{url}#prod", place, after=5)
+    folder = place.parent / ".bundle.pulling"
+    assert [p.name for p in place.parent.iterdir()] == [folder.name]
+    partial = next(folder.glob("*.part"))
+    with partial.open("ab") as stream:
+        stream.truncate(partial.stat().st_size - 3 if partial.stat().st_size else 0)
+    there = sum(p.stat().st_size for p in folder.iterdir())
+    assert there > 0
+    pulled = pull_bundle(f"{url}#prod", place, FAST)
+    assert (pulled.kept_bytes, pulled.read_bytes) == (there, total - there)
+    assert tree(place) == tree(one)
+    assert [p.name for p in place.parent.iterdir()] == ["bundle"]
+
+
+def test_what_an_interrupted_pull_left_is_not_trusted(one, two, url, tmp_path):
+    push_bundle(one, f"{url}#prod", FAST)
+    place = tmp_path / "deploy" / "bundle"
+    folder = place.parent / ".bundle.pulling"
+    left: list[Path] = []
+    # Until there are whole blobs and the beginning of one.
+    while {p.suffix for p in left if p.stat().st_size} != {"", ".part"}:
+        interrupted(f"{url}#prod", place, after=1)
+        left = sorted(folder.iterdir())
+    for path in left:
+        data = bytearray(path.read_bytes())
+        if data:
+            data[0] ^= 1
+            path.write_bytes(data)
+    (folder / "stranger").mkdir()
+    (folder / ("0" * 64)).symlink_to("/etc/passwd")
+    pull_bundle(f"{url}#prod", place, FAST)
+    assert tree(place) == tree(one)
+    assert [p.name for p in place.parent.iterdir()] == ["bundle"]
+
+
+def test_two_pulls_to_one_place_do_not_mix(one, url, tmp_path):
+    push_bundle(one, f"{url}#prod", FAST)
+    place = tmp_path / "bundle"
+    with arrivals_beside(place), pytest.raises(BundleError, match="another pull writes to"):
+        pull_bundle(f"{url}#prod", place, FAST)
+    pull_bundle(f"{url}#prod", place, FAST)
+
+
+def test_names_are_listed_resolved_and_promoted(one, two, url):
+    assert list_names(url, FAST) == ()
+    first = push_bundle(one, f"{url}#staging", FAST).digest
+    second = push_bundle(two, url, FAST)
+    assert second.name is None
+    assert promote(f"{url}#staging", "prod", FAST) == first
+    assert promote(f"{url}#sha256:{second.digest}", "staging", FAST) == second.digest
+    named = list_names(url, FAST)
+    assert [(n.name, n.digest, n.problem) for n in named] == [
+        ("prod", first, ""),
+        ("staging", second.digest, ""),
+    ]
+    with pytest.raises(UserError, match="the registry has no bundle of this digest"):
+        promote(f"{url}#sha256:{'0' * 64}", "prod", FAST)
+    with pytest.raises(UserError, match="the registry has no bundle 'nobody'\n"):
+        promote(f"{url}#nobody", "prod", FAST)
+    assert resolve(f"{url}#prod", FAST) == first
+
+
+def test_signatures_travel_and_are_checked_when_asked_for(one, url, tmp_path):
+    from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+
+    pairs = {name: write_key_pair(tmp_path / "keys", name) for name in ("ours", "theirs")}
+    keys = {name: pair.public for name, pair in pairs.items()}
+    unsigned = push_bundle(one, f"{url}#prod", FAST)
+    with pytest.raises(BundleInvalid, match="the bundle is not signed") as caught:
+        pull_bundle(f"{url}#prod", tmp_path / "x", FAST, keys=[keys["ours"]])
+    assert "prod" in str(caught.value)
+    sign_bundle(one, pairs["ours"].private)
+    signed = push_bundle(one, f"{url}#prod", FAST)
+    assert (signed.digest, signed.sent_parts) == (unsigned.digest, 0)
+    with pytest.raises(BundleInvalid, match="signed with another key"):
+        pull_bundle(f"{url}#prod", tmp_path / "x", FAST, keys=[keys["theirs"]])
+    assert not (tmp_path / "x").exists()
+    pulled = pull_bundle(f"{url}#prod", tmp_path / "x", FAST, keys=[keys["theirs"], keys["ours"]])
+    assert pulled.is_signed
+    assert pulled.key is not None
+    assert tree(tmp_path / "x") == tree(one)
+    assert pull_bundle(f"{url}#prod", tmp_path / "x", FAST).key is None
+
+
+def test_a_bundle_in_its_single_file_form_can_be_pushed(one, url, tmp_path):
+    from loka_onnx.sessions.bundle_archive import write_archive
+
+    write_archive(one, tmp_path / "one.zip")
+    assert push_bundle(tmp_path / "one.zip", f"{url}#prod", FAST).sent_parts == parts(one)
+    pull_bundle(f"{url}#prod", tmp_path / "x", FAST)
+    assert tree(tmp_path / "x") == tree(one)
+
+
+def test_pushes_at_the_same_time_leave_one_whole_bundle(one, two, url, tmp_path):
+    threads = [
+        threading.Thread(target=push_bundle, args=(bundle, f"{url}#prod", FAST)) for bundle in (one, two) * 3
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pull_bundle(f"{url}#prod", tmp_path / "x", FAST)
+    assert tree(tmp_path / "x") in (tree(one), tree(two))
+
+
+def test_a_bundle_that_does_not_verify_is_not_pushed(one, url):
+    with (one / "report/extra-0.bin").open("r+b") as stream:
+        stream.write(b"\0\0\0\0")
+    with pytest.raises(BundleInvalid, match=r"'report/extra-0\.bin' was altered"):
+        push_bundle(one, f"{url}#prod", FAST)
+    assert list_names(url, FAST) == ()
+    push_nothing = fsspec.core.url_to_fs(url)
+    assert not push_nothing[0].exists(f"{push_nothing[1]}/blobs")
+
+
+def test_a_file_that_changes_during_the_push_is_noticed(one, url, monkeypatch):
+    from loka_onnx.bundle.registry import push as registry_push
+
+    verify = registry_push.verify_bundle
+
+    def then_change(directory):
+        manifest = verify(directory)
+        with (directory / "report/extra-0.bin").open("r+b") as stream:
+            stream.seek(40_000)
+            stream.write(b"\0\0\0\0")
+        return manifest
+
+    monkeypatch.setattr(registry_push, "verify_bundle", then_change)
+    with pytest.raises(BundleInvalid, match=r"'report/extra-0\.bin' was altered while it was pushed"):
+        push_bundle(one, f"{url}#prod", FAST)
+    fs, root = fsspec.core.url_to_fs(url)
+    large = read(one).file("report/extra-0.bin").sha256
+    assert not [name for name in fs.find(root) if large in name]
+
+
+def test_leftovers_of_killed_pushes_are_removed_and_live_ones_kept(one, tmp_path):
+    import fcntl
+
+    uploads = tmp_path / "registry" / "uploads"
+    uploads.mkdir(parents=True)
+    (uploads / "dead").write_bytes(b"x" * 100)
+    (uploads / "alive").write_bytes(b"x" * 100)
+    with (uploads / "alive").open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        push_bundle(one, f"{tmp_path / 'registry'}#prod", FAST)
+    assert [p.name for p in uploads.iterdir()] == ["alive"]
+
+
+def test_a_place_that_is_no_bundle_is_left_alone(one, url, tmp_path):
+    push_bundle(one, f"{url}#prod", FAST)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputError, match="it exists and is not a bundle, so it is not replaced"):
+        pull_bundle(f"{url}#prod", tmp_path / "home", FAST)
+    assert [p.name for p in (tmp_path / "home").iterdir()] == ["thesis.txt"]
+
+
+def test_progress_counts_bytes(one, url, tmp_path):
+    seen = []
+    options = TransferOptions(threads=3, progress=lambda *values: seen.append(values))
+    total = push_bundle(one, f"{url}#prod", options).sent_bytes
+    assert [task for task, _, _ in seen] == ["push"] * parts(one)
+    assert seen[-1] == ("push", total, total)
+    assert all(a[1] < b[1] for a, b in itertools.pairwise(seen))
+    seen.clear()
+    pull_bundle(f"{url}#prod", tmp_path / "x", options)
+    assert seen[-1] == ("pull", total, total)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("memory://x#a/b", r"a bundle may not be named 'a/b' in a registry\n  evidence: the name has a '/'"),
+        ("memory://x#..", r"may not be named '\.\.'"),
+        ("memory://x#", r"may not be named ''"),
+        (f"memory://x#{'a' * 101}", "is longer than 100 characters"),
+        ("memory://x#sha256:12", "'sha256:12' is not a digest"),
+        (f"memory://x#sha256:{'G' * 64}", "is not a digest"),
+        ("simplecache::memory://x#a", "chains file systems with '::'"),
+        ("#a", "it is empty"),
+        ("memory://x", r"'memory://x' does not say which bundle"),
+    ],
+)
+def test_references_that_mean_no_bundle(place, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        pull_bundle(place, tmp_path / "x", FAST)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_digest_is_not_a_name_to_push_to(one):
+    with pytest.raises(ConfigError, match="a bundle cannot be pushed to a digest"):
+        push_bundle(one, f"memory://x#sha256:{'0' * 64}", FAST)
+
+
+def test_unknown_kinds_of_url_are_named(tmp_path):
+    with pytest.raises(UserError, match="'nosuch://x' cannot be opened\n"):
+        resolve("nosuch://x#prod", FAST)

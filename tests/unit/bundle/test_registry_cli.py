@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+import typer
+from registry_bundles import tree, with_files
+from sample_run import SampleRun
+from typer.testing import CliRunner
+
+from loka_onnx.bundle import write_bundle
+from loka_onnx.cli.bundle_registry import add_registry_verbs
+from loka_onnx.core.digests import digest_file
+from loka_onnx.errors import BundleInvalid, CheckFailed, ConfigError
+
+app = typer.Typer()
+add_registry_verbs(app)
+
+
+@pytest.fixture
+def one(sample: SampleRun, tmp_path) -> Path:
+    base = write_bundle(sample.contents, tmp_path / "base")
+    return with_files(base, tmp_path / "one", (1000,), seed=1)
+
+
+def run(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [str(a) for a in arguments])
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+def test_the_verbs(one, tmp_path):
+    registry, digest = tmp_path / "registry", digest_file(one / "manifest.json")
+    out = run("push", one, f"{registry}#prod")
+    assert f"pushed to {registry}#prod as sha256:{digest}\nsent " in out
+    assert "sent 0 parts, 0 bytes" in run("push", one, registry, "--name", "staging")
+    assert "0 parts, 0 bytes were there" in run("push", one, f"{registry}#prod", "--again")
+    assert run("resolve", f"{registry}#prod") == f"sha256:{digest}\n"
+    assert run("list", registry).split() == ["prod", f"sha256:{digest}", "staging", f"sha256:{digest}"]
+    assert run("promote", f"{registry}#prod", "canary") == f"canary is now sha256:{digest}\n"
+    out = run("pull", f"{registry}#canary", tmp_path / "x")
+    assert f"sha256:{digest} pulled and verified; not signed\nread " in out
+    assert tree(tmp_path / "x") == tree(one)
+    assert "is there already, whole" in run("pull", registry, tmp_path / "x", "--name", "canary")
+
+
+def test_a_key_is_asked_for(one, tmp_path):
+    from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+
+    pair = write_key_pair(tmp_path / "keys")
+    url = f"{tmp_path / 'registry'}#prod"
+    run("push", one, url)
+    with pytest.raises(BundleInvalid, match="the bundle is not signed"):
+        run("pull", url, tmp_path / "x", "--key", pair.public)
+    sign_bundle(one, pair.private)
+    run("push", one, url)
+    assert f"signed with key {pair.fingerprint}" in run("pull", url, tmp_path / "x", "--key", pair.public)
+    assert "by whom was not checked (--key)" in run("pull", url, tmp_path / "x")
+
+
+def test_damaged_names_end_with_3(one, tmp_path):
+    registry = tmp_path / "registry"
+    run("push", one, f"{registry}#prod")
+    (registry / "names" / "prod.json").write_text("{}")
+    with pytest.raises(CheckFailed, match="1 of 1 names are damaged"):
+        run("list", registry)
+
+
+def test_a_bundle_is_named_once(one, tmp_path):
+    with pytest.raises(ConfigError, match="the bundle is named twice"):
+        run("push", one, f"{tmp_path / 'registry'}#prod", "--name", "staging")
+
+
+@pytest.mark.filterwarnings("ignore:.*filesystem.*backend:FutureWarning")
+def test_logging_to_mlflow(one, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    first = run("log-mlflow", one, "--experiment", "rankers", "--tracking-uri", uri)
+    assert ": logged, " in first
+    again = run("log-mlflow", one, "--experiment", "rankers", "--tracking-uri", uri)
+    assert ": was logged before; run " in again

@@ -1,0 +1,439 @@
+"""A registry that others can write to: every lie has its own message, and nothing is written outside."""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from registry_bundles import read, rewrite, tree, with_files
+from sample_run import SampleRun
+
+from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle, resolve
+from loka_onnx.bundle.registry import layout as registry_layout
+from loka_onnx.bundle.registry import store as registry_store
+from loka_onnx.bundle.registry.layout import shown_url
+from loka_onnx.bundle.registry.store import may_pass
+from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, BundleFile
+from loka_onnx.errors import BundleError, BundleInvalid, LokaError, MissingPackage, OutputError, UserError
+
+FAST = TransferOptions(threads=4, attempts=3, pause_seconds=0.0)
+PART = 10_000
+LARGE = "report/extra-0.bin"
+
+
+@pytest.fixture(scope="module")
+def base(sample: SampleRun, tmp_path_factory) -> Path:
+    return write_bundle(sample.contents, tmp_path_factory.mktemp("base") / "bundle")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(registry_layout, "PART_BYTES", PART)
+
+
+class Scene:
+    """A registry with one bundle under a name, and an older bundle where the next one is pulled to."""
+
+    def __init__(self, base: Path, root: Path) -> None:
+        self.old = with_files(base, root / "old", (12_000,), seed=1)
+        self.new = with_files(base, root / "new", (35_000, 100), seed=2)
+        self.registry = root / "registry"
+        self.place = root / "host" / "bundle"
+        push_bundle(self.old, f"{self.registry}#prod", FAST)
+        pull_bundle(f"{self.registry}#prod", self.place, FAST)
+        self.digest = push_bundle(self.new, f"{self.registry}#prod", FAST).digest
+        self.before = tree(root)
+
+    @property
+    def manifest(self) -> Path:
+        return self.registry / "bundles" / self.digest / "manifest.json"
+
+    def part(self, number: int, path: str = LARGE) -> Path:
+        return self.registry / "blobs" / "sha256" / f"{read(self.new).file(path).sha256}.{number}"
+
+    def point_at(self, digest: str) -> None:
+        pointer = self.registry / "names" / "prod.json"
+        document = json.loads(pointer.read_text())
+        document["value"]["manifest"] = digest
+        pointer.write_text(json.dumps(document))
+
+    def publish(self, manifest) -> None:
+        """A manifest as somebody who can write to the registry would lay it there."""
+        digest = rewrite(self.new, manifest)
+        (self.registry / "bundles" / digest).mkdir()
+        (self.new / "manifest.json").rename(self.registry / "bundles" / digest / "manifest.json")
+        self.point_at(digest)
+
+    def refuses(self, message: str) -> None:
+        outside = {p for p in self.place.parents[1].rglob("*") if self.registry not in p.parents}
+        with pytest.raises(BundleInvalid, match=message) as caught:
+            pull_bundle(f"{self.registry}#prod", self.place, FAST)
+        assert str(caught.value).startswith(f"{self.registry}#prod: ")
+        assert "remedy: " in str(caught.value)
+        assert tree(self.place) == tree(self.old)
+        verify_bundle(self.place)
+        assert {p for p in self.place.parents[1].rglob("*") if self.registry not in p.parents} == outside
+        assert [p.name for p in self.place.parent.iterdir()] == ["bundle"]
+
+
+@pytest.fixture
+def scene(base: Path, tmp_path: Path) -> Scene:
+    return Scene(base, tmp_path)
+
+
+def test_the_scene_itself_is_sound(scene):
+    pull_bundle(f"{scene.registry}#prod", scene.place, FAST)
+    assert tree(scene.place) == tree(scene.new)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_an_altered_blob(scene, number):
+    data = bytearray(scene.part(number).read_bytes())
+    data[len(data) // 2] ^= 4
+    scene.part(number).write_bytes(data)
+    scene.refuses(f"the registry holds another content for '{LARGE}'\n  evidence: sha256 ")
+
+
+def test_a_blob_that_is_missing(scene):
+    scene.part(2).unlink()
+    scene.refuses(f"a part of '{LARGE}' is missing in the registry\n  evidence: there is no 'blobs/sha256/")
+
+
+def test_a_truncated_blob(scene):
+    os.truncate(scene.part(2), 9_999)
+    scene.refuses(
+        f"the registry holds fewer bytes of '{LARGE}' than the manifest lists\n.* should hold 10,000 bytes "
+        "from byte 0 on, and holds 9,999"
+    )
+
+
+def test_an_oversized_blob(scene):
+    # Sparse, and far larger than the memory that may be used.
+    os.truncate(scene.part(3), 1 << 42)
+    scene.refuses(
+        f"the registry holds more bytes of '{LARGE}' than the manifest lists\n.*5,000 bytes.* goes on"
+    )
+
+
+def test_blobs_that_were_swapped(scene):
+    one, two = scene.part(0).read_bytes(), scene.part(1).read_bytes()
+    scene.part(0).write_bytes(two)
+    scene.part(1).write_bytes(one)
+    scene.refuses("the registry holds another content")
+
+
+def test_a_blob_that_is_a_directory(scene):
+    scene.part(1).unlink()
+    scene.part(1).mkdir()
+    with pytest.raises(LokaError, match="cannot read 'blobs/sha256/"):
+        pull_bundle(f"{scene.registry}#prod", scene.place, FAST)
+    assert tree(scene.place) == tree(scene.old)
+
+
+def test_an_altered_manifest(scene):
+    scene.manifest.write_bytes(scene.manifest.read_bytes().replace(b"fp32", b"fp16", 1))
+    scene.refuses("the manifest in the registry was altered\n  evidence: sha256 .*, asked for ")
+
+
+def test_a_missing_manifest(scene):
+    scene.manifest.unlink()
+    scene.refuses("the manifest is missing in the registry")
+
+
+def test_an_oversized_manifest(scene):
+    os.truncate(scene.manifest, MAX_MANIFEST_BYTES + 1)
+    scene.refuses("the manifest in the registry is too large\n  evidence: the limit is 16777216 bytes")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("../../escaped", "leaves or repeats a directory"),
+        ("/tmp/escaped", "is absolute"),
+        ("a\\b", "has a backslash"),
+        ("manifest.json", "is listed twice"),
+        (LARGE.upper(), "differ only in case"),
+    ],
+)
+def test_a_manifest_with_a_path_that_leaves_the_bundle(scene, path, message):
+    manifest = read(scene.new)
+    file = BundleFile(path, 100, manifest.file("report/extra-1.bin").sha256)
+    scene.publish(dataclasses.replace(manifest, files=(*manifest.files, file)))
+    scene.refuses(f"the manifest lists a forbidden path: .*{message}")
+
+
+@pytest.mark.parametrize("digest", ["../../../names/prod", "0" * 63, "G" * 64, ""])
+def test_a_manifest_with_a_digest_that_is_none(scene, digest):
+    # A digest becomes part of a key of the registry, and of the name of a file here.
+    manifest = read(scene.new)
+    files = [dataclasses.replace(f, sha256=digest) if f.path == LARGE else f for f in manifest.files]
+    scene.publish(dataclasses.replace(manifest, files=tuple(files)))
+    scene.refuses(f"'{LARGE}' is listed with a size or digest that no file has\n.*sha256 '{digest}'")
+
+
+def test_a_manifest_with_a_negative_size(scene):
+    manifest = read(scene.new)
+    files = [dataclasses.replace(f, bytes=-1) if f.path == LARGE else f for f in manifest.files]
+    scene.publish(dataclasses.replace(manifest, files=tuple(files)))
+    scene.refuses(f"'{LARGE}' is listed with a size or digest that no file has\n.* -1 bytes")
+
+
+def test_a_manifest_that_promises_more_than_the_disk_holds(scene):
+    manifest = read(scene.new)
+    files = [dataclasses.replace(f, bytes=1 << 50) if f.path == LARGE else f for f in manifest.files]
+    scene.publish(dataclasses.replace(manifest, files=tuple(files)))
+    with pytest.raises(OutputError, match=r"there is no room for the bundle in .*\n  evidence: 1,125,899,9"):
+        pull_bundle(f"{scene.registry}#prod", scene.place, FAST)
+    assert tree(scene.place) == tree(scene.old)
+
+
+def test_a_manifest_with_one_content_in_two_sizes(scene):
+    manifest = read(scene.new)
+    twin = BundleFile("report/twin.bin", 7, manifest.file(LARGE).sha256)
+    scene.publish(dataclasses.replace(manifest, files=(*manifest.files, twin)))
+    scene.refuses("two files of the manifest have one digest and two sizes")
+
+
+def test_a_pointer_of_another_name(scene):
+    push_bundle(scene.new, f"{scene.registry}#staging", FAST)
+    (scene.registry / "names/staging.json").replace(scene.registry / "names/prod.json")
+    scene.refuses("the pointer of name 'prod' was made for another name\n  evidence: it says 'staging'")
+
+
+def test_a_pointer_to_another_bundle_does_not_pass_for_the_digest_asked_for(scene):
+    other = hashlib.sha256((scene.old / "manifest.json").read_bytes()).hexdigest()
+    scene.manifest.write_bytes((scene.registry / "bundles" / other / "manifest.json").read_bytes())
+    scene.refuses("the manifest in the registry was altered")
+
+
+@pytest.mark.parametrize("digest", ["../../names/prod", "0" * 63, "A" * 64])
+def test_a_pointer_that_leaves_the_registry(scene, digest):
+    scene.point_at(digest)
+    scene.refuses(f"the pointer of name 'prod' does not hold a digest\n  evidence: it says '{digest}'")
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"\xff", b"[" * 60_000, b'{"schema": "loka-onnx/registry-name/2", "value": {}}']
+)
+def test_a_pointer_that_is_none(scene, text):
+    (scene.registry / "names/prod.json").write_bytes(text)
+    scene.refuses("the pointer of name 'prod' is not a loka-onnx/registry-name/1 document")
+    assert [n.problem[:29] for n in list_names(str(scene.registry), FAST)] == [
+        "the pointer of name 'prod' is"
+    ]
+
+
+def test_an_oversized_pointer(scene):
+    os.truncate(scene.registry / "names/prod.json", 1 << 42)
+    scene.refuses("the pointer of the name is too large")
+
+
+def test_an_oversized_signature(scene):
+    (scene.manifest.parent / "signature.json").touch()
+    os.truncate(scene.manifest.parent / "signature.json", 1 << 42)
+    scene.refuses("the signature in the registry is too large")
+
+
+def test_a_signature_of_another_bundle(scene, tmp_path):
+    from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+
+    pair = write_key_pair(tmp_path / "keys")
+    sign_bundle(scene.old, pair.private)
+    signature = (scene.old / "signature.json").read_bytes()
+    (scene.old / "signature.json").unlink()
+    (scene.manifest.parent / "signature.json").write_bytes(signature)
+    scene.refuses("the manifest was altered since it was signed")
+
+
+def test_a_signed_bundle_swapped_for_an_unsigned_one_is_read_no_further(scene, tmp_path, monkeypatch):
+    from loka_onnx.bundle.signing import write_key_pair
+
+    pair = write_key_pair(tmp_path / "keys")
+    read_keys, ask = [], registry_store.Store.read
+
+    def watched(store, key, limit, *, start=0):
+        read_keys.append(key)
+        return ask(store, key, limit, start=start)
+
+    monkeypatch.setattr(registry_store.Store, "read", watched)
+    with pytest.raises(BundleInvalid, match="the bundle is not signed"):
+        pull_bundle(f"{scene.registry}#prod", scene.place, FAST, keys=[pair.public])
+    assert [key.partition("/")[0] for key in read_keys] == ["names", "bundles", "bundles"]
+
+
+class Broken(MemoryFileSystem):
+    """Fails as often as it is told to, with what it is told to."""
+
+    protocol = "broken"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    failures: ClassVar[list[Exception]] = []
+    endless = False
+
+    def _maybe(self):
+        if self.failures:
+            raise self.failures.pop()
+
+    def info(self, path, **kwargs):
+        self._maybe()
+        return super().info(path, **kwargs)
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        self._maybe()
+        return super().pipe_file(path, value, mode=mode, **kwargs)
+
+    def open(self, path, mode="rb", **kwargs):
+        self._maybe()
+        found = super().open(path, mode, **kwargs)
+        return Endless(found) if self.endless and "blobs" in path else found
+
+
+class Endless:
+    """Goes on for ever, and gives more than it is asked for."""
+
+    given = 0
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def seek(self, position):
+        return position
+
+    def read(self, size):
+        Endless.given += size + 5
+        return b"x" * (size + 5)
+
+
+@pytest.fixture
+def broken():
+    fsspec.register_implementation("broken", Broken, clobber=True)
+    Broken.store.clear()
+    Broken.failures, Broken.endless, Endless.given = [], False, 0
+    return "broken://here"
+
+
+def test_a_remote_that_never_ends_is_cut_off(scene, broken, tmp_path):
+    push_bundle(scene.new, f"{broken}#prod", FAST)
+    Broken.endless = True
+    with pytest.raises(BundleInvalid, match="the registry holds more bytes of "):
+        pull_bundle(f"{broken}#prod", tmp_path / "x", FAST)
+    assert Endless.given <= 2 * FAST.threads * (PART + 6)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError("slow"),
+        ConnectionResetError("reset"),
+        OSError(errno.EBUSY, "Slow Down"),
+        OSError(errno.EIO, "lost"),
+    ],
+)
+def test_what_may_pass_is_tried_again(scene, broken, tmp_path, error):
+    Broken.failures = [error, error]
+    push_bundle(scene.new, f"{broken}#prod", FAST)
+    Broken.failures = [error, error]
+    pull_bundle(f"{broken}#prod", tmp_path / "x", FAST)
+    assert tree(tmp_path / "x") == tree(scene.new)
+    Broken.failures = [error] * 3
+    with pytest.raises(
+        BundleError, match=r"cannot read 'names/prod.json' from the registry\n.*tried 3 times"
+    ):
+        resolve(f"{broken}#prod", FAST)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (PermissionError("403 Forbidden"), UserError, "log in, or ask for the right to read it"),
+        (RuntimeError("what is this"), BundleError, "RuntimeError: what is this"),
+    ],
+)
+def test_what_does_not_pass_is_not_tried_again(broken, error, kind, message):
+    Broken.failures = [error, error]
+    with pytest.raises(kind, match=message):
+        resolve(f"{broken}#prod", FAST)
+    assert len(Broken.failures) == 1
+
+
+def test_pauses_grow_and_differ(scene, broken, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(registry_store.time, "sleep", pauses.append)
+    Broken.failures = [TimeoutError()] * 5
+    with pytest.raises(UserError, match="no bundle 'prod'"):
+        resolve(f"{broken}#prod", TransferOptions(pause_seconds=0.5))
+    assert [0.5 * 2**n / 2 <= p <= 0.5 * 2**n for n, p in enumerate(pauses)] == [True] * 5
+
+
+def test_errors_of_network_libraries_are_told_apart():
+    import aiohttp
+    import botocore.exceptions as boto
+
+    assert may_pass(aiohttp.ServerDisconnectedError())
+    assert may_pass(aiohttp.ClientPayloadError())
+    assert may_pass(boto.EndpointConnectionError(endpoint_url="http://x"))
+    assert may_pass(boto.ReadTimeoutError(endpoint_url="http://x"))
+    assert not may_pass(boto.NoCredentialsError())
+    assert not may_pass(PermissionError("Access Denied"))
+    assert not may_pass(OSError(errno.ENOSPC, "full"))
+    response = aiohttp.ClientResponseError(None, (), status=503)
+    assert may_pass(response)
+    response.status = 401
+    assert not may_pass(response)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://AKIAKEY:s3cr3t@bucket/x", "s3://***@bucket/x"),
+        ("s3://AKIAKEY:s3/cr3t@bucket/x", "s3://***@bucket/x"),
+        ("https://host/x?sig=s3cr3t&v=1", "https://host/x?***"),
+        ("sftp://me:s3cr3t@host:22/x", "sftp://***@host:22/x"),
+        ("file:///data/a@b/x", "file:///data/a@b/x"),
+        ("/data/a@b/x", "/data/a@b/x"),
+    ],
+)
+def test_secrets_of_a_url_are_not_shown(url, shown):
+    assert shown_url(url) == shown
+
+
+def test_secrets_are_in_no_message_and_no_cause(broken):
+    Broken.failures = [ValueError("no such host me:p%40ss@there, p@ss")]
+    with pytest.raises(BundleError) as caught:
+        resolve("broken://me:p%40ss@there#prod", FAST)
+    assert "no such host ***@there, ***" in str(caught.value)
+    assert str(caught.value).startswith("broken://***@there: ")
+    # What --debug prints.
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_without_fsspec_it_says_what_to_install(scene, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[registry\]'"):
+        resolve(f"{scene.registry}#prod", FAST)
+
+
+def test_a_file_system_that_is_not_installed_is_named(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(MissingPackage, match="'gs://bucket' needs a package that is not installed"):
+        resolve("gs://bucket#prod", FAST)

@@ -1,0 +1,102 @@
+"""A registry in S3: s3fs and its real HTTP client against moto's S3."""
+
+from pathlib import Path
+
+import pytest
+from registry_bundles import read, tree, with_files
+from s3_server import s3_server
+from sample_run import SampleRun
+
+from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle, resolve
+from loka_onnx.bundle.registry import layout as registry_layout
+from loka_onnx.errors import BundleInvalid, OutputError, UserError
+
+PART = 10_000
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    monkeypatch.setattr(registry_layout, "PART_BYTES", PART)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    # Nothing of the machine's own account is looked for.
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with s3_server() as (address, handler):
+        storage = {
+            "key": "AKIATEST",
+            "secret": "s3cr3t",
+            "client_kwargs": {"endpoint_url": address},
+            "skip_instance_cache": True,
+        }
+        import s3fs
+
+        s3fs.S3FileSystem(**storage).mkdir("models")
+        yield TransferOptions(threads=4, attempts=4, pause_seconds=0.01, storage=storage), handler
+        import moto.backends
+
+        moto.backends.get_backend("s3").reset()
+
+
+@pytest.fixture
+def one(sample: SampleRun, tmp_path) -> Path:
+    base = write_bundle(sample.contents, tmp_path / "base")
+    return with_files(base, tmp_path / "one", (35_000, 100, 0), seed=1)
+
+
+def test_push_pull_resume_and_retry(one, s3, tmp_path):
+    options, handler = s3
+    url = "s3://models/ranker"
+    pushed = push_bundle(one, f"{url}#prod", options)
+    puts = [path for verb, path in handler.requests if verb == "PUT" and "blobs" in path]
+    assert len(set(puts)) == len(puts) == pushed.sent_parts
+    handler.requests.clear()
+    assert push_bundle(one, f"{url}#prod", options).sent_parts == 0
+    assert not [path for verb, path in handler.requests if verb == "PUT" and "blobs" in path]
+    assert [(n.name, n.digest) for n in list_names(url, options)] == [("prod", pushed.digest)]
+    handler.broken += [503, 500]
+    pulled = pull_bundle(f"{url}#prod", tmp_path / "x", options)
+    assert tree(pulled.directory) == tree(one)
+    assert not handler.broken
+
+
+def test_an_interrupted_pull_asks_for_the_rest_of_a_part(one, s3, tmp_path):
+    options, handler = s3
+    push_bundle(one, "s3://models#prod", options)
+    large = read(one).file("report/extra-0.bin")
+    folder = tmp_path / ".x.pulling"
+    folder.mkdir()
+    (folder / f"{large.sha256}.part").write_bytes((one / large.path).read_bytes()[:12_345])
+    handler.requests.clear()
+    pulled = pull_bundle("s3://models#prod", tmp_path / "x", options)
+    assert tree(pulled.directory) == tree(one)
+    assert pulled.kept_bytes == 12_345
+    gets = [path for verb, path in handler.requests if verb == "GET" and large.sha256 in path]
+    assert [path.rpartition(".")[2].partition("?")[0] for path in sorted(gets)] == ["1", "2", "3"]
+
+
+def test_objects_that_lie(one, s3, tmp_path):
+    import s3fs
+
+    options, _ = s3
+    push_bundle(one, "s3://models#prod", options)
+    large = read(one).file("report/extra-0.bin")
+    fs, key = s3fs.S3FileSystem(**options.storage), f"models/blobs/sha256/{large.sha256}.1"
+    whole = fs.cat_file(key)
+    for content, message in (
+        (whole + b"x", "holds more bytes"),
+        (whole[:-1], "holds fewer bytes"),
+        (bytes(len(whole)), "holds another content"),
+    ):
+        fs.pipe_file(key, content)
+        with pytest.raises(BundleInvalid, match=message):
+            pull_bundle("s3://models#prod", tmp_path / "x", options)
+    assert push_bundle(one, "s3://models#prod", options, again=True).kept_parts == 0
+    pull_bundle("s3://models#prod", tmp_path / "x", options)
+
+
+def test_a_bucket_that_is_not_there(one, s3):
+    options, _ = s3
+    with pytest.raises(UserError, match="the registry has no bundle 'prod'"):
+        resolve("s3://nowhere#prod", options)
+    with pytest.raises(OutputError, match=r"cannot write 'blobs/.*\n.*bucket does not exist"):
+        push_bundle(one, "s3://nowhere#prod", options)

@@ -1,0 +1,418 @@
+"""What each backend of Triton is told: engines for GPUs, of TensorRT and of Inductor."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cut_models import LOOKED_UP, cut_contents
+from sample_run import SampleRun, make_run
+from triton_rules import check_repository, parameters, pb
+
+from loka_onnx.bundle import BundleContents, BundleEngine, write_bundle
+from loka_onnx.bundle.triton import TritonOptions, TritonRepository, export_triton
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.digests import digest_file, digest_files
+from loka_onnx.core.evaluation import Evaluation
+from loka_onnx.errors import BundleError
+from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.sessions.inductor_package import (
+    InductorEngine,
+    InputPort,
+    NeededPackage,
+    OutputPort,
+    Program,
+)
+from loka_onnx.sessions.migraphx_session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
+
+OPTIONS = TritonOptions("ranker")
+Files = dict[str, bytes]
+DYNAMIC = InductorEngine(
+    torch="2.13.0+cu130",
+    architecture="sm90",
+    instruction_sets=("avx2",),
+    inputs=(InputPort("dense", "float32", (16,)),),
+    outputs=(OutputPort("ctr", True),),
+    minimum=1,
+    maximum=4096,
+    sizes=(256, 1024),
+    programs=(Program("rows", 1, 4096),),
+)
+STATIC = replace(DYNAMIC, programs=(Program("rows256", 256, 256), Program("rows1024", 1024, 1024)))
+
+
+def package(engine: InductorEngine) -> bytes:
+    """An archive as PyTorch lays it out, without code."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for program in engine.programs:
+            archive.writestr(
+                f"engine/data/aotinductor/{program.name}/x.wrapper.so", f"code of {program.name}"
+            )
+        archive.writestr("engine/extra/engine.json", serde.dumps(engine))
+        archive.writestr("engine/byteorder", "little")
+    return stream.getvalue()
+
+
+@pytest.fixture
+def with_engine(tmp_path: Path) -> Callable[..., TritonRepository]:
+    """Exports a bundle with one engine, made of files that nothing here can run."""
+    run = make_run(tmp_path / "run")
+    (first, *_) = run.contents.engines
+    measured = next(e for e in run.report.evaluations.evaluations if e.latencies)
+
+    def export(backend: str, architecture: str, files: Files, **changes: Any) -> TritonRepository:
+        folder = run.contents.root / "engines" / "e"
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        paths = [folder / name for name in files]
+        artifact = replace(
+            first.artifact,
+            backend=backend,
+            architecture=architecture,
+            target="gpu",
+            backend_version="10.16.1",
+            path=Path("engines/e") / next(iter(files)),
+            bytes=sum(path.stat().st_size for path in paths),
+            digest=digest_files(paths) if len(paths) > 1 else digest_file(paths[0]),
+        )
+        evaluation: Evaluation = replace(measured, engine=artifact.id)
+        contents: BundleContents = replace(
+            run.contents, engines=(BundleEngine(artifact, first.expectation, evaluation),), **changes
+        )
+        bundle = write_bundle(contents, tmp_path / "bundle")
+        return export_triton(bundle, tmp_path / "repository", OPTIONS)
+
+    return export
+
+
+def graph(sample: SampleRun) -> bytes:
+    return (sample.contents.root / sample.contents.model.path).read_bytes()
+
+
+def settings(provider: str, options: dict[str, str], sizes: tuple[int, ...], **more: Any) -> bytes:
+    return serde.dumps(BoundSettings(provider, "1.31.1", options, sizes, **more)).encode()
+
+
+def accelerators(config: Any) -> dict[str, dict[str, str]]:
+    found = config.optimization.execution_accelerators.gpu_execution_accelerator
+    return {each.name: dict(each.parameters) for each in found}
+
+
+def test_the_cuda_provider_keeps_fp32_and_no_graphs(
+    sample: SampleRun, with_engine: Callable[..., TritonRepository], tmp_path: Path
+) -> None:
+    told = {"enable_cuda_graph": "1", "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+    files = {"engine.onnx": graph(sample), SETTINGS_FILE: settings("cuda", told, (64, 256))}
+    record = with_engine("onnxruntime", "sm90", files)
+    config = check_repository(tmp_path / "repository")["ranker-gpu-onnxruntime-sm90-fp8-safe"]
+    assert accelerators(config) == {"cuda": {"use_tf32": "0"}}
+    assert config.optimization.graph.level == 0, "no FP8 in this graph"
+    assert config.instance_group[0].kind == pb.ModelInstanceGroup.KIND_GPU
+    assert list(config.dynamic_batching.preferred_batch_size) == [64, 256]
+    assert [each.batch_size for each in config.model_warmup] == [1, 64, 256]
+    assert "runs without CUDA graphs" in record.models[0].remarks[0]
+    assert not (tmp_path / "repository" / config.name / "1" / SETTINGS_FILE).exists()
+
+
+def test_the_tensorrt_provider_gets_its_profile(
+    sample: SampleRun, with_engine: Callable[..., TritonRepository], tmp_path: Path
+) -> None:
+    told = {
+        "trt_cuda_graph_enable": "1",
+        "trt_builder_optimization_level": "3",
+        "trt_profile_min_shapes": "dense:1x16",
+        "trt_profile_opt_shapes": "dense:64x16",
+        "trt_profile_max_shapes": "dense:4096x16",
+    }
+    files = {
+        "engine.onnx": graph(sample),
+        SETTINGS_FILE: settings("tensorrt", told, (64,), programs=True),
+        f"{PROGRAMS}/a.engine": b"compiled",
+    }
+    record = with_engine("onnxruntime_tensorrt", "sm90", files)
+    config = check_repository(tmp_path / "repository")["ranker-gpu-onnxruntime_tensorrt-sm90-fp8-safe"]
+    del told["trt_cuda_graph_enable"]
+    assert accelerators(config) == {"tensorrt": told, "cuda": {"use_tf32": "0"}}
+    names = [each.name for each in config.optimization.execution_accelerators.gpu_execution_accelerator]
+    assert names == ["tensorrt", "cuda"], "the first has the highest priority"
+    assert config.optimization.graph.level == 2
+    assert any("TensorRT compiles as the server loads" in remark for remark in record.models[0].remarks)
+
+
+def test_an_engine_of_tensorrt_is_a_plan_with_cuda_graphs(
+    with_engine: Callable[..., TritonRepository], tmp_path: Path
+) -> None:
+    record = with_engine("tensorrt", "sm90", {"engine.trt": b"a plan"})
+    config = check_repository(tmp_path / "repository")["ranker-gpu-tensorrt-sm90-fp8-safe"]
+    assert (config.platform, config.backend) == ("tensorrt_plan", "tensorrt")
+    assert (tmp_path / "repository" / config.name / "1/model.plan").read_bytes() == b"a plan"
+    assert config.optimization.cuda.graphs
+    (spec,) = config.optimization.cuda.graph_spec
+    assert (spec.batch_size, list(spec.input["dense"].dim)) == (1024, [16])
+    assert not spec.HasField("graph_lower_bound"), "padding would run rows of uninitialized memory"
+    assert list(config.dynamic_batching.preferred_batch_size) == [1024]
+    assert "needs TensorRT 10.16.1 and a GPU of sm90" in record.models[0].remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "architecture", "reason"),
+    [
+        ("onnxruntime", "gfx942", "has the providers CPU, CUDA, TensorRT and OpenVINO, and not MIGraphX"),
+        ("tensorrt_rtx", "sm89", "does not load engines of TensorRT for RTX"),
+        ("migraphx", "gfx942", "Triton has no MIGraphX backend"),
+    ],
+)
+def test_engines_that_no_backend_runs_are_declined(
+    sample: SampleRun,
+    with_engine: Callable[..., TritonRepository],
+    tmp_path: Path,
+    backend: str,
+    architecture: str,
+    reason: str,
+) -> None:
+    document = MigraphxEngine(
+        "gfx942",
+        "2.15.0",
+        (ProgramFile(8, "rows-8.mxr"),),
+        (ProgramInput("dense", "float32", (16,)),),
+        (ProgramOutput("ctr", True),),
+    )
+    files: Files = {
+        "onnxruntime": {"engine.onnx": graph(sample), SETTINGS_FILE: settings("migraphx", {}, (8,))},
+        "tensorrt_rtx": {"engine.bin": b"engine"},
+        "migraphx": {"engine.json": serde.dumps(document).encode(), "rows-8.mxr": b"program"},
+    }[backend]
+    record = with_engine(backend, architecture, files)
+    (declined,) = record.declined
+    assert reason in declined.reason
+    assert record.preferred == "fallback-fp32", "the FP32 model stands in"
+    configs = check_repository(tmp_path / "repository")
+    assert set(configs) == {"ranker", "ranker-fallback-fp32"}
+    assert parameters(configs["ranker"])["loka_onnx.engine"] == "fallback-fp32"
+
+
+def test_a_package_with_one_program_is_run_by_the_pytorch_backend(
+    with_engine: Callable[..., TritonRepository], tmp_path: Path
+) -> None:
+    record = with_engine("inductor", "sm90", {"engine.pt2": package(DYNAMIC)})
+    configs = check_repository(tmp_path / "repository")
+    name = "ranker-gpu-inductor-sm90-fp8-safe"
+    program = configs[f"{name}-program"]
+    assert (program.platform, program.backend) == ("torch_aoti", "pytorch")
+    assert [io.name for io in program.input] == ["INPUT__0"]
+    assert [io.name for io in program.output] == ["OUTPUT__0"]
+    assert list(program.dynamic_batching.preferred_batch_size) == [256, 1024]
+    for ensemble in (configs[name], configs["ranker"]):
+        (step,) = ensemble.ensemble_scheduling.step
+        assert dict(step.input_map) == {"INPUT__0": "dense"}
+        assert dict(step.output_map) == {"OUTPUT__0": "ctr"}
+        assert [io.name for io in (*ensemble.input, *ensemble.output)] == ["dense", "ctr"]
+    with zipfile.ZipFile(tmp_path / "repository" / f"{name}-program" / "1/model.pt2") as archive:
+        assert archive.read("engine/data/aotinductor/model/x.wrapper.so") == b"code of rows"
+        assert json.loads(archive.read("engine/extra/engine.json"))["value"]["torch"] == "2.13.0+cu130"
+        assert not [each for each in archive.namelist() if "/rows/" in each]
+    assert record.models[0].runs == (f"{name}-program",)
+    assert "needs PyTorch 2.13.0+cu130" in record.models[0].remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        (STATIC, "it has 2 programs"),
+        (replace(STATIC, programs=STATIC.programs[:1]), "smaller than the 256 rows"),
+        (replace(DYNAMIC, minimum=4, programs=(Program("rows", 4, 4096),)), "smaller than the 4 rows"),
+        (
+            replace(DYNAMIC, packages=(NeededPackage("mslk-cuda", "1.0", "mslk.gemm"),)),
+            "its programs call operators of mslk-cuda",
+        ),
+    ],
+)
+def test_other_packages_are_run_by_the_python_backend(
+    with_engine: Callable[..., TritonRepository], tmp_path: Path, engine: InductorEngine, reason: str
+) -> None:
+    content = package(engine)
+    record = with_engine("inductor", "sm90", {"engine.pt2": content})
+    config = check_repository(tmp_path / "repository")["ranker-gpu-inductor-sm90-fp8-safe"]
+    assert (config.backend, config.platform) == ("python", "")
+    assert config.instance_group[0].kind == pb.ModelInstanceGroup.KIND_MODEL, "the session picks the GPU"
+    assert parameters(config)["loka_onnx.architecture"] == "sm90"
+    version = tmp_path / "repository" / config.name / "1"
+    assert {path.name for path in version.iterdir()} == {"model.py", "model.pt2"}
+    assert (version / "model.pt2").read_bytes() == content
+    compile((version / "model.py").read_text(), "model.py", "exec")
+    assert reason in record.models[0].remarks[0]
+
+
+def test_a_dense_engine_by_position_stands_behind_the_lookup(sample: SampleRun, tmp_path: Path) -> None:
+    contents = cut_contents(sample, tmp_path / "run")
+    ports = (InputPort(LOOKED_UP, "float32", (4,)), InputPort("x", "float32", (3,)))
+    path = contents.root / "engines/e/engine.pt2"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(package(replace(DYNAMIC, inputs=ports)))
+    (engine,) = contents.engines
+    artifact = replace(
+        engine.artifact, backend="inductor", path=Path("engines/e/engine.pt2"), digest=digest_file(path)
+    )
+    bundle = write_bundle(
+        replace(contents, engines=(replace(engine, artifact=artifact),)), tmp_path / "bundle"
+    )
+    export_triton(bundle, tmp_path / "repository", OPTIONS)
+    configs = check_repository(tmp_path / "repository")
+    name = "ranker-cpu-inductor-cpu-fp32"
+    assert set(configs) == {"ranker", name, f"{name}-dense", "ranker-lookup", "ranker-fallback-fp32"}
+    _, dense = configs["ranker"].ensemble_scheduling.step
+    assert dict(dense.input_map) == {"INPUT__0": f"looked_up/{LOOKED_UP}", "INPUT__1": "x"}
+    assert dict(dense.output_map) == {"OUTPUT__0": "ctr"}
+    shapes = [(io.name, list(io.dims)) for io in configs[f"{name}-dense"].input]
+    assert shapes == [("INPUT__0", [4]), ("INPUT__1", [3])]
+
+
+def test_a_document_of_another_model_is_declined(with_engine: Callable[..., TritonRepository]) -> None:
+    engine = replace(DYNAMIC, inputs=(InputPort("other", "float32", (16,)),))
+    (declined,) = with_engine("inductor", "sm90", {"engine.pt2": package(engine)}).declined
+    assert declined.reason == "its document has other inputs or outputs than the bundle: ['ctr', 'other']"
+
+
+def test_an_output_for_the_whole_batch_is_declined(
+    with_engine: Callable[..., TritonRepository],
+) -> None:
+    engine = replace(DYNAMIC, outputs=(OutputPort("ctr", False),))
+    (declined,) = with_engine("inductor", "sm90", {"engine.pt2": package(engine)}).declined
+    assert declined.reason == "output 'ctr' is one for the whole batch, and Triton cuts outputs by request"
+
+
+def test_a_file_that_is_no_package_is_declined(with_engine: Callable[..., TritonRepository]) -> None:
+    (declined,) = with_engine("inductor", "sm90", {"engine.pt2": b"no package"}).declined
+    assert "not an engine of the inductor backend" in declined.reason
+
+
+def test_a_model_without_a_batch_is_refused(sample: SampleRun, tmp_path: Path) -> None:
+    contents = sample.contents
+    outputs = (TensorSpec("ctr", "float32", (8, 1)),)
+    place = write_bundle(
+        replace(contents, model=replace(contents.model, outputs=outputs)), tmp_path / "bundle"
+    )
+    with pytest.raises(BundleError, match="cannot batch requests of a model whose 'ctr' has no batch"):
+        export_triton(place, tmp_path / "repository", OPTIONS)
+    assert not (tmp_path / "repository").exists()
+
+
+class _Response:
+    def __init__(self, output_tensors: list[Any], error: Any = None) -> None:
+        self.output_tensors, self.error = output_tensors, error
+
+
+class _Tensor:
+    def __init__(self, name: str, value: np.ndarray) -> None:
+        self.name, self._value = name, value
+
+    def as_numpy(self) -> np.ndarray:
+        return self._value
+
+
+class _Error:
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
+def server_module() -> types.ModuleType:
+    """What the server's Python backend offers to models (python_backend, README)."""
+    module: Any = types.ModuleType("triton_python_backend_utils")
+    module.Tensor, module.InferenceResponse, module.TritonError = _Tensor, _Response, _Error
+    module.get_input_tensor_by_name = lambda request, name: request[name]
+    return module
+
+
+def exported_package(sample: SampleRun, root: Path, *, static: int) -> Path:
+    """A repository with an engine that Inductor built for the CPU, for 1 to 16 rows."""
+    pytest.importorskip("torch")
+    from loka_onnx.engines.inductor.backend import InductorBackend
+    from loka_onnx.engines.request import BatchRange, BuildRequest
+
+    known = sample.contents
+    np.savez(root / "sample.npz", dense=known.sample["dense"])
+    (root / "run/model").mkdir(parents=True)
+    (root / "run" / known.model.path).write_bytes((sample.directory / known.model.path).read_bytes())
+    built = InductorBackend().build(
+        BuildRequest(
+            model=sample.directory / known.model.path,
+            plan=next(plan for plan in known.plans.plans if plan.id == "fp32"),
+            sites=known.model.sites,
+            target="cpu",
+            architecture="cpu",
+            batch=BatchRange(1, 8, 16, (4, 8)),
+            output=root / "run/engines/e",
+            sample=root / "sample.npz",
+            relative_to=root / "run",
+            options={"static": static},
+        )
+    )
+    assert built.is_built, built.detail
+    contents = replace(
+        known,
+        root=root / "run",
+        engines=(BundleEngine(built, known.fallback),),
+        batch=replace(known.batch, max=16),
+    )
+    export_triton(write_bundle(contents, root / "bundle"), root / "repository", OPTIONS)
+    check_repository(root / "repository")
+    return root / "repository"
+
+
+@pytest.mark.slow
+def test_the_pytorch_backend_can_open_and_run_a_package(sample: SampleRun, tmp_path: Path) -> None:
+    """With the arguments and the checks of `src/pt2/model_state.cc`."""
+    import torch
+
+    repository = exported_package(sample, tmp_path, static=0)
+    package = repository / "ranker-cpu-inductor-cpu-fp32-program/1/model.pt2"
+    # Package, program, run_single_threaded, runners, device: -1 is the CPU.
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
+    taken, given = (json.loads(spec)[1] for spec in loader.get_call_spec())
+    assert [child["type"] for child in taken["children_spec"]] == ["builtins.tuple", "builtins.dict"]
+    assert len(taken["children_spec"][0]["children_spec"]) == 1
+    assert taken["children_spec"][1]["children_spec"] == []
+    assert (given["type"], len(given["children_spec"])) == ("builtins.tuple", 1)
+    rows, exact = sample.contents.sample["dense"], sample.contents.fallback.outputs["ctr"]
+    for count in (1, 3, 8):
+        (found,) = loader.run([torch.from_numpy(rows[:count])])
+        np.testing.assert_allclose(found.numpy(), exact[:count], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_model_of_the_python_backend_answers_batched_requests(
+    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = exported_package(sample, tmp_path, static=1) / "ranker-cpu-inductor-cpu-fp32"
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", server_module())
+    scope: dict[str, Any] = {"__name__": "model"}
+    exec(compile((folder / "1/model.py").read_text(), "model.py", "exec"), scope)
+    model = scope["TritonPythonModel"]()
+    config = {"parameters": {"loka_onnx.architecture": {"string_value": "cpu"}}}
+    model.initialize(
+        {"model_config": json.dumps(config), "model_repository": str(folder), "model_version": "1"}
+    )
+    rows, exact = sample.contents.sample["dense"], sample.contents.fallback.outputs["ctr"]
+    parts = ((0, 1), (1, 4), (4, 8))
+    answers = model.execute([{"dense": _Tensor("dense", rows[start:end])} for start, end in parts])
+    for (start, end), response in zip(parts, answers, strict=True):
+        assert response.error is None
+        (tensor,) = response.output_tensors
+        assert tensor.name == "ctr"
+        np.testing.assert_allclose(tensor.as_numpy(), exact[start:end], atol=1e-5)
+    many = _Tensor("dense", np.zeros((17, 16), np.float32))
+    (refused,) = model.execute([{"dense": many}])
+    assert "17 rows; it takes 1 to 16" in refused.error.message
+    model.finalize()

@@ -1,0 +1,374 @@
+"""Model repositories of Triton: what the server would check, and what its backends would answer."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from cut_models import LOOKED_UP, answer, cut_contents, request
+from sample_run import SampleRun, expectation, make_run
+from triton_rules import check_repository, check_session, infer, open_session, parameters, pb
+
+from loka_onnx.bundle import BundleEngine, write_bundle
+from loka_onnx.bundle.triton import RECORD_NAME, TritonOptions, TritonRepository, export_triton
+from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_file
+from loka_onnx.core.manifest import Manifest
+from loka_onnx.errors import BundleInvalid, ConfigError, OutputError
+from loka_onnx.graph import storage
+from loka_onnx.sessions.bundle_archive import write_archive
+from loka_onnx.sessions.bundle_files import read_sample, verify_bundle
+
+OPTIONS = TritonOptions("ranker", instances=2, queue_delay_us=250)
+FP32, FP8 = "ranker-cpu-onnxruntime-cpu-fp32", "ranker-cpu-onnxruntime-cpu-fp8-safe"
+
+
+@pytest.fixture(scope="module")
+def bundle(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    measured = {e.engine: e for e in sample.report.evaluations.evaluations if e.split == "selection"}
+    engines = tuple(replace(e, evaluation=measured.get(e.artifact.id)) for e in sample.contents.engines)
+    place = tmp_path_factory.mktemp("whole") / "bundle"
+    return write_bundle(replace(sample.contents, engines=engines), place)
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Path) -> Manifest:
+    return verify_bundle(bundle)
+
+
+@pytest.fixture(scope="module")
+def repository(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("triton") / "repository"
+    export_triton(bundle, place, OPTIONS)
+    return place
+
+
+@pytest.fixture(scope="module")
+def cut_bundle(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cut")
+    return write_bundle(cut_contents(sample, root / "run"), root / "bundle")
+
+
+def test_every_model_follows_the_rules_of_the_server(repository: Path) -> None:
+    configs = check_repository(repository)
+    assert set(configs) == {"ranker", FP32, FP8, "ranker-fallback-fp32"}
+    for name in (FP32, FP8, "ranker-fallback-fp32"):
+        (group,) = configs[name].instance_group
+        assert (group.count, group.kind) == (2, pb.ModelInstanceGroup.KIND_CPU)
+        assert configs[name].dynamic_batching.max_queue_delay_microseconds == 250
+        assert configs[name].max_batch_size == 4096
+        assert parameters(configs[name])["share_session_between_instances"] == "true"
+    (given,) = configs[FP32].input
+    assert (given.name, given.data_type, list(given.dims)) == ("dense", pb.TYPE_FP32, [16])
+
+
+def test_models_open_with_what_they_declare_and_answer_the_sample(
+    repository: Path, bundle: Path, manifest: Manifest
+) -> None:
+    configs = check_repository(repository)
+    behind = {FP32: manifest.engines[1], FP8: manifest.engines[2], "ranker-fallback-fp32": manifest.fallback}
+    for name, entry in {**behind, "ranker": manifest.engines[1]}.items():
+        rows = read_sample(bundle, manifest, entry)
+        found = infer(repository, configs, name, rows.inputs)["ctr"]
+        np.testing.assert_allclose(found, rows.expected["ctr"], rtol=0, atol=entry.tolerance["ctr"])
+        assert found.shape == (8, 1)
+        if name in behind:
+            check_session(open_session(repository, configs[name]), configs[name])
+
+
+def test_what_cannot_be_served_is_declined_with_the_reason(repository: Path) -> None:
+    record = serde.read(TritonRepository, repository / RECORD_NAME)
+    (declined,) = record.declined
+    assert declined.engine == "rtx-tensorrt_rtx-sm89-fp8-safe"
+    assert "does not load engines of TensorRT for RTX" in declined.reason
+    assert [model.engine for model in record.models] == [
+        "cpu-onnxruntime-cpu-fp32",
+        "cpu-onnxruntime-cpu-fp8-safe",
+        "fallback-fp32",
+    ]
+    assert (record.name, record.preferred) == ("ranker", "cpu-onnxruntime-cpu-fp32")
+
+
+def test_models_say_which_bundle_they_are_of(repository: Path, bundle: Path, manifest: Manifest) -> None:
+    digest = digest_file(bundle / "manifest.json")
+    configs = check_repository(repository)
+    for config in configs.values():
+        assert parameters(config)["loka_onnx.bundle"] == digest
+        assert parameters(config)["loka_onnx.model"] == manifest.model_digest
+    told = parameters(configs[FP8])
+    assert told["loka_onnx.engine"] == manifest.engines[2].id
+    assert told["loka_onnx.plan"] == "fp8-safe"
+    assert told["loka_onnx.engine_digest"] == digest_file(repository / FP8 / "1/model.onnx")
+    assert serde.read(TritonRepository, repository / RECORD_NAME).bundle == digest
+
+
+def test_warm_up_rows_are_the_first_of_the_sample(repository: Path, sample: SampleRun) -> None:
+    row = np.fromfile(repository / FP32 / "warmup/input0.bin", np.float32)
+    np.testing.assert_array_equal(row, sample.contents.sample["dense"][0])
+    config = check_repository(repository)[FP32]
+    assert [each.batch_size for each in config.model_warmup] == [1, 1024], "1024 rows were measured"
+    assert list(config.dynamic_batching.preferred_batch_size) == [1024]
+
+
+def test_fp8_is_not_optimized(repository: Path) -> None:
+    configs = check_repository(repository)
+    assert configs[FP8].optimization.graph.level == 2
+    assert not configs[FP32].HasField("optimization")
+    record = serde.read(TritonRepository, repository / RECORD_NAME)
+    assert record.models[1].remarks == (
+        "graph optimizations are off: with them, ONNX Runtime changes the values of FP8",
+    )
+
+
+def test_the_bias_of_an_fp8_product_keeps_its_value(sample: SampleRun, tmp_path: Path) -> None:
+    """BASIC would round it to multiples of the product of the scales, unless a session is told otherwise."""
+    run = make_run(tmp_path / "run")
+    path = run.contents.root / "engines/cpu-onnxruntime-fp8-safe/engine.onnx"
+    weight = np.linspace(-2, 2, 16)[:, None].astype(ml_dtypes.float8_e4m3fn)
+    model = onnx.parser.parse_model("""
+    <ir_version: 10, opset_import: ["" : 21]>
+    m (float[batch,16] dense) => (float[batch,1] ctr) {
+       q = QuantizeLinear(dense, one, zero)  d = DequantizeLinear(q, one, zero)
+       w = DequantizeLinear(w8, one, zero)  h = Gemm(d, w, bias)
+       r = QuantizeLinear(h, small, zero)  ctr = DequantizeLinear(r, small, zero)
+    }""")
+    stored = {
+        "one": np.float32(1),
+        "small": np.float32(0.001),
+        "zero": np.zeros((), ml_dtypes.float8_e4m3fn),
+        "w8": weight,
+        "bias": np.array([0.3], np.float32),
+    }
+    for name, value in stored.items():
+        array = np.asarray(value)
+        kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        model.graph.initializer.append(
+            onnx.helper.make_tensor(name, kind, array.shape, array.tobytes(), raw=True)
+        )
+    onnx.save(model, path)
+    rows = np.zeros((8, 16), np.float32)
+    rows[:, 0] = np.arange(8) / 64
+    exact = rows.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) @ weight.astype(np.float64) + 0.3
+    exact = (exact / 0.001).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * 0.001
+    engine = replace(run.contents.engines[2].artifact, digest=digest_file(path), bytes=path.stat().st_size)
+    contents = replace(
+        run.contents,
+        engines=(BundleEngine(engine, expectation(exact[:, 0])),),
+        sample={"dense": rows},
+        fallback=expectation(exact[:, 0]),
+    )
+    bundle = write_bundle(contents, tmp_path / "bundle")
+    export_triton(bundle, tmp_path / "repository", OPTIONS)
+    configs = check_repository(tmp_path / "repository")
+    found = infer(tmp_path / "repository", configs, FP8, {"dense": rows})["ctr"]
+    np.testing.assert_allclose(found, exact, atol=1e-6)
+    # With BASIC, the most that the backend could be told, the bias is lost.
+    configs[FP8].optimization.graph.level = -1
+    lost = infer(tmp_path / "repository", configs, FP8, {"dense": rows})["ctr"]
+    assert np.abs(lost - exact).max() > 0.2
+
+
+def test_a_cut_model_becomes_an_ensemble(cut_bundle: Path, tmp_path: Path) -> None:
+    record = export_triton(cut_bundle, tmp_path / "repository", OPTIONS)
+    configs = check_repository(tmp_path / "repository")
+    engine = "ranker-cpu-onnxruntime-cpu-fp32"
+    assert set(configs) == {"ranker", engine, f"{engine}-dense", "ranker-lookup", "ranker-fallback-fp32"}
+    assert record.models[0].runs == ("ranker-lookup", f"{engine}-dense")
+    lookup, dense = configs["ranker-lookup"], configs[f"{engine}-dense"]
+    assert [io.name for io in lookup.input] == ["item"]
+    assert lookup.dynamic_batching.max_queue_delay_microseconds == 0, "requests wait in front of the engine"
+    assert [io.name for io in dense.input] == ["x", LOOKED_UP]
+    for name in (engine, "ranker"):
+        first, second = configs[name].ensemble_scheduling.step
+        assert dict(first.input_map) == {"item": "item"}
+        assert dict(first.output_map) == {LOOKED_UP: f"looked_up/{LOOKED_UP}"}
+        assert dict(second.input_map) == {"x": "x", LOOKED_UP: f"looked_up/{LOOKED_UP}"}
+        assert dict(second.output_map) == {"ctr": "ctr"}
+    for config in (lookup, dense, configs["ranker-fallback-fp32"]):
+        check_session(open_session(tmp_path / "repository", config), config)
+
+
+def test_the_ensemble_gives_the_expected_outputs(cut_bundle: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    export_triton(cut_bundle, repository, OPTIONS)
+    configs = check_repository(repository)
+    manifest = verify_bundle(cut_bundle)
+    entry = manifest.engines[0]
+    rows = read_sample(cut_bundle, manifest, entry)
+    for name in ("ranker", "ranker-cpu-onnxruntime-cpu-fp32", "ranker-fallback-fp32"):
+        asked = {"x": rows.inputs["x"], "item": rows.inputs["item"][:, None]}
+        found = infer(repository, configs, name, asked)["ctr"]
+        np.testing.assert_allclose(found, rows.expected["ctr"], rtol=0, atol=entry.tolerance["ctr"])
+        other = request(5, seed=7)
+        asked = {"x": other["x"], "item": other["item"][:, None]}
+        np.testing.assert_allclose(infer(repository, configs, name, asked)["ctr"], answer(other), atol=1e-5)
+
+
+def test_one_number_per_row_is_declared_as_one_dimension_and_reshaped(
+    cut_bundle: Path, tmp_path: Path
+) -> None:
+    export_triton(cut_bundle, tmp_path / "repository", OPTIONS)
+    configs = check_repository(tmp_path / "repository")
+    for name in ("ranker-lookup", "ranker-fallback-fp32"):
+        (item,) = (io for io in configs[name].input if io.name == "item")
+        assert (list(item.dims), item.HasField("reshape"), list(item.reshape.shape)) == ([1], True, [])
+    (item,) = (io for io in configs["ranker"].input if io.name == "item")
+    assert (list(item.dims), item.HasField("reshape")) == ([1], False), "its steps reshape"
+
+
+def test_tables_are_in_a_repository_once(
+    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
+    bundle = write_bundle(cut_contents(sample, tmp_path / "run", is_external=True), tmp_path / "bundle")
+    repository = tmp_path / "repository"
+    export_triton(bundle, repository, OPTIONS)
+    lookup, fallback = (
+        repository / name / "1/tables.bin" for name in ("ranker-lookup", "ranker-fallback-fp32")
+    )
+    assert lookup.samefile(fallback)
+    assert not lookup.samefile(bundle / "lookup/tables.bin"), (
+        "a server's files do not change with the bundle's"
+    )
+    configs = check_repository(repository)
+    asked = request(3)
+    found = infer(repository, configs, "ranker", {"x": asked["x"], "item": asked["item"][:, None]})["ctr"]
+    np.testing.assert_allclose(found, answer(asked), atol=1e-5)
+
+
+def test_external_data_that_is_called_like_the_model_stays(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    source = run.contents.root / run.contents.model.path
+    model = onnx.load(source)
+    whole = model.SerializeToString()
+    target = source.with_name("ranker.onnx")
+    onnx.save(model, target, save_as_external_data=True, location="model.onnx", size_threshold=0)
+    contents = replace(run.contents, model=replace(run.contents.model, path=Path("model/ranker.onnx")))
+    bundle = write_bundle(contents, tmp_path / "bundle")
+    export_triton(bundle, tmp_path / "repository", OPTIONS)
+    config = check_repository(tmp_path / "repository")["ranker-fallback-fp32"]
+    assert config.default_model_filename == "ranker.onnx"
+    rows = {"dense": np.ones((2, 16), np.float32)}
+    found = infer(tmp_path / "repository", {config.name: config}, config.name, rows)["ctr"]
+    exact = ort.InferenceSession(whole).run(["ctr"], rows)[0]
+    np.testing.assert_allclose(found, exact, atol=1e-6)
+
+
+def test_named_engines_alone_are_served_beside_the_fp32_model(bundle: Path, tmp_path: Path) -> None:
+    engine = "cpu-onnxruntime-cpu-fp8-safe"
+    record = export_triton(bundle, tmp_path / "repository", replace(OPTIONS, engines=(engine,)))
+    assert set(check_repository(tmp_path / "repository")) == {"ranker", FP8, "ranker-fallback-fp32"}
+    assert (record.preferred, record.declined) == (engine, ())
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("nobody", r"the bundle has no engine 'nobody'\n  evidence: it has .*fallback-fp32"),
+        (
+            "rtx-tensorrt_rtx-sm89-fp8-safe",
+            r"Triton cannot serve engine 'rtx-.*'\n  evidence: Triton's TensorRT",
+        ),
+    ],
+)
+def test_an_engine_that_was_named_must_be_served(
+    bundle: Path, tmp_path: Path, engine: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        export_triton(bundle, tmp_path / "repository", replace(OPTIONS, engines=(engine,)))
+    assert not (tmp_path / "repository").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"name": ""}, "'' cannot be the name of a model"),
+        ({"name": "a/b"}, "'a/b' cannot be the name of a model"),
+        ({"name": ".hidden"}, "cannot be the name of a model"),
+        ({"instances": 0}, "0 instances of a model cannot be served"),
+        ({"queue_delay_us": -1}, "requests cannot wait -1 µs"),
+    ],
+)
+def test_options_out_of_range_are_refused(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(OPTIONS, **changed)
+
+
+def test_the_same_bundle_gives_the_same_bytes(repository: Path, bundle: Path, tmp_path: Path) -> None:
+    export_triton(bundle, tmp_path / "again", OPTIONS)
+    paths = [path.relative_to(repository) for path in sorted(repository.rglob("*")) if path.is_file()]
+    assert paths == [
+        p.relative_to(tmp_path / "again") for p in sorted((tmp_path / "again").rglob("*")) if p.is_file()
+    ]
+    for path in paths:
+        assert (repository / path).read_bytes() == (tmp_path / "again" / path).read_bytes()
+
+
+def test_an_archive_gives_what_its_directory_gives(repository: Path, bundle: Path, tmp_path: Path) -> None:
+    write_archive(bundle, tmp_path / "ranker.loka")
+    export_triton(tmp_path / "ranker.loka", tmp_path / "again", OPTIONS)
+    for path in (path for path in repository.rglob("*") if path.is_file()):
+        assert (tmp_path / "again" / path.relative_to(repository)).read_bytes() == path.read_bytes()
+
+
+def test_a_bundle_that_does_not_verify_is_not_exported(bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    (copy / "plans.json").write_bytes((copy / "plans.json").read_bytes().replace(b"fp8", b"fp9", 1))
+    with pytest.raises(BundleInvalid, match=r"file 'plans\.json' was altered"):
+        export_triton(copy, tmp_path / "repository", OPTIONS)
+    assert not (tmp_path / "repository").exists()
+
+
+def test_an_old_repository_is_replaced_as_a_whole(bundle: Path, cut_bundle: Path, tmp_path: Path) -> None:
+    place = tmp_path / "repository"
+    export_triton(bundle, place, OPTIONS)
+    export_triton(cut_bundle, place, replace(OPTIONS, name="cut"))
+    assert {name.partition("-")[0] for name in check_repository(place)} == {"cut"}
+    assert [path.name for path in tmp_path.iterdir()] == ["repository"]
+
+
+def test_a_failure_leaves_the_old_repository(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "repository"
+    export_triton(bundle, place, OPTIONS)
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(serde, "write", fail)
+    with pytest.raises(OutputError, match="no space left on device"):
+        export_triton(bundle, place, replace(OPTIONS, name="other"))
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["repository"]
+
+
+def test_what_is_no_repository_of_ours_is_not_replaced(bundle: Path, tmp_path: Path) -> None:
+    place = tmp_path / "repository"
+    place.mkdir()
+    (place / "theirs").mkdir()
+    with pytest.raises(OutputError, match="it exists and is no repository that this project wrote"):
+        export_triton(bundle, place, OPTIONS)
+    (place / "theirs").rmdir()
+    export_triton(bundle, place, OPTIONS)
+    (place / "theirs").mkdir()
+    with pytest.raises(OutputError, match="it holds 'theirs', which this project did not write"):
+        export_triton(bundle, place, OPTIONS)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="it is not a directory"):
+        export_triton(bundle, tmp_path / "file", OPTIONS)
+    assert (place / "theirs").is_dir()
+
+
+def test_a_repository_is_not_written_into_its_bundle(bundle: Path) -> None:
+    for place in (bundle, bundle / "triton"):
+        with pytest.raises(OutputError, match="is in the bundle"):
+            export_triton(bundle, place, OPTIONS)
+    verify_bundle(bundle)

@@ -1,0 +1,214 @@
+"""Rankers whose answers are known in float64, as ONNX files and as bundles, with rows and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper as nh
+
+from loka_onnx.bundle import BatchRange, BundleContents, BundleEngine, Expectation, write_bundle
+from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec, TensorSpec
+from loka_onnx.core.digests import digest_file
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import Choice, Evaluation, Latency, Route, TargetChoice
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+WIDTH, ITEMS, DIM, ROWS = 4, 10, 3, 3000
+CTR = OutputSpec("ctr", OutputKind.LOGIT, "clicked", "importance", budget=0.01)
+CVR = OutputSpec("cvr", OutputKind.PROBABILITY, "bought", budget=0.01)
+SPEND = OutputSpec("spend", OutputKind.REGRESSION, "amount", budget=0.01)
+JUDGED = (CTR, CVR, SPEND)
+BATCH = BatchRange(1, 512)
+OUTPUTS = ("ctr", "cvr", "spend")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of a linear ranker: (10, 3), (7, 3) and (3,)."""
+
+    table: np.ndarray
+    heads: np.ndarray
+    bias: np.ndarray
+
+    def moved(self, by: float, seed: int = 3) -> Weights:
+        """The same with other heads."""
+        change = np.random.default_rng(seed).standard_normal(self.heads.shape)
+        return Weights(self.table, (self.heads + by * change).astype(np.float32), self.bias)
+
+    def scores(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        """(rows, 3) in float64: the logits of ctr and cvr, and spend."""
+        dense = np.stack([columns[f"d{i}"] for i in range(WIDTH)], axis=1).astype(np.float64)
+        joined = np.concatenate([dense, self.table.astype(np.float64)[columns["item"]]], axis=1)
+        return joined @ self.heads.astype(np.float64) + self.bias
+
+
+def make_weights(seed: int = 0, items: int = ITEMS) -> Weights:
+    random = np.random.default_rng(seed)
+    heads = random.standard_normal((WIDTH + DIM, 3)).astype(np.float32) / 2
+    table = random.standard_normal((items, DIM)).astype(np.float32)
+    return Weights(table, heads, np.array([-1.0, -0.5, 0.25], np.float32))
+
+
+def make_rows(rows: int = ROWS, seed: int = 1) -> dict[str, np.ndarray]:
+    """Inputs, labels drawn from the answers of the weights of seed 0, weights, groups and slices."""
+    random = np.random.default_rng(seed)
+    columns = {f"d{i}": random.standard_normal(rows).astype(np.float32) for i in range(WIDTH)}
+    columns["item"] = random.integers(0, ITEMS, rows)
+    answers = make_weights().scores(columns)
+    clicked, bought = (random.random((rows, 2)) < 1 / (1 + np.exp(-answers[:, :2]))).T
+    return {
+        **columns,
+        "clicked": clicked.astype(np.float32),
+        "bought": bought.astype(np.float32),
+        "amount": (answers[:, 2] + random.standard_normal(rows)).astype(np.float32),
+        "importance": random.uniform(0.5, 2.0, rows).astype(np.float32),
+        "request": np.arange(rows) // 3,
+        "country": np.where(np.arange(rows) % 3 == 0, 7, 8),
+    }
+
+
+def write_rows(path: Path, columns: Mapping[str, np.ndarray], drop: Sequence[str] = ()) -> Path:
+    kept = {name: values for name, values in columns.items() if name not in drop}
+    np.savez(path, **kept)
+    return path
+
+
+INPUTS = {"dense": tuple(f"d{i}" for i in range(WIDTH))}
+"""Columns of the input that is not of its column's name."""
+
+
+def write_model(path: Path, weights: Weights, outputs: Sequence[str] = OUTPUTS, width: int = WIDTH) -> Path:
+    """dense (B, 4) and item (B,) to the named outputs, each (B,)."""
+    heads = np.concatenate([weights.heads[:1].repeat(width - WIDTH, axis=0), weights.heads]).astype(
+        np.float32
+    )
+    nodes = [
+        h.make_node("Gather", ["table", "item"], ["found"], "lookup"),
+        h.make_node("Concat", ["dense", "found"], ["joined"], "join", axis=1),
+        h.make_node("Gemm", ["joined", "heads", "bias"], ["scores"], "heads"),
+        h.make_node("Split", ["scores"], ["s0", "s1", "s2"], "split", axis=1, num_outputs=3),
+        h.make_node("Squeeze", ["s0", "one"], ["ctr"], "squeeze0"),
+        h.make_node("Squeeze", ["s1", "one"], ["logit"], "squeeze1"),
+        h.make_node("Sigmoid", ["logit"], ["cvr"], "sigmoid"),
+        h.make_node("Squeeze", ["s2", "one"], ["spend"], "squeeze2"),
+    ]
+    held = {"table": weights.table, "heads": heads, "bias": weights.bias, "one": np.array([1])}
+    graph = h.make_graph(
+        nodes,
+        "ranker",
+        [
+            h.make_tensor_value_info("dense", T.FLOAT, ["batch", width]),
+            h.make_tensor_value_info("item", T.INT64, ["batch"]),
+        ],
+        [h.make_tensor_value_info(name, T.FLOAT, ["batch"]) for name in outputs],
+        [nh.from_array(value, name) for name, value in held.items()],
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10), path)
+    return path
+
+
+def write_deployment(  # noqa: PLR0917
+    root: Path,
+    plans: Mapping[str, Weights],
+    routes: Mapping[int, str] | None = None,
+    judged: tuple[OutputSpec, ...] = JUDGED,
+    batch: BatchRange = BATCH,
+    exported: Weights | None = None,
+    backend: str = "onnxruntime",
+) -> Path:
+    """A bundle whose engines are the rankers of these weights, the first plan's the main one.
+
+    Args:
+        root: Where models and bundle go.
+        plans: Weights of the engine of each plan.
+        routes: Plan by the largest number of rows.
+        judged: What it says was judged.
+        batch: Rows per request.
+        exported: Weights of the exported model; those of the first plan where not given.
+        backend: What the manifest says built the engines.
+    """
+    model = write_model(root / "model.onnx", exported or next(iter(plans.values())))
+    digest = digest_file(model)
+    sample = {
+        "dense": np.ones((2, WIDTH), np.float32) / 8,
+        "item": np.zeros(2, np.int64),
+    }
+    artifacts = {plan: _artifact(root, plan, weights) for plan, weights in plans.items()}
+    engines = tuple(
+        BundleEngine(
+            replace(artifact, backend=backend),
+            _expected(root / str(artifact.path), sample),
+            _evaluation(artifact),
+        )
+        for artifact in artifacts.values()
+    )
+    main = next(iter(artifacts.values()))
+    table = tuple(Route(rows, artifacts[plan].id, plan) for rows, plan in (routes or {}).items())
+    contents = BundleContents(
+        root=root,
+        model=ModelArtifact(
+            Path("model.onnx"),
+            digest,
+            21,
+            (TensorSpec("dense", "float32", (None, WIDTH)), TensorSpec("item", "int64", (None,))),
+            tuple(TensorSpec(name, "float32", (None,)) for name in OUTPUTS),
+            (),
+            "test",
+        ),
+        judged=judged,
+        batch=batch,
+        engines=engines,
+        fallback=_expected(model, sample),
+        sample=sample,
+        plans=PlanSet(tuple(PrecisionPlan(p, digest, Precision.FP32, (), {}, 0.0) for p in plans)),
+        choice=Choice((TargetChoice("cpu", main.id, main.plan, "test", "measured", (), table),)),
+        report=(),
+        lineage=(),
+        versions={"loka-onnx": "0", "onnxruntime": "1.31.1"},
+    )
+    return write_bundle(contents, root / "bundle")
+
+
+def artifact_of(root: Path, plan: str) -> EngineArtifact:
+    """The engine that `write_deployment` made of a plan."""
+    path = root / "engines" / f"{plan}.onnx"
+    return EngineArtifact(
+        backend="onnxruntime",
+        plan=plan,
+        target="cpu",
+        architecture="cpu",
+        status=BuildStatus.READY,
+        simulated=False,
+        path=path.relative_to(root),
+        bytes=path.stat().st_size,
+        digest=digest_file(path),
+        backend_version="1.31.1",
+        sites=(),
+        build_seconds=0.0,
+    )
+
+
+def _artifact(root: Path, plan: str, weights: Weights) -> EngineArtifact:
+    write_model(root / "engines" / f"{plan}.onnx", weights)
+    return artifact_of(root, plan)
+
+
+def _expected(model: Path, sample: Mapping[str, np.ndarray]) -> Expectation:
+    outputs = OnnxSession(model, SessionOptions(threads=1)).run(sample)
+    return Expectation(outputs, dict.fromkeys(outputs, 1e-4))
+
+
+def _evaluation(artifact: EngineArtifact) -> Evaluation:
+    timed = tuple(Latency(batch, 9.0, 9.5, 10.0, 50, "cpu", True) for batch in (8, 32))
+    return Evaluation(
+        artifact.id, "onnxruntime", artifact.plan, "cpu", "certification", 0, (), timed, "measured"
+    )

@@ -1,0 +1,249 @@
+"""Requests in arrays of other libraries: taken where they lie, answered in kind."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from sample_run import SampleRun
+
+from loka_onnx.bundle import BundleContents, BundleEngine, Expectation, write_bundle
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.digests import digest_file
+from loka_onnx.errors import DataError
+from loka_onnx.runtime import Engine, arrays, load
+from loka_onnx.sessions import dlpack
+from loka_onnx.sessions.dlpack import CUDA, Borrowed
+from loka_onnx.sessions.runner import Allocate, Arrays, Runner
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def engine(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with load(write_bundle(sample.contents, tmp_path_factory.mktemp("arrays") / "bundle")) as engine:
+        yield engine
+
+
+@pytest.fixture
+def seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Arrays]:
+    """What the backend was given."""
+    given: list[Arrays] = []
+    run = engine._runner.run
+
+    def spy(inputs: Any) -> Arrays:
+        given.append(dict(inputs))
+        return run(inputs)
+
+    monkeypatch.setattr(engine._runner, "run", spy)
+    return given
+
+
+def rows(count: int) -> np.ndarray:
+    return np.random.default_rng(4).standard_normal((count, 16)).astype(np.float32)
+
+
+def test_a_tensor_is_read_where_it_lies_and_answered_by_tensors(engine: Engine, seen: list[Arrays]) -> None:
+    tensor = torch.from_numpy(rows(5))
+    expected = engine.infer({"dense": rows(5)})["ctr"]
+    answer = engine.infer({"dense": tensor})["ctr"]
+    assert seen[-1]["dense"].ctypes.data == tensor.data_ptr()
+    assert isinstance(answer, torch.Tensor) and answer.device.type == "cpu"
+    np.testing.assert_array_equal(answer.numpy(), expected)
+    answer += 1  # it is the caller's own
+    np.testing.assert_array_equal(engine.infer({"dense": tensor})["ctr"].numpy(), expected)
+
+
+def test_an_array_of_an_unknown_library_is_answered_by_numpy(engine: Engine, seen: list[Arrays]) -> None:
+    class Foreign:
+        """Speaks DLPack and nothing else."""
+
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def __dlpack__(self, **named: Any) -> Any:
+            return self.array.__dlpack__(**named)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+    held = rows(4)
+    answer = engine.infer({"dense": Foreign(held)})["ctr"]
+    assert type(answer) is np.ndarray
+    assert seen[-1]["dense"].ctypes.data == held.ctypes.data
+    np.testing.assert_array_equal(answer, engine.infer({"dense": held})["ctr"])
+
+
+def test_the_answer_can_be_of_another_kind(engine: Engine) -> None:
+    tensor, array = torch.from_numpy(rows(2)), rows(2)
+    assert type(engine.infer({"dense": tensor}, like=array)["ctr"]) is np.ndarray
+    assert isinstance(engine.infer({"dense": array}, like=tensor)["ctr"], torch.Tensor)
+
+
+def test_columns_that_are_not_contiguous_are_taken(engine: Engine) -> None:
+    wide = torch.from_numpy(np.repeat(rows(3), 2, axis=1))
+    answer = engine.infer({"dense": wide[:, ::2]})["ctr"]
+    np.testing.assert_array_equal(answer.numpy(), engine.infer({"dense": rows(3)})["ctr"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: x.double(), r"float64\(2, 16\), the model takes float32\(None, 16\)"),
+        (lambda x: x[:, :3], r"float32\(2, 3\)"),
+        (lambda x: x.requires_grad_(), r"a Tensor cannot be read(?s:.*)detach it"),
+        (lambda x: x.tolist(), r"a list is no array(?s:.*)PyTorch, CuPy"),
+        (lambda x: x.bfloat16(), r"bfloat16\(2, 16\), the model takes float32"),
+        (lambda x: x.bfloat16().T, r"is not in C order(?s:.*)make it contiguous"),
+        (lambda x: x.to(torch.float8_e4m3fn), "cannot be read|has a type that NumPy lacks"),
+    ],
+)
+def test_what_is_not_taken_says_why(engine: Engine, make: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        engine.infer({"dense": make(torch.zeros(2, 16))})
+
+
+def brain_float(sample: SampleRun, root: Path) -> BundleContents:
+    """A bundle of a model that takes and gives BF16."""
+    text = (
+        '<ir_version: 10, opset_import: ["": 21]> ranker (bfloat16[b,16] dense) => (bfloat16[b,16] ctr)'
+        "{ wide = Cast<to=1>(dense)  half = Mul(wide, wide)  ctr = Cast<to=16>(half) }"
+    )
+    known = sample.contents
+    artifact = known.engines[1].artifact
+    (root / artifact.path).parent.mkdir(parents=True)
+    (root / known.model.path).parent.mkdir(parents=True)
+    for path in (artifact.path, known.model.path):
+        onnx.save(onnx.parser.parse_model(text), root / path)
+    digest, size = digest_file(root / artifact.path), (root / artifact.path).stat().st_size
+    values = known.sample["dense"].astype(ml_dtypes.bfloat16)
+    squares = (values.astype(np.float32) ** 2).astype(ml_dtypes.bfloat16)
+    outputs = Expectation({"ctr": squares}, {"ctr": 0.0})
+    return replace(
+        known,
+        root=root,
+        model=replace(
+            known.model,
+            digest=digest,
+            inputs=(TensorSpec("dense", "bfloat16", (None, 16)),),
+            outputs=(TensorSpec("ctr", "bfloat16", (None, 16)),),
+        ),
+        engines=(BundleEngine(replace(artifact, digest=digest, bytes=size), outputs),),
+        fallback=outputs,
+        sample={"dense": values},
+    )
+
+
+def test_bf16_goes_in_and_comes_out() -> None:
+    tensor = torch.arange(6.0).bfloat16().reshape(2, 3)
+    array = dlpack.on_host(tensor)
+    assert array.dtype == ml_dtypes.bfloat16
+    assert array.ctypes.data == tensor.data_ptr()
+    back = arrays.from_host(array * array, arrays.kind_of(tensor))
+    assert back.dtype == torch.bfloat16
+    torch.testing.assert_close(back, tensor * tensor)
+    # The view keeps what it looks at.
+    pointer = dlpack.on_host(torch.full((1000,), 3.0).bfloat16())
+    assert float(pointer.astype(np.float32).sum()) == 3000.0
+
+
+def test_a_model_of_bf16_is_served(sample: SampleRun, tmp_path: Path) -> None:
+    place = write_bundle(brain_float(sample, tmp_path / "run"), tmp_path / "bundle")
+    with load(place) as engine:
+        tensor = torch.linspace(-3, 3, 32).bfloat16().reshape(2, 16)
+        answer = engine.infer({"dense": tensor})["ctr"]
+    torch.testing.assert_close(answer, tensor * tensor)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the host that says it lies on a GPU, and notes for which streams it was borrowed."""
+
+    is_cpu = False
+    streams: list[Any] = []  # noqa: RUF012 — shared on purpose
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (CUDA, 0)
+
+    def __dlpack__(self, *, stream: Any = None, **named: Any) -> Any:
+        type(self).streams.append(stream)
+        return self.as_subclass(torch.Tensor).__dlpack__()
+
+    def cpu(self) -> Any:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+class DeviceRunner(Runner):
+    """Runs on "device memory": addresses of the host; gives twice its input's first column."""
+
+    device, stream = 0, 77
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+
+    def run(self, inputs: Any) -> Arrays:
+        return {"ctr": inputs["dense"][:, :1] * np.float32(2)}
+
+    def run_on_device(self, inputs: Any, allocate: Allocate) -> dict[str, Borrowed]:
+        given = inputs["dense"]
+        self.addresses.append(given.address)
+        made = allocate((given.shape[0], 1), given.dtype)
+        source = np.frombuffer((ctypes.c_float * (given.nbytes // 4)).from_address(given.address), np.float32)
+        target = np.frombuffer((ctypes.c_float * given.shape[0]).from_address(made.address), np.float32)
+        target[:] = 2 * source.reshape(given.shape)[:, 0]
+        return {"ctr": made}
+
+
+@pytest.fixture
+def on_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> DeviceRunner:
+    runner = DeviceRunner()
+    monkeypatch.setattr(engine, "_runner", runner)
+    OnDevice.streams.clear()
+
+    def empty(shape: Any, dtype: Any, device: str) -> Any:
+        assert device == "cuda:0"
+        return torch.empty(shape, dtype=dtype).as_subclass(OnDevice)
+
+    stand_in = SimpleNamespace(empty=empty, float32=torch.float32)
+    stand_in.device = lambda *place: torch.device("cpu")
+    monkeypatch.setitem(arrays.sys.modules, "torch", stand_in)  # type: ignore[arg-type]
+    return runner
+
+
+def test_a_request_on_the_device_stays_there(engine: Engine, on_device: DeviceRunner) -> None:
+    tensor = torch.from_numpy(rows(3)).as_subclass(OnDevice)
+    before = engine.metrics.snapshot()
+    answer = engine.infer({"dense": tensor})["ctr"]
+    assert on_device.addresses == [tensor.data_ptr()]
+    assert isinstance(answer, OnDevice)
+    np.testing.assert_array_equal(answer.as_subclass(torch.Tensor).numpy(), rows(3)[:, :1] * 2)
+    # Both are ordered behind what their library has queued: input and output.
+    assert OnDevice.streams == [77, 77]
+    now = engine.metrics.snapshot()
+    assert (now.requests - before.requests, now.host_copies - before.host_copies) == (1, 0)
+
+
+def test_a_request_on_a_device_is_checked_like_any(engine: Engine, on_device: DeviceRunner) -> None:
+    with pytest.raises(DataError, match=r"float32\(3, 4\), the model takes"):
+        engine.infer({"dense": torch.zeros(3, 4).as_subclass(OnDevice)})
+    assert on_device.addresses == []
+
+
+def test_an_engine_of_the_host_gets_a_copy_which_is_counted(
+    engine: Engine, on_device: DeviceRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_device, "device", None, raising=False)
+    before = engine.metrics.snapshot().host_copies
+    answer = engine.infer({"dense": torch.from_numpy(rows(3)).as_subclass(OnDevice)}, like=np.empty(0))["ctr"]
+    assert type(answer) is np.ndarray
+    np.testing.assert_array_equal(answer, rows(3)[:, :1] * 2)
+    assert on_device.addresses == []
+    assert engine.metrics.snapshot().host_copies == before + 1

@@ -1,0 +1,123 @@
+"""Who vouches for programs, and the single-file form, which needs a place while the engine lives."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sample_run import SampleRun
+
+from loka_onnx.bundle import pack_bundle, sign_bundle, write_bundle, write_key_pair
+from loka_onnx.core.manifest import EngineEntry
+from loka_onnx.errors import BundleInvalid, EngineError
+from loka_onnx.runtime import Cause, load, loading
+from loka_onnx.runtime.selection import Obstacle, obstacle
+from loka_onnx.sessions.runner import Arrays, Runner
+
+
+@pytest.fixture
+def bundle(sample: SampleRun, tmp_path: Path) -> Path:
+    return write_bundle(sample.contents, tmp_path / "bundle")
+
+
+@pytest.fixture
+def opened(sample: SampleRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Programs that were opened, on a host that has what the engine needs."""
+    seen: list[str] = []
+    expected = sample.contents.engines[0].expectation.outputs
+
+    class Answers(Runner):
+        def run(self, inputs: Any) -> Arrays:
+            return {name: value[np.arange(len(inputs["dense"])) % 8] for name, value in expected.items()}
+
+    def open_program(path: Path, architecture: str, version: str) -> Runner:
+        seen.append(path.name)
+        return Answers()
+
+    def untrusted_only(entry: EngineEntry, *arguments: Any, is_trusted: bool) -> Obstacle | None:
+        found = obstacle(entry, *arguments, is_trusted=is_trusted)
+        return found if found is not None and found.cause is Cause.UNTRUSTED else None
+
+    monkeypatch.setattr(loading, "obstacle", untrusted_only)
+    monkeypatch.setattr(loading, "open_tensorrt_rtx", open_program)
+    monkeypatch.setattr(loading, "in_order", lambda manifest, usable: tuple(usable))
+    return seen
+
+
+def test_a_signature_lets_programs_load_and_health_names_the_key(
+    bundle: Path, opened: list[str], tmp_path: Path
+) -> None:
+    pair = write_key_pair(tmp_path / "keys")
+    sign_bundle(bundle, pair.private)
+    # A signature that nobody asked about vouches for nothing.
+    assert load(bundle).entry.backend == "onnxruntime"
+    assert opened == []
+    engine = load(bundle, keys=[pair.public])
+    assert engine.entry.backend == "tensorrt_rtx"
+    assert opened == ["engine.bin"]
+    assert engine.health().trust == pair.fingerprint
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_bundle_that_the_key_did_not_sign_is_refused_not_served_without_programs(
+    bundle: Path, opened: list[str], tmp_path: Path, trust: bool
+) -> None:
+    ours, other = write_key_pair(tmp_path / "keys"), write_key_pair(tmp_path / "others")
+    with pytest.raises(BundleInvalid):
+        load(bundle, keys=[ours.public], trust=trust)
+    sign_bundle(bundle, other.private)
+    with pytest.raises(BundleInvalid):
+        load(bundle, keys=[ours.public], trust=trust)
+    assert opened == []
+    assert load(bundle, keys=[ours.public, other.public]).entry.backend == "tensorrt_rtx"
+
+
+def test_an_altered_bundle_with_a_right_signature_is_refused(bundle: Path, tmp_path: Path) -> None:
+    pair = write_key_pair(tmp_path / "keys")
+    sign_bundle(bundle, pair.private)
+    (engine,) = bundle.rglob("engine.bin")
+    engine.write_bytes(engine.read_bytes()[::-1])
+    with pytest.raises(BundleInvalid, match="was altered"):
+        load(bundle, keys=[pair.public])
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    return place
+
+
+def test_a_single_file_serves_and_leaves_nothing_behind(
+    bundle: Path, tmp_path: Path, temporary: Path, sample: SampleRun
+) -> None:
+    pair = write_key_pair(tmp_path / "keys")
+    sign_bundle(bundle, pair.private)
+    archive = pack_bundle(bundle, tmp_path / "bundle.loka")
+    expected = load(bundle).infer(sample.contents.sample)["ctr"]
+    engine = load(archive, keys=[pair.public])
+    assert len(list(temporary.iterdir())) == 1
+    np.testing.assert_array_equal(engine.infer(sample.contents.sample)["ctr"], expected)
+    assert engine.health().trust == pair.fingerprint
+    engine.close()
+    engine.close()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_single_file_leaves_nothing_when_it_does_not_load_or_is_forgotten(
+    bundle: Path, tmp_path: Path, temporary: Path
+) -> None:
+    archive = pack_bundle(bundle, tmp_path / "bundle.loka")
+    with pytest.raises(EngineError, match="no engine of the bundle runs here"):
+        load(archive, part="dense")
+    assert list(temporary.iterdir()) == []
+    engine = load(archive)
+    assert list(temporary.iterdir())
+    del engine
+    gc.collect()
+    assert list(temporary.iterdir()) == []

@@ -1,0 +1,120 @@
+"""Every batch size that is served has run before a request comes, and smaller requests are padded to one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sample_run import SampleRun
+
+from loka_onnx.bundle import write_bundle
+from loka_onnx.errors import DataError, EngineError
+from loka_onnx.runtime import Cause, Serving, load, loading
+from loka_onnx.runtime.engine import WARM_UPS
+from loka_onnx.sessions.bound_session import BoundSession
+from loka_onnx.sessions.bound_settings import BoundSettings
+from loka_onnx.sessions.onnx_session import OnnxSession
+from loka_onnx.sessions.runner import Arrays
+
+ort = pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture
+def bundle(sample: SampleRun, tmp_path: Path) -> Path:
+    first, fp32, fp8 = sample.contents.engines
+    evaluations = sample.report.evaluations.evaluations
+    timed = next(each for each in evaluations if each.engine == fp32.artifact.id and each.latencies)
+    engines = (first, dataclasses.replace(fp32, evaluation=timed), fp8)
+    return write_bundle(dataclasses.replace(sample.contents, engines=engines), tmp_path / "bundle")
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each batch that the backend ran."""
+    sizes: list[int] = []
+
+    class Watched(OnnxSession):
+        def run(self, inputs: Any, *arguments: Any) -> Arrays:
+            sizes.append(len(inputs["dense"]))
+            return super().run(inputs, *arguments)
+
+    monkeypatch.setattr(loading, "OnnxSession", Watched)
+    return sizes
+
+
+def test_sizes_that_were_timed_are_run_before_the_engine_is_ready(bundle: Path, ran: list[int]) -> None:
+    engine = load(bundle)
+    assert engine.entry.evaluation is not None
+    assert [latency.batch for latency in engine.entry.evaluation.latencies] == [1024]
+    # The self-test first: an engine that is wrong is not warmed up.
+    assert ran == [8, *[1024] * WARM_UPS]
+    assert engine.health().warm == (1024,)
+
+
+def test_warming_up_can_be_left_to_the_caller(bundle: Path, ran: list[int]) -> None:
+    engine = load(bundle, serving=Serving(warm_up=False))
+    assert ran == [8]
+    assert engine.warm_up([3, 9999, 0, 3]) == (1, 3, 4096)
+    assert ran[1:] == [1, 1, 3, 3, 4096, 4096]
+    assert engine.health().warm == (1, 3, 4096)
+
+
+def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(
+    sample: SampleRun, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(OnnxSession):
+        def run(self, inputs: Any, *arguments: Any) -> Arrays:
+            if len(inputs["dense"]) == 1024:
+                raise EngineError("no memory for 1024 rows")
+            return super().run(inputs, *arguments)
+
+    monkeypatch.setattr(loading, "OnnxSession", Fails)
+    engine = load(bundle)
+    # The next engine was not timed, so that it does not run the size.
+    assert engine.entry.id == sample.contents.engines[2].artifact.id
+    (skipped,) = (each for each in engine.skipped if each.cause is Cause.SELF_TEST)
+    assert "no memory for 1024 rows" in skipped.reason
+
+
+def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = (16, 64)
+    launched: list[int] = []
+
+    class Watched(BoundSession):
+        def _launch(self, bound: Any) -> None:
+            launched.append(next(iter(bound.inputs.values())).shape()[0])
+            super()._launch(bound)
+
+    def open_session(path: Path, *arguments: Any) -> BoundSession:
+        return Watched(path, BoundSettings("cpu", str(ort.__version__), sizes=sizes))
+
+    exact = load(bundle)
+    monkeypatch.setattr(loading, "OnnxSession", open_session)
+    engine = load(bundle)
+    health = engine.health()
+    assert engine.served_sizes == health.served_sizes == sizes
+    assert health.warm == (16, 64, 1024)
+    rows = np.random.default_rng(3).standard_normal((64, 16)).astype(np.float32)
+    for count, ran in ((16, 16), (9, 16), (40, 64), (64, 64)):
+        launched.clear()
+        answer = engine.infer({"dense": rows[:count]})["ctr"]
+        assert launched == [ran]
+        assert answer.shape == (count, 1)
+        np.testing.assert_allclose(answer, exact.infer({"dense": rows[:count]})["ctr"], atol=1e-5)
+    # Padding that is most of the work is not done: three rows run as they come.
+    launched.clear()
+    assert engine.infer({"dense": rows[:3]})["ctr"].shape == (3, 1)
+    assert launched == []
+    buckets = {each.batch: each.requests for each in engine.metrics.snapshot().latency}
+    assert buckets == {"16": 3, "64": 2}
+
+
+def test_a_share_of_requests_is_not_negative() -> None:
+    with pytest.raises(DataError, match="one in -1"):
+        Serving(sample_every=-1)
+    assert dataclasses.replace(Serving(), sample_every=0).metrics

@@ -1,0 +1,359 @@
+"""The application without a socket: its routes, what it refuses, and what it takes on at once."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from loka_onnx.errors import EngineError
+from loka_onnx.runtime import Engine
+from loka_onnx.serving import model as model_module
+from loka_onnx.serving.app import Workers, make_app
+from loka_onnx.serving.bodies import Limits
+from loka_onnx.serving.model import ServedModel
+
+INFER = "/v2/models/ranker/infer"
+ROW = [0.5] * 16
+
+
+def tensor(rows: int = 1) -> dict[str, Any]:
+    return {"name": "dense", "shape": [rows, 16], "datatype": "FP32", "data": ROW * rows}
+
+
+def request(rows: int = 1, **more: Any) -> bytes:
+    return json.dumps({"inputs": [tensor(rows)], **more}).encode()
+
+
+class Client:
+    """Calls an application, several requests at once where asked."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    def call(self, method: str, path: str, **more: Any) -> httpx.Response:
+        async def call() -> httpx.Response:
+            async with self._open() as client:
+                return await client.request(method, path, **more)
+
+        return asyncio.run(call())
+
+    def get(self, path: str) -> httpx.Response:
+        return self.call("GET", path)
+
+    def infer(self, body: bytes, **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.call("POST", INFER, content=body, headers=named)
+
+    def together(self, count: int, body: bytes, between: Callable[[], None]) -> list[httpx.Response]:
+        """So many requests; `between` is called when they are under way."""
+
+        async def call() -> list[httpx.Response]:
+            async with self._open() as client:
+                tasks = [asyncio.create_task(client.post(INFER, content=body)) for _ in range(count)]
+                await asyncio.sleep(0.2)
+                between()
+                return await asyncio.gather(*tasks)
+
+        return asyncio.run(call())
+
+    def _open(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+@contextmanager
+def client_of(engine: Engine, limits: Limits | None = None, threads: int = 2) -> Iterator[Client]:
+    with Workers(threads) as workers:
+        yield Client(make_app(ServedModel(engine, "ranker"), workers, limits))
+
+
+@pytest.fixture
+def client(engine: Engine) -> Iterator[Client]:
+    with client_of(engine) as found:
+        yield found
+
+
+def expected(engine: Engine, rows: int = 1) -> list[float]:
+    return engine.infer({"dense": np.full((rows, 16), 0.5, np.float32)})["ctr"].ravel().tolist()
+
+
+def test_metadata_and_health(client: Client) -> None:
+    server = client.get("/v2").json()
+    assert (server["name"], server["extensions"]) == ("loka-onnx", ["binary_tensor_data", "statistics"])
+    assert client.get("/v2/health/live").json() == {"live": True}
+    assert client.get("/v2/health/ready").json() == {"ready": True}
+    for path in ("/v2/models/ranker", "/v2/models/ranker/versions/1"):
+        assert client.get(f"{path}/ready").json() == {"name": "ranker", "ready": True}
+        metadata = client.get(path).json()
+        assert metadata["versions"] == ["1"] and metadata["platform"] == "onnxruntime_onnx"
+        assert metadata["inputs"] == [{"name": "dense", "datatype": "FP32", "shape": [-1, 16]}]
+    index = client.call("POST", "/v2/repository/index").json()
+    assert index == [{"name": "ranker", "version": "1", "state": "READY", "reason": ""}]
+
+
+def test_an_answer_in_json(client: Client, engine: Engine) -> None:
+    response = client.infer(request(3, id="42"))
+    assert response.status_code == 200 and response.headers["content-type"] == "application/json"
+    assert response.json() == {
+        "model_name": "ranker",
+        "model_version": "1",
+        "id": "42",
+        "outputs": [{"name": "ctr", "datatype": "FP32", "shape": [3, 1], "data": expected(engine, 3)}],
+    }
+
+
+def test_an_answer_in_bytes(client: Client, engine: Engine) -> None:
+    response = client.infer(request(2, parameters={"binary_data_output": True}))
+    assert response.headers["content-type"] == "application/octet-stream"
+    length = int(response.headers["inference-header-content-length"])
+    assert json.loads(response.content[:length])["outputs"][0]["parameters"] == {"binary_data_size": 8}
+    assert np.frombuffer(response.content[length:], "<f4").tolist() == expected(engine, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v2/", 404),
+        ("GET", "/v2/models", 404),
+        ("GET", "/v2/models/other", 404),
+        ("GET", "/v2/models/ranker/versions/2", 404),
+        ("GET", "/v2/models/other/ready", 404),
+        ("GET", "/v2/models/other/stats", 404),
+        ("POST", "/v2/models/other/infer", 404),
+        ("POST", "/v2/models/ranker/versions/2/infer", 404),
+        ("POST", "/v2/models/..%2franker/infer", 404),
+        ("GET", INFER, 405),
+        ("DELETE", "/v2/models/ranker", 405),
+        ("GET", "/v2/repository/index", 405),
+    ],
+)
+def test_what_is_not_there_is_said_in_an_error_object(
+    client: Client, method: str, path: str, status: int
+) -> None:
+    response = client.call(method, path)
+    assert response.status_code == status
+    assert isinstance(response.json()["error"], str)
+
+
+def test_the_model_that_is_not_there_is_named(client: Client) -> None:
+    assert client.get("/v2/models/other").json() == {
+        "error": "there is no model 'other' here, there is 'ranker'"
+    }
+
+
+def compressed(kind: str, body: bytes) -> bytes:
+    return gzip.compress(body) if kind == "gzip" else zlib.compress(body)
+
+
+@pytest.mark.parametrize("kind", ["gzip", "deflate"])
+def test_a_packed_body_is_unpacked(client: Client, engine: Engine, kind: str) -> None:
+    response = client.infer(compressed(kind, request()), content_encoding=kind)
+    assert response.json()["outputs"][0]["data"] == expected(engine)
+
+
+@pytest.mark.parametrize("kind", ["gzip", "deflate"])
+@pytest.mark.parametrize(
+    ("spoil", "status", "message"),
+    [
+        (lambda kind: compressed(kind, request())[:-9], 400, "it ends early"),
+        (lambda kind: compressed(kind, request()) + b"more", 400, "it goes on behind its end"),
+        (lambda kind: request(), 400, "the body is not"),
+        (lambda kind: compressed(kind, bytes(10 << 20)), 413, "bytes to more, at most 1048576 are taken"),
+    ],
+)
+def test_a_body_that_does_not_unpack_or_to_too_much(
+    engine: Engine, kind: str, spoil: Callable[[str], bytes], status: int, message: str
+) -> None:
+    with client_of(engine, Limits(body_bytes=1 << 20)) as client:
+        response = client.infer(spoil(kind), content_encoding=kind)
+        assert (response.status_code, message in response.json()["error"]) == (status, True), response.text
+        assert client.infer(request()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "message"),
+    [
+        ({"content_encoding": "br"}, 415, "the content encoding is 'br'"),
+        ({"content_encoding": "gzip, gzip"}, 415, "the content encoding is 'gzip, gzip'"),
+        ({"content_type": "text/plain"}, 415, "the content type is 'text/plain'"),
+        ({"content_type": "application/x-www-form-urlencoded"}, 415, "the content type is"),
+        ({"inference_header_content_length": "-1"}, 400, "no number of bytes: '-1'"),
+        ({"inference_header_content_length": "1_0"}, 400, "no number of bytes: '1_0'"),
+        ({"inference_header_content_length": "ten"}, 400, "no number of bytes: 'ten'"),
+        ({"inference_header_content_length": ""}, 400, "no number of bytes: ''"),
+        ({"inference_header_content_length": "9" * 30}, 400, "no number of bytes"),
+        ({"inference_header_content_length": "9" * 19}, 400, "is larger than the body"),
+        ({"inference_header_content_length": "0"}, 400, "the request cannot be read as JSON"),
+        ({"inference_header_content_length": "20"}, 400, "the request cannot be read as JSON"),
+    ],
+)
+def test_headers_that_are_wrong(client: Client, headers: dict[str, str], status: int, message: str) -> None:
+    response = client.infer(request(), **headers)
+    assert (response.status_code, message in response.json()["error"]) == (status, True), response.text
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "APPLICATION/JSON", ""])
+def test_content_types_that_are_right(client: Client, kind: str) -> None:
+    assert client.infer(request(), content_type=kind).status_code == 200
+
+
+async def pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), 1000):
+        yield body[start : start + 1000]
+
+
+def test_a_body_in_chunks_has_the_same_limit(engine: Engine) -> None:
+    with client_of(engine, Limits(body_bytes=5000)) as client:
+        for rows, status in ((1, 200), (100, 413)):
+            response = client.call(
+                "POST", INFER, content=pieces(request(rows)), headers={"transfer-encoding": "chunked"}
+            )
+            assert response.status_code == status
+        assert client.infer(request(100)).status_code == 413
+
+
+def test_a_batch_that_the_engine_was_not_built_for_is_the_clients_mistake(client: Client) -> None:
+    for rows in (0, 5000):
+        response = client.infer(request(rows))
+        assert response.status_code == 400
+        assert "the request is not a batch that the engine was built for" in response.json()["error"]
+
+
+def test_an_engine_that_fails_is_our_mistake_and_is_tested_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(inputs: object) -> None:
+        raise EngineError("the device is gone")
+
+    with client_of(engine) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "infer", fail)
+            assert client.infer(request()).json() == {"error": "the device is gone"}
+            assert client.infer(request()).status_code == 500
+            patch.setattr(engine._runner, "run", fail)
+            ready = client.get("/v2/health/ready")
+            assert (ready.status_code, ready.json()["error"]) == (503, "the device is gone")
+            assert client.get("/v2/models/ranker/ready").status_code == 503
+            refused = client.infer(request())
+            assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+            assert client.get("/v2/health/live").status_code == 200
+            index = client.call("POST", "/v2/repository/index").json()
+            assert (index[0]["state"], index[0]["reason"]) == ("UNAVAILABLE", "the device is gone")
+        monkeypatch.setattr(model_module, "HEALTH_SECONDS", 0.0)
+        assert client.infer(request()).status_code == 200
+    assert "a request failed: the device is gone" in caplog.text
+
+
+def test_a_bug_tells_the_client_nothing_but_that(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(inputs: object) -> None:
+        raise ZeroDivisionError("/secret/path")
+
+    with client_of(engine) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "infer", fail)
+            response = client.infer(request())
+        assert response.status_code == 500
+        assert response.json() == {"error": "internal error: ZeroDivisionError; the server's log has more"}
+        assert client.infer(request()).status_code == 200
+        assert 'loka_onnx_serve_answers_total{status="500"} 1.0' in client.get("/metrics").text
+
+
+@contextmanager
+def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Requests wait in the engine until the event is set."""
+    go, infer = threading.Event(), engine.infer
+
+    def wait(inputs: Any) -> Any:
+        assert go.wait(10)
+        return infer(inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "infer", wait)
+        yield go
+
+
+def test_more_requests_than_fit_are_refused_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client_of(engine, Limits(waiting=3), threads=1) as client:
+        with held(engine, monkeypatch) as go:
+            responses = client.together(8, request(), go.set)
+        assert sorted(r.status_code for r in responses) == [200] * 3 + [503] * 5
+        refused = next(r for r in responses if r.status_code == 503)
+        assert "3 requests wait or run" in refused.json()["error"]
+        assert refused.headers["retry-after"] == "1"
+        assert client.infer(request()).status_code == 200
+
+
+def test_bodies_that_are_held_are_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(request())
+    with client_of(engine, Limits(held_bytes=2 * size + 1), threads=1) as client:
+        with held(engine, monkeypatch) as go:
+            responses = client.together(5, request(), go.set)
+        assert sorted(r.status_code for r in responses) == [200] * 2 + [503] * 3
+        assert client.infer(request()).status_code == 200
+
+
+def test_a_probe_does_not_wait_behind_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "HEALTH_SECONDS", 0.0)
+    found = []
+    with client_of(engine, threads=1) as client, held(engine, monkeypatch) as go:
+
+        def probe() -> None:
+            thread = threading.Thread(target=lambda: found.append(client.get("/v2/health/ready").status_code))
+            thread.start()
+            thread.join(5)
+            go.set()
+
+        client.together(3, request(), probe)
+    assert found == [200]
+
+
+def test_statistics_and_metrics_count(client: Client) -> None:
+    for _ in range(2):
+        client.infer(request(3))
+    client.infer(b"{}")
+    client.call("POST", "/v2/models/other/infer")
+    stats = client.get("/v2/models/ranker/stats").json()
+    assert stats == client.get("/v2/models/stats").json()
+    found = stats["model_stats"][0]
+    assert (found["inference_count"], found["execution_count"]) == (6, 2)
+    counts = {name: value["count"] for name, value in found["inference_stats"].items()}
+    assert counts == {"success": 2, "fail": 1, "queue": 2, "compute_infer": 2}
+    assert all(value["ns"] > 0 for value in found["inference_stats"].values())
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = {
+        (sample.name, sample.labels.get("status")): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert samples["loka_onnx_serve_answers_total", "200"] == 2
+    assert samples["loka_onnx_serve_answers_total", "400"] == 1
+    assert samples["loka_onnx_serve_answers_total", "404"] == 1
+    assert samples["loka_onnx_serve_waiting", None] == 0
+    assert samples["loka_onnx_serve_seconds_count", None] == 4
+    assert samples["loka_onnx_rows_total", None] == 6, "the engine's own are there too"
+
+
+def test_a_self_test_counts_for_a_while(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = []
+    health = engine.health
+    monkeypatch.setattr(engine, "health", lambda: (tests.append(1), health())[1])
+    with client_of(engine) as client:
+        for _ in range(5):
+            assert client.get("/v2/health/ready").status_code == 200
+        assert len(tests) == 1
+        monkeypatch.setattr(model_module, "HEALTH_SECONDS", 0.0)
+        client.get("/v2/health/ready")
+        assert len(tests) == 2

@@ -1,0 +1,356 @@
+"""Requests and answers against `tritonclient`, which is not ours, and against what is no request."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.http as tritonclient
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.errors import ConfigError, DataError
+from loka_onnx.serving.protocol import Card, InferRequest, Wanted, read_request, write_answer
+
+NAMES = {
+    "bool": "BOOL",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "float16": "FP16",
+    "float32": "FP32",
+    "float64": "FP64",
+    "bfloat16": "BF16",
+}
+DTYPES = tuple(NAMES)
+
+
+def card(*specs: TensorSpec) -> Card:
+    specs = specs or (TensorSpec("dense", "float32", (None, 3)),)
+    return Card("ranker", "1", "onnxruntime_onnx", specs, (TensorSpec("ctr", "float32", (None, 1)),))
+
+
+def arrays(dtype: str) -> st.SearchStrategy[np.ndarray]:
+    """Arrays of any bit patterns, NaN and infinity among them."""
+    if dtype == "bool":
+        return hnp.arrays(np.bool_, st.tuples(st.integers(0, 5), st.just(3)))
+    size = np.dtype(dtype).itemsize
+    return hnp.arrays(f"u{size}", st.tuples(st.integers(0, 5), st.just(3))).map(lambda a: a.view(dtype))
+
+
+def same(got: np.ndarray, expected: np.ndarray) -> bool:
+    return (got.dtype, got.shape, got.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+def test_what_the_client_sends_as_bytes_arrives(dtype: str, data: st.DataObject) -> None:
+    value, other = data.draw(arrays(dtype)), data.draw(arrays("uint8"))
+    inputs = []
+    for name, array, kind in (("a", other, "UINT8"), ("b", value, NAMES[dtype])):
+        tensor = tritonclient.InferInput(name, list(array.shape), kind)
+        inputs.append(tensor.set_data_from_numpy(array))
+    body, length = tritonclient.InferenceServerClient.generate_request_body(inputs, request_id="42")
+    model = card(TensorSpec("b", dtype, (None, 3)), TensorSpec("a", "uint8", (None, 3)))
+    request = read_request(body, length, model)
+    assert request.id == "42"
+    assert request.outputs == (Wanted("ctr", True),)
+    assert same(request.inputs["b"], value) and same(request.inputs["a"], other)
+    assert request.inputs["b"].flags.aligned and request.inputs["b"].flags.writeable
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bfloat16"])
+@given(data=st.data())
+def test_what_the_client_sends_as_json_arrives(dtype: str, data: st.DataObject) -> None:
+    value = data.draw(arrays(dtype))
+    if np.dtype(dtype).kind == "f":
+        value = np.where(np.isfinite(value), value, np.dtype(dtype).type(0.1))
+    tensor = tritonclient.InferInput("a", list(value.shape), NAMES[dtype])
+    tensor.set_data_from_numpy(value, binary_data=False)
+    body, length = tritonclient.InferenceServerClient.generate_request_body(
+        [tensor], outputs=[tritonclient.InferRequestedOutput("ctr", binary_data=False)]
+    )
+    assert length is None
+    request = read_request(body, length, card(TensorSpec("a", dtype, (None, 3))))
+    assert same(request.inputs["a"], value)
+    assert request.outputs == (Wanted("ctr", False),)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data(), binary=st.booleans())
+def test_the_client_reads_our_answers(dtype: str, data: st.DataObject, binary: bool) -> None:
+    value = data.draw(arrays(dtype))
+    if not binary and np.dtype(dtype).kind in "fV":
+        value = np.nan_to_num(value.astype(np.float64)).astype(dtype)
+        value = np.where(np.isfinite(value), value, 0).astype(dtype)
+    first, second = TensorSpec("first", dtype, (None, 3)), TensorSpec("second", "int8", (None,))
+    model = Card("m", "1", "p", (), (first, second))
+    request = InferRequest("x", {}, (Wanted("second", True), Wanted("first", binary)))
+    small = np.arange(3, dtype=np.int8)
+    answer = write_answer(request, {"first": value, "second": small}, model)
+    read = tritonclient.InferenceServerClient.parse_response_body(
+        answer.body, header_length=answer.header_length
+    )
+    assert same(read.as_numpy("first"), value) and same(read.as_numpy("second"), small)
+    response = read.get_response()
+    assert (response["id"], response["model_name"], response["model_version"]) == ("x", "m", "1")
+    assert [output["name"] for output in response["outputs"]] == ["second", "first"]
+
+
+def test_the_metadata_names_types_and_dynamic_sizes() -> None:
+    model = card(TensorSpec("ids", "int64", (None, 26)), TensorSpec("flag", "bool", (None, None)))
+    assert model.metadata() == {
+        "name": "ranker",
+        "versions": ["1"],
+        "platform": "onnxruntime_onnx",
+        "inputs": [
+            {"name": "ids", "datatype": "INT64", "shape": [-1, 26]},
+            {"name": "flag", "datatype": "BOOL", "shape": [-1, -1]},
+        ],
+        "outputs": [{"name": "ctr", "datatype": "FP32", "shape": [-1, 1]}],
+    }
+
+
+@pytest.mark.parametrize("dtype", ["object", "float8_e4m3fn", "int4", "complex64"])
+def test_a_type_that_the_protocol_lacks_is_refused_when_the_server_starts(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot carry 'x'\n  evidence: its type is {dtype}"):
+        card(TensorSpec("x", dtype, (None,)))
+
+
+def tensor(**changes: Any) -> dict[str, Any]:
+    found = {"name": "dense", "shape": [1, 3], "datatype": "FP32", "data": [1, 2.5, -3]} | changes
+    return {name: value for name, value in found.items() if value is not ...}
+
+
+def document(*tensors: Any, **more: Any) -> bytes:
+    return json.dumps({"inputs": list(tensors), **more}).encode()
+
+
+def test_data_may_be_nested_as_the_shape_is() -> None:
+    nested = tensor(shape=[2, 3], data=[[1, 2, 3], [4, 5, 6]])
+    value = read_request(document(nested), None, card()).inputs["dense"]
+    np.testing.assert_array_equal(value, np.array([[1, 2, 3], [4, 5, 6]], np.float32))
+
+
+def test_unknown_keys_and_parameters_are_ignored() -> None:
+    body = document(
+        tensor(parameters={"mine": 1}), model_name="ranker", parameters={"priority": 3, "x": "y"}, outputs=[]
+    )
+    request = read_request(body, None, card())
+    assert (request.id, request.outputs) == (None, (Wanted("ctr", False),))
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_an_output_overrides_what_holds_for_all(binary: bool) -> None:
+    body = document(
+        tensor(),
+        parameters={"binary_data_output": not binary},
+        outputs=[{"name": "ctr", "parameters": {"binary_data": binary}}],
+    )
+    assert read_request(body, None, card()).outputs == (Wanted("ctr", binary),)
+
+
+BAD = {
+    "empty": (b"", "the request cannot be read as JSON"),
+    "not JSON": (b"{'inputs': 1}", "the request cannot be read as JSON"),
+    "cut": (document(tensor())[:-2], "the request cannot be read as JSON"),
+    "not UTF-8": (b'{"id": "\xff"}', "can't decode byte 0xff"),
+    "UTF-16": ("{}".encode("utf-16"), "the request cannot be read as JSON"),
+    "NaN": (document(tensor(data=[1, 2, math.nan])), "NaN is not JSON; send it as binary data"),
+    "infinity": (document(tensor(data=[1, 2, -math.inf])), "-Infinity is not JSON"),
+    "deep": (b'{"inputs":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    "millions of arrays": (b"[" + b"[]," * 1_100_000 + b"[]]", "more than 1048576 arrays and objects"),
+    "deep data": (
+        b'{"inputs":[{"name":"dense","shape":[1,3],"datatype":"FP32","data":'
+        + b"[" * 900
+        + b"]" * 900
+        + b"}]}",
+        "not nested as its shape",
+    ),
+    "a number of 5000 digits": (b'{"id":' + b"9" * 5000 + b"}", "the request cannot be read as JSON"),
+    "an array": (b"[1, 2]", "the request is not an object"),
+    "id of a number": (document(tensor(), id=42), "`id` is not a string"),
+    "no inputs": (b"{}", "`inputs` is not an array"),
+    "inputs of numbers": (document(1), "an element of `inputs` is not an object"),
+    "nothing sent": (document(), "inputs are missing\n  evidence: dense"),
+    "unknown input": (document(tensor(), tensor(name="sparse")), "the model has no input 'sparse'"),
+    "a name that is no string": (document(tensor(name=["dense"])), "the model has no input"),
+    "twice": (document(tensor(), tensor()), "input 'dense' is there twice"),
+    "another type": (document(tensor(datatype="FP64")), "'FP64', the model takes FP32"),
+    "BYTES": (document(tensor(datatype="BYTES", data=["a", "b", "c"])), "'BYTES', the model takes FP32"),
+    "no type": (document(tensor(datatype=...)), "None, the model takes FP32"),
+    "no shape": (document(tensor(shape=...)), "`shape` is no array of sizes"),
+    "negative": (document(tensor(shape=[-1, 3])), "`shape` is no array of sizes"),
+    "a size of true": (document(tensor(shape=[True, 3])), "`shape` is no array of sizes"),
+    "a size of 1.0": (document(tensor(shape=[1.0, 3])), "`shape` is no array of sizes"),
+    "another rank": (document(tensor(shape=[3])), "[3], the model takes [-1, 3]"),
+    "another width": (document(tensor(shape=[1, 4], data=[1] * 4)), "[1, 4], the model takes [-1, 3]"),
+    "huge": (document(tensor(shape=[2**62, 3])), "3 elements, the shape [4611686018427387904, 3] has"),
+    "beyond 64 bits": (document(tensor(shape=[10**30, 3])), "3 elements, the shape"),
+    "no data": (document(tensor(data=...)), "it has no data"),
+    "data of one number": (document(tensor(data=1)), "`data` is not an array"),
+    "too few": (document(tensor(data=[1, 2])), "2 elements, the shape [1, 3] has 3"),
+    "too many": (document(tensor(data=[1, 2, 3, 4])), "4 elements, the shape [1, 3] has 3"),
+    "ragged": (document(tensor(shape=[2, 3], data=[[1, 2, 3], [4, 5]])), "not nested as its shape"),
+    "nested otherwise": (document(tensor(shape=[2, 3], data=[[1, 2], [3, 4], [5, 6]])), "not nested"),
+    "strings": (document(tensor(data=["1", "2", "3"])), "an element is no FP32\n  evidence: it is '1'"),
+    "null": (document(tensor(data=[1, None, 3])), "an element is no FP32\n  evidence: it is None"),
+    "bools": (document(tensor(data=[1, True, 3])), "an element is no FP32\n  evidence: it is True"),
+    "1e39": (document(tensor(data=[1, 1e39, 3])), "an element is too large for FP32"),
+    "1e999": (
+        document(tensor(data=[1, 2, 3])).replace(b"[1, 2,", b"[1, 1e999,"),
+        "an element is too large for FP32",
+    ),
+    "an integer of 400 digits": (document(tensor(data=[1, 10**400, 3])), "an element is too large for FP32"),
+    "parameters of a list": (document(tensor(), parameters=[1]), "`parameters` is not an object"),
+    "binary_data_output of 1": (
+        document(tensor(), parameters={"binary_data_output": 1}),
+        "`binary_data_output` is neither true nor false",
+    ),
+    "unknown output": (document(tensor(), outputs=[{"name": "x"}]), "the model has no output 'x'"),
+    "an output twice": (document(tensor(), outputs=[{"name": "ctr"}] * 2), "'ctr' is asked for twice"),
+    "outputs of an object": (document(tensor(), outputs={"name": "ctr"}), "`outputs` is not an array"),
+    "shared memory": (
+        document(tensor(data=..., parameters={"shared_memory_region": "r"})),
+        "this server does not do `shared_memory_region`",
+    ),
+    "classes": (
+        document(tensor(), outputs=[{"name": "ctr", "parameters": {"classification": 2}}]),
+        "this server does not do `classification`",
+    ),
+    "bytes that are not there": (
+        document(tensor(data=..., parameters={"binary_data_size": 12})),
+        "the body ends before its data",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_refused_with_its_reason(name: str) -> None:
+    body, message = BAD[name]
+    with pytest.raises(DataError) as caught:
+        read_request(body, None, card())
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+BINARY_BAD = {
+    "cut": (12, b"\0" * 11, "it needs 12 bytes behind the JSON, there are 11"),
+    "longer": (12, b"\0" * 13, "tensors take 12 bytes behind the JSON, there are 13"),
+    "a negative size": (-12, b"\0" * 12, "it is -12, the shape [1, 3] takes 12 bytes"),
+    "a smaller size": (8, b"\0" * 8, "it is 8, the shape [1, 3] takes 12 bytes"),
+    "a huge size": (2**63, b"\0" * 12, "takes 12 bytes"),
+    "a size of text": ("12", b"\0" * 12, "it is '12'"),
+    "a size of true": (True, b"\0" * 12, "it is True"),
+}
+
+
+@pytest.mark.parametrize("name", BINARY_BAD)
+def test_bytes_that_do_not_fit_are_refused(name: str) -> None:
+    size, payload, message = BINARY_BAD[name]
+    header = document(tensor(data=..., parameters={"binary_data_size": size}))
+    with pytest.raises(DataError) as caught:
+        read_request(header + payload, len(header), card())
+    assert message in str(caught.value)
+
+
+def test_a_header_longer_than_the_body_is_refused() -> None:
+    body = document(tensor())
+    with pytest.raises(DataError, match="larger than the body"):
+        read_request(body, len(body) + 1, card())
+    with pytest.raises(DataError, match="the request cannot be read as JSON"):
+        read_request(body, len(body) - 1, card())
+
+
+def test_data_in_both_places_is_refused() -> None:
+    header = document(tensor(parameters={"binary_data_size": 12}))
+    with pytest.raises(DataError, match="both `data` and `binary_data_size`"):
+        read_request(header + b"\0" * 12, len(header), card())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "data", "message"),
+    [
+        ("int8", [1, 2, 128], "too large for INT8"),
+        ("uint8", [1, 2, -1], "too large for UINT8"),
+        ("uint64", [1, 2, 2**64], "too large for UINT64"),
+        ("int64", [1, 2, 3.0], "an element is no INT64"),
+        ("int64", [1, 2, False], "an element is no INT64"),
+        ("bool", [1, 0, 1], "an element is no BOOL"),
+        ("float16", [1, 2, 65520.0], "too large for FP16"),
+        ("bfloat16", [1, 2, 3], "JSON cannot hold BF16 exactly"),
+    ],
+)
+def test_json_elements_that_a_type_cannot_hold(dtype: str, data: list[Any], message: str) -> None:
+    body = document(tensor(datatype=NAMES[dtype], data=data))
+    with pytest.raises(DataError, match=message):
+        read_request(body, None, card(TensorSpec("dense", dtype, (None, 3))))
+
+
+def test_a_bool_byte_is_0_or_1() -> None:
+    header = document(tensor(datatype="BOOL", data=..., parameters={"binary_data_size": 3}))
+    with pytest.raises(DataError, match="a BOOL is a byte of 0 or 1\n  evidence: a byte is 2"):
+        read_request(header + b"\1\2\0", len(header), card(TensorSpec("dense", "bool", (None, 3))))
+
+
+def test_nan_goes_out_as_bytes_and_not_as_json() -> None:
+    value = np.array([[np.nan], [1]], np.float32)
+    request = InferRequest(None, {}, (Wanted("ctr", False),))
+    with pytest.raises(DataError, match="JSON cannot hold output 'ctr'\n  evidence: 1 of its 2 elements"):
+        write_answer(request, {"ctr": value}, card())
+    answer = write_answer(InferRequest(None, {}, (Wanted("ctr", True),)), {"ctr": value}, card())
+    assert answer.body.endswith(value.tobytes())
+
+
+def test_bf16_in_json_is_exact() -> None:
+    value = np.array([[0.1], [3.0]], ml_dtypes.bfloat16)
+    model = Card("m", "1", "p", (), (TensorSpec("y", "bfloat16", (None, 1)),))
+    answer = write_answer(InferRequest(None, {}, (Wanted("y", False),)), {"y": value}, model)
+    assert json.loads(answer.body)["outputs"][0]["data"] == [0.10009765625, 3.0]
+
+
+def test_a_lone_surrogate_comes_back_as_it_came() -> None:
+    body = document(tensor()).replace(b"{", b'{"id": "\\ud800", ', 1)
+    request = read_request(body, None, card())
+    answer = write_answer(request, {"ctr": np.zeros((1, 1), np.float32)}, card())
+    assert b'"id":"\\ud800"' in answer.body
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(body=st.binary(max_size=400), length=st.none() | st.integers(0, 500))
+def test_random_bytes_are_refused_and_nothing_else_happens(body: bytes, length: int | None) -> None:
+    with pytest.raises(DataError):
+        read_request(body, length, card())
+
+
+@given(
+    changes=st.dictionaries(st.sampled_from(["name", "shape", "datatype", "data", "parameters"]), JSON),
+    more=st.dictionaries(st.sampled_from(["id", "outputs", "parameters"]), JSON),
+    tail=st.binary(max_size=16),
+)
+def test_a_request_is_read_or_refused_whatever_it_holds(
+    changes: dict[str, Any], more: dict[str, Any], tail: bytes
+) -> None:
+    header = document(tensor(**changes), **more)
+    try:
+        request = read_request(header + tail, len(header), card())
+    except DataError:
+        return
+    assert request.inputs["dense"].dtype == np.float32 and request.inputs["dense"].shape[1:] == (3,)
