@@ -260,9 +260,12 @@ def _cast(torch_device: str, length: int) -> Callable[[torch.Tensor, torch.Tenso
     """The quantize step of values and one over their scale, as engines have it; compiled on an accelerator.
 
     Once for each length of rows, whatever their number: of a length that is not known nobody can show that
-    what a thread writes lies in one word.
+    what a thread writes lies in one word. PyTorch makes a length that changes an unknown one, of whatever has
+    the same source, and so forgets what it compiled before.
     """
     import torch
+
+    torch._dynamo.reset()
 
     limit, kind = _largest(), _float8_type()
 

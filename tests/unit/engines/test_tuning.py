@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -312,3 +313,27 @@ def test_every_copy_of_a_weight_gives_the_same(kernel: Kernel, monkeypatch: pyte
     run = PreparedOperands(Operands.generated(Shape(16, 32, 64), 0), "cpu").run_of(kernel)
     first, *others = (run() for _ in range(4))
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_the_cast_is_compiled_for_each_length_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their number, as on an accelerator."""
+    from loka_onnx.engines import tuned_kernels
+
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        # Lengths that it does not know are inputs.
+        compiled.append(sum(not isinstance(each, torch.Tensor) for each in inputs))
+        return graph.forward
+
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: whole(function, backend=backend))
+    tuned_kernels._cast.cache_clear()
+    for length in (128, 256, 512, 512, 1024):
+        for rows in (8, 24):
+            values = torch.randn(rows, length)
+            torch._dynamo.maybe_mark_dynamic(values, 0)
+            found = tuned_kernels._cast("cuda", length)(values, torch.tensor(2.0))
+            assert torch.equal(found.float(), (values * 2).to(torch.float8_e4m3fn).float())
+    assert compiled == [1] * 4
+    tuned_kernels._cast.cache_clear()

@@ -36,6 +36,10 @@ def _biased(graph: PlannedGraph, split: Node) -> list[Node]:
         return []
     if only_reader(graph, whole) is not split or split.attrs.get("axis", 0) not in {-1, len(shape) - 1}:
         return []
+    # An output may be left out.
+    widths = [None if part.shape is None else part.shape[-1] for part in split.outputs]
+    if None in widths or sum(width or 0 for width in widths) != shape[-1]:
+        return []
     adds = [add for part in split.outputs if (add := only_reader(graph, part)) is not None]
     if len(adds) < len(split.outputs) or any(add.op != "Add" or add.domain for add in adds):
         return []

@@ -201,6 +201,10 @@ class PlannedGraph:
         """Whether the graph hands a tensor out, or to the branches of a node."""
         return tensor.name in self._outputs
 
+    def live_nodes(self) -> list[Node]:
+        """Nodes that outputs depend on, producers first: without those whose place a fusion has taken."""
+        return self._needed()
+
     def fresh_name(self, base: str) -> str:
         """A name that no tensor and no node has."""
         name, count = base, 0

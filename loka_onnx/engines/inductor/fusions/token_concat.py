@@ -56,7 +56,8 @@ class _Place:
 def fuse_token_concat(graph: PlannedGraph) -> Findings:
     """Fuse every such mix; see the module."""
     found = Findings([], [])
-    for node in list(graph.nodes):
+    # What norms were fused with is still there, and nothing reads it any more.
+    for node in graph.live_nodes():
         if node.op != "Transpose" or not node.outputs:
             continue
         place = _place(graph, node)
@@ -95,6 +96,8 @@ def _fuse(graph: PlannedGraph, place: _Place) -> Fused:
         raise DeclinedFusion("the shape of the tokens is not known")
     if mix.x.kind not in HALVES or place.end.kind != mix.x.kind:
         raise DeclinedFusion("the kernel multiplies BF16 and FP16")
+    if not _is_all_mixed(mix.product):
+        raise DeclinedFusion("something else reads the product, which would be computed twice")
     d = lengths[1]
     rows = [n, m, *(() if others is None else others[:1])]
     if others is not None and others[1] != d:
@@ -122,6 +125,22 @@ def _fuse(graph: PlannedGraph, place: _Place) -> Fused:
     }
     graph.replace(OP, name, inputs, ends.replaced(end), attrs)
     return Fused(name, (mix.product.name,))
+
+
+def _is_all_mixed(product: Node) -> bool:
+    """Whether nothing reads a product, or a part of it, but what this fusion takes the place of."""
+    ends = list(product.outputs)
+    while ends:
+        for reader in ends.pop().readers:
+            if reader.op in {"Split", "Cast"} and not reader.domain:
+                ends += reader.outputs
+            elif reader.outputs and not _swaps_tokens(reader):
+                return False
+    return True
+
+
+def _swaps_tokens(node: Node) -> bool:
+    return node.op == "Transpose" and list(node.attrs.get("perm", ())) == [0, 2, 1]
 
 
 def _flattened(graph: PlannedGraph, end: Tensor, width: int) -> Tensor:

@@ -98,6 +98,8 @@ def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None 
     if q.is_cuda and _is_short(q, kt, v, mask):
         from loka_onnx.engines.inductor.kernels import triton_attention as kernel
 
+        q, kt, v = (_readable(each) for each in (q, kt, v))
+        mask = None if mask is None else _readable(mask)
         made = kernel.short_attention(q, kt, v, mask, scale, bool(node.get("drop", 0))).transpose(1, 2)
     else:
         mask = None if mask is None else _attention_mask(node, mask)
@@ -108,10 +110,29 @@ def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None 
 
 
 def _is_short(q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether sizes are those of our own kernel, and strides are numbers, which it has compiled in."""
-    strides = [stride for each in (q, kt, v, mask) if each is not None for stride in each.stride()]
+    """Whether our own kernel takes an attention: its sizes are numbers, and only a mask may be broadcast."""
     sizes = (q.shape[2], kt.shape[3], q.shape[3])
-    return all(isinstance(number, int) for number in (*strides, *sizes)) and is_short(*sizes)
+    if not all(isinstance(size, int) for size in sizes) or not is_short(*sizes):
+        return False
+    if not q.shape[:2] == kt.shape[:2] == v.shape[:2]:
+        return False
+    whole = (*q.shape[:3], kt.shape[3])
+    if mask is None:
+        return True
+    pairs = zip(mask.shape, whole, strict=True)
+    return all(a == b or (isinstance(a, int) and a == 1) for a, b in pairs)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """A tensor whose strides our own kernel can have compiled in: numbers that fit 32 bits within an example.
+
+    Others are copied: models have such that keep the batch on another axis than the first.
+    """
+    steps = list(zip(tensor.stride(), tensor.shape, strict=True))
+    fits = all(isinstance(stride, int) for stride, _ in steps)
+    if fits and all(stride * length < 1 << 31 for stride, length in steps[1:]):
+        return tensor
+    return tensor.contiguous()
 
 
 def _attention_mask(node: Node, mask: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from torch.library import triton_op, wrap_triton
 
 from loka_onnx.engines.inductor.kernels.triton_common import to_float8
 
-WARPS = 4
+WARPS, LARGE = 4, 1 << 14
+"""Of a program, and numbers of a tile from which on it has twice as many: four would keep some in memory."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -102,6 +103,8 @@ def token_concat(
     (batch, n, d), m = x.shape, w.shape[0]
     others = 0 if f is None else f.shape[1]
     shape = (batch, others + m, d)
+    rows = max(n, m, others)
+    is_large = triton.next_power_of_2(rows) * triton.next_power_of_2(d) >= LARGE
     made = [torch.empty(shape, dtype=half, device=x.device)] if wide else []
     if narrow:
         made.append(torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device))
@@ -125,6 +128,6 @@ def token_concat(
         M2=max(16, triton.next_power_of_2(m)),
         NF2=max(1, triton.next_power_of_2(others)),
         D2=max(16, triton.next_power_of_2(d)),
-        num_warps=WARPS,
+        num_warps=2 * WARPS if is_large else WARPS,
     )
     return made

@@ -71,3 +71,15 @@ def test_a_part_without_a_bias_keeps_them_behind(tmp_path: Path) -> None:
     model.nodes.pop()
     model.outputs = ("ya", "b")
     assert "merged-bias" not in unchanged(model, tmp_path, numbers()).fused
+
+
+def test_a_split_that_leaves_an_output_out_keeps_its_biases(tmp_path: Path) -> None:
+    """Their widths would be of other columns."""
+    model = (
+        Model((TOKENS, WIDTH)).constant("w", bf16(WIDTH, 2, scale=0.2)).constant("sizes", np.array([1, 1]))
+    )
+    model.add("MatMul", ["x", "w"], "all", name="project").add("Split", ["all", "sizes"], "a b", axis=-1)
+    model.nodes[-1].output[0] = ""
+    model.constant("bb", bf16(1)).add("Add", ["b", "bb"], "y")
+    _, report = fused(model, tmp_path)
+    assert "merged-bias" not in report.fused

@@ -150,3 +150,30 @@ def test_tokens_that_fill_no_program_are_declined_with_the_reason(tmp_path: Path
     _, report = fused(made, tmp_path)
     (reason,) = report.declined["token-concat"]
     assert reason == f"mix: {many}×{D} tokens are too large for one program"
+
+
+def test_a_part_of_a_product_is_left_where_something_else_reads_the_rest(tmp_path: Path) -> None:
+    """It would be computed twice."""
+    made = Model((N, D)).constant("w", bf16(N, MIXED, scale=0.3)).constant("sizes", np.array([4, MIXED - 4]))
+    made.add("Transpose", ["x"], "xt", perm=[0, 2, 1]).add("MatMul", ["xt", "w"], "mt", name="mix")
+    made.add("Split", ["mt", "sizes"], "a b", axis=-1).add("Relu", ["b"], "other")
+    made.add("Transpose", ["a"], "y", perm=[0, 2, 1])
+    made.outputs = ("y", "other")
+    _, report = fused(made, tmp_path)
+    assert "token-concat" not in report.fused
+    (reason,) = report.declined["token-concat"]
+    assert reason == "mix: something else reads the product, which would be computed twice"
+
+
+def test_both_parts_of_a_merged_mix_are_fused(tmp_path: Path) -> None:
+    made = Model((N, D)).constant("w", bf16(N, MIXED, scale=0.3)).constant("sizes", np.array([4, MIXED - 4]))
+    made.add("Transpose", ["x"], "xt", perm=[0, 2, 1]).add("MatMul", ["xt", "w"], "mt", name="mix")
+    made.add("Split", ["mt", "sizes"], "a b", axis=-1).add("Transpose", ["a"], "y", perm=[0, 2, 1])
+    made.add("Transpose", ["b"], "z", perm=[0, 2, 1])
+    made.outputs = ("y", "z")
+    graph, report = fused(made, tmp_path)
+    assert len(report.fused["token-concat"]) == 2
+    assert "MatMul" not in ops(graph, tmp_path)
+    x = RANDOM.standard_normal((BATCH, N, D)).astype(np.float32)
+    for got, exact in zip(run(tmp_path / "fused.onnx", x), run(tmp_path / "planned.onnx", x), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=4 * ULP, atol=4 * ULP)
