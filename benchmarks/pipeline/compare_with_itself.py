@@ -71,7 +71,11 @@ def ratios(directory: Path, loads: int, options: argparse.Namespace) -> list[tup
         sides = (one, other) if index % 2 else (other, one)
         latency = compare(*sides, rows, asked).latency
         if latency is not None:
-            found += [(each.a.p50_us, each.ratio) for each in latency.batches if each.ratio is not None]
+            found += [
+                (each.a.p50_us, each.ratio.interval)
+                for each in latency.batches
+                if each.ratio is not None and each.ratio.interval is not None
+            ]
     return found
 
 

@@ -13,8 +13,8 @@ from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.signing import PASSWORD_VARIABLE, KeyPair, sign_bundle, signer_of, write_key_pair
 from loka_onnx.bundle.writer import FALLBACK_ID, write_bundle
 from loka_onnx.core.manifest import BatchRange, Manifest
-from loka_onnx.sessions.bundle_archive import Verified, unpack, unpacked, verify_path
-from loka_onnx.sessions.bundle_files import verify_bundle
+from loka_onnx.sessions.bundle_archive import unpack, unpacked, verify_path
+from loka_onnx.sessions.bundle_files import Verified, verify_bundle
 from loka_onnx.sessions.bundle_signature import verify_signature
 
 __all__ = [

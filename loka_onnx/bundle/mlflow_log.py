@@ -22,6 +22,7 @@ from loka_onnx.core.manifest import MANIFEST_NAME, Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.throughput import ThroughputSet
 from loka_onnx.errors import BundleError, LokaError, MissingPackage, UserError
+from loka_onnx.sessions.bundle_archive import is_archive, unpacked
 from loka_onnx.sessions.bundle_files import verify_bundle
 
 MANIFEST_TAG = "loka_onnx.manifest"
@@ -61,7 +62,7 @@ def log_to_mlflow(
     report.
 
     Args:
-        bundle: Directory of the bundle.
+        bundle: Directory of the bundle, or its single-file form.
         experiment: Name of the experiment; made when absent.
         tracking_uri: MLflow's tracking server or store; MLflow's own settings (``MLFLOW_TRACKING_URI``) by
             default.
@@ -73,6 +74,9 @@ def log_to_mlflow(
         UserError: MLflow does not take the tracking URI.
         BundleError: MLflow cannot be reached, or refuses.
     """
+    if is_archive(bundle):
+        with unpacked(bundle) as directory:
+            return log_to_mlflow(directory, experiment, tracking_uri=tracking_uri, run_name=run_name)
     manifest = verify_bundle(bundle)
     digest = digest_file(bundle / MANIFEST_NAME)
     client = _client(tracking_uri)

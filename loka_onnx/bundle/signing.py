@@ -20,8 +20,9 @@ from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleError, ConfigError, OutputError
 from loka_onnx.sessions.bundle_documents import read_document
-from loka_onnx.sessions.bundle_files import verify_bundle
+from loka_onnx.sessions.bundle_files import verify_directory
 from loka_onnx.sessions.bundle_signature import (
+    MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,
     BundleSignature,
     KeySignature,
@@ -30,6 +31,7 @@ from loka_onnx.sessions.bundle_signature import (
     read_signature,
     require_cryptography,
 )
+from loka_onnx.sessions.pinned import pinned
 from loka_onnx.sessions.replace import staged_file
 
 if TYPE_CHECKING:
@@ -96,7 +98,9 @@ def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
 def sign_bundle(directory: Path, key: Path) -> str:
     """Verifies a bundle and signs it; signatures of other keys stay.
 
-    The signature appears in the bundle as a whole or not at all.
+    The signature appears in the bundle as a whole or not at all. Whether the others verify cannot be known
+    without their public keys, so that one that anybody put there stays too, and is named in a warning: a
+    reader goes by the keys that it accepts, and one of them is enough.
 
     Args:
         directory: The bundle.
@@ -107,17 +111,30 @@ def sign_bundle(directory: Path, key: Path) -> str:
 
     Raises:
         BundleInvalid: The bundle does not verify.
-        BundleError: It was replaced while it was being signed.
+        BundleError: It was replaced while it was being signed, or has no room for one more signature.
         ConfigError: The key cannot be read or is no Ed25519 private key.
         OutputError: The place cannot be written.
         MissingPackage: There is no `cryptography` here.
     """
     signer = read_private_key(key)
     place = directory.resolve()
-    signed = read_document(place, MANIFEST_NAME, MAX_MANIFEST_BYTES) if place.is_dir() else b""
-    verify_bundle(place)
-    found = read_signature(place)
-    earlier = () if found is None else found.signatures
+    with pinned(place) as pin:
+        claimed = verify_directory(pin.path).claimed
+        signed = read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        found = read_signature(pin.path)
+        pin.check()
+    name, earlier = fingerprint(signer.public_key()), () if found is None else found.signatures
+    if set(claimed) - {name}:
+        others = ", ".join(sorted(set(claimed) - {name}))
+        _LOG.warning("'%s' keeps signatures that nothing was checked of: key %s", place, others)
+    text = signature_text(signed, [signer], earlier)
+    if len(text.encode()) > MAX_SIGNATURE_BYTES:
+        raise BundleError(
+            "the bundle has too many signatures to add one",
+            where=str(place),
+            evidence=f"{len(text.encode())} bytes, the limit is {MAX_SIGNATURE_BYTES}",
+            remedy=f"remove '{SIGNATURE_NAME}' and sign it again",
+        )
 
     def check() -> None:
         if read_document(place, MANIFEST_NAME, MAX_MANIFEST_BYTES) != signed:
@@ -126,8 +143,8 @@ def sign_bundle(directory: Path, key: Path) -> str:
             )
 
     with staged_file(place / SIGNATURE_NAME, beside=place, check=check) as file:
-        file.write_text(signature_text(signed, [signer], earlier), encoding="utf-8")
-    return fingerprint(signer.public_key())
+        file.write_text(text, encoding="utf-8")
+    return name
 
 
 def signature_text(

@@ -36,6 +36,7 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.core.digests import CHUNK_BYTES, digest_files
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
+    MAX_FILES,
     MAX_MANIFEST_BYTES,
     PLANS_NAME,
     SAMPLE_NAME,
@@ -91,6 +92,12 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
     with staged_directory(destination) as stage:
         writer = _Stage(stage)
         manifest = _write_files(contents, writer)
+        if len(manifest.files) > MAX_FILES:
+            raise BundleError(
+                "the bundle has too many files",
+                evidence=f"{len(manifest.files)}, the limit is {MAX_FILES}",
+                remedy="ship fewer engines",
+            )
         text = seal(serde.dumps(manifest))
         if len(text.encode()) > MAX_MANIFEST_BYTES:
             raise BundleError(

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from loka_onnx.bundle.mlflow_log import log_to_mlflow
 from loka_onnx.bundle.registry import (
+    NamedBundle,
     PullResult,
     PushResult,
     TransferOptions,
@@ -21,6 +22,7 @@ from loka_onnx.bundle.registry import (
     push_bundle,
     resolve,
 )
+from loka_onnx.bundle.registry.layout import name_problem
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, terminal_of
@@ -86,38 +88,40 @@ def list_bundles(context: typer.Context, registry: Registry) -> None:
     """List the names of a registry and the bundles that they stand for; exit with 3 if one is damaged."""
     terminal = terminal_of(context)
     found = list_names(registry)
+    if not found:
+        terminal.err.print("no bundle has a name here", soft_wrap=True)
     for item in found:
-        _say(
-            terminal, f"{item.name:<24} " + (f"sha256:{item.digest}" if item.digest else f"✗ {item.problem}")
-        )
+        what = f"sha256:{item.digest}" if item.digest else f"✗ {item.problem}"
+        _say(terminal, f"{_shown_name(item):<24} {what}")
     damaged = [item for item in found if item.digest is None]
     if damaged:
         raise CheckFailed(
             f"{len(damaged)} of {len(found)} names are damaged",
             where=parse_reference(registry).shown,
-            evidence=f"'{damaged[0].name}': {damaged[0].problem}",
+            evidence=f"{_shown_name(damaged[0])}: {damaged[0].problem}",
             remedy="push or promote a bundle under these names again",
         )
 
 
-def resolve_name(context: typer.Context, which: Which) -> None:
+def resolve_name(context: typer.Context, which: Which, name: Name = None) -> None:
     """Print the digest of the bundle that a name stands for now."""
-    _say(terminal_of(context), f"sha256:{resolve(which)}")
+    _say(terminal_of(context), f"sha256:{resolve(_named(which, name))}")
 
 
 def promote_bundle(
     context: typer.Context,
     which: Which,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name to move.")],
+    moved: Annotated[str, typer.Argument(metavar="NAME", help="The name to move.")],
+    name: Name = None,
 ) -> None:
     """Let a name stand for a bundle that is in the registry already; also the way back to an older one."""
-    digest = promote(which, name)
-    _say(terminal_of(context), f"{name} is now sha256:{digest}")
+    digest = promote(_named(which, name), moved)
+    _say(terminal_of(context), f"{moved} is now sha256:{digest}")
 
 
 def log_mlflow(
     context: typer.Context,
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle.", show_default=False)],
+    bundle: Bundle,
     experiment: Annotated[str, typer.Option(help="Experiment; made when absent.")],
     tracking_uri: Annotated[
         str | None, typer.Option(help="MLflow's server; as MLFLOW_TRACKING_URI says by default.")
@@ -171,6 +175,11 @@ def _named(place: str, name: str | None) -> str:
             remedy="give one of them",
         )
     return f"{place}#{name}"
+
+
+def _shown_name(item: NamedBundle) -> str:
+    """A name; quoted where somebody has put one there that may be none, and could pass for something else."""
+    return repr(item.name) if name_problem(item.name) else item.name
 
 
 def _pushed(bundle: Path, place: str, result: PushResult) -> str:

@@ -11,6 +11,7 @@ from rich.text import Text
 from loka_onnx.bundle.triton import RepositoryModel, TritonOptions, TritonRepository, export_triton
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.sessions.bundle_names import name_of
 
 
 def export_triton_command(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
@@ -35,7 +36,7 @@ def export_triton_command(  # noqa: PLR0913, PLR0917 - typer reads one parameter
     ] = 100,
 ) -> None:
     """Write a model repository of NVIDIA Triton Inference Server."""
-    called = name or bundle.resolve().stem
+    called = name or name_of(bundle)
     record = export_triton(
         bundle, repository, TritonOptions(called, tuple(engine or ()), instances, queue_delay_us)
     )

@@ -18,11 +18,11 @@ from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
-from loka_onnx.errors import BudgetMissed, ConfigError
+from loka_onnx.errors import BudgetMissed, ConfigError, EngineError
 from loka_onnx.pipeline.compare import CompareOptions, compare
 from loka_onnx.pipeline.compare_rows import ONLY, RowOptions
 from loka_onnx.pipeline.compare_sides import Opening
-from loka_onnx.pipeline.comparison import Comparison
+from loka_onnx.pipeline.comparison import BeyondBudget, Comparison
 from loka_onnx.pipeline.directory import Outcome
 from loka_onnx.report import numbers
 
@@ -40,7 +40,9 @@ def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter f
     data: Annotated[Path, typer.Option(help="Rows, Parquet or npz.", show_default=False)],
     output: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=KIND", help="Judge this output: logit, probability or regression."),
+        typer.Option(
+            metavar="NAME=KIND", help="Kind: logit, probability or regression; others as the bundles say."
+        ),
     ] = None,
     label: Annotated[
         list[str] | None,
@@ -126,25 +128,40 @@ def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter f
 
 
 def raise_for(found: Comparison) -> None:
-    """Turn the verdict on the budget that was asked for into an exit code.
+    """Turn what was found into an exit code: the budget that was asked for first, then what failed.
 
     Raises:
-        BudgetMissed: The upper bound of an output is above it.
+        BudgetMissed: The upper bound of an output is above the budget, or an output could not be judged.
+        EngineError: A side failed while it was timed.
     """
     beyond = list(found.beyond_budget())
-    if not beyond or found.budget is None:
-        return
-    evidence = "; ".join(
-        f"output '{item.output}' of {item.engine_b}: {item.name} "
-        f"{numbers.percent_interval(item.judged, found.budget)}"
-        for item in beyond
-    )
-    raise BudgetMissed(
-        f"B may cost more than {numbers.budget_percent(found.budget)}",
-        where=found.b.path,
-        evidence=evidence,
-        remedy="keep A; or compare on more rows, if the interval and not its middle is beyond the budget",
-    )
+    if beyond and found.budget is not None:
+        remedies = []
+        if any(item.judged is not None for item in beyond):
+            remedies.append("compare on more rows, if the interval and not its middle is beyond the budget")
+        if any(item.judged is None for item in beyond):
+            remedies.append("give the rows the columns of the labels (`--label OUTPUT=COLUMN`)")
+        raise BudgetMissed(
+            f"B may cost more than {numbers.budget_percent(found.budget)}",
+            where=found.b.path,
+            evidence="; ".join(_beyond(item, found.budget) for item in beyond),
+            remedy=f"keep A; or {', and '.join(remedies)}",
+        )
+    failures = found.latency.failures if found.latency is not None else {}
+    if failures:
+        raise EngineError(
+            f"{' and '.join(failures)} failed while being timed",
+            where=", ".join({"A": found.a.path, "B": found.b.path}[side] for side in failures),
+            evidence="; ".join(failure.partition("\n")[0] for failure in failures.values()),
+            remedy="see whether the device is shared or short of memory; without times: `--no-latency`",
+        )
+
+
+def _beyond(item: BeyondBudget, budget: float) -> str:
+    output = f"output '{item.output}' of {item.engine_b}"
+    if item.judged is None:
+        return f"{output} is not judged: {item.reason}"
+    return f"{output}: {item.name} {numbers.percent_interval(item.judged, budget)}"
 
 
 def _kinds(given: list[str]) -> dict[str, OutputKind]:

@@ -17,6 +17,7 @@ from loka_onnx.pipeline.comparison import (
     EngineUsed,
     LatencyComparison,
     Moved,
+    Ratio,
 )
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.report import numbers
@@ -166,8 +167,7 @@ def _print_latency(out: Console, latency: LatencyComparison) -> None:
     rows: list[tuple[str, ...]] = [("batch", "A p50", "p99", "B p50", "p99", "B over A [interval]")]
     for each in latency.batches:
         times = (each.a.p50_us, each.a.p99_us, each.b.p50_us, each.b.p99_us)
-        said = f"{_ratio(each.ratio)}  {_pace(each.ratio)}"
-        rows.append((numbers.count(each.batch), *map(numbers.latency, times), said))
+        rows.append((numbers.count(each.batch), *map(numbers.latency, times), _ratio(each.ratio)))
     for line in _aligned(rows) if latency.batches else ():
         # Not a rich table: that cuts figures off where the terminal is narrow.
         out.print(line, soft_wrap=True)
@@ -187,16 +187,17 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[Text]:
         yield Text("  ".join((*cells, row[-1])))
 
 
-def _ratio(ratio: Interval | None) -> str:
+def _ratio(ratio: Ratio | None) -> str:
     if ratio is None:
         return numbers.NOT_MEASURED
-    return f"×{ratio.value:.3f} [{ratio.lower:.3f}, {ratio.upper:.3f}]"
+    found = ratio.interval
+    if found is None:
+        return f"×{ratio.value:.3f}  too few loads for an interval"
+    return f"×{ratio.value:.3f} [{found.lower:.3f}, {found.upper:.3f}]  {_pace(found)}"
 
 
-def _pace(ratio: Interval | None) -> str:
+def _pace(ratio: Interval) -> str:
     """In words; within `NOISE` two loads of one and the same engine differ for certain."""
-    if ratio is None or ratio.rows == 0:
-        return "too few loads for an interval"
     if ratio.upper < 1.0 - NOISE:
         return "B is faster"
     if ratio.lower > 1.0 + NOISE:

@@ -139,13 +139,17 @@ def _leave_interrupted(number: int) -> NoReturn:
 def _report(error: Exception, flags: Sequence[str]) -> NoReturn:
     if isinstance(error, LokaError):
         if "--debug" in flags or isinstance(error, InternalError):
-            traceback.print_exception(error)
+            _say(_trace(error))
         kind = "internal error, please report" if isinstance(error, InternalError) else "error"
         _say(f"{kind}: {error}")
         sys.exit(error.exit_code)
-    traceback.print_exception(error)
+    _say(_trace(error))
     _say(f"internal error, please report: {type(error).__name__}: {error}")
     sys.exit(1)
+
+
+def _trace(error: Exception) -> str:
+    return "".join(traceback.format_exception(error)).rstrip("\n")
 
 
 def _end(number: int, frame: FrameType | None) -> None:

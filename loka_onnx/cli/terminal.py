@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TextIO
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from loka_onnx.sessions.bundle_documents import printable
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,20 @@ def is_plain(stream: TextIO) -> bool:
     return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
+class _SafeConsole(Console):
+    """Shows escapes for what others wrote to move the cursor, set the title or hide text: see `printable`."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text = segment.text
+            if segment.control or text.replace("\n", "").isprintable():
+                yield segment
+            else:
+                yield Segment("\n".join(printable(line) for line in text.split("\n")), segment.style)
+
+
 def _console(stream: TextIO) -> Console:
     if is_plain(stream):
         # FORCE_COLOR would win over a pipe otherwise.
-        return Console(file=stream, force_terminal=False, color_system=None, highlight=False)
-    return Console(file=stream, highlight=False)
+        return _SafeConsole(file=stream, force_terminal=False, color_system=None, highlight=False)
+    return _SafeConsole(file=stream, highlight=False)

@@ -23,6 +23,8 @@ PLANS_NAME = "plans.json"
 MAX_MANIFEST_BYTES = 16 << 20
 """A manifest lists files and measurements; weights and scales are in files of their own."""
 
+MAX_FILES = 20_000
+"""Files that a manifest may list; a file system may need a copy of a content for each of its names."""
 MAX_PATH_CHARACTERS = 400
 MAX_PATH_DEPTH = 8
 
@@ -178,7 +180,7 @@ class Manifest:
         lineage: Stages that led here.
         lineage_digest: `digest_lineage` of them.
         versions: Version of every library that took part.
-        files: Every other file of the bundle, sorted by path.
+        files: Every other file of the bundle, sorted by path; `MAX_FILES` at most.
         cut: Where the model was cut at its embeddings; None where every engine is of the whole.
         seal: SHA-256 of the manifest's bytes with these digits as zeros (`core.seal`). As the manifest holds
             the digest of every file, it names the content of the whole bundle.

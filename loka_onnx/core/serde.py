@@ -68,7 +68,7 @@ def loads(kind: type[T], text: str, *, where: str = "document") -> T:
     expected = schema_id(kind)
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError("not a JSON document", where=where, evidence=str(error)) from error
     found = document.get("schema") if isinstance(document, dict) else None
     if found != expected or set(document) != {"schema", "value"}:
@@ -80,6 +80,9 @@ def loads(kind: type[T], text: str, *, where: str = "document") -> T:
         )
     try:
         return cast(T, _adapter(kind).validate_json(json.dumps(document["value"])))
+    except RecursionError as error:
+        # What `json.loads` reads may be nested deeper than what `json.dumps` writes.
+        raise UserError("not a JSON document", where=where, evidence=str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(str(part) for part in first["loc"])

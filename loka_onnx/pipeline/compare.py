@@ -54,6 +54,7 @@ from loka_onnx.pipeline.comparison import (
     LatencyComparison,
     LatencyDifference,
     Moved,
+    Ratio,
 )
 from loka_onnx.planning.speed import Speed
 from loka_onnx.sessions.host_devices import is_target
@@ -104,14 +105,15 @@ def compare(
 
     Returns:
         Accuracy and latency of B from A. Whether it is inside a budget is for the caller to ask
-        (`Comparison.beyond_budget`).
+        (`Comparison.beyond_budget`), and whether a side failed while it was timed
+        (`LatencyComparison.failures`).
 
     Raises:
         ConfigError: There is nothing at a path; A and B take or give different tensors, or have no batch
             size in common; an option names what is not there.
         BundleInvalid: A bundle does not verify.
         DataError: A row or a column cannot be used.
-        EngineError: A side cannot be loaded, or fails on a batch.
+        EngineError: A side cannot be loaded, or fails on a batch that is judged.
         EvaluationError: An output cannot be judged.
     """
     options = options or CompareOptions()
@@ -138,6 +140,7 @@ def compare(
         budget=options.rows.budget,
         budget_source=rows.budget_source,
         notes=(*_sides_apart(one.deployment, other.deployment), *rows.notes),
+        unjudged=dict(rows.unanswered),
     )
 
 
@@ -331,11 +334,11 @@ def _time(
                 engine_b=b.deployment.engine_for(size),
                 a=before.latencies[size],
                 b=after.latencies[size],
-                ratio=after.at(size).over(before.at(size)),
+                ratio=_ratio(after.at(size), before.at(size)),
             )
             for size in both
         ),
-        overall=after.over(before) if both else None,
+        overall=_ratio(after, before) if both else None,
         threads=options.opening.threads,
         loads=options.loads,
         failures={side: failure for load in timed for side, failure in load.failures.items()},
@@ -362,6 +365,14 @@ def _over_loads(loads: Sequence[Latency]) -> Latency:
         repeats=sum(load.repeats for load in loads),
         parts_us=tuple(load.p50_us for load in loads),
     )
+
+
+def _ratio(after: Speed, before: Speed) -> Ratio | None:
+    found = after.over(before)
+    if found is None:
+        return None
+    # Without rows it has no width because nothing is known, not because it is sure.
+    return Ratio(found.value, found if found.rows else None)
 
 
 def _doubts(a: Deployment, b: Deployment) -> Iterator[str]:

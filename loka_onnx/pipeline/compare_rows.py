@@ -8,6 +8,7 @@ the record names may be missing in the data (live rows have no labels): then a n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,7 +43,8 @@ class RowOptions:
     """Which rows are compared, and what is known about them.
 
     Attributes:
-        kinds: Kind of each judged output by its name; empty for those that the bundles record.
+        kinds: Kind of an output by its name, in place of the one that the bundles record; an output that they
+            do not record is judged as well. Label, weight, clip and budget stay as they are recorded.
         labels: Column of the label by output; under `ONLY` that of the only one.
         weights: Column of the row weights by output; under `ONLY` that of the only one.
         group: Column of rows that belong together; None for what the run says.
@@ -51,6 +53,9 @@ class RowOptions:
         rows: Use so many rows from the first on; None for all.
         budget: Largest accepted ΔNE of every output; None for the budgets that are recorded.
         run: The run directory that says columns, group and slices.
+
+    Raises:
+        ConfigError: The budget is no number that a loss change can be held against.
     """
 
     kinds: Mapping[str, OutputKind] = field(default_factory=dict)
@@ -63,6 +68,15 @@ class RowOptions:
     budget: float | None = None
     run: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.budget is not None and not 0.0 <= self.budget < math.inf:
+            raise ConfigError(
+                f"a budget of {self.budget} cannot be held",
+                where="--budget",
+                evidence="it is the largest accepted relative loss change, 0 or a finite number above it",
+                remedy="write for example --budget 0.0002 for 0.02 %",
+            )
+
 
 @dataclass(frozen=True)
 class JudgedRows:
@@ -72,6 +86,7 @@ class JudgedRows:
         data: The rows.
         specs: Outputs that are judged.
         unjudged: Why other outputs are not, by name; how far they moved is said all the same.
+        unanswered: The part of these that the bundles record or the caller asked for.
         described: The rows for the report.
         budget_source: Where the budgets come from, in words.
         notes: What a reader must know, each a sentence without its full stop.
@@ -80,6 +95,7 @@ class JudgedRows:
     data: Dataset
     specs: tuple[OutputSpec, ...]
     unjudged: Mapping[str, str]
+    unanswered: Mapping[str, str]
     described: ComparedRows
     budget_source: str
     notes: tuple[str, ...]
@@ -100,7 +116,8 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
         options: What the caller says of the rows.
 
     Raises:
-        ConfigError: An option names an output or input that is not there; A and B were judged differently.
+        ConfigError: An option names an output or input that is not there; A and B were judged differently,
+            and no option says what holds.
         DataError: The file or a column cannot be used.
         ModelError: The tables of the model cannot be read.
         UserError: The run directory is of another version.
@@ -114,12 +131,15 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
     notes = list[str]()
     specs = list[OutputSpec]()
     unjudged = {spec.name: UNKNOWN_KIND for spec in a.outputs if len(spec.shape) <= 2}
+    unanswered = dict[str, str]()
     for output in asked:
         label = output.label
+        is_regression = output.kind is OutputKind.REGRESSION
         if label is not None and not {output.name, ONLY} & set(options.labels):
-            label = _where_there(data, label, f"output '{output.name}' is judged without its label", notes)
-        if label is None and output.kind is OutputKind.REGRESSION:
-            unjudged[output.name] = WITHOUT_LABEL
+            costs = "is not judged" if is_regression else "is judged without its label"
+            label = _where_there(data, label, f"output '{output.name}' {costs}", notes)
+        if label is None and is_regression:
+            unjudged[output.name] = unanswered[output.name] = WITHOUT_LABEL
             continue
         unjudged.pop(output.name, None)
         specs.append(OutputSpec(output.name, output.kind, label, output.weight, output.budget, output.clip))
@@ -145,7 +165,7 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
         inputs={binding.input: binding.columns for binding in bindings},
         source=_source(recorded, options),
     )
-    return JudgedRows(dataset, judged, unjudged, described, budget_source, tuple(notes))
+    return JudgedRows(dataset, judged, unjudged, unanswered, described, budget_source, tuple(notes))
 
 
 # Outputs ------------------------------------------------------------------------------------------
@@ -169,15 +189,27 @@ class _Asked:
 
 def _asked(a: Side, b: Side, options: RowOptions) -> tuple[tuple[_Asked, ...], str]:
     """The outputs to judge with the columns asked for or recorded, and where their budgets come from."""
-    found = _declared(a, options.kinds) if options.kinds else _judged_before(a, b)
-    for output, column in options.labels.items():
-        name = _name(found, output, "--label")
-        found = {**found, name: replace(found[name], label=column)}
-    for output, column in options.weights.items():
-        name = _name(found, output, "--weight")
-        found = {**found, name: replace(found[name], weight=column)}
+    _check_present(a, options.kinds)
+    recorded = [{spec.name: _Asked.of(spec) for spec in side.judged} for side in (a, b)]
+    declared = tuple(name for name in options.kinds if not any(name in specs for specs in recorded))
+    names = tuple(dict.fromkeys((*recorded[0], *recorded[1], *declared)))
+    labels = {_name(names, output, "--label"): column for output, column in options.labels.items()}
+    weights = {_name(names, output, "--weight"): column for output, column in options.weights.items()}
+    settled = [
+        {
+            name: replace(
+                spec,
+                kind=options.kinds.get(name, spec.kind),
+                label=labels.get(name, spec.label),
+                weight=weights.get(name, spec.weight),
+            )
+            for name, spec in specs.items()
+        }
+        for specs in (*recorded, {name: _Asked(name, options.kinds[name]) for name in declared})
+    ]
+    found = tuple(_alike([specs[name] for specs in settled if name in specs]) for name in names)
     if options.budget is None:
-        return tuple(found.values()), "the default" if options.kinds else "as recorded"
+        return found, _source_of_budgets(names, declared)
     if not found:
         raise ConfigError(
             "a budget needs an output that is judged",
@@ -185,10 +217,10 @@ def _asked(a: Side, b: Side, options: RowOptions) -> tuple[tuple[_Asked, ...], s
             evidence="neither A nor B records the kind of an output",
             remedy="give it with `--output NAME=logit` (or probability, or regression)",
         )
-    return tuple(replace(output, budget=options.budget) for output in found.values()), "as asked for"
+    return tuple(replace(output, budget=options.budget) for output in found), "as asked for"
 
 
-def _declared(a: Side, kinds: Mapping[str, OutputKind]) -> dict[str, _Asked]:
+def _check_present(a: Side, kinds: Mapping[str, OutputKind]) -> None:
     present = [spec.name for spec in a.outputs]
     for name in kinds:
         if name not in present:
@@ -198,32 +230,43 @@ def _declared(a: Side, kinds: Mapping[str, OutputKind]) -> dict[str, _Asked]:
                 evidence=f"the outputs are {', '.join(present)}",
                 remedy="correct the name",
             )
-    return {name: _Asked(name, kind) for name, kind in kinds.items()}
 
 
-def _judged_before(a: Side, b: Side) -> dict[str, _Asked]:
-    """Judged outputs of both, A's first; those of both must have been judged alike, budgets apart."""
-    found = {spec.name: _Asked.of(spec) for spec in a.judged}
-    for theirs in map(_Asked.of, b.judged):
-        ours = found.setdefault(theirs.name, theirs)
-        if replace(ours, budget=theirs.budget) != theirs:
-            raise ConfigError(
-                f"A and B judge output '{ours.name}' differently",
-                evidence=f"A: {_how(ours)}; B: {_how(theirs)}",
-                remedy=f"say what holds: `--output {ours.name}={ours.kind}` and `--label {ours.name}=COLUMN`",
-            )
-    return found
+def _alike(sides: Sequence[_Asked]) -> _Asked:
+    """The first, A's where it records the output; both must judge it alike, budgets apart."""
+    ours, theirs = sides[0], sides[-1]
+    if replace(ours, budget=theirs.budget) == theirs:
+        return ours
+    options = {"kind": f"`--output {ours.name}={ours.kind}`"}
+    options |= {field: f"`--{field} {ours.name}=COLUMN`" for field in ("label", "weight")}
+    say = [option for field, option in options.items() if getattr(ours, field) != getattr(theirs, field)]
+    remedy = f"say what holds: {' and '.join(say)}" if say else ""
+    if ours.clip != theirs.clip:
+        remedy += f"{'; ' if remedy else ''}build both bundles with one `clip`"
+    raise ConfigError(
+        f"A and B judge output '{ours.name}' differently",
+        evidence=f"A: {_how(ours)}; B: {_how(theirs)}",
+        remedy=remedy,
+    )
+
+
+def _source_of_budgets(names: Sequence[str], declared: Sequence[str]) -> str:
+    if not declared:
+        return "as recorded"
+    return (
+        "the default" if len(declared) == len(names) else f"as recorded; the default of {', '.join(declared)}"
+    )
 
 
 def _how(output: _Asked) -> str:
     return f"{output.kind}, label {output.label}, weight {output.weight}, clip {output.clip:g}"
 
 
-def _name(found: Mapping[str, _Asked], output: str, option: str) -> str:
+def _name(found: Sequence[str], output: str, option: str) -> str:
     if output in found:
         return output
     if output == ONLY and len(found) == 1:
-        return next(iter(found))
+        return found[0]
     raise ConfigError(
         "a column without its output needs exactly one judged output"
         if output == ONLY

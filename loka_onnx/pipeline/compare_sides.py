@@ -155,11 +155,12 @@ def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack
     """A bundle that was given as `path` and lies in `directory`."""
     engine = _load(directory, opening, stack)
     manifest = read_manifest(directory)
+    answering = _answering(engine)
     return Side(
         name=name,
         deployment=_deployment(path, manifest, engine),
         run=engine.infer,
-        load=lambda again: _same(_load(directory, opening, again), engine.entry.id, path).infer,
+        load=lambda again: _same(_load(directory, opening, again), answering, path).infer,
         inputs=engine.inputs,
         outputs=engine.outputs,
         judged=manifest.judged,
@@ -177,13 +178,30 @@ def _load(directory: Path, opening: Opening, stack: ExitStack) -> Engine:
     return engine
 
 
-def _same(engine: Engine, expected: str, path: Path) -> Engine:
-    if engine.entry.id == expected:
+@dataclass(frozen=True)
+class _Answering:
+    """Which engines of a loaded bundle answer: the main one, and those by the rows of a request."""
+
+    main: str
+    routes: dict[int, str]
+
+    def __str__(self) -> str:
+        routed = (f"'{engine}' to {rows} rows" for rows, engine in sorted(self.routes.items()))
+        return ", ".join((f"'{self.main}'", *routed))
+
+
+def _answering(engine: Engine) -> _Answering:
+    return _Answering(engine.entry.id, dict(engine.health().routes))
+
+
+def _same(engine: Engine, expected: _Answering, path: Path) -> Engine:
+    found = _answering(engine)
+    if found == expected:
         return engine
     raise EngineError(
         "another engine answers when the bundle is loaded once more",
         where=str(path),
-        evidence=f"'{expected}' at first, then '{engine.entry.id}'",
+        evidence=f"{expected} at first, then {found}",
         remedy="see whether the device is shared or short of memory",
     )
 

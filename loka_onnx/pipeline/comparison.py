@@ -176,6 +176,20 @@ class AccuracyDifference:
 
 
 @dataclass(frozen=True)
+class Ratio:
+    """The time of B over that of A.
+
+    Attributes:
+        value: Ratio of the medians.
+        interval: Where it lies with at least 95 %, over the loads; its rows are the loads. Of one load only,
+            over the parts of the measurement. None where too few were timed to say how sure the ratio is.
+    """
+
+    value: float
+    interval: Interval | None
+
+
+@dataclass(frozen=True)
 class LatencyDifference:
     """Both sides at one batch size, timed in turns.
 
@@ -185,8 +199,7 @@ class LatencyDifference:
         engine_b: Engine of B that answered.
         a: What A took.
         b: What B took; its parts, as those of A, are the medians of the loads.
-        ratio: Median of B over that of A, with an interval of at least 95 % over the loads; its rows are the
-            loads. Of one load only, over the parts of the measurement; 0 rows and no width where too few.
+        ratio: Median of B over that of A; None where they were not timed in turns.
     """
 
     batch: int
@@ -194,7 +207,7 @@ class LatencyDifference:
     engine_b: str
     a: Latency
     b: Latency
-    ratio: Interval | None
+    ratio: Ratio | None
 
 
 @dataclass(frozen=True)
@@ -211,7 +224,7 @@ class LatencyComparison:
     """
 
     batches: tuple[LatencyDifference, ...]
-    overall: Interval | None
+    overall: Ratio | None
     threads: int
     loads: int
     failures: dict[str, str] = field(default_factory=dict)
@@ -220,12 +233,21 @@ class LatencyComparison:
 
 @dataclass(frozen=True)
 class BeyondBudget:
-    """An output whose upper bound is above the budget that was asked for."""
+    """An output that the budget that was asked for does not hold for.
+
+    Attributes:
+        output: Its name.
+        engine_b: Engine of B that answered.
+        judged: What is held against the budget, its upper end above it; None where the output was not judged.
+        name: What that is, in words.
+        reason: Why the output was not judged; empty where it was.
+    """
 
     output: str
     engine_b: str
-    judged: Interval
-    name: str
+    judged: Interval | None
+    name: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -241,6 +263,7 @@ class Comparison:
         budget: Largest accepted ΔNE (KL without labels) that was asked for; None where none was.
         budget_source: Where the budgets of the outputs come from, in words.
         notes: What a reader must know, each a sentence without its full stop.
+        unjudged: By output that a bundle records or that was asked for, why it could not be judged.
     """
 
     SCHEMA: ClassVar[str] = "comparison/1"
@@ -254,12 +277,17 @@ class Comparison:
     budget: float | None
     budget_source: str
     notes: tuple[str, ...] = ()
+    unjudged: dict[str, str] = field(default_factory=dict)
 
     def beyond_budget(self) -> Iterator[BeyondBudget]:
-        """Outputs whose upper bound is not at or below the budget that was asked for."""
+        """Outputs whose upper bound is not at or below the budget that was asked for, or is not known."""
         for pair in self.accuracy if self.budget is not None else ():
             for output in pair.outputs:
                 found = output.difference
+                if found is None:
+                    yield BeyondBudget(output.output, pair.engine_b, None, reason="it has no difference")
                 # Written so that a NaN is beyond.
-                if found is not None and not found.judged.upper <= (self.budget or 0.0):
+                elif not found.judged.upper <= (self.budget or 0.0):
                     yield BeyondBudget(output.output, pair.engine_b, found.judged, found.judged_name)
+            for name, reason in self.unjudged.items():
+                yield BeyondBudget(name, pair.engine_b, None, reason=reason)

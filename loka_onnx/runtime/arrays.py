@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from loka_onnx.errors import DataError
 from loka_onnx.sessions import dlpack
-from loka_onnx.sessions.dlpack import CPU, CUDA, Borrowed, device_of
+from loka_onnx.sessions.dlpack import CPU, CUDA, ROCM, Borrowed, device_of
 from loka_onnx.sessions.runner import Allocate
 
 NUMPY, TORCH, CUPY = "numpy", "torch", "cupy"
@@ -101,6 +101,12 @@ def to_host(value: Any, kind: Kind) -> npt.NDArray[Any]:
     Raises:
         DataError: It cannot be read.
     """
+    if isinstance(value, np.ma.MaskedArray):
+        raise DataError(
+            "an array is masked",
+            evidence="the model has no masks: it would take what lies beneath",
+            remedy="send `array.filled(…)`",
+        )
     if isinstance(value, np.ndarray):
         return np.asarray(value)
     if kind.is_host:
@@ -122,7 +128,8 @@ def from_host(array: npt.NDArray[Any], kind: Kind) -> Any:
     if kind.library == TORCH:
         torch = sys.modules[TORCH]
         tensor = _torch_view(torch, array if array.flags.writeable else array.copy())
-        return tensor if kind.device_type != CUDA else tensor.to(torch.device("cuda", kind.device))
+        is_gpu = kind.device_type in {CUDA, ROCM}
+        return tensor.to(torch.device("cuda", kind.device)) if is_gpu else tensor
     if kind.library == CUPY:
         cupy = sys.modules[CUPY]
         with cupy.cuda.Device(kind.device):

@@ -8,7 +8,7 @@ TensorRT, MIGraphX, AOTInductor packages) take one at a time and let the others 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
@@ -30,7 +30,7 @@ from loka_onnx.runtime.arrays import (
     to_host,
 )
 from loka_onnx.runtime.gate import Closed, Gate
-from loka_onnx.runtime.health import Health, Skipped, differences
+from loka_onnx.runtime.health import Health, Skipped, differences, in_line
 from loka_onnx.runtime.metrics import EngineSeries, Metrics
 from loka_onnx.runtime.requests import NOT_PLAIN, Layout, repeated, typed
 from loka_onnx.runtime.saturation import Sampler
@@ -200,6 +200,12 @@ class Engine:
         """Call this once the engine is closed."""
         self._release = release
 
+    def engine_for(self, rows: int) -> Engine:
+        """The engine that takes a request of so many rows: that of the next size that has one."""
+        if not self._routes:
+            return self
+        return self._routes[min(bisect_left(self._route_sizes, rows), len(self._routes) - 1)][1]
+
     def warm_up(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
         """Run batches of the sample's rows, so that no request pays for what a first one of its size does.
 
@@ -212,18 +218,31 @@ class Engine:
         Raises:
             EngineError: The engine fails on one, or was closed.
         """
-        least, most = self.entry.batch.min, self.entry.batch.max
-        wanted = sorted({min(max(size, least), most) for size in (self._sizes() if sizes is None else sizes)})
+        wanted = self.sizes if sizes is None else self._within(sizes)
         for size in wanted:
             batch = {name: repeated(value, size) for name, value in self._request.items()}
             self._gate.enter()
             try:
                 for _ in range(WARM_UPS):
-                    self._engine_of(size)._runner.run(batch)
+                    self.engine_for(size)._runner.run(batch)
             finally:
                 self._gate.leave()
         self._warm = tuple(sorted({*self._warm, *wanted}))
-        return tuple(wanted)
+        return wanted
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes that are served, were timed or have a route, ascending, within those that it takes."""
+        sizes = {*self._route_sizes}
+        for engine in (self, *self._others):
+            sizes |= {*engine.served_sizes}
+            timed = engine.entry.evaluation
+            sizes |= set() if timed is None else {latency.batch for latency in timed.latencies}
+        return self._within(sizes)
+
+    def _within(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        least, most = self.entry.batch.min, self.entry.batch.max
+        return tuple(sorted({min(max(size, least), most) for size in sizes}))
 
     def close(self) -> None:
         """Frees what the engine holds, a GPU's memory above all, once running requests are answered.
@@ -264,7 +283,7 @@ class Engine:
                 for n in wrong
             )
         except LokaError as error:
-            detail = str(error)
+            detail = in_line(error)
         detail = "; ".join([*([detail] if detail else []), *self._ailing()])
         return Health(
             ready=not detail,
@@ -298,7 +317,9 @@ class Engine:
 
     def _infer_others(self, inputs: Mapping[str, Any], like: Any, began: float) -> dict[str, Any]:
         """Answer a request of arrays of another library, or refuse one."""
-        if like is None and (tensors := plain_tensors(inputs)) is not None:
+        # Asked first, as it is nearly always so: whether something is a `Mapping` takes longer.
+        is_mapping = type(inputs) is dict or isinstance(inputs, Mapping)
+        if like is None and is_mapping and (tensors := plain_tensors(inputs)) is not None:
             rows = self._layout.plain_rows(tensors)
             rows = self._layout.rows_of(tensors) if rows == NOT_PLAIN else rows
             return self._run_on_host(tensors, rows, TORCH_HOST, began)
@@ -322,7 +343,7 @@ class Engine:
 
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
         """Answer a request in the host's memory that has been checked, in arrays of a kind."""
-        target, metrics = self._engine_of(rows), self.metrics
+        target, metrics = self.engine_for(rows), self.metrics
         held: Arrays = target._runner.run(inputs)
         answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
         if metrics.enabled:
@@ -339,23 +360,8 @@ class Engine:
         if place[0] != CUDA or any((each.device_type, each.device) != place for each in kinds.values()):
             return None
         rows = next((int(value.shape[0]) for value in inputs.values() if value.shape), 0)
-        engine = self._engine_of(rows)
+        engine = self.engine_for(rows)
         return engine if engine._runner.device == kind.device else None
-
-    def _engine_of(self, rows: int) -> Engine:
-        """The engine that takes a request of so many rows: that of the next size that has one."""
-        if not self._routes:
-            return self
-        return self._routes[min(bisect_left(self._route_sizes, rows), len(self._routes) - 1)][1]
-
-    def _sizes(self) -> set[int]:
-        """Batch sizes that are served, were timed, or have a route."""
-        sizes = {*self._route_sizes}
-        for engine in (self, *self._others):
-            sizes |= {*engine.served_sizes}
-            timed = engine.entry.evaluation
-            sizes |= set() if timed is None else {latency.batch for latency in timed.latencies}
-        return sizes
 
     def _ailing(self) -> list[str]:
         """What is wrong with the other engines."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import TensorSpec
-from loka_onnx.errors import EngineError
+from loka_onnx.errors import EngineError, LokaError
 
 
 class Cause(StrEnum):
@@ -98,6 +98,17 @@ class Health:
     trust: str = ""
 
 
+def in_line(error: Exception) -> str:
+    """An error in one line, with its evidence and remedy."""
+    if not isinstance(error, LokaError):
+        said = f"{type(error).__name__}: {str(error)[:400]}"
+    else:
+        said = f"{error.where}: {error.what}" if error.where else error.what
+        said += f" ({error.evidence})" if error.evidence else ""
+        said += f"; {error.remedy}" if error.remedy else ""
+    return " ".join(said.split())
+
+
 def differences(
     outputs: tuple[TensorSpec, ...],
     answer: Mapping[str, npt.NDArray[Any]],
@@ -106,8 +117,11 @@ def differences(
     """Largest absolute difference of each output; NaN where one of the two is.
 
     Raises:
-        EngineError: An output has another type or shape.
+        EngineError: An output is missing, or has another type or shape.
     """
+    missing = [spec.name for spec in outputs if spec.name not in answer]
+    if missing:
+        raise EngineError(f"the engine has no output '{missing[0]}'", evidence=f"outputs {sorted(answer)}")
     return {spec.name: _max_abs(answer[spec.name], expected[spec.name], spec.name) for spec in outputs}
 
 

@@ -9,32 +9,43 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
+from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
-from loka_onnx.errors import ConfigError, EngineError, InternalError, LokaError
+from loka_onnx.errors import BundleInvalid, ConfigError, EngineError, InternalError, LokaError
 from loka_onnx.runtime.engine import Engine, Origin, Serving
-from loka_onnx.runtime.health import Cause, Skipped
+from loka_onnx.runtime.health import Cause, Skipped, in_line
 from loka_onnx.runtime.saturation import make_sampler
 from loka_onnx.runtime.selection import in_order, obstacle
 from loka_onnx.sessions.bound_session import open_bound
 from loka_onnx.sessions.bundle_archive import is_archive, unpacked
-from loka_onnx.sessions.bundle_files import read_sample, verify_bundle
-from loka_onnx.sessions.bundle_signature import verify_signature
+from loka_onnx.sessions.bundle_files import read_sample, verify_directory
 from loka_onnx.sessions.inductor_session import open_inductor
 from loka_onnx.sessions.migraphx_session import open_migraphx
+from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.pinned import Pin, pinned
+from loka_onnx.sessions.providers import CPU as CPU_PROVIDER
+from loka_onnx.sessions.providers import CUDA as CUDA_PROVIDER
 from loka_onnx.sessions.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.runner import Names, Runner
 from loka_onnx.sessions.split_runner import SplitRunner
 from loka_onnx.sessions.tensorrt_session import open_tensorrt, open_tensorrt_rtx
 
 _LOG = logging.getLogger("loka_onnx.runtime")
+EP_CONTEXT = "EPContext"
+"""Operator whose node holds a program of a provider."""
+_HARMLESS = frozenset({CPU_PROVIDER.name, CUDA_PROVIDER.name})
+"""Providers that run no program of a model."""
+ATTEMPTS = 3
+"""How often a load begins, where the bundle is replaced meanwhile."""
 CALLER = "caller"
 """What `Health.trust` says for ``trust=True``."""
 
@@ -44,7 +55,7 @@ def load(
     options: SessionOptions | None = None,
     *,
     trust: bool = False,
-    keys: Sequence[Path] = (),
+    keys: Iterable[Path | str] = (),
     part: Part | str = Part.WHOLE,
     serving: Serving = Serving(),  # noqa: B008 — it is frozen
 ) -> Engine:
@@ -67,12 +78,13 @@ def load(
 
     Args:
         bundle: Directory of the bundle, or its single-file form: that is unpacked into a temporary directory,
-            which is removed when the engine is closed. Nobody else may write there meanwhile.
+            which is removed when the engine is closed. Nobody else may write there meanwhile; where the
+            bundle is replaced as a whole, as `write_bundle` does, the new one is loaded.
         options: How an ONNX Runtime session runs.
         trust: Whether the bundle comes from someone who may run code on this host. Engines that are programs
             (TensorRT, Inductor, MIGraphX) are passed over without it, unless a signature verifies.
-        keys: Public keys (PEM files) of those who may run code on this host. Where any are given, the bundle
-            must be signed with one of them, whether or not it holds programs.
+        keys: Public keys (paths of PEM files) of those who may run code on this host. Where any are given,
+            the bundle must be signed with one of them, whether or not it holds programs.
         part: ``whole`` for the model's own inputs, ``dense`` for looked-up rows.
         serving: Warm-up, metrics and samples of values.
 
@@ -82,31 +94,47 @@ def load(
     Raises:
         BundleInvalid: The bundle does not verify, or keys are given and none of them signed it.
         EngineError: Nothing in it runs here, not even the FP32 model.
-        ConfigError: There is no such part, or a key cannot be read.
+        ConfigError: There is no such part, a key cannot be read, or `keys` is one path and no list of them.
     """
     wanted = _part(part)
-    bundle = Path(bundle)
-    with ExitStack() as stack:
-        directory = stack.enter_context(unpacked(bundle)) if is_archive(bundle) else bundle
-        signer = verify_signature(directory, tuple(keys)) if keys else ""
-        manifest = verify_bundle(directory)
-        trusted_by = signer or (CALLER if trust else "")
-        opener = _Opener(_Source(directory, manifest, str(bundle), trusted_by), options, wanted, serving)
-        engine = _first(opener)
-        engine.on_close(weakref.finalize(engine, stack.pop_all().close))
-        return engine
+    bundle, keys = Path(bundle), _paths(keys)
+    for _ in range(ATTEMPTS):
+        with ExitStack() as stack:
+            directory = stack.enter_context(unpacked(bundle)) if is_archive(bundle) else bundle
+            pin = stack.enter_context(pinned(directory))
+            try:
+                verified = verify_directory(pin.path, keys)
+                trusted_by = verified.signer or (CALLER if trust else "")
+                source = _Source(pin.path, verified.manifest, str(bundle), trusted_by, pin)
+                engine = _first(_Opener(source, options, wanted, serving))
+            except LokaError:
+                # Whoever replaces a bundle removes the old one, file by file.
+                if pin.is_current:
+                    raise
+                _LOG.warning("%s: the bundle was replaced while it was loaded: once more", bundle)
+                continue
+            if pin.is_current:
+                engine.on_close(weakref.finalize(engine, stack.pop_all().close))
+                return engine
+            _LOG.warning("%s: the bundle was replaced while it was loaded: once more", bundle)
+            engine.close()
+    raise BundleInvalid(
+        "the bundle is replaced faster than it is loaded",
+        where=str(bundle),
+        evidence=f"{ATTEMPTS} attempts",
+        remedy="load it again when it stays",
+    )
 
 
 def _first(opener: _Opener) -> Engine:
     """The first engine that serves, warm, with those that it hands requests to."""
     source = opener.source
     for entry in opener.candidates():
-        engine = opener.open(entry)
-        if engine is None:
+        engine = None if opener.was_skipped(entry) else opener.open(entry)
+        if engine is None or not opener.add_routes(engine):
             continue
         if entry == source.manifest.fallback:
             _LOG.warning("%s: no emitted engine runs here; serving the FP32 model", source.name)
-        opener.add_routes(engine)
         engine.set_origin(Origin(tuple(opener.skipped), opener.order, source.trusted_by))
         _LOG.info("%s: engine '%s' is ready", source.name, entry.id)
         return engine
@@ -127,12 +155,14 @@ class _Source:
         manifest: Its manifest.
         name: What messages call it.
         trusted_by: Who vouches for programs in it; empty for nobody.
+        pin: What keeps `directory` the one that was verified, whatever takes its place.
     """
 
     directory: Path
     manifest: Manifest
     name: str
     trusted_by: str
+    pin: Pin
 
 
 class _Opener:
@@ -146,6 +176,10 @@ class _Opener:
         self.skipped: list[Skipped] = []
         self.order: tuple[str, ...] = ()
         self._lookup: OnnxSession | None = None
+
+    def was_skipped(self, entry: EngineEntry) -> bool:
+        """Whether an engine was tried and passed over."""
+        return any(skipped.engine == entry.id for skipped in self.skipped)
 
     def candidates(self) -> tuple[EngineEntry, ...]:
         """Engines that may run here, in the order that they are tried; the others are passed over."""
@@ -167,77 +201,126 @@ class _Opener:
         cause = Cause.OPEN
         try:
             sample = read_sample(directory, manifest, entry)
-            runner = _open(directory, entry, self._options)
-            if entry.part is Part.DENSE and self._wanted is Part.WHOLE:
-                runner = self._with_lookup(runner)
+            runner = self._runner(entry)
             cause = Cause.SELF_TEST
-            engine = _tested(
-                Engine(manifest, entry, runner, sample, self._wanted, self._serving), self._serving
-            )
-        except LokaError as error:
-            self._skip(entry, cause, str(error))
+            try:
+                engine = Engine(manifest, entry, runner, sample, self._wanted, self._serving)
+            except BaseException:
+                runner.close()
+                raise
+            engine = _tested(engine, self._serving)
+        except Exception as error:
+            # Whatever a library raises for a file of which it makes nothing: the next one serves.
+            self._skip(entry, cause, in_line(error))
             return None
         if self._serving.metrics:
             self._sample_values(engine)
         return engine
 
+    def _runner(self, entry: EngineEntry) -> Runner:
+        """What an engine runs on, behind the lookup where requests hold ids and it takes looked-up rows.
+
+        Raises:
+            LokaError: It does not load, or is not the engine that the manifest describes.
+        """
+        manifest = self.source.manifest
+        if not self.source.trusted_by:
+            _refuse_programs(self.source.directory / entry.path, entry, self._options)
+        self.source.pin.check()
+        runner = _open(self.source.directory, entry, self._options)
+        try:
+            _check_names(runner.names, manifest.inputs_of(entry.part), manifest.outputs)
+            if entry.part is Part.DENSE and self._wanted is Part.WHOLE:
+                return SplitRunner(self._shared_lookup(), runner)
+        except BaseException:
+            runner.close()
+            raise
+        return runner
+
     def _sample_values(self, engine: Engine) -> None:
         directory, manifest = self.source.directory, self.source.manifest
         try:
             engine.set_sampler(make_sampler(directory, manifest, engine.entry, self._serving.sample_every))
-        except LokaError as error:
+        except Exception as error:
             # An engine that answers right serves, whether or not its values can be watched.
+            name = self.source.name
             _LOG.warning(
-                "%s: values of engine '%s' are not sampled: %s", self.source.name, engine.entry.id, error
+                "%s: values of engine '%s' are not sampled: %s", name, engine.entry.id, in_line(error)
             )
 
     def _skip(self, entry: EngineEntry, cause: Cause, reason: str) -> None:
+        reason = self.source.pin.worded(reason)
         self.skipped.append(Skipped(entry.id, reason, cause))
         # A bundle for several devices has engines for others than this one: nothing is wrong with that.
         level = logging.INFO if cause is Cause.DEVICE else logging.WARNING
         _LOG.log(level, "%s: engine '%s' is not used: %s", self.source.name, entry.id, reason)
 
-    def _with_lookup(self, dense: Runner) -> SplitRunner:
-        """An engine of the dense part behind the lookup; several engines share one, tables are large."""
+    def _shared_lookup(self) -> OnnxSession:
+        """A hold on the lookup: several engines share one, tables are large."""
         cut = self.source.manifest.cut
         if cut is None:
             raise InternalError(
                 "an engine takes looked-up rows, and the manifest has no cut", where=self.source.name
             )
-        try:
-            if self._lookup is None:
-                threads = 0 if self._options is None else self._options.threads
-                # Tables stay on the CPU whatever runs the dense part.
-                path = self.source.directory / cut.lookup
-                self._lookup = OnnxSession(path, SessionOptions(threads=threads))
-        except BaseException:
-            dense.close()
-            raise
-        return SplitRunner(self._lookup, dense)
+        if self._lookup is None:
+            threads = 0 if self._options is None else self._options.threads
+            # Tables stay on the CPU whatever runs the dense part.
+            lookup = OnnxSession(self.source.directory / cut.lookup, SessionOptions(threads=threads))
+            asked = [spec for spec in self.source.manifest.inputs if spec.name in cut.lookup_inputs]
+            _check_names(lookup.names, asked, cut.tensors)
+            self._lookup = lookup
+        return self._lookup.shared()
 
-    def add_routes(self, engine: Engine) -> None:
-        """Load the engines that take requests of other sizes in the engine's stead.
+    def add_routes(self, engine: Engine) -> bool:
+        """Load the engines that take requests of other sizes in the engine's stead, and warm up all of them.
 
         The sizes of one that does not run here stay with the engine.
+
+        Returns:
+            Whether the engine itself runs the sizes that it takes; where it does not, all are closed.
         """
         main, manifest = engine.entry.id, self.source.manifest
         choice = next((t for t in manifest.choice.targets if t.routes and main in t.engines), None)
         if choice is None:
-            return
+            return True
         entries = {entry.id: entry for entry in manifest.engines}
         opened: dict[str, Engine] = {main: engine}
-        tried = {skipped.engine for skipped in self.skipped}
-        for name in choice.engines:
-            if name in opened or name in tried:
-                continue
-            other = self.open(entries[name])
-            if other is not None:
-                opened[name] = other
+        try:
+            for name in choice.engines:
+                if name in opened or self.was_skipped(entries[name]):
+                    continue
+                other = self.open(entries[name])
+                if other is not None:
+                    opened[name] = other
+            is_routed = len(opened) > 1
+            while is_routed and main in opened:
+                engine.set_routes([(r.batch, opened.get(r.engine, engine)) for r in choice.routes])
+                failing = self._failing(engine)
+                if failing is None:
+                    break
+                opened.pop(failing.entry.id).close()
+        except BaseException:
+            _close_all(opened.values())
+            raise
+        if main not in opened:
+            _close_all(opened.values())
+            return False
         if len(opened) > 1:
-            engine.set_routes([(r.batch, opened.get(r.engine, engine)) for r in choice.routes])
             _LOG.info("%s: requests go by their size to %s", self.source.name, ", ".join(opened))
-            if self._serving.warm_up:
-                engine.warm_up()
+        else:
+            engine.set_routes([])
+        return True
+
+    def _failing(self, engine: Engine) -> Engine | None:
+        """The first engine that fails at a size that requests bring to it; it is passed over."""
+        for size in engine.sizes if self._serving.warm_up else ():
+            try:
+                engine.warm_up([size])
+            except Exception as error:
+                failing = engine.engine_for(size)
+                self._skip(failing.entry, Cause.SELF_TEST, f"{size} rows: {in_line(error)}")
+                return failing
+        return None
 
 
 def _open(bundle: Path, entry: EngineEntry, options: SessionOptions | None) -> Runner:
@@ -258,6 +341,55 @@ def _open(bundle: Path, entry: EngineEntry, options: SessionOptions | None) -> R
         return open_migraphx(path, entry.architecture, entry.version)
     open_program = open_tensorrt if entry.backend == "tensorrt" else open_tensorrt_rtx
     return open_program(path, entry.architecture, entry.version)
+
+
+def _refuse_programs(path: Path, entry: EngineEntry, options: SessionOptions | None) -> None:
+    """Refuse a model that brings a program for a provider that the caller asks for.
+
+    Raises:
+        EngineError: It holds one (ONNX Runtime, "EP context design": node EPContext).
+        ModelError: It is no model.
+    """
+    asked = () if options is None else options.providers
+    if entry.backend != ONNXRUNTIME or all(name in _HARMLESS for name in asked):
+        return
+    if EP_CONTEXT in operators(read_model(path)):
+        raise EngineError(
+            f"the model holds a program, in a node {EP_CONTEXT}",
+            evidence=f"providers {asked}",
+            remedy="vouch for the bundle with `keys=[…]` or `trust=True`",
+        )
+
+
+def _check_names(names: Names | None, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec]) -> None:
+    """Check that a file takes and answers what the manifest says.
+
+    Raises:
+        EngineError: It takes something else as well, or does not answer just that.
+    """
+    if names is None:
+        return
+    taken, answered = {spec.name for spec in inputs}, {spec.name for spec in outputs}
+    if not set(names.inputs) <= taken or set(names.outputs) != answered:
+        raise EngineError(
+            "the engine is not the one that the manifest describes",
+            evidence=f"it takes {sorted(names.inputs)} and answers {sorted(names.outputs)}, the manifest has "
+            f"{sorted(taken)} and {sorted(answered)}",
+        )
+
+
+def _close_all(engines: Iterable[Engine]) -> None:
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.callback(engine.close)
+
+
+def _paths(keys: Iterable[Path | str] | None) -> tuple[Path, ...]:
+    if isinstance(keys, str | bytes | PathLike):
+        raise ConfigError(
+            "`keys` is one path, and not a list of paths", evidence=f"{keys!r}", remedy="write `keys=[…]`"
+        )
+    return tuple(Path(key) for key in keys or ())
 
 
 def _part(name: Part | str) -> Part:

@@ -22,11 +22,14 @@ is needed only for that and imported only then; nothing is registered anywhere b
 | `loka_onnx_sampled_saturated_total` | tensor | of these, beyond what the FP8 scale calibrated for the tensor represents |
 
 Label `batch` is the least batch size that the engine serves and that holds the request, or power of two where
-it serves any; ``more`` beyond the largest. Every label has a handful of values.
+it serves any; ``more`` beyond the largest. Of many sizes, `MOST_SIZES` are told apart. Label `tensor` names
+`MOST_TENSORS` tensors, those with a calibrated range first, and adds the rest up as ``other``: a ranker may
+have an input for each of thousands of columns.
 """  # noqa: E501 — a table cannot be broken
 
 from __future__ import annotations
 
+import itertools
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +46,11 @@ LATENCY_BOUNDS_S = (
     1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7.5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0,
 )  # fmt: skip
 """Upper bounds of the latency histogram, seconds: a ranker answers in 0.1 to 10 ms."""
-MORE = "more"
+MORE, OTHER = "more", "other"
+MOST_SIZES = 32
+"""Batch buckets of an engine."""
+MOST_TENSORS = 64
+"""Tensors that have a label of their own."""
 ERROR_KINDS = ("request", "engine", "closed", "internal")
 
 
@@ -131,7 +138,7 @@ class EngineSeries:
         self.engine = engine
         # Powers of two below the largest request, and one that holds it.
         powers = tuple(1 << power for power in range(max(largest - 1, 0).bit_length() + 1))
-        self._sizes = tuple(sizes) or powers
+        self._sizes = _thinned(tuple(sizes) or powers)
         self._series = tuple(_Series() for _ in range(len(self._sizes) + 1))
 
     def of(self, rows: int) -> _Series:
@@ -205,7 +212,8 @@ class Metrics:
         """Add what was seen in a sampled request."""
         with self._lock:
             self._sampled += 1
-            for name, look in looks.items():
+            # The first ones are those that have a label: a counter must not move from one label to another.
+            for name, look in sorted(looks.items(), key=lambda item: item[1].saturated is None):
                 self._looks[name] = self._looks.get(name, Look()).merge(look)
 
     def snapshot(self) -> Snapshot:
@@ -292,12 +300,26 @@ class Metrics:
         saturated = CounterMetricFamily(
             "loka_onnx_sampled_saturated", "Of these, beyond the calibrated FP8 range", labels=["tensor"]
         )
-        for name, look in now.looks.items():
+        for name, look in _labelled(now.looks).items():
             values.add_metric([name], look.values)
             nonfinite.add_metric([name], look.nonfinite)
             if look.saturated is not None:
                 saturated.add_metric([name], look.saturated)
         yield from (values, nonfinite, saturated)
+
+
+def _thinned(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """At most `MOST_SIZES` of ascending sizes, evenly spread, the largest among them."""
+    step = -(-len(sizes) // MOST_SIZES)
+    return sizes if step <= 1 else sizes[::-1][::step][::-1]
+
+
+def _labelled(looks: Mapping[str, Look]) -> dict[str, Look]:
+    """What was seen in tensors, those beyond `MOST_TENSORS` in one."""
+    named = dict(itertools.islice(looks.items(), MOST_TENSORS))
+    for look in itertools.islice(looks.values(), MOST_TENSORS, None):
+        named[OTHER] = named.get(OTHER, Look()).merge(look)
+    return named
 
 
 def _cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:

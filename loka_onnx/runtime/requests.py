@@ -38,10 +38,10 @@ class Layout:
 
     def plain_rows(self, inputs: Mapping[str, Any]) -> int:
         """Rows of a request of arrays of NumPy that is taken; `NOT_PLAIN` where it has to be looked at."""
-        if not self._is_quick or len(inputs) != len(self._quick):
-            return NOT_PLAIN
         rows = NOT_PLAIN
         try:
+            if not self._is_quick or len(inputs) != len(self._quick):
+                return NOT_PLAIN
             for name, dtype, axes, tail in self._quick:
                 value = inputs[name]
                 if type(value) is not np.ndarray or value.dtype != dtype:
@@ -50,7 +50,8 @@ class Layout:
                 if len(shape) != axes or shape[1:] != tail or (rows != NOT_PLAIN and shape[0] != rows):
                     return NOT_PLAIN
                 rows = shape[0]
-        except KeyError:
+        except (KeyError, TypeError, IndexError):
+            # An input is missing, or this is no mapping.
             return NOT_PLAIN
         return rows if self._batch.min <= rows <= self._batch.max else NOT_PLAIN
 
@@ -58,9 +59,15 @@ class Layout:
         """Raise unless every input is there, and nothing else.
 
         Raises:
-            DataError: Not so.
+            DataError: Not so, or it is no mapping.
         """
         names = self._names
+        if not isinstance(inputs, Mapping):
+            raise DataError(
+                "a request is a mapping of names to arrays",
+                evidence=f"this is a {type(inputs).__name__}",
+                remedy=f"send {{'{min(names, default='name')}': array, …}}",
+            )
         if inputs.keys() != names:
             raise DataError(
                 f"the request does not hold the {self._whose}'s inputs",

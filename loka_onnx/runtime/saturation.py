@@ -14,7 +14,6 @@ them there is `loka-onnx drift` on the rows themselves. Integer inputs (ids) are
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.formats import FLOAT8_SPECS
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.plan import PlanSet
+from loka_onnx.sessions.model_files import read_model
 
 MOST_ROWS = 256
 """Rows of a request that are looked at."""
@@ -120,7 +120,7 @@ def make_sampler(bundle: Path, manifest: Manifest, entry: EngineEntry, every: in
     if not scales:
         return None
     path = bundle / manifest.fallback.path
-    graph = onnx.load(os.fspath(path), load_external_data=False).graph
+    graph = read_model(path).graph
     return Sampler(limits_of_inputs(graph, scales, manifest), every)
 
 

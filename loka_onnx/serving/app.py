@@ -18,10 +18,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Self
 
 from loka_onnx.errors import DataError, LokaError
-from loka_onnx.serving.bodies import Body, Holding, Limits, busy, read_body, refuse
+from loka_onnx.serving.bodies import Body, Held, Holding, Limits, busy, read_body, refuse
 from loka_onnx.serving.metrics import Meter
 from loka_onnx.serving.model import ServedModel
 from loka_onnx.serving.protocol import InferAnswer, to_text
+from loka_onnx.serving.sending import Sending, answer_bytes
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -134,13 +135,28 @@ class _Service:
             self._meter.text(self._holding.waiting), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
-    async def infer(self, request: Request) -> Response:
+    async def infer(self, request: Request) -> Sending:
+        began = time.perf_counter()
+        held = Held(self._holding)
+        try:
+            response = await self._response(request, held)
+        except BaseException:
+            held.release()
+            self._meter.count(500, time.perf_counter() - began)
+            raise
+        self._meter.count(response.status_code, time.perf_counter() - began)
+        return Sending(response, held)
+
+    async def _response(self, request: Request, held: Held) -> Response:
+        """What `held` counts afterwards is the response."""
         from starlette.exceptions import HTTPException
         from starlette.requests import ClientDisconnect
 
-        began = time.perf_counter()
         try:
-            response = _answered(await self._infer(request))
+            answer = await self._infer(request, held)
+            held.release()
+            held.add(answer_bytes(len(answer.body)))
+            return _answered(answer)
         except HTTPException as error:
             response = await _on_refusal(request, error)
         except DataError as error:
@@ -151,21 +167,17 @@ class _Service:
         except ClientDisconnect:
             # Nobody reads it; it is counted.
             response = _error(400, "the connection was closed before the end of the body")
-        except Exception:
-            self._meter.count(500, time.perf_counter() - began)
-            raise
-        self._meter.count(response.status_code, time.perf_counter() - began)
+        held.release()
         return response
 
-    async def _infer(self, request: Request) -> InferAnswer:
+    async def _infer(self, request: Request, held: Held) -> InferAnswer:
         self._check_model(request)
         self._holding.check()
         if not self._model.last_health.ready:
             await self._check_ready()
-        with self._holding.body() as held:
-            body = await read_body(request, held, self._limits)
-            with self._holding.place():
-                return await self._run(body)
+        body = await read_body(request, held, self._limits)
+        with self._holding.place():
+            return await self._run(body)
 
     async def _run(self, body: Body) -> InferAnswer:
         began = time.perf_counter_ns()

@@ -72,7 +72,7 @@ class ServedModel:
             queued_ns: How long it has waited for this thread.
 
         Raises:
-            HTTPException: 413, it unpacks to more.
+            HTTPException: 413, it unpacks to more; 503, to more than the server holds.
             DataError: The request is wrong.
             EngineError: The engine fails on it.
         """

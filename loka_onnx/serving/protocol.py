@@ -37,6 +37,12 @@ MAX_CONTAINERS = 1 << 20
 """Most arrays and objects of one request. They take up to 24 times their text in memory, anything else in
 JSON up to 12 (measured on CPython 3.11); rows of a tensor are far fewer."""
 
+MAX_ID = 1024
+"""Most characters of a request's id, which goes back with the answer."""
+
+MAX_ELEMENTS = 1 << 48
+"""Most elements of a tensor, a size of 0 counted as 1: NumPy cannot have `[0, 2**62]`, though it is empty."""
+
 
 @dataclass(frozen=True)
 class Card:
@@ -210,6 +216,8 @@ def _id(document: Mapping[str, Any]) -> str | None:
     found = document.get("id")
     if found is not None and not isinstance(found, str):
         raise DataError("`id` is not a string", evidence=f"it is {reprlib.repr(found)}")
+    if found is not None and len(found) > MAX_ID:
+        raise DataError("`id` is too long", evidence=f"{len(found)} characters, at most {MAX_ID} are taken")
     return found
 
 
@@ -268,6 +276,8 @@ def _shape(tensor: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
             "it has another shape",
             evidence=f"{reprlib.repr(shape)}, the model takes {_metadata(spec)['shape']} (-1 is any size)",
         )
+    if math.prod(size or 1 for size in shape) > MAX_ELEMENTS:
+        raise DataError("`shape` is too large", evidence=f"it is {reprlib.repr(shape)}")
     return tuple(shape)
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -17,7 +17,9 @@ from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.runtime import load
 from loka_onnx.serving.app import Workers, make_app
 from loka_onnx.serving.bodies import Limits
+from loka_onnx.serving.connections import http_protocol
 from loka_onnx.serving.model import ServedModel
+from loka_onnx.sessions.bundle_names import name_of
 from loka_onnx.sessions.streams import stream_count
 
 if TYPE_CHECKING:
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 BACKLOG = 1024
+"""Most connections that come at once; asyncio accepts as many before it handles the first."""
 GRACE_SECONDS = 30
 """How long running requests may take to their end once a signal came."""
+_NO_NAMES = frozenset({"", ".", "..", "stats"})
+"""Clients take the dots out of a path, and `/v2/models/stats` is the statistics of all models."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep a connection that idles (60 s), so that they never find it closed."""
 
@@ -94,7 +99,7 @@ def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[Ready], None]
         Workers(stream_count(options.threads)) as workers,
     ):
         server = _server(make_app(ServedModel(engine, name), workers, options.limits), options)
-        listener.listen(BACKLOG)
+        listener.listen(_share(BACKLOG, 4))
         with _ended_by_signals(server):
             port = listener.getsockname()[1]
             host = f"[{options.host}]" if ":" in options.host else options.host
@@ -104,11 +109,23 @@ def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[Ready], None]
 
 
 def _name(bundle: Path, wanted: str) -> str:
-    place = bundle.resolve()
-    name = wanted or (place.stem if place.is_file() else place.name)
-    if not name or "/" in name:
+    name = wanted or name_of(bundle)
+    if name in _NO_NAMES or "/" in name:
         raise ConfigError(f"'{name}' cannot be the name of a model", remedy="give another one with --name")
     return name
+
+
+def _share(wanted: int, part: int) -> int:
+    """So many of the files that this process may open, at most: without one nothing is answered at all.
+
+    Args:
+        wanted: How many are wanted.
+        part: They are the limit's `part`-th part at most.
+    """
+    import resource
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files // part))
 
 
 def _server(app: Starlette, options: ServeOptions) -> uvicorn.Server:
@@ -118,11 +135,13 @@ def _server(app: Starlette, options: ServeOptions) -> uvicorn.Server:
         log = logging.getLogger("uvicorn.access")
         log.setLevel(logging.INFO)
         log.addHandler(logging.StreamHandler(sys.stderr))
+    limits = replace(options.limits, connections=_share(options.limits.connections, 2))
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            # What is installed beside must not decide which parser reads strangers' bytes.
-            http="h11",
+            # Of h11: what is installed beside must not decide which parser reads strangers' bytes.
+            http=http_protocol(limits),
+            backlog=_share(BACKLOG, 4),
             loop="asyncio",
             ws="none",
             lifespan="off",

@@ -104,6 +104,14 @@ def from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[A
     if wrong:
         found = next(e for e in elements if type(e) in wrong)
         raise DataError(f"an element is no {datatype}", evidence=f"it is {reprlib.repr(found)}")
+    if dtype.kind in "iu" and elements:
+        # NumPy 1 wraps around instead.
+        least, most, limits = min(elements), max(elements), np.iinfo(dtype)
+        if least < limits.min or most > limits.max:
+            found = least if least < limits.min else most
+            raise DataError(
+                f"an element is too large for {datatype}", evidence=f"it is {reprlib.repr(found)}"
+            )
     try:
         with np.errstate(over="ignore"):
             value = np.array(elements, dtype)

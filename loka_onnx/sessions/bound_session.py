@@ -42,7 +42,7 @@ from loka_onnx.sessions.providers import (
     timing_directory,
     why_not_here,
 )
-from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
+from loka_onnx.sessions.runner import Allocate, Arrays, Names, Resident, Runner
 
 MOST_PADDING = 2
 """A request is padded to at most this many times its rows, where it could run as it comes."""
@@ -142,6 +142,11 @@ class BoundSession(Runner):
     def input_names(self) -> tuple[str, ...]:
         """Names of the graph's inputs."""
         return tuple(self._types)
+
+    @property
+    def names(self) -> Names:
+        """Those of the graph."""
+        return Names(self.input_names, self.output_names)
 
     @property
     def sizes(self) -> tuple[int, ...]:

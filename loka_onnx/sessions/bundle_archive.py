@@ -17,8 +17,7 @@ import shutil
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -44,33 +43,18 @@ from loka_onnx.sessions.archive_layout import (
     parse_local,
 )
 from loka_onnx.sessions.bundle_documents import refuse
-from loka_onnx.sessions.bundle_files import check_models, parse_manifest, read_model, verify_bundle
+from loka_onnx.sessions.bundle_files import Verified, check_models, parse_manifest, verify_directory
 from loka_onnx.sessions.bundle_signature import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,
     check_signature,
     parse_signature,
-    read_signature,
-    verify_signature,
 )
+from loka_onnx.sessions.model_files import read_model
+from loka_onnx.sessions.pinned import pinned
 from loka_onnx.sessions.replace import check_replaceable, staged_directory
 
 _NOT_OURS = "an archive of a bundle is written by `loka-onnx bundle pack` and by nothing else"
-
-
-@dataclass(frozen=True)
-class Verified:
-    """A bundle that verifies.
-
-    Attributes:
-        manifest: Its manifest.
-        claimed: Fingerprints of the keys that it claims to be signed with.
-        signer: Fingerprint of the accepted key that signed it; None where no key was given.
-    """
-
-    manifest: Manifest
-    claimed: tuple[str, ...]
-    signer: str | None
 
 
 def is_archive(path: Path) -> bool:
@@ -95,10 +79,7 @@ def verify_path(path: Path, keys: Sequence[Path] = ()) -> Verified:
             archive.check_contents()
             signer = archive.signer(keys) if keys else None
             return Verified(archive.manifest, archive.claimed, signer)
-    manifest = verify_bundle(path)
-    signature = read_signature(path)
-    signer = verify_signature(path, keys) if keys else None
-    return Verified(manifest, () if signature is None else signature.keys, signer)
+    return verify_directory(path, keys)
 
 
 def unpack(archive: Path, directory: Path) -> Path:
@@ -135,11 +116,12 @@ def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
 
     Raises:
         BundleInvalid: The archive does not verify.
-        OutputError: There is no room for it.
+        OutputError: There is no room for it, or no such place.
     """
-    with _opened(archive) as opened, tempfile.TemporaryDirectory(prefix="loka-onnx-", dir=parent) as made:
-        directory = Path(made) / "bundle"
+    with _opened(archive) as opened, contextlib.ExitStack() as stack:
         try:
+            made = tempfile.TemporaryDirectory(prefix="loka-onnx-", dir=parent)
+            directory = Path(stack.enter_context(made)) / "bundle"
             directory.mkdir()
             opened.extract(directory)
         except OSError as error:
@@ -169,17 +151,18 @@ def write_archive(directory: Path, target: Path) -> None:
     Raises:
         OSError: It cannot be read or written.
     """
-    manifest = verify_bundle(directory)
-    names = [MANIFEST_NAME, *([SIGNATURE_NAME] if (directory / SIGNATURE_NAME).exists() else [])]
-    written: list[Stored] = []
-    with target.open("xb") as out:
-        for path in (*names, *(file.path for file in distinct_files(manifest))):
-            with (directory / path).open("rb") as source:
-                written.append(_write_entry(out, path, source))
-        offset = out.tell()
-        for entry in written:
-            out.write(central_header(entry))
-        out.write(ending(len(written), out.tell() - offset, offset))
+    with pinned(directory) as pin:
+        manifest = verify_directory(pin.path).manifest
+        names = [MANIFEST_NAME, *([SIGNATURE_NAME] if (pin.path / SIGNATURE_NAME).exists() else [])]
+        written: list[Stored] = []
+        with target.open("xb") as out:
+            for path in (*names, *(file.path for file in distinct_files(manifest))):
+                with (pin.path / path).open("rb") as source:
+                    written.append(_write_entry(out, path, source))
+            offset = out.tell()
+            for entry in written:
+                out.write(central_header(entry))
+            out.write(ending(len(written), out.tell() - offset, offset))
 
 
 def _write_entry(out: BinaryIO, path: str, source: BinaryIO) -> Stored:
@@ -272,10 +255,7 @@ class _Archive:
             with _new_file(directory, file.path) as out:
                 for chunk in self._content(file):
                     out.write(chunk)
-        first = {file.sha256: file.path for file in files}
-        for file in self.manifest.files:
-            if first[file.sha256] != file.path:
-                _add_name(directory, first[file.sha256], file)
+        _add_names(directory, _other_names(self.manifest))
         for folder, _, names in os.walk(directory):
             Path(folder).chmod(0o755)
             for name in names:
@@ -456,12 +436,45 @@ def _new_file(directory: Path, path: str) -> Iterator[BinaryIO]:
         yield stream
 
 
-def _add_name(directory: Path, first: str, file: BundleFile) -> None:
-    """Gives a file another name, or a copy of it where the file system has no links."""
-    target = directory / file.path
-    target.parent.mkdir(parents=True, exist_ok=True)
+def _other_names(manifest: Manifest) -> dict[str, list[BundleFile]]:
+    """What an archive holds under another name, by the path that it is held under."""
+    first = {file.sha256: file.path for file in distinct_files(manifest)}
+    names: dict[str, list[BundleFile]] = {}
+    for file in manifest.files:
+        if first[file.sha256] != file.path:
+            names.setdefault(first[file.sha256], []).append(file)
+    return names
+
+
+def _add_names(directory: Path, names: Mapping[str, Sequence[BundleFile]]) -> None:
+    """Gives files more names; copies where the file system has no links, or no more of them.
+
+    Raises:
+        OutputError: There is no room for all the copies that it takes; none was made yet.
+        OSError: The directory cannot be written.
+    """
+    later = sum(file.bytes for files in names.values() for file in files)
+    for first, files in names.items():
+        later -= sum(file.bytes for file in files)
+        source, links, is_checked = first, 0, False
+        for number, file in enumerate(files):
+            (directory / file.path).parent.mkdir(parents=True, exist_ok=True)
+            if _linked(directory / source, directory / file.path):
+                links += 1
+                continue
+            if not is_checked:
+                left = len(files) - number
+                # Each copy takes as many names as this one did; with none, neither will those of other files.
+                needed = -(-left // (links + 1)) * file.bytes + (0 if links else later)
+                _check_room(directory, needed)
+                is_checked = True
+            shutil.copyfile(directory / source, directory / file.path)
+            source = file.path
+
+
+def _linked(file: Path, name: Path) -> bool:
     try:
-        target.hardlink_to(directory / first)
+        name.hardlink_to(file)
     except OSError:
-        _check_room(directory, file.bytes)
-        shutil.copyfile(directory / first, target)
+        return False
+    return True

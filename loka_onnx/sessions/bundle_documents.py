@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from loka_onnx.core import serde
+from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.seal import seal_problem
 from loka_onnx.errors import BundleInvalid, UserError
 
 T = TypeVar("T")
 
 COPY_AGAIN = "copy the bundle again from where it was written, or write it again"
+_ANY_MANIFEST = serde.schema_id(Manifest).rpartition("/")[0] + "/"
 # A link or a pipe put there since the walk is refused, not followed or waited for.
 OPEN_PLAIN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -95,6 +97,16 @@ def parse_document(kind: type[T], data: bytes, name: str, where: Path) -> T:
     if problem is not None:
         refuse(where, f"the {what} was altered", problem)
     return document
+
+
+def states_manifest(data: bytes) -> bool:
+    """Whether a document says of itself that it is a manifest of a bundle, of whatever version."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    schema = document.get("schema") if isinstance(document, dict) else None
+    return isinstance(schema, str) and schema.startswith(_ANY_MANIFEST)
 
 
 def kind_of(mode: int) -> str:

@@ -19,6 +19,7 @@ from loka_onnx.core.seal import UNSEALED
 from loka_onnx.core.serde import STRICT
 from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.sessions.bundle_documents import parse_document, read_document, refuse
+from loka_onnx.sessions.pinned import pinned
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -87,8 +88,9 @@ def verify_signature(directory: Path, keys: Sequence[Path]) -> str:
         ConfigError: No key was given, or one is not an Ed25519 public key.
         MissingPackage: There is no `cryptography` here.
     """
-    manifest = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-    return check_signature(_signature_bytes(directory), manifest, keys, directory)
+    with pinned(directory) as pin:
+        manifest = read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        return check_signature(signature_bytes(pin.path), manifest, keys, pin.path)
 
 
 def read_signature(directory: Path) -> BundleSignature | None:
@@ -97,10 +99,21 @@ def read_signature(directory: Path) -> BundleSignature | None:
     Raises:
         BundleInvalid: It is not a signature, or of another manifest.
     """
-    data = _signature_bytes(directory)
+    data = signature_bytes(directory)
     if data is None:
         return None
     return parse_signature(data, read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES), directory)
+
+
+def signature_bytes(directory: Path) -> bytes | None:
+    """Bytes of the signature of a bundle, not checked; None where there is none.
+
+    Raises:
+        BundleInvalid: It is not a plain file, or too large.
+    """
+    if not os.path.lexists(directory / SIGNATURE_NAME):
+        return None
+    return read_document(directory, SIGNATURE_NAME, MAX_SIGNATURE_BYTES)
 
 
 def check_signature(signature: bytes | None, manifest: bytes, keys: Sequence[Path], where: Path) -> str:
@@ -126,10 +139,12 @@ def check_signature(signature: bytes | None, manifest: bytes, keys: Sequence[Pat
             f"signed with {', '.join(document.keys)}; accepted {', '.join(accepted)}",
             f"{_ORIGIN}, or name the right public key",
         )
-    for entry in known:
-        if not _verifies(accepted[entry.key], entry.signature, manifest):
-            refuse(where, "the signature does not verify", f"key {entry.key}", _ORIGIN)
-    return known[0].key
+    # One that holds is enough: another may have been there before, put by anybody.
+    holding = [entry.key for entry in known if _verifies(accepted[entry.key], entry.signature, manifest)]
+    if not holding:
+        keys_named = ", ".join(entry.key for entry in known)
+        refuse(where, "the signature does not verify", f"key {keys_named}", _ORIGIN)
+    return holding[0]
 
 
 def parse_signature(data: bytes, manifest: bytes, where: Path) -> BundleSignature:
@@ -223,12 +238,6 @@ def require_cryptography() -> None:
             evidence=str(error),
             remedy="pip install 'loka-onnx[sign]'",
         ) from error
-
-
-def _signature_bytes(directory: Path) -> bytes | None:
-    if not os.path.lexists(directory / SIGNATURE_NAME):
-        return None
-    return read_document(directory, SIGNATURE_NAME, MAX_SIGNATURE_BYTES)
 
 
 def _verifies(key: Ed25519PublicKey, signature: str, data: bytes) -> bool:

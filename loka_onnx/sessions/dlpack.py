@@ -11,6 +11,7 @@ specification of the protocol, https://dmlc.github.io/dlpack/latest/python_spec.
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ import numpy.typing as npt
 
 from loka_onnx.errors import DataError
 
-CPU, CUDA, CUDA_HOST = 1, 2, 3
-"""Members of ``DLDeviceType``: memory of the host, of a CUDA device, page-locked memory of the host."""
+CPU, CUDA, CUDA_HOST, ROCM = 1, 2, 3, 10
+"""Members of ``DLDeviceType``: memory of the host, of a CUDA device, page-locked memory of the host, memory
+of a ROCm device, which PyTorch calls a CUDA device as well."""
 
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
 _NAME = b"dltensor"
@@ -32,6 +34,8 @@ _TYPES: dict[tuple[int, int], str] = {
     (_BOOL, 8): "bool",
 }
 """NumPy name of a type, by ``DLDataTypeCode`` and bits."""
+DTYPES = frozenset(_TYPES.values())
+"""Names of the types that a request or an answer may have."""
 
 
 class _Tensor(ctypes.Structure):
@@ -105,14 +109,15 @@ def device_of(value: Any) -> tuple[int, int]:
     """
     try:
         kind, number = value.__dlpack_device__()
-    except (AttributeError, TypeError, BufferError, ValueError) as error:
+        # PyTorch gives an enumeration, whose arithmetic is slow.
+        return int(kind), int(number)
+    except Exception as error:
+        # A library raises whatever it has.
         raise DataError(
             f"a {type(value).__name__} is no array",
             evidence=str(error)[:200],
             remedy="send arrays of NumPy, or of a library that speaks DLPack (PyTorch, CuPy)",
         ) from error
-    # PyTorch gives an enumeration, whose arithmetic is slow.
-    return int(kind), number
 
 
 def borrow(value: Any, stream: int | None = None) -> Borrowed:
@@ -127,6 +132,7 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
         DataError: It does not export itself, is not in C order, or has a type that NumPy lacks.
     """
     kind, number = device_of(value)
+    value = _settled(value)
     try:
         capsule = value.__dlpack__() if kind != CUDA else value.__dlpack__(stream=stream)
         tensor = _Tensor.from_address(int(_pointer_of(capsule, _NAME) or 0))
@@ -171,12 +177,25 @@ def on_host(value: Any) -> npt.NDArray[Any]:
     Raises:
         DataError: It lies elsewhere, or as `borrow`.
     """
+    value = _settled(value)
     try:
         array: npt.NDArray[Any] = np.from_dlpack(value)
     except (RuntimeError, BufferError, ValueError, TypeError, AttributeError):
         # NumPy has no BF16 in its DLPack, and says why of nothing else.
         return borrow(value).as_numpy()
     return array
+
+
+def _settled(value: Any) -> Any:
+    """A tensor of PyTorch whose memory holds its values; anything else as it is.
+
+    A tensor may be marked as the negative, or the conjugate, of what is in its memory. DLPack has no such
+    mark, and PyTorch hands out the memory of a negative all the same.
+    """
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    if kind is None or not isinstance(value, kind):
+        return value
+    return value.resolve_conj().resolve_neg()
 
 
 def _in_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -10,6 +10,7 @@ ORT_DISABLE_ALL.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.errors import EngineError, MissingPackage, ModelError
-from loka_onnx.sessions.runner import Arrays, Runner
+from loka_onnx.sessions.model_files import read_model
+from loka_onnx.sessions.runner import Arrays, Names, Runner
 
 _FLOAT8_TYPES = frozenset(
     {
@@ -141,7 +143,7 @@ class OnnxSession(Runner):
         options: How to run it.
 
     Raises:
-        ModelError: ONNX Runtime refuses the model.
+        ModelError: The file is no model, or ONNX Runtime refuses it.
         MissingPackage: ONNX Runtime is not installed.
     """
 
@@ -150,7 +152,7 @@ class OnnxSession(Runner):
     """What ONNX Runtime reads where it is, while the session lives."""
 
     def __init__(self, model: Path, options: SessionOptions | None = None) -> None:
-        settings = _settings(onnx.load(os.fspath(model), load_external_data=False), options)
+        settings = _settings(read_model(model), options)
         self._start(os.fspath(model), settings, model, options)
 
     @classmethod
@@ -213,7 +215,12 @@ class OnnxSession(Runner):
             EngineError: ONNX Runtime fails on this batch.
         """
         names = tuple(outputs) if outputs is not None else self.output_names
-        feeds = {name: np.ascontiguousarray(inputs[name]) for name in self.input_names}
+        try:
+            feeds = {name: np.ascontiguousarray(inputs[name]) for name in self.input_names}
+        except KeyError as error:
+            raise EngineError(
+                "an input of the model is missing", evidence=f"{error}; given are {sorted(inputs)}"
+            ) from error
         session = self._session
         if session is None:
             raise EngineError("the session is closed", remedy="load the model again")
@@ -226,6 +233,15 @@ class OnnxSession(Runner):
         except Exception as error:
             raise EngineError("ONNX Runtime failed on a batch", evidence=str(error)[:400]) from error
         return dict(zip(names, values, strict=True))
+
+    @property
+    def names(self) -> Names:
+        """Those of the graph."""
+        return Names(self.input_names, self.output_names)
+
+    def shared(self) -> OnnxSession:
+        """Another hold on the same session: each is closed by itself, and the last one frees it."""
+        return copy.copy(self)
 
     def close(self) -> None:
         """Free the session and the hold on weights in memory."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from loka_onnx.errors import EngineError, ModelError
+from loka_onnx.sessions.model_files import read_model
 from loka_onnx.sessions.onnx_session import holds_float8, import_onnxruntime, keep_float8_exact
 from loka_onnx.sessions.providers import CUDA, TENSORRT, Provider
 
@@ -72,6 +71,9 @@ def session_options(engine: Path, provider: Provider) -> Any:
 
     A provider that compiles takes the graph as it was written, because it optimizes itself and knows its own
     patterns. Elsewhere a graph with FP8 is not optimized above BASIC (`onnx_session` says why).
+
+    Raises:
+        ModelError: The file is no model.
     """
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
@@ -80,7 +82,7 @@ def session_options(engine: Path, provider: Provider) -> Any:
     levels = ort.GraphOptimizationLevel
     if provider.compiles:
         settings.graph_optimization_level = levels.ORT_DISABLE_ALL
-    elif holds_float8(onnx.load(os.fspath(engine), load_external_data=False)):
+    elif holds_float8(read_model(engine)):
         keep_float8_exact(settings)
     else:
         settings.graph_optimization_level = levels.ORT_ENABLE_ALL

@@ -109,7 +109,7 @@ def provider_for(backend: str, architecture: str) -> Provider:
     Raises:
         ConfigError: There is none.
     """
-    kind = re.match(r"cpu$|sm(?=\d)|gfx(?=\d)", architecture)
+    kind = re.match(r"cpu\Z|sm(?=\d)|gfx(?=\d)", architecture)
     key = _KEYS.get((backend, kind.group() if kind else ""))
     if key is None:
         raise ConfigError(f"ONNX Runtime has no provider for backend '{backend}' on '{architecture}'")

@@ -21,8 +21,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from loka_onnx.core.manifest import MANIFEST_NAME
-from loka_onnx.errors import OutputError
+from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from loka_onnx.errors import BundleInvalid, OutputError
+from loka_onnx.sessions.archive_layout import MAX_HEADER_BYTES, parse_local
+from loka_onnx.sessions.bundle_documents import read_document, states_manifest
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -88,6 +90,8 @@ def staged_file(
 def check_replaceable(destination: Path) -> None:
     """Refuses to replace what is not a bundle.
 
+    A bundle is known by its manifest: a name that others use too says nothing, its schema does.
+
     Args:
         destination: Where a bundle goes as a directory.
 
@@ -96,13 +100,57 @@ def check_replaceable(destination: Path) -> None:
     """
     if not os.path.lexists(destination):
         return
-    if destination.is_dir() and ((destination / MANIFEST_NAME).exists() or not any(destination.iterdir())):
+    if destination.is_dir() and (_is_empty(destination) or _is_bundle(destination)):
         return
     raise OutputError(
         f"'{destination}' is in the way",
         evidence="it exists and is not a bundle, so it is not replaced",
         remedy="choose another directory, or move it away",
     )
+
+
+def check_replaceable_file(destination: Path) -> None:
+    """Refuses to replace what is not a bundle in its single-file form.
+
+    Args:
+        destination: Where such a file goes.
+
+    Raises:
+        OutputError: Something is there that does not begin with the manifest of a bundle.
+    """
+    if not os.path.lexists(destination) or (destination.is_file() and _is_archive(destination)):
+        return
+    raise OutputError(
+        f"'{destination}' is in the way",
+        evidence="it exists and is not a single-file bundle, so it is not replaced",
+        remedy="choose another name, or move it away",
+    )
+
+
+def _is_empty(directory: Path) -> bool:
+    try:
+        return not any(directory.iterdir())
+    except OSError:
+        return False
+
+
+def _is_bundle(directory: Path) -> bool:
+    try:
+        return states_manifest(read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+    except BundleInvalid:
+        return False
+
+
+def _is_archive(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            header = parse_local(stream.read(MAX_HEADER_BYTES))
+            if header is None or header.path != MANIFEST_NAME or header.bytes > MAX_MANIFEST_BYTES:
+                return False
+            stream.seek(header.size)
+            return states_manifest(stream.read(header.bytes))
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

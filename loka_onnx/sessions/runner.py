@@ -41,8 +41,26 @@ class Resident:
         self.wait()
 
 
+@dataclass(frozen=True)
+class Names:
+    """What an engine calls its inputs and outputs.
+
+    Attributes:
+        inputs: Of what it takes.
+        outputs: Of what it answers.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
 class Runner(ABC):
     """A loaded engine; a context manager that frees it."""
+
+    @property
+    def names(self) -> Names | None:
+        """What its file calls inputs and outputs; None where it does not tell."""
+        return None
 
     @abstractmethod
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:

@@ -142,6 +142,11 @@ def test_slices_and_missing_labels_are_in_the_text(
     assert "  ctr (logit, no labels)" in done.out and "KL over the mean entropy, no labels" in done.out
     assert "country = DE, 1,125 rows: +" in done.out
     assert "  spend: not judged: a regression is judged by its label, and there is none" in done.out
+    held = call(
+        capsys, "compare", deployed.bundle, deployed.bundle, "--data", live, "--no-latency", "--budget", 0.1
+    )
+    assert held.code == 3
+    assert "is not judged: a regression is judged by its label" in held.err
 
 
 def test_inputs_that_no_column_feeds_end_with_2(
@@ -181,6 +186,8 @@ def test_inputs_that_no_column_feeds_end_with_2(
         (("--inputs", "dance=d0"), "the model has no input 'dance'"),
         (("--run", "/nowhere"), "--run /nowhere: there is no run directory"),
         (("--batch", 100_000), "--batch: A and B do not both take 100000 rows"),
+        (("--budget", "nan"), "--budget: a budget of nan cannot be held"),
+        (("--budget", -1), "--budget: a budget of -1.0 cannot be held"),
     ],
 )
 def test_wrong_options_end_with_2(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -240,6 +242,8 @@ BROKEN = {
     "no length": (post(GOOD, length=-1), 411),
     "a negative length": (post(GOOD, "Content-Length: -5", length=-1), 400),
     "two lengths": (post(GOOD, "Content-Length: 5"), 400),
+    "two kinds of length": (post(b"0\r\n\r\n", "Transfer-Encoding: chunked", length=5), 400),
+    "bytes of a web page": (post(GOOD, "Origin: http://elsewhere.example"), 415),
     "a huge length": (post(b"", length=10**15), 413),
     "a length of thirty digits": (post(b"", length=10**30), 400),
     "a bad chunk": (post(b"zz\r\n", "Transfer-Encoding: chunked", length=-1), 400),
@@ -361,6 +365,22 @@ def test_a_signal_ends_it_once_its_requests_are_answered(bundle: Path, tmp_path:
             assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")
         assert server.process.wait(10) == 0
     assert found, "no new connection is taken meanwhile"
+
+
+def test_more_half_heads_than_files_do_not_keep_a_probe_out(bundle: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        # What a process inherits; here it is set back once the server has it.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, before[1]))
+        try:
+            server = stack.enter_context(served(bundle))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        host, _, port = server.host.rpartition(":")
+        for _ in range(140):
+            half = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            half.sendall(b"GET /v2 HTT")
+        assert httpx.get(f"http://{server.host}/v2/health/live", timeout=5).status_code == 200
 
 
 def test_what_cannot_be_served_is_said_in_one_message(bundle: Path, server: Served, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from loka_onnx.bundle.registry.store import Store, in_order
 from loka_onnx.core.digests import CHUNK_BYTES
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile
 from loka_onnx.errors import BundleError, BundleInvalid, LokaError, OutputError
-from loka_onnx.sessions.bundle_documents import OPEN_PLAIN, read_document
+from loka_onnx.sessions.bundle_documents import OPEN_PLAIN, printable, read_document
 from loka_onnx.sessions.bundle_files import parse_manifest
 
 PUSH_AGAIN = "push the bundle again with --again, from where it verifies"
@@ -122,7 +122,8 @@ class Arrivals:
             Bytes of every piece that was read and kept.
 
         Raises:
-            BundleInvalid: A blob is missing, has another size, or another content.
+            BundleInvalid: A blob is missing, has another size, or another content. The others stay, and the
+                beginning of one that ends too early; a wrong content does not.
         """
         begun = [(file, self._started(file.sha256)) for file in files]
         calls = (partial(_read, store, piece) for file, start in begun for piece in _pieces(file, start))
@@ -143,6 +144,7 @@ class Arrivals:
                     self._part(file.sha256).unlink()
                     damaged.append(file)
                 else:
+                    self._part(file.sha256).unlink()
                     refuse_registry(
                         self._shown,
                         f"the registry holds another content for '{file.path}'",
@@ -232,4 +234,4 @@ def refuse_registry(shown: str, what: str, evidence: str) -> NoReturn:
     Raises:
         BundleInvalid: Always.
     """
-    raise BundleInvalid(what, where=shown, evidence=evidence, remedy=PUSH_AGAIN)
+    raise BundleInvalid(printable(what), where=shown, evidence=printable(evidence), remedy=PUSH_AGAIN)

@@ -31,6 +31,7 @@ small enough to hold several in memory and to lose one, large enough to use a fa
 
 MAX_POINTER_BYTES = 64 << 10
 NAMES = "names"
+BUNDLES = "bundles"
 UPLOADS = "uploads"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -97,8 +98,10 @@ def parse_reference(text: str) -> Reference:
     """Reads ``URL``, ``URL#name`` or ``URL#sha256:<digest of the manifest>``.
 
     Raises:
-        ConfigError: No URL, a chain of file systems, or what follows ``#`` is neither a name nor a digest.
+        ConfigError: No URL, a chain of file systems, a password that hides where the host begins, or what
+            follows ``#`` is neither a name nor a digest.
     """
+    _check_password(text)
     url, separator, which = text.partition("#")
     if not url or "::" in url:
         raise ConfigError(
@@ -128,15 +131,24 @@ def check_name(name: str) -> None:
     Raises:
         ConfigError: It may not.
     """
-    problem = "has a '/'" if "/" in name else path_problem(name)
-    if len(name) > _MAX_NAME_CHARACTERS:
-        problem = f"is longer than {_MAX_NAME_CHARACTERS} characters"
+    problem = name_problem(name)
     if problem is not None:
         raise ConfigError(
             f"a bundle may not be named '{name[:200]}' in a registry",
             evidence=f"the name {problem}",
-            remedy="use letters, digits and ._+@=-",
+            remedy="use letters, digits and ._+=-",
         )
+
+
+def name_problem(name: str) -> str | None:
+    """Why a bundle may not have this name in a registry; None when it may."""
+    if len(name) > _MAX_NAME_CHARACTERS:
+        return f"is longer than {_MAX_NAME_CHARACTERS} characters"
+    for character in "/@":
+        # After '#' an '@' could as well end a password.
+        if character in name:
+            return f"has a '{character}'"
+    return path_problem(name)
 
 
 def is_digest(text: str) -> bool:
@@ -151,7 +163,7 @@ def pointer_key(name: str) -> str:
 
 def bundle_key(digest: str, file: str = MANIFEST_NAME) -> str:
     """Where a manifest, or another file beside it, lies."""
-    return f"bundles/{digest}/{file}"
+    return f"{BUNDLES}/{digest}/{file}"
 
 
 def parts_of(digest: str, size: int) -> Iterator[Part]:
@@ -165,9 +177,8 @@ def shown_url(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url
-    place, _, query = rest.partition("?")
-    user = _user(place)
-    shown = f"{HIDDEN}@{place[len(user) + 1 :]}" if user else place
+    user, place, query = _divided(rest)
+    shown = f"{HIDDEN}@{place}" if user else place
     return f"{scheme}://{shown}" + (f"?{HIDDEN}" if query else "")
 
 
@@ -183,6 +194,32 @@ def has_secrets(url: str) -> bool:
     return bool(_secrets(url))
 
 
+def _check_password(text: str) -> None:
+    """Refuses a URL whose password may go on after ``#`` or ``?``.
+
+    Raises:
+        ConfigError: An ``@`` follows one of them. Nothing of the text is shown: any of it may be secret.
+    """
+    rest = text.partition("://")[2]
+    if "@" in rest[len(re.split("[#?]", rest, maxsplit=1)[0]) :]:
+        raise ConfigError(
+            "where the host begins in the URL of the registry is not clear",
+            evidence="an '@' follows the first '#' or '?'",
+            remedy="percent-encode '#' and '?' in passwords (%23, %3F), and '@' in a query (%40)",
+        )
+
+
+def _divided(rest: str) -> tuple[str, str, str]:
+    """What follows ``://`` of a URL: user with password, or empty; host and path; query."""
+    place, _, query = rest.partition("?")
+    if "@" in query:
+        # A password that holds a question mark; rather too much is hidden than too little.
+        user, _, place = rest.rpartition("@")
+        return user, place, ""
+    user = _user(place)
+    return user, place[len(user) + 1 :] if user else place, query
+
+
 def _user(place: str) -> str:
     """What stands before the host: ``user:password``, or empty."""
     authority = place.partition("/")[0]
@@ -192,8 +229,8 @@ def _user(place: str) -> str:
 
 def _secrets(url: str) -> list[str]:
     """What may be secret in a URL, the longest first, so that no replacement leaves the rest of another."""
-    place, _, query = url.partition("://")[2].partition("?")
-    user = _user(place)
+    rest = url.partition("://")[2]
+    user, query = _divided(rest)[0], rest.partition("?")[2]
     pairs = [pair.partition("=")[2] for pair in query.split("&")]
     found = {user, *user.split(":", 1), query, *pairs}
     return sorted((text for text in found if text), key=len, reverse=True)

@@ -10,8 +10,10 @@ be told from what is being written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +49,24 @@ def write_file(root: Path, key: str, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    finally:
+        os.close(descriptor)
+
+
+def read_file(root: Path, key: str, start: int, limit: int) -> bytes:
+    """Reads at most `limit` bytes of a file of a registry from byte `start` on; follows links.
+
+    Raises:
+        OSError: It is not there, is no plain file, or cannot be read.
+    """
+    # O_NONBLOCK: a pipe that somebody put there does not hold us up.
+    descriptor = os.open(root / key, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", key)
+        with os.fdopen(descriptor, "rb", closefd=False) as stream:
+            stream.seek(start)
+            return stream.read(limit)
     finally:
         os.close(descriptor)
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loka_onnx.bundle.registry.layout import (
+    BUNDLES,
     MAX_POINTER_BYTES,
     NAMES,
     bundle_key,
     check_name,
+    name_problem,
     parse_reference,
     pointer_key,
 )
 from loka_onnx.bundle.registry.pull import read_pointer, resolve_in
 from loka_onnx.bundle.registry.push import write_pointer
 from loka_onnx.bundle.registry.store import Store, TransferOptions
-from loka_onnx.errors import LokaError, UserError
+from loka_onnx.errors import ConfigError, LokaError, UserError
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,9 @@ class NamedBundle:
 
     Attributes:
         name: The name.
-        digest: SHA-256 of the manifest of the bundle that it stands for; None where its pointer is damaged.
-        problem: What is wrong with its pointer; empty where nothing is.
+        digest: SHA-256 of the manifest of the bundle that it stands for; None where its pointer is damaged,
+            or it may not be a name.
+        problem: What is wrong with its pointer, or with the name; empty where nothing is.
     """
 
     name: str
@@ -49,11 +52,27 @@ def list_names(url: str, options: TransferOptions | None = None) -> tuple[NamedB
     """Every name of a registry, sorted.
 
     Raises:
+        ConfigError: The URL names a bundle.
+        UserError: Nothing was ever pushed there.
         BundleError: The registry cannot be reached.
     """
     reference = parse_reference(url)
+    if reference.name is not None or reference.digest is not None:
+        raise ConfigError(
+            "the names of a whole registry are listed",
+            where=reference.shown,
+            evidence="the URL names one bundle after '#'",
+            remedy="give the URL alone, or ask for one name with `loka-onnx bundle resolve URL#name`",
+        )
     store = Store(reference.url, options or TransferOptions())
     files = store.names(NAMES)
+    if not files and not store.holds(BUNDLES):
+        raise UserError(
+            "there is no registry here",
+            where=store.shown,
+            evidence=f"there is neither '{NAMES}/' nor '{BUNDLES}/'",
+            remedy="check the URL; the first `loka-onnx bundle push` makes a registry",
+        )
     return tuple(_named(store, file.removesuffix(".json")) for file in files if file.endswith(".json"))
 
 
@@ -91,6 +110,9 @@ def promote(place: str, name: str, options: TransferOptions | None = None) -> st
 
 
 def _named(store: Store, name: str) -> NamedBundle:
+    problem = name_problem(name)
+    if problem is not None:
+        return NamedBundle(name, None, f"the name {problem}")
     data = store.read(pointer_key(name), MAX_POINTER_BYTES + 1)
     if data is None:
         return NamedBundle(name, None, "it was removed just now")

@@ -37,7 +37,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from loka_onnx.errors import BundleInvalid, ConfigError, OutputError, UserError
-from loka_onnx.sessions.bundle_documents import read_document
+from loka_onnx.sessions.bundle_documents import printable, read_document
 from loka_onnx.sessions.bundle_files import parse_manifest, verify_bundle
 from loka_onnx.sessions.bundle_signature import (
     MAX_SIGNATURE_BYTES,
@@ -173,18 +173,18 @@ def read_pointer(data: bytes, name: str, where: str) -> NamePointer:
     try:
         pointer = serde.loads(NamePointer, data.decode("utf-8"), where=where)
     except (UserError, ValueError, RecursionError) as error:
-        evidence = error.evidence if isinstance(error, UserError) else str(error)
+        evidence = printable(error.evidence if isinstance(error, UserError) else str(error))
         what = f"the pointer of name '{name}' is not a {serde.schema_id(NamePointer)} document"
         raise BundleInvalid(what, where=where, evidence=evidence, remedy=remedy) from error
     if pointer.name != name:
         raise BundleInvalid(
             f"the pointer of name '{name}' was made for another name",
             where=where,
-            evidence=f"it says '{pointer.name[:100]}'",
+            evidence=f"it says '{printable(pointer.name[:100])}'",
             remedy=f"find out who swapped them; {remedy}",
         )
     if not is_digest(pointer.manifest):
-        evidence = f"it says '{pointer.manifest[:80]}'"
+        evidence = f"it says '{printable(pointer.manifest[:80])}'"
         what = f"the pointer of name '{name}' does not hold a digest"
         raise BundleInvalid(what, where=where, evidence=evidence, remedy=remedy)
     return pointer
@@ -229,19 +229,20 @@ def _pull(store: Store, listed: _Listed, destination: Path, options: TransferOpt
     total = sum(file.bytes for file in blobs.values())
     with arrivals_beside(destination) as folder:
         arrived = Arrivals(folder, listed.shown)
+        arrived.forget_others(blobs)
+        arrived.take_over(blobs, destination)
+        kept = total - arrived.check_room(blobs)
+        read = 0
+        missing = [file for digest, file in sorted(blobs.items()) if not arrived.has(digest)]
+        # What one damaged blob leaves of the others is what the next pull goes on with.
+        for size in arrived.fetch(store, missing, options.threads):
+            read += size
+            options.progress("pull", min(total, kept + read), total)
         try:
-            arrived.forget_others(blobs)
-            arrived.take_over(blobs, destination)
-            kept = total - arrived.check_room(blobs)
-            read = 0
-            missing = [file for digest, file in sorted(blobs.items()) if not arrived.has(digest)]
-            for size in arrived.fetch(store, missing, options.threads):
-                read += size
-                options.progress("pull", min(total, kept + read), total)
             with staged_directory(destination) as stage:
                 _lay_out(listed, folder, stage)
         except BundleInvalid:
-            # Nothing of it is worth going on with.
+            # Every file is what the manifest lists, and they make no bundle: fetching more would not help.
             shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)

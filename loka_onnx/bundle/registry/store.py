@@ -20,6 +20,7 @@ from loka_onnx.bundle.registry import local
 from loka_onnx.bundle.registry.layout import has_secrets, shown_url, without_secrets
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import BundleError, LokaError, MissingPackage, OutputError, UserError
+from loka_onnx.sessions.bundle_documents import printable
 
 T = TypeVar("T")
 
@@ -144,6 +145,8 @@ class Store:
             path = self._path(key)
             self._fs.invalidate_cache(path)
             try:
+                if self._directory is not None:
+                    return local.read_file(self._directory, key, start, limit)
                 with self._fs.open(path, "rb", cache_type="none") as stream:
                     if start:
                         stream.seek(start)
@@ -189,6 +192,23 @@ class Store:
 
         return self._tried(ask, f"list '{folder}' of")
 
+    def holds(self, folder: str) -> bool:
+        """Whether there is anything under a folder.
+
+        Raises:
+            BundleError: The registry cannot be reached.
+        """
+
+        def ask() -> bool:
+            path = self._path(folder)
+            self._fs.invalidate_cache(path)
+            try:
+                return bool(self._fs.ls(path, detail=False))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+        return self._tried(ask, f"list '{folder}' of")
+
     def remove_leftovers(self) -> None:
         """Removes what killed writers left behind; object stores show nothing of an unfinished write.
 
@@ -218,7 +238,8 @@ class Store:
 
     def _fail(self, error: Exception, doing: str, attempts: int) -> NoReturn:
         what = f"cannot {doing} the registry"
-        text = without_secrets(f"{type(error).__name__}: {error}", self._url)
+        # Of a server: no line of it may pass for one of ours.
+        text = printable(" ".join(without_secrets(f"{type(error).__name__}: {error}", self._url).split()))
         tried = f" (tried {attempts} times)" if attempts > 1 else ""
         if doing.startswith(("write", "tidy")) and isinstance(error, OSError) and not may_pass(error):
             failure: LokaError = OutputError(
@@ -227,16 +248,20 @@ class Store:
                 evidence=text,
                 remedy="choose a place that exists, that may be written and has room; what was sent is kept",
             )
-        elif isinstance(error, PermissionError):
+        elif isinstance(error, PermissionError) or _is_of_kind(error, "Credential"):
             failure = UserError(
                 what, where=self.shown, evidence=text, remedy="log in, or ask for the right to read it"
             )
+        elif _is_of_kind(error, "ParamValidation"):
+            remedy = "check the URL: the service has other rules for names of buckets and keys"
+            failure = UserError(what, where=self.shown, evidence=text, remedy=remedy)
         else:
+            remedy = "try again" if may_pass(error) else "mend what the evidence names, then try again"
             failure = BundleError(
                 what,
                 where=self.shown,
                 evidence=text + tried,
-                remedy="try again: what was moved is kept, and only the rest will be",
+                remedy=f"{remedy}: what was moved is kept, and only the rest will be",
             )
         raise failure from self._cause(error)
 
@@ -258,6 +283,15 @@ def may_pass(error: BaseException) -> bool:
         return True
     status = getattr(error, "status", None) or getattr(error, "code", None)
     return bool(kinds) and isinstance(status, int) and (status >= 500 or status in {408, 429})
+
+
+def _is_of_kind(error: BaseException | None, kind: str) -> bool:
+    """Whether an error, or what it was made of, is one of a library's with this in the name of its class."""
+    while error is not None:
+        if kind in type(error).__name__:
+            return True
+        error = error.__cause__
+    return False
 
 
 def in_order(calls: Iterable[Callable[[], T]], threads: int) -> Generator[T, None, None]:

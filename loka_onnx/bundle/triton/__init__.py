@@ -1,17 +1,19 @@
 """A model repository of NVIDIA Triton Inference Server, made from a bundle."""
 
 from loka_onnx.bundle.triton.models import TritonOptions
-from loka_onnx.bundle.triton.repository import (
+from loka_onnx.bundle.triton.record import (
     RECORD_NAME,
     DeclinedEngine,
+    RepositoryFile,
     RepositoryModel,
     TritonRepository,
-    export_triton,
 )
+from loka_onnx.bundle.triton.repository import export_triton
 
 __all__ = [
     "RECORD_NAME",
     "DeclinedEngine",
+    "RepositoryFile",
     "RepositoryModel",
     "TritonOptions",
     "TritonRepository",

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.bundle.triton import python_model
-from loka_onnx.bundle.triton.models import PARAMETER, VERSION, WARMUP, ModelFile, ServedModel
+from loka_onnx.bundle.triton.models import PARAMETER, VERSION, WARMUP, BackendModel, ModelFile
 from loka_onnx.bundle.triton.packages import why_not_native
 from loka_onnx.bundle.triton.ports import Port, ports_of
 from loka_onnx.bundle.triton.text_format import Fields, entries
@@ -87,7 +87,7 @@ class Form:
         remarks: What Triton does otherwise than this project's own loader, and what the host must have.
     """
 
-    model: ServedModel
+    model: BackendModel
     remarks: tuple[str, ...] = ()
 
 
@@ -276,7 +276,7 @@ def _model(
     served_by: tuple[str, str, str],
     sizes: Sequence[int],
     names: Mapping[str, str] | None = None,
-) -> ServedModel:
+) -> BackendModel:
     """What every form begins with.
 
     Args:
@@ -293,7 +293,7 @@ def _model(
     rows = {port.name: np.ascontiguousarray(source.sample[port.tensor][0]) for port in inputs}
     # Random rows would hold ids that no table has.
     warmup = {port.name: f"input{index}.bin" for index, port in enumerate(inputs)}
-    return ServedModel(
+    return BackendModel(
         name=source.name,
         backend=backend,
         platform=platform,

@@ -83,7 +83,7 @@ class ModelFile:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class BackendModel:
     """A model that a backend of Triton runs.
 
     Attributes:

@@ -21,34 +21,39 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 from loka_onnx.bundle.triton.forms import Form, Refusal, Source, form_of
 from loka_onnx.bundle.triton.models import (
     PARAMETER,
     VERSION,
+    BackendModel,
     Ensemble,
     ModelFile,
-    ServedModel,
     Step,
     TritonOptions,
 )
 from loka_onnx.bundle.triton.packages import rename_program
 from loka_onnx.bundle.triton.ports import ports_of
+from loka_onnx.bundle.triton.record import (
+    RECORD_NAME,
+    DeclinedEngine,
+    RepositoryModel,
+    TritonRepository,
+    files_of,
+    why_in_the_way,
+)
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import CHUNK_BYTES, digest_file
 from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest, SparseCut
-from loka_onnx.core.serde import STRICT
 from loka_onnx.core.split import Part
 from loka_onnx.errors import (
     BundleError,
     BundleInvalid,
     ConfigError,
     EngineError,
-    LokaError,
     OutputError,
     UserError,
 )
@@ -56,74 +61,8 @@ from loka_onnx.sessions.bundle_archive import is_archive, unpacked
 from loka_onnx.sessions.bundle_files import Sample, read_sample, verify_bundle
 from loka_onnx.sessions.replace import staged_directory
 
-RECORD_NAME = "loka-onnx.json"
-"""File of a repository that says what this project wrote into it."""
 LOOKED_UP = "looked_up/"
 """What the names of tensors between the steps of an ensemble begin with."""
-
-
-@dataclass(frozen=True)
-class RepositoryModel:
-    """One model that clients can call with the bundle's own inputs.
-
-    Attributes:
-        name: Its name.
-        engine: Id of the engine behind it.
-        backend: Triton's name of the backend that runs the engine.
-        runs: Names of the models that it consists of; itself alone unless it is an ensemble.
-        remarks: What Triton does otherwise than this project's own loader, and what the host must have.
-    """
-
-    __pydantic_config__ = STRICT
-
-    name: str
-    engine: str
-    backend: str
-    runs: tuple[str, ...]
-    remarks: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class DeclinedEngine:
-    """An engine of the bundle that is not in the repository.
-
-    Attributes:
-        engine: Its id.
-        reason: Why.
-    """
-
-    __pydantic_config__ = STRICT
-
-    engine: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class TritonRepository:
-    """A repository that was written (`loka-onnx.json`).
-
-    Attributes:
-        bundle: SHA-256 of the manifest of the bundle that it was made from.
-        model: Digest of the exported model.
-        name: The model that clients call.
-        preferred: Id of the engine behind it.
-        models: Models that take the bundle's own inputs, the preferred first.
-        directories: Every directory of the repository, sorted.
-        declined: Engines that Triton cannot serve.
-        remarks: What holds for the repository as a whole.
-    """
-
-    SCHEMA: ClassVar[str] = "triton-repository/1"
-    __pydantic_config__ = STRICT
-
-    bundle: str
-    model: str
-    name: str
-    preferred: str
-    models: tuple[RepositoryModel, ...]
-    directories: tuple[str, ...]
-    declined: tuple[DeclinedEngine, ...] = ()
-    remarks: tuple[str, ...] = ()
 
 
 def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> TritonRepository:
@@ -141,7 +80,7 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
         BundleInvalid: The bundle does not verify, or a file changed while it was copied.
         BundleError: The model has inputs or outputs that Triton cannot have.
         ConfigError: An engine that was asked for is not in the bundle, or Triton cannot serve it.
-        OutputError: The place cannot be written, or holds something that is not a repository of this project.
+        OutputError: The place cannot be written, or holds something that this project did not write.
     """
     destination = repository.resolve()
     _check_destination(destination, bundle.resolve())
@@ -154,8 +93,9 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
                 writer.add(model.name, model.config(options), model.files)
             for ensemble in plan.ensembles:
                 writer.add(ensemble.name, ensemble.config(), ())
-            serde.write(plan.record, stage / RECORD_NAME)
-    return plan.record
+            record = replace(plan.record, files=tuple(files_of(stage)))
+            serde.write(record, stage / RECORD_NAME)
+    return record
 
 
 @contextlib.contextmanager
@@ -174,7 +114,7 @@ class _Plan:
         self._bundle, self._manifest, self._options = bundle, manifest, options
         self._sample: Sample = read_sample(bundle, manifest, manifest.fallback)
         self._digest = digest_file(bundle / MANIFEST_NAME)
-        self.models: list[ServedModel] = []
+        self.models: list[BackendModel] = []
         self.ensembles: list[Ensemble] = []
         called: list[RepositoryModel] = []
         declined: list[DeclinedEngine] = []
@@ -201,6 +141,7 @@ class _Plan:
             preferred=called[0].engine,
             models=tuple(called),
             directories=tuple(sorted(names)),
+            files=(),  # known when they are written
             declined=tuple(declined),
             remarks=tuple(_remarks(manifest, [model.engine for model in called])),
         )
@@ -231,7 +172,7 @@ class _Plan:
         model = next(model for model in self.models if model.name == preferred.runs[-1])
         self._add_ensemble(self._options.name, self._steps(entry, model), entry)
 
-    def _steps(self, entry: EngineEntry, model: ServedModel) -> tuple[Step, ...]:
+    def _steps(self, entry: EngineEntry, model: BackendModel) -> tuple[Step, ...]:
         """From the bundle's inputs to its outputs."""
         cut = self._manifest.cut
         own = {port.tensor: port.name for port in (*model.inputs, *model.outputs)}
@@ -422,25 +363,10 @@ def _check_destination(destination: Path, bundle: Path) -> None:
         )
     if not os.path.lexists(destination):
         return
-    problem = _why_in_the_way(destination)
+    problem = why_in_the_way(destination)
     if problem:
         raise OutputError(
             f"'{destination}' is in the way",
             evidence=problem,
             remedy="choose another directory, or move it away",
         )
-
-
-def _why_in_the_way(destination: Path) -> str:
-    if not destination.is_dir():
-        return "it is not a directory"
-    found = {path.name for path in destination.iterdir()}
-    if not found:
-        return ""
-    try:
-        record = serde.read(TritonRepository, destination / RECORD_NAME)
-    except (LokaError, OSError) as error:
-        reason = error.what if isinstance(error, LokaError) else str(error)
-        return f"it exists and is no repository that this project wrote, so it is not replaced: {reason}"
-    others = sorted(found - {RECORD_NAME, *record.directories})
-    return f"it holds '{others[0]}', which this project did not write" if others else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
 import subprocess
@@ -24,10 +26,13 @@ from loka_onnx.bundle import (
     verify_path,
     write_bundle,
     write_key_pair,
+    writer,
 )
-from loka_onnx.errors import BundleInvalid, OutputError
+from loka_onnx.core.manifest import MAX_FILES
+from loka_onnx.core.seal import seal
+from loka_onnx.errors import BundleError, BundleInvalid, OutputError
 from loka_onnx.graph import storage
-from loka_onnx.sessions import bundle_archive
+from loka_onnx.sessions import bundle_archive, bundle_files
 from loka_onnx.sessions.bundle_archive import is_archive
 
 
@@ -114,6 +119,107 @@ def test_without_links_a_second_name_is_a_copy(
     assert not (place / "lookup/tables.bin").samefile(place / "fallback/tables.bin")
 
 
+@pytest.fixture
+def many_names(bundle: Path, tmp_path: Path) -> Path:
+    """The archive of a bundle with ten more names of one file."""
+    path = Path(shutil.copytree(bundle, tmp_path / "many"))
+    document = json.loads((path / "manifest.json").read_text())
+    files = document["value"]["files"]
+    entry = next(file for file in files if file["path"] == "sample.npz")
+    for number in range(10):
+        files.append({**entry, "path": f"z{number}/again.npz"})
+        (path / f"z{number}").mkdir()
+        (path / f"z{number}/again.npz").hardlink_to(path / "sample.npz")
+    (path / "manifest.json").write_text(seal(json.dumps(document, indent=1)))
+    return pack_bundle(path, tmp_path / "many.loka")
+
+
+def test_a_file_that_takes_few_links_is_copied_once_for_as_many(
+    many_names: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, size = Path.hardlink_to, 0
+
+    def few(self: Path, target: Path) -> None:
+        if Path(target).stat().st_nlink >= 4:
+            raise OSError(errno.EMLINK, "Too many links")
+        link(self, target)
+
+    monkeypatch.setattr(Path, "hardlink_to", few)
+    needed: list[int] = []
+    check = bundle_archive._check_room
+    monkeypatch.setattr(
+        bundle_archive, "_check_room", lambda place, size: needed.append(size) or check(place, size)
+    )
+    place = unpack(many_names, tmp_path / "back")
+    size = (place / "sample.npz").stat().st_size
+    copies = {path.stat().st_ino for path in [place / "sample.npz", *place.glob("z*/again.npz")]}
+    assert len(copies) == 3  # 11 names, 4 each
+    assert needed[1:] == [2 * size]  # asked for at once, before the first of them
+    assert verify_bundle(place)
+
+
+def test_room_for_all_copies_is_there_before_the_first(
+    many_names: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(self: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    manifest = verify_path(many_names).manifest
+    held = sum({file.sha256: file.bytes for file in manifest.files}.values())
+    usage = shutil.disk_usage(tmp_path)._replace(free=manifest.total_bytes - held - 1)
+    assert usage.free > held
+    monkeypatch.setattr(Path, "hardlink_to", none)
+    monkeypatch.setattr(bundle_archive.shutil, "disk_usage", lambda path: usage)
+    copied: list[Path] = []
+    monkeypatch.setattr(bundle_archive.shutil, "copyfile", lambda source, target: copied.append(target))
+    with pytest.raises(OutputError, match="there is no room for the bundle"):
+        unpack(many_names, tmp_path / "back")
+    assert copied == []
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_file_with_many_names_is_read_once(
+    many_names: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = unpack(many_names, tmp_path / "back")
+    opened: list[object] = []
+    digest_of = bundle_files._digest_of
+    monkeypatch.setattr(bundle_files, "_digest_of", lambda stream: opened.append(stream) or digest_of(stream))
+    manifest = verify_bundle(place)
+    assert len(opened) == len({file.sha256 for file in manifest.files}) < len(manifest.files) - 9
+    # The name of another file is not taken for it.
+    (place / "z3/again.npz").unlink()
+    (place / "z3/again.npz").hardlink_to(place / "plans.json")
+    with pytest.raises(BundleInvalid, match=r"file 'z3/again\.npz' (was altered|has another size)"):
+        verify_bundle(place)
+
+
+def test_a_manifest_lists_so_many_files_and_no_more(
+    many_names: Path, tmp_path: Path, sample: SampleRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = len(verify_path(many_names).manifest.files)
+    monkeypatch.setattr(bundle_files, "MAX_FILES", count)
+    verify_path(many_names)
+    monkeypatch.setattr(bundle_files, "MAX_FILES", count - 1)
+    for call in (verify_path, lambda path: unpack(path, tmp_path / "back")):
+        with pytest.raises(BundleInvalid, match=f"lists too many files\n  evidence: {count}, the limit"):
+            call(many_names)
+    monkeypatch.setattr(writer, "MAX_FILES", 3)
+    with pytest.raises(BundleError, match="the bundle has too many files"):
+        write_bundle(sample.contents, tmp_path / "written")
+    assert MAX_FILES == 20_000
+
+
+def test_a_place_that_is_not_there_is_said(bundle: Path, tmp_path: Path) -> None:
+    archive = pack_bundle(bundle, tmp_path / "b.loka")
+    with (
+        pytest.raises(OutputError, match=r"cannot unpack '.*b\.loka'\n  evidence: .*No such file") as caught,
+        unpacked(archive, tmp_path / "nowhere"),
+    ):
+        pass
+    assert "remedy: set TMPDIR" in str(caught.value)
+
+
 def test_a_signature_goes_along(bundle: Path, tmp_path: Path) -> None:
     pair = write_key_pair(tmp_path / "keys")
     copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
@@ -140,6 +246,73 @@ def test_an_old_bundle_is_replaced_and_anything_else_is_not(bundle: Path, tmp_pa
         pack_bundle(bundle, tmp_path / "home/thesis.txt")
     assert (tmp_path / "home/thesis.txt").read_text() == "years of work"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b.loka", "back", "home"]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"{}",
+        b"",
+        b"[1]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"name": "a web app", "icons": []}',
+        b'{"schema": "another/thing/1", "value": {}}',
+        b'{"schema": ["loka-onnx/bundle-format/1"]}',
+        b'{"schema": "loka-onnx/bundle-formats/1"}',
+        b'{"schema": "loka-onnx/run/1"}',
+    ],
+)
+def test_a_manifest_of_something_else_is_no_bundle(
+    sample: SampleRun, bundle: Path, tmp_path: Path, manifest: bytes
+) -> None:
+    """Web apps and browser extensions have a `manifest.json` too."""
+    archive = pack_bundle(bundle, tmp_path / "b.loka")
+    app = tmp_path / "app"
+    (app / "src").mkdir(parents=True)
+    (app / "manifest.json").write_bytes(manifest)
+    (app / "src/main.js").write_text("years of work")
+    before = tree(app)
+    for call in (lambda: unpack(archive, app), lambda: write_bundle(sample.contents, app)):
+        with pytest.raises(OutputError, match="is in the way\n  evidence: it exists and is not a bundle"):
+            call()
+    assert tree(app) == before
+    file = tmp_path / "app.zip"
+    with zipfile.ZipFile(file, "w") as write:
+        write.writestr("manifest.json", manifest)
+        write.writestr("src/main.js", "years of work")
+    kept = file.read_bytes()
+    with pytest.raises(OutputError, match="it exists and is not a single-file bundle"):
+        pack_bundle(bundle, file)
+    assert file.read_bytes() == kept
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["app", "app.zip", "b.loka"]
+
+
+def test_a_document_in_a_zip_archive_is_not_replaced(bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "thesis.docx"
+    with zipfile.ZipFile(file, "w") as write:
+        write.writestr("[Content_Types].xml", "<Types/>")
+        write.write(bundle / "manifest.json", "manifest.json")
+    kept = file.read_bytes()
+    for data in (kept, kept[:20], b"PK\x03\x04"):
+        file.write_bytes(data)
+        with pytest.raises(OutputError, match="is not a single-file bundle"):
+            pack_bundle(bundle, file)
+        assert file.read_bytes() == data
+
+
+def test_bundles_that_do_not_verify_are_replaced_nevertheless(
+    sample: SampleRun, bundle: Path, tmp_path: Path
+) -> None:
+    """One of a later version, and one that was damaged: their manifests say what they are."""
+    place = Path(shutil.copytree(bundle, tmp_path / "place"))
+    text = (place / "manifest.json").read_text()
+    (place / "manifest.json").write_text(text.replace("bundle-format/1", "bundle-format/2"))
+    (place / "plans.json").unlink()
+    assert verify_bundle(write_bundle(sample.contents, place))
+    archive = pack_bundle(place, tmp_path / "b.loka")
+    archive.write_bytes(archive.read_bytes()[:-100])
+    assert verify_path(pack_bundle(bundle, archive))
 
 
 def test_what_does_not_verify_is_not_packed(bundle: Path, tmp_path: Path) -> None:

@@ -221,6 +221,9 @@ def test_two_pulls_to_one_place_do_not_mix(one, url, tmp_path):
 
 
 def test_names_are_listed_resolved_and_promoted(one, two, url):
+    with pytest.raises(UserError, match=r"there is no registry here\n.*neither 'names/' nor 'bundles/'"):
+        list_names(url, FAST)
+    push_bundle(one, url, FAST)
     assert list_names(url, FAST) == ()
     first = push_bundle(one, f"{url}#staging", FAST).digest
     second = push_bundle(two, url, FAST)
@@ -237,6 +240,8 @@ def test_names_are_listed_resolved_and_promoted(one, two, url):
     with pytest.raises(UserError, match="the registry has no bundle 'nobody'\n"):
         promote(f"{url}#nobody", "prod", FAST)
     assert resolve(f"{url}#prod", FAST) == first
+    with pytest.raises(ConfigError, match="the names of a whole registry are listed"):
+        list_names(f"{url}#prod", FAST)
 
 
 def test_signatures_travel_and_are_checked_when_asked_for(one, url, tmp_path):
@@ -287,7 +292,8 @@ def test_a_bundle_that_does_not_verify_is_not_pushed(one, url):
         stream.write(b"\0\0\0\0")
     with pytest.raises(BundleInvalid, match=r"'report/extra-0\.bin' was altered"):
         push_bundle(one, f"{url}#prod", FAST)
-    assert list_names(url, FAST) == ()
+    with pytest.raises(UserError, match="there is no registry here"):
+        list_names(url, FAST)
     push_nothing = fsspec.core.url_to_fs(url)
     assert not push_nothing[0].exists(f"{push_nothing[1]}/blobs")
 
@@ -350,6 +356,7 @@ def test_progress_counts_bytes(one, url, tmp_path):
     ("place", "message"),
     [
         ("memory://x#a/b", r"a bundle may not be named 'a/b' in a registry\n  evidence: the name has a '/'"),
+        ("x#a@b", r"may not be named 'a@b' in a registry\n  evidence: the name has a '@'"),
         ("memory://x#..", r"may not be named '\.\.'"),
         ("memory://x#", r"may not be named ''"),
         (f"memory://x#{'a' * 101}", "is longer than 100 characters"),

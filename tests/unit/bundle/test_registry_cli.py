@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from loka_onnx.bundle import write_bundle
 from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.core.digests import digest_file
-from loka_onnx.errors import BundleInvalid, CheckFailed, ConfigError
+from loka_onnx.errors import BundleInvalid, CheckFailed, ConfigError, UserError
 
 app = typer.Typer()
 add_registry_verbs(app)
@@ -63,6 +63,34 @@ def test_damaged_names_end_with_3(one, tmp_path):
     (registry / "names" / "prod.json").write_text("{}")
     with pytest.raises(CheckFailed, match="1 of 1 names are damaged"):
         run("list", registry)
+
+
+def test_names_that_somebody_laid_there_are_quoted(one, tmp_path):
+    registry = tmp_path / "registry"
+    run("push", one, f"{registry}#prod")
+    forged = f"prod  sha256:{'0' * 64} \x1b[2K\x1b]0;owned\x07"
+    (registry / "names" / f"{forged}.json").write_text("{}")
+    done = CliRunner().invoke(app, ["list", str(registry)])
+    assert isinstance(done.exception, CheckFailed)
+    assert "\x1b" not in done.stdout + str(done.exception)
+    assert f"'prod  sha256:{'0' * 64} \\x1b[2K\\x1b]0;owned\\x07' ✗ the name has" in done.stdout.replace(
+        "\n", ""
+    )
+
+
+def test_a_name_is_given_either_way(one, tmp_path):
+    registry, digest = tmp_path / "registry", digest_file(one / "manifest.json")
+    run("push", one, f"{registry}#prod")
+    assert run("resolve", registry, "--name", "prod") == f"sha256:{digest}\n"
+    assert run("promote", registry, "canary", "--name", "prod") == f"canary is now sha256:{digest}\n"
+
+
+def test_a_registry_that_is_none_is_not_an_empty_one(one, tmp_path):
+    with pytest.raises(UserError, match="there is no registry here"):
+        run("list", tmp_path / "mistyped")
+    run("push", one, tmp_path / "registry")
+    done = CliRunner().invoke(app, ["list", str(tmp_path / "registry")])
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "no bundle has a name here\n")
 
 
 def test_a_bundle_is_named_once(one, tmp_path):

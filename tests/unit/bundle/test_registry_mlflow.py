@@ -12,6 +12,7 @@ from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.throughput import CHOSEN, Throughput, ThroughputSet
 from loka_onnx.errors import BundleError, MissingPackage, UserError
 from loka_onnx.report import render
+from loka_onnx.sessions.bundle_archive import write_archive
 from loka_onnx.sessions.bundle_files import verify_bundle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*filesystem.*backend:FutureWarning")
@@ -88,6 +89,14 @@ def test_a_bundle_is_logged_once(bundle, uri):
     again = log_to_mlflow(bundle, "rankers", tracking_uri=uri)
     assert (first.is_new, again.is_new, again.run_id) == (True, False, first.run_id)
     assert log_to_mlflow(bundle, "others", tracking_uri=uri).is_new
+
+
+def test_the_single_file_form_is_the_same_bundle(bundle, uri, tmp_path):
+    archive = tmp_path / "ranker.loka"
+    write_archive(bundle, archive)
+    first = log_to_mlflow(archive, "rankers", tracking_uri=uri)
+    again = log_to_mlflow(bundle, "rankers", tracking_uri=uri)
+    assert (first.is_new, again.is_new, again.run_id) == (True, False, first.run_id)
 
 
 def test_a_run_that_broke_off_is_failed_and_logged_anew(bundle, uri, monkeypatch):

@@ -94,6 +94,21 @@ def test_objects_that_lie(one, s3, tmp_path):
     pull_bundle("s3://models#prod", tmp_path / "x", options)
 
 
+def test_what_trying_again_does_not_mend(s3, monkeypatch):
+    options, _ = s3
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "/nonexistent")
+    with pytest.raises(UserError, match="Unable to locate credentials\n  remedy: log in"):
+        resolve(
+            "s3://models#prod",
+            TransferOptions(storage={"skip_instance_cache": True}, attempts=options.attempts),
+        )
+    with pytest.raises(UserError, match=r"Invalid bucket name.*\n  remedy: check the URL"):
+        resolve("s3://Not_A!Bucket/x#prod", options)
+
+
 def test_a_bucket_that_is_not_there(one, s3):
     options, _ = s3
     with pytest.raises(UserError, match="the registry has no bundle 'prod'"):

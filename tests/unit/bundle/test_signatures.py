@@ -117,6 +117,52 @@ def test_several_keys_may_sign_and_one_is_enough(bundle: Path, pair: KeyPair, tm
     refused(bundle, third.public, "signed with another key")
 
 
+def with_signatures(bundle: Path, *entries: tuple[str, str]) -> None:
+    """Adds entries that anybody could who may write the bundle."""
+    path = bundle / SIGNATURE_NAME
+    document = json.loads(path.read_text())
+    listed = document["value"]["signatures"]
+    listed += [{"key": key, "signature": signature} for key, signature in entries]
+    listed.sort(key=lambda entry: entry["key"])
+    path.write_text(seal(json.dumps(document, indent=1)))
+
+
+def test_signatures_that_anybody_put_there_stay_and_count_for_nothing(
+    bundle: Path, pair: KeyPair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, third = write_key_pair(tmp_path / "other"), write_key_pair(tmp_path / "third")
+    sign_bundle(bundle, third.private)
+    with_signatures(bundle, (other.fingerprint, "ab" * 64))
+    refused(bundle, other.public, rf"the signature does not verify\n  evidence: key {other.fingerprint}")
+    with caplog.at_level(logging.WARNING):
+        sign_bundle(bundle, pair.private)
+    named = ", ".join(sorted([other.fingerprint, third.fingerprint]))
+    assert f"keeps signatures that nothing was checked of: key {named}" in caplog.text
+    # A false one of a key that is accepted does not undo a true one of another, in any order.
+    for keys in ([pair.public, other.public], [other.public, pair.public]):
+        assert verify_signature(bundle, keys) == pair.fingerprint
+        assert verify_path(bundle, keys).signer == pair.fingerprint
+    refused(bundle, other.public, "the signature does not verify")
+    # Its own key replaces it.
+    sign_bundle(bundle, other.private)
+    assert verify_signature(bundle, [other.public]) == other.fingerprint
+
+
+def test_a_signature_that_no_reader_would_read_is_not_written(bundle: Path, pair: KeyPair) -> None:
+    """Entries of others are bounded by what a reader accepts, with the new one."""
+    sign_bundle(bundle, pair.private)
+    path = bundle / SIGNATURE_NAME
+    document = json.loads(path.read_text())
+    others = [{"key": f"{number:064x}", "signature": "0" * 128} for number in range(285)]
+    document["value"]["signatures"] = others
+    path.write_text(seal(json.dumps(document)))
+    verify_bundle(bundle)
+    kept = path.read_bytes()
+    with pytest.raises(BundleError, match=r"too many signatures to add one\n  evidence: \d+ bytes"):
+        sign_bundle(bundle, pair.private)
+    assert path.read_bytes() == kept
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

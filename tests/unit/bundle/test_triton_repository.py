@@ -17,6 +17,7 @@ from triton_rules import check_repository, check_session, infer, open_session, p
 
 from loka_onnx.bundle import BundleEngine, write_bundle
 from loka_onnx.bundle.triton import RECORD_NAME, TritonOptions, TritonRepository, export_triton
+from loka_onnx.cli.main import main
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import Manifest
@@ -365,6 +366,84 @@ def test_what_is_no_repository_of_ours_is_not_replaced(bundle: Path, tmp_path: P
     with pytest.raises(OutputError, match="it is not a directory"):
         export_triton(bundle, tmp_path / "file", OPTIONS)
     assert (place / "theirs").is_dir()
+
+
+def test_every_file_is_recorded_with_its_digest(repository: Path) -> None:
+    record = serde.read(TritonRepository, repository / RECORD_NAME)
+    found = {
+        path.relative_to(repository).as_posix(): path for path in repository.rglob("*") if path.is_file()
+    }
+    del found[RECORD_NAME]
+    assert [file.path for file in record.files] == sorted(found, key=Path)
+    for file in record.files:
+        path = found[file.path]
+        assert (file.bytes, file.sha256) == (path.stat().st_size, digest_file(path))
+
+
+@pytest.mark.parametrize(
+    ("path", "evidence"),
+    [
+        ("ranker/2/model.onnx", "it holds 'ranker/2', which this project did not write"),
+        ("ranker/1/notes.txt", "it holds 'ranker/1/notes.txt', which this project did not write"),
+        ("ranker/labels.txt", "it holds 'ranker/labels.txt', which this project did not write"),
+        ("ranker/__pycache__/mine.py", "it holds 'ranker/__pycache__', which this project did not write"),
+        ("ranker/config.pbtxt", "'ranker/config.pbtxt' was changed after this project wrote it"),
+        (f"{FP32}/1/model.onnx", f"'{FP32}/1/model.onnx' was changed after this project wrote it"),
+    ],
+)
+def test_what_a_user_put_into_a_model_is_not_deleted(
+    bundle: Path, tmp_path: Path, path: str, evidence: str
+) -> None:
+    place = tmp_path / "repository"
+    export_triton(bundle, place, OPTIONS)
+    theirs = place / path
+    theirs.parent.mkdir(exist_ok=True)
+    content = bytearray(theirs.read_bytes()) if theirs.exists() else bytearray(b"theirs")
+    content[-1] ^= 1  # of the same size
+    theirs.write_bytes(content)
+    with pytest.raises(OutputError, match="is in the way") as error:
+        export_triton(bundle, place, OPTIONS)
+    assert error.value.evidence == evidence
+    assert theirs.read_bytes() == content
+
+
+def test_links_of_a_user_are_neither_followed_nor_deleted(bundle: Path, tmp_path: Path) -> None:
+    place = tmp_path / "repository"
+    export_triton(bundle, place, OPTIONS)
+    shutil.move(place / FP32, tmp_path / "elsewhere")
+    (place / FP32).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OutputError, match=f"it holds '{FP32}', which this project did not write"):
+        export_triton(bundle, place, OPTIONS)
+    (place / FP32).unlink()
+    config = place / "ranker/config.pbtxt"
+    shutil.move(config, tmp_path / "config.pbtxt")
+    config.symlink_to(tmp_path / "config.pbtxt")
+    with pytest.raises(OutputError, match=r"it holds 'ranker/config\.pbtxt', which this project did not"):
+        export_triton(bundle, place, OPTIONS)
+
+
+def test_what_a_server_wrote_and_what_is_missing_is_no_reason_to_keep_a_repository(
+    bundle: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "repository"
+    export_triton(bundle, place, OPTIONS)
+    shutil.rmtree(place / FP8)
+    (place / FP32 / "1/__pycache__").mkdir()
+    (place / FP32 / "1/__pycache__/model.cpython-312.pyc").write_bytes(b"")
+    export_triton(bundle, place, OPTIONS)
+    assert (place / FP8).is_dir() and not (place / FP32 / "1/__pycache__").exists()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_bundle_gives_its_name_to_the_model(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_packed: bool
+) -> None:
+    given = tmp_path / ("ranker-1.5.loka" if is_packed else "ranker-1.5")
+    write_archive(bundle, given) if is_packed else shutil.copytree(bundle, given)
+    with pytest.raises(SystemExit) as done:
+        main(["bundle", "export-triton", str(given), str(tmp_path / "repository")])
+    assert done.value.code == 0, capsys.readouterr().err
+    assert serde.read(TritonRepository, tmp_path / "repository" / RECORD_NAME).name == "ranker-1.5"
 
 
 def test_a_repository_is_not_written_into_its_bundle(bundle: Path) -> None:

@@ -56,6 +56,21 @@ def test_an_expected_error_is_one_message(
     assert debug.startswith("Traceback") and debug.endswith(captured.err)
 
 
+@pytest.mark.parametrize("flags", [(), ("--debug",)])
+def test_what_others_wrote_cannot_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, flags: tuple[str, ...]
+) -> None:
+    error = ConfigError(
+        "bad key", evidence="found \x1b]0;owned\x1b\\ \x9b2J \u202egnp.exe", remedy="remove it"
+    )
+    assert ending(monkeypatch, error, *flags) == 2
+    shown = capsys.readouterr().err
+    assert shown.endswith(
+        "  evidence: found \\x1b]0;owned\\x1b\\ \\x9b2J \\u202egnp.exe\n  remedy: remove it\n"
+    )
+    assert shown.replace("\n", "").isprintable()
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), InternalError("by zero")])
 def test_a_bug_says_that_it_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: Exception

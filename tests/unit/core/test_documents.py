@@ -169,3 +169,12 @@ def test_digests_follow_names_order_and_content(tmp_path):
         len({digest_files([one]), digest_files([two]), digest_files([one, two]), digest_files([two, one])})
         == 4
     )
+
+
+@pytest.mark.parametrize("depth", [150, 900, 960, 980, 990, 995, 1000, 100_000])
+@pytest.mark.parametrize("close", ["]", ""])
+def test_a_document_that_is_nested_too_deep_is_refused(depth: int, close: str) -> None:
+    nested = "[" * depth + close * depth
+    for text in (nested, f'{{"schema": "{serde.schema_id(ModelArtifact)}", "value": {nested}}}'):
+        with pytest.raises(UserError):
+            serde.loads(ModelArtifact, text)

@@ -16,9 +16,13 @@ from loka_onnx.bundle import BatchRange, BundleContents, BundleEngine, Expectati
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec, TensorSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import Choice, Evaluation, Latency, Route, TargetChoice
+from loka_onnx.core.evaluation import Choice, Evaluation, Latency, OutputEvaluation, Route, TargetChoice
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.pipeline.compare import CompareOptions
+from loka_onnx.pipeline.compare_rows import RowOptions
+from loka_onnx.pipeline.compare_sides import Opening
+from loka_onnx.pipeline.comparison import Comparison
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 WIDTH, ITEMS, DIM, ROWS = 4, 10, 3, 3000
@@ -28,6 +32,8 @@ SPEND = OutputSpec("spend", OutputKind.REGRESSION, "amount", budget=0.01)
 JUDGED = (CTR, CVR, SPEND)
 BATCH = BatchRange(1, 512)
 OUTPUTS = ("ctr", "cvr", "spend")
+BY = 0.02
+"""How far the weights of the other deployment lie."""
 
 
 @dataclass(frozen=True)
@@ -212,3 +218,34 @@ def _evaluation(artifact: EngineArtifact) -> Evaluation:
     return Evaluation(
         artifact.id, "onnxruntime", artifact.plan, "cpu", "certification", 0, (), timed, "measured"
     )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Deployment `a`, `b` with other heads but the same exported model, and rows for both."""
+
+    a: Path
+    b: Path
+    rows: Path
+    columns: dict[str, np.ndarray]
+
+
+def make_place(root: Path) -> Place:
+    weights, columns = make_weights(), make_rows()
+    a = write_deployment(root / "a", {"fp32": weights})
+    b = write_deployment(root / "b", {"other": weights.moved(BY)}, exported=weights)
+    return Place(a, b, write_rows(root / "rows.npz", columns), columns)
+
+
+def options(*, latency: bool = False, batches: tuple[int, ...] = (), **rows: object) -> CompareOptions:
+    return CompareOptions(
+        RowOptions(**{"inputs": INPUTS, **rows}),  # type: ignore[arg-type]
+        Opening(threads=1),
+        batches,
+        latency,
+        seconds=0.05,
+    )
+
+
+def judged(found: Comparison, name: str, pair: int = 0) -> OutputEvaluation:
+    return next(output for output in found.accuracy[pair].outputs if output.output == name)

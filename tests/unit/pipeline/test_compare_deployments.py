@@ -11,73 +11,46 @@ import numpy as np
 import pytest
 import scipy.stats
 from compared_deployments import (
+    BY,
     CTR,
     CVR,
     INPUTS,
     ROWS,
     SPEND,
+    Place,
     artifact_of,
-    make_rows,
+    judged,
+    make_place,
     make_weights,
+    options,
     write_deployment,
     write_model,
     write_rows,
 )
 
-from loka_onnx.bundle import BatchRange
-from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.cli.compare import raise_for
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
-from loka_onnx.core.evaluation import BudgetStatus, OutputEvaluation
+from loka_onnx.core.evaluation import BudgetStatus
 from loka_onnx.core.intervals import Interval
 from loka_onnx.data import open_dataset
-from loka_onnx.errors import BundleInvalid, ConfigError, DataError, EvaluationError
+from loka_onnx.errors import BudgetMissed, ConfigError, DataError
 from loka_onnx.evaluation.engines import Split, judge_engine, predict_reference
 from loka_onnx.evaluation.predictions import padded
-from loka_onnx.numerics.medians import median_interval
-from loka_onnx.pipeline.compare import CompareOptions, compare
+from loka_onnx.pipeline.compare import compare
 from loka_onnx.pipeline.compare_rows import ONLY, RowOptions
-from loka_onnx.pipeline.compare_sides import Opening
-from loka_onnx.pipeline.comparison import Comparison, Deployment, DeploymentKind
+from loka_onnx.pipeline.comparison import Comparison, DeploymentKind
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
-BY = 0.02
-"""How far the weights of the other deployment lie."""
 ACCURATE = {"rel": 2e-4, "abs": 1e-9}
 """The engines compute in FP32: on these rows their ΔNE differs from that in float64 by less than 2e-5 of it
 (seen), where logits differ by 1e-7 and the deployments by some 1e-2."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    a: Path
-    b: Path
-    rows: Path
-    columns: dict[str, np.ndarray]
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Do not write into its directories."""
-    root = tmp_path_factory.mktemp("compare")
-    weights, columns = make_weights(), make_rows()
-    a = write_deployment(root / "a", {"fp32": weights})
-    b = write_deployment(root / "b", {"other": weights.moved(BY)}, exported=weights)
-    return Place(a, b, write_rows(root / "rows.npz", columns), columns)
-
-
-def options(*, latency: bool = False, batches: tuple[int, ...] = (), **rows: object) -> CompareOptions:
-    return CompareOptions(
-        RowOptions(**{"inputs": INPUTS, **rows}),  # type: ignore[arg-type]
-        Opening(threads=1),
-        batches,
-        latency,
-        seconds=0.05,
-    )
-
-
-def judged(found: Comparison, name: str, pair: int = 0) -> OutputEvaluation:
-    return next(output for output in found.accuracy[pair].outputs if output.output == name)
+    return make_place(tmp_path_factory.mktemp("compare"))
 
 
 # Formulas in float64 --------------------------------------------------------------------------------
@@ -177,7 +150,8 @@ def test_a_deployment_against_itself_differs_by_exactly_nothing(place: Place) ->
     assert found.notes == ()
     assert found.latency is not None and len(found.latency.batches) == 1
     (timed,) = found.latency.batches
-    assert timed.ratio is not None and timed.ratio.lower <= timed.ratio.value <= timed.ratio.upper
+    assert timed.ratio is not None and timed.ratio.interval is not None
+    assert timed.ratio.interval.lower <= timed.ratio.value <= timed.ratio.interval.upper
 
 
 def test_exchanged_arguments_mirror_the_sign(place: Place) -> None:
@@ -268,7 +242,9 @@ def test_without_labels_only_kl_is_judged_and_a_regression_only_measured(
     shift = make_weights().moved(BY).scores(place.columns)[:, 2] - make_weights().scores(place.columns)[:, 2]
     assert spend.rmse.value == pytest.approx(float(np.sqrt((shift**2).mean())), rel=1e-4)
     assert [note.partition(":")[0] for note in found.notes] == [
-        f"output '{name}' is judged without its label" for name in ("ctr", "cvr", "spend")
+        "output 'ctr' is judged without its label",
+        "output 'cvr' is judged without its label",
+        "output 'spend' is not judged",
     ]
     assert "column 'clicked' of 'live.npz' does not exist" in found.notes[0]
 
@@ -278,12 +254,13 @@ def test_a_label_that_was_asked_for_must_be_there(place: Place) -> None:
         compare(place.a, place.b, place.rows, options(labels={"ctr": "clickd"}))
 
 
-def test_a_label_without_its_output_needs_exactly_one(place: Place) -> None:
+def test_a_label_without_its_output_needs_exactly_one(place: Place, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs exactly one judged output") as error:
         compare(place.a, place.b, place.rows, options(labels={ONLY: "clicked"}))
     assert "judged are ctr, cvr, spend" in error.value.evidence
+    a, b = (write_model(tmp_path / f"{by}.onnx", make_weights().moved(by)) for by in (0.0, BY))
     kinds = {"ctr": OutputKind.LOGIT}
-    found = compare(place.a, place.b, place.rows, options(kinds=kinds, labels={ONLY: "clicked"}))
+    found = compare(a, b, place.rows, options(kinds=kinds, labels={ONLY: "clicked"}))
     (output,) = found.accuracy[0].outputs
     base = log_loss(make_weights().scores(place.columns)[:, 0], place.columns["clicked"])
     other = log_loss(make_weights().moved(BY).scores(place.columns)[:, 0], place.columns["clicked"])
@@ -299,7 +276,44 @@ def test_bundles_that_judge_an_output_differently_are_refused(place: Place, tmp_
     with pytest.raises(ConfigError, match="A and B judge output 'ctr' differently") as error:
         compare(place.a, c, place.rows, options())
     assert "A: logit, label clicked, weight importance" in error.value.evidence
-    assert "--output ctr=logit" in error.value.remedy
+    assert error.value.remedy == "say what holds: `--output ctr=logit`"
+    # What the remedy says settles it, and only it.
+    settled = compare(place.a, c, place.rows, options(kinds={"ctr": OutputKind.LOGIT}))
+    assert settled.accuracy[0].outputs == compare(place.a, place.a, place.rows, options()).accuracy[0].outputs
+
+
+def test_an_option_for_an_output_changes_just_what_it_says(place: Place) -> None:
+    """The weight, the label and the budget of `ctr` are recorded, and so are the other two outputs."""
+    whole = compare(place.a, place.b, place.rows, options())
+    same = compare(place.a, place.b, place.rows, options(kinds={"ctr": OutputKind.LOGIT}))
+    assert same.accuracy == whole.accuracy and same.budget_source == "as recorded"
+    other = compare(place.a, place.b, place.rows, options(kinds={"cvr": OutputKind.LOGIT}))
+    assert [(output.output, output.kind) for output in other.accuracy[0].outputs] == [
+        ("ctr", "logit"),
+        ("cvr", "logit"),
+        ("spend", "regression"),
+    ]
+    assert judged(other, "ctr") == judged(whole, "ctr")
+    assert judged(other, "cvr").difference.delta_ne is not None  # type: ignore[union-attr]
+    assert judged(other, "cvr").budget == CVR.budget
+
+
+def test_a_label_settles_which_of_two_holds(place: Place, tmp_path: Path) -> None:
+    other = dataclasses.replace(CTR, label="bought", weight=None, clip=1e-6)
+    c = write_deployment(tmp_path / "c", {"fp32": make_weights()}, judged=(other, CVR, SPEND))
+    with pytest.raises(ConfigError, match="A and B judge output 'ctr' differently") as error:
+        compare(place.a, c, place.rows, options())
+    assert error.value.remedy == (
+        "say what holds: `--label ctr=COLUMN` and `--weight ctr=COLUMN`; build both bundles with one `clip`"
+    )
+    d = write_deployment(
+        tmp_path / "d",
+        {"fp32": make_weights()},
+        judged=(dataclasses.replace(other, clip=CTR.clip), CVR, SPEND),
+    )
+    given = options(labels={"ctr": "clicked"}, weights={"ctr": "importance"})
+    found = compare(place.a, d, place.rows, given).accuracy[0].outputs
+    assert found == compare(place.a, place.a, place.rows, options()).accuracy[0].outputs
 
 
 # Budgets -------------------------------------------------------------------------------------------
@@ -323,231 +337,27 @@ def test_a_budget_needs_something_that_is_judged(place: Place, tmp_path: Path) -
         compare(a, b, place.rows, options(budget=0.1))
 
 
-# Models --------------------------------------------------------------------------------------------
+def test_an_output_that_cannot_be_judged_does_not_pass_a_budget(place: Place, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "live.npz", place.columns, drop=("amount",))
+    found = compare(place.a, place.a, rows, options(budget=0.1))
+    (beyond,) = found.beyond_budget()
+    assert (beyond.output, beyond.judged, beyond.engine_b) == ("spend", None, "cpu-onnxruntime-cpu-fp32")
+    assert beyond.reason == "a regression is judged by its label, and there is none"
+    assert found.unjudged == {"spend": beyond.reason}
+    assert found.notes == ("output 'spend' is not judged: column 'amount' of 'live.npz' does not exist",)
+    with pytest.raises(BudgetMissed) as error:
+        raise_for(found)
+    assert f"output 'spend' of {beyond.engine_b} is not judged: {beyond.reason}" == error.value.evidence
+    assert "`--label OUTPUT=COLUMN`" in error.value.remedy
+    # Without a budget nothing was asked for that could not be done.
+    raise_for(compare(place.a, place.a, rows, options()))
+    # An output that nobody asked for is no reason.
+    a, b = (write_model(tmp_path / f"{name}.onnx", make_weights()) for name in "ab")
+    kinds = {"ctr": OutputKind.LOGIT}
+    assert list(compare(a, b, rows, options(kinds=kinds, budget=0.1)).beyond_budget()) == []
 
 
-def test_plain_models_are_compared_by_how_far_they_move_until_kinds_are_known(
-    place: Place, tmp_path: Path
-) -> None:
-    a = write_model(tmp_path / "a.onnx", make_weights())
-    b = write_model(tmp_path / "b.onnx", make_weights().moved(BY))
-    found = compare(a, b, place.rows, options())
-    assert found.accuracy[0].outputs == ()
-    assert {item.reason for item in found.accuracy[0].moved} == {
-        "its kind is not known: give it with `--output NAME=logit`"
-    }
-    assert [item.output for item in found.accuracy[0].moved] == ["ctr", "cvr", "spend"]
-    assert found.a.kind is DeploymentKind.MODEL and found.a.engines[0].plan == ""
-    assert "A and B are of different exported models" in found.notes[0]
-    kinds = {"ctr": OutputKind.LOGIT, "cvr": OutputKind.PROBABILITY, "spend": OutputKind.REGRESSION}
-    labels = {"ctr": "clicked", "cvr": "bought", "spend": "amount"}
-    given = options(kinds=kinds, labels=labels, weights={"ctr": "importance"}, budget=0.01)
-    plain = compare(a, b, place.rows, given).accuracy[0].outputs
-    bundled = compare(place.a, place.b, place.rows, options()).accuracy[0].outputs
-    assert [o.difference.delta_ne.value for o in plain if o.difference and o.difference.delta_ne] == (
-        pytest.approx(
-            [o.difference.delta_ne.value for o in bundled if o.difference and o.difference.delta_ne]
-        )
-    )
-
-
-def test_a_bundle_in_a_single_file_is_the_bundle(place: Place, tmp_path: Path) -> None:
-    packed = pack_bundle(place.b, tmp_path / "b.loka")
-    # It is timed after it was judged, and loaded anew for that.
-    found = compare(place.a, packed, place.rows, options(latency=True, batches=(8,)))
-    assert found.b.kind is DeploymentKind.ARCHIVE
-    assert found.latency is not None and found.latency.failures == {} and len(found.latency.batches) == 1
-    assert found.accuracy == compare(place.a, place.b, place.rows, options()).accuracy
-
-
-def test_a_model_with_a_fixed_batch_is_asked_for_so_many_rows(place: Place, tmp_path: Path) -> None:
-    import onnx
-
-    path = write_model(tmp_path / "fixed.onnx", make_weights())
-    model = onnx.load(path)
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_value = 16
-    onnx.save(model, path)
-    found = compare(path, place.b, place.rows, options(rows=50))
-    assert (found.accuracy[0].request_rows, found.accuracy[0].least_rows) == (16, 16)
-    assert found.accuracy[0].outputs[0].difference.delta_ne.rows == 50  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="A and B do not both take 32 rows") as error:
-        compare(path, place.b, place.rows, options(batches=(32,)))
-    assert error.value.evidence == "both take requests of 16 to 16 rows"
-
-
-# Refusals ------------------------------------------------------------------------------------------
-
-
-def test_other_inputs_and_outputs_are_refused_by_name(place: Place, tmp_path: Path) -> None:
-    wide = write_model(tmp_path / "wide.onnx", make_weights(), width=6)
-    with pytest.raises(ConfigError) as error:
-        compare(place.a, wide, place.rows, options())
-    assert str(error.value) == (
-        "input 'dense': A and B do not have the same inputs, so no request can be put to both\n"
-        f"  evidence: A ('{place.a}') has float32[?, 4], B ('{wide}') has float32[?, 6]\n"
-        "  remedy: compare deployments of models that take and give the same tensors"
-    )
-    fewer = write_model(tmp_path / "fewer.onnx", make_weights(), outputs=("ctr", "cvr"))
-    with pytest.raises(ConfigError, match="output 'spend': A and B do not have the same outputs") as error:
-        compare(place.a, fewer, place.rows, options())
-    assert "has float32[?], B" in error.value.evidence and error.value.evidence.endswith("has none")
-
-
-def test_batch_ranges_without_a_size_in_common_are_refused(place: Place, tmp_path: Path) -> None:
-    large = write_deployment(tmp_path / "c", {"fp32": make_weights()}, batch=BatchRange(2, 4))
-    few = write_deployment(tmp_path / "d", {"fp32": make_weights()}, batch=BatchRange(2, 512))
-    assert compare(place.a, few, place.rows, options(rows=9)).accuracy[0].least_rows == 2
-    import onnx
-
-    path = write_model(tmp_path / "fixed.onnx", make_weights())
-    model = onnx.load(path)
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 16
-    onnx.save(model, path)
-    with pytest.raises(ConfigError, match="A and B take no request of the same size") as error:
-        compare(large, path, place.rows, options())
-    assert error.value.evidence == "A takes 2 to 4 rows, B 16 to 16"
-
-
-def test_an_error_says_which_side_it_is(place: Place, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="B is not there"):
-        compare(place.a, tmp_path / "nowhere", place.rows, options())
-    broken = write_deployment(tmp_path / "broken", {"fp32": make_weights()})
-    (broken / "plans.json").write_text("{}")
-    with pytest.raises(BundleInvalid, match=r"B: file 'plans\.json' has another size"):
-        compare(place.a, broken, place.rows, options())
-    (tmp_path / "some.loka").write_bytes(b"not a bundle")
-    with pytest.raises(BundleInvalid, match=r"A: "):
-        compare(tmp_path / "some.loka", place.b, place.rows, options())
-
-
-def test_answers_that_are_not_finite_name_the_side(place: Place, tmp_path: Path) -> None:
-    weights = make_weights()
-    weights.bias[0] = np.nan
-    nan = write_model(tmp_path / "nan.onnx", weights)
-    with pytest.raises(EvaluationError, match="output 'ctr' of B is not finite"):
-        compare(write_model(tmp_path / "a.onnx", make_weights()), nan, place.rows, options())
-    with pytest.raises(EvaluationError, match="output 'ctr' of the candidate is not finite") as error:
-        compare(place.a, nan, place.rows, options())
-    assert error.value.where == f"B ('{nan}') as the candidate, A ('{place.a}') as the reference"
-
-
-def test_ids_must_be_in_the_tables_of_both(place: Place, tmp_path: Path) -> None:
-    smaller = write_model(tmp_path / "small.onnx", make_weights(items=6))
-    for pair in ((place.a, smaller), (smaller, place.a)):
-        with pytest.raises(DataError, match="column 'item'"):
-            compare(*pair, place.rows, options())
-
-
-def test_programs_that_nobody_vouches_for_are_passed_over_and_that_is_said(
-    place: Place, tmp_path: Path
-) -> None:
-    programs = write_deployment(tmp_path / "c", {"fp32": make_weights()}, backend="tensorrt")
-    found = compare(place.a, programs, place.rows, options()).b
-    assert [engine.is_fallback for engine in found.engines] == [True]
-    (passed,) = found.passed_over
-    assert passed.engine.startswith("cpu-tensorrt") and passed.reason
-
-
-# Engines by the rows of a request ------------------------------------------------------------------
-
-
-def test_each_pair_of_engines_is_judged_in_requests_that_it_answers(place: Place, tmp_path: Path) -> None:
-    weights = make_weights()
-    routed = write_deployment(
-        tmp_path / "routed",
-        {"other": weights.moved(BY), "fp32": weights},
-        {16: "fp32", 512: "other"},
-        exported=weights,
-    )
-    found = compare(place.a, routed, place.rows, options())
-    small, large = found.accuracy
-    assert (small.engine_b, small.least_rows, small.most_rows) == ("cpu-onnxruntime-cpu-fp32", 1, 16)
-    assert (large.engine_b, large.least_rows, large.most_rows) == ("cpu-onnxruntime-cpu-other", 17, 512)
-    assert (small.request_rows, large.request_rows) == (16, 512)
-    # 3000 rows leave a rest of 440 rows in the one and of 8 in the other, which the same engine answers.
-    assert judged(found, "ctr", 0).difference.judged.value == 0.0  # type: ignore[union-attr]
-    plain = compare(place.a, place.b, place.rows, options())
-    assert judged(found, "ctr", 1).difference.judged.value == pytest.approx(  # type: ignore[union-attr]
-        judged(plain, "ctr").difference.judged.value,  # type: ignore[union-attr]
-        rel=1e-6,
-    )
-    only = compare(place.a, routed, place.rows, options(batches=(8,)))
-    assert [pair.engine_b for pair in only.accuracy] == ["cpu-onnxruntime-cpu-fp32"]
-    # A budget is held against every pair.
-    held = compare(place.a, routed, place.rows, options(budget=1e-9))
-    assert {item.engine_b for item in held.beyond_budget()} == {"cpu-onnxruntime-cpu-other"}
-
-
-# Latency -------------------------------------------------------------------------------------------
-
-
-def test_both_are_timed_in_turns_at_the_sizes_that_they_record(place: Place) -> None:
-    found = compare(place.a, place.b, place.rows, options(latency=True)).latency
-    assert found is not None and found.failures == {} and found.says_nothing == ()
-    assert [each.batch for each in found.batches] == [8, 32]
-    for each in found.batches:
-        assert each.a.repeats == each.b.repeats >= 20 and each.a.device == "cpu"
-        assert each.ratio is not None
-        assert each.ratio.value == pytest.approx(each.b.p50_us / each.a.p50_us)
-        # The unit is the load, not the request.
-        assert len(each.a.parts_us) == len(each.b.parts_us) == 6
-        parts = [b / a for a, b in zip(each.a.parts_us, each.b.parts_us, strict=True)]
-        expected = median_interval(parts)
-        assert expected is not None
-        assert each.ratio.lower == min(expected.lower, each.ratio.value)
-        assert each.ratio.upper == max(expected.upper, each.ratio.value)
-    assert found.overall is not None and found.overall.rows == found.loads == 6
-
-
-def test_one_load_has_its_own_parts_and_a_few_have_no_interval(place: Place) -> None:
-    once = dataclasses.replace(options(latency=True, batches=(8,)), loads=1)
-    found = compare(place.a, place.b, place.rows, once).latency
-    assert found is not None and len(found.batches[0].a.parts_us) == 10
-    few = compare(place.a, place.b, place.rows, dataclasses.replace(once, loads=2)).latency
-    assert few is not None and few.overall is not None and few.overall.rows == 0
-    assert few.overall.lower == few.overall.value == few.overall.upper
-    with pytest.raises(ConfigError, match="to be timed, deployments are loaded"):
-        dataclasses.replace(once, loads=0)
-
-
-def test_more_rows_than_the_data_have_are_filled_up(place: Place) -> None:
-    found = compare(place.a, place.b, place.rows, options(latency=True, batches=(64,), rows=20)).latency
-    assert found is not None and [each.batch for each in found.batches] == [64]
-
-
-def test_a_slower_engine_is_slower(place: Place, tmp_path: Path) -> None:
-    """A batch 64 times as large through the same engine, as two deployments, would be; here a heavy one."""
-    import onnx
-    from onnx import helper, numpy_helper
-
-    path = write_model(tmp_path / "slow.onnx", make_weights())
-    model = onnx.load(path)
-    heavy = np.eye(3, dtype=np.float32)
-    model.graph.initializer.append(numpy_helper.from_array(heavy, "eye"))
-    gemm = next(node for node in model.graph.node if node.op_type == "Gemm")
-    gemm.output[0] = "raw"
-    place_of = list(model.graph.node).index(gemm) + 1
-    for index in range(400):
-        names = ["raw" if index == 0 else f"m{index}", "eye"], ["scores" if index == 399 else f"m{index + 1}"]
-        model.graph.node.insert(place_of + index, helper.make_node("MatMul", *names, f"heavy{index}"))
-    onnx.save(model, path)
-    fast = write_model(tmp_path / "fast.onnx", make_weights())
-    found = compare(fast, path, place.rows, options(latency=True, batches=(256,))).latency
-    assert found is not None and found.overall is not None and found.overall.lower > 1.5
-    back = compare(path, fast, place.rows, options(latency=True, batches=(256,))).latency
-    assert back is not None and back.overall is not None and back.overall.upper < 0.7
-
-
-def test_the_engine_of_a_request_is_that_of_the_next_larger_size() -> None:
-    from loka_onnx.pipeline.comparison import EngineUsed, ServedTo
-
-    used = [EngineUsed(name, *[""] * 6, False, False, "") for name in ("main", "small", "large")]
-    side = Deployment(
-        "x", DeploymentKind.BUNDLE, "", tuple(used), (ServedTo(8, "small"), ServedTo(64, "large")), (), 1, 100
-    )
-    assert [side.engine_for(rows) for rows in (1, 8, 9, 64, 65)] == ["small", "small", *["large"] * 3]
-    assert side.engine("small").id == "small"
-    with pytest.raises(KeyError):
-        side.engine("other")
-    assert dataclasses.replace(side, routes=()).engine_for(5) == "main"
+@pytest.mark.parametrize("budget", [math.nan, -1.0, math.inf])
+def test_a_budget_is_a_number_that_a_change_can_be_held_against(budget: float) -> None:
+    with pytest.raises(ConfigError, match=r"--budget: a budget of .* cannot be held"):
+        RowOptions(budget=budget)

@@ -247,3 +247,50 @@ def test_an_engine_of_the_host_gets_a_copy_which_is_counted(
     np.testing.assert_array_equal(answer, rows(3)[:, :1] * 2)
     assert on_device.addresses == []
     assert engine.metrics.snapshot().host_copies == before + 1
+
+
+@pytest.mark.parametrize("make", [torch._neg_view, lambda t: torch.complex(t * 0, t).conj().imag])
+def test_a_tensor_that_is_marked_as_negative_is_read_as_such(engine: Engine, make: Any) -> None:
+    tensor = make(torch.from_numpy(rows(5)))
+    assert tensor.is_neg()
+    expected = engine.infer({"dense": -rows(5)})["ctr"]
+    np.testing.assert_array_equal(engine.infer({"dense": tensor})["ctr"].numpy(), expected)
+    np.testing.assert_array_equal(dlpack.on_host(tensor), -rows(5))
+    np.testing.assert_array_equal(dlpack.borrow(tensor.contiguous()).as_numpy(), -rows(5))
+    brain = torch._neg_view(torch.ones(3).bfloat16())
+    assert dlpack.on_host(brain).astype(np.float32).tolist() == [-1, -1, -1]
+
+
+def test_a_masked_array_is_refused(engine: Engine) -> None:
+    with pytest.raises(DataError, match="an array is masked"):
+        engine.infer({"dense": np.ma.masked_array(rows(3), mask=rows(3) > 0)})
+
+
+@pytest.mark.parametrize("request_", [None, 3, [rows(2)], "x", {"dense"}, rows(1)])
+def test_a_request_that_is_no_mapping_is_refused(engine: Engine, request_: Any) -> None:
+    for named in ({}, {"like": np.empty(0)}):
+        with pytest.raises(DataError, match="a request is a mapping of names to arrays"):
+            engine.infer(request_, **named)
+
+
+@pytest.mark.parametrize("place", [(1,), 5, ("a", 0), RuntimeError("boom")])
+def test_an_object_that_does_not_say_where_it_lies_is_no_array(engine: Engine, place: Any) -> None:
+    class Strange:
+        def __dlpack_device__(self) -> Any:
+            if isinstance(place, Exception):
+                raise place
+            return place
+
+    with pytest.raises(DataError, match="a Strange is no array"):
+        engine.infer({"dense": Strange()})
+
+
+def test_an_answer_goes_back_to_a_device_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tensor:
+        def to(self, device: str) -> str:
+            return device
+
+    stand_in = SimpleNamespace(from_numpy=lambda array: Tensor(), device=lambda *place: place)
+    monkeypatch.setitem(arrays.sys.modules, "torch", stand_in)  # type: ignore[arg-type]
+    for device_type in (CUDA, dlpack.ROCM):
+        assert arrays.from_host(rows(2), arrays.Kind("torch", device_type, 1)) == ("cuda", 1)

@@ -16,9 +16,10 @@ from cut_models import LOOKED_UP, TABLE, answer, cut_contents, request
 
 from loka_onnx.bundle import write_bundle
 from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.manifest import EngineEntry
 from loka_onnx.core.split import Part
 from loka_onnx.errors import ConfigError, DataError, EngineError
-from loka_onnx.runtime import load, loading
+from loka_onnx.runtime import Engine, load, loading
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 
@@ -123,3 +124,20 @@ def test_a_lookup_that_does_not_open_frees_the_engine_and_the_whole_model_serves
     assert "no memory for the tables" in engine.skipped[0].reason
     asked = request(3)
     np.testing.assert_allclose(engine.infer(asked)["ctr"], answer(asked), rtol=1e-6)
+
+
+def test_a_lookup_lives_on_when_an_engine_behind_it_is_closed(
+    bundle: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Twice(loading._Opener):
+        def open(self, entry: EngineEntry) -> Engine | None:
+            first = super().open(entry)
+            if first is not None:
+                first.close()
+            return super().open(entry)
+
+    monkeypatch.setattr(loading, "_Opener", Twice)
+    with load(bundle) as engine:
+        asked = request(3)
+        np.testing.assert_allclose(engine.infer(asked)["ctr"], answer(asked), rtol=1e-6)
+    assert sorted(opened) == ["dense.onnx", "dense.onnx", "lookup.onnx"]

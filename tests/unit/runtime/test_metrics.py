@@ -16,7 +16,7 @@ from loka_onnx.bundle import write_bundle
 from loka_onnx.errors import DataError, EngineError, MissingPackage
 from loka_onnx.runtime import Engine, Metrics, Serving, load, loading
 from loka_onnx.runtime.gate import Gate
-from loka_onnx.runtime.metrics import LATENCY_BOUNDS_S, EngineSeries
+from loka_onnx.runtime.metrics import LATENCY_BOUNDS_S, MOST_SIZES, MOST_TENSORS, EngineSeries
 from loka_onnx.runtime.saturation import Look, Sampler, limits_of_inputs, look_at
 from loka_onnx.sessions.bundle_files import verify_bundle
 
@@ -257,3 +257,24 @@ def test_an_input_has_the_least_range_of_the_sites_that_read_it_unchanged(bundle
     limits = limits_of_inputs(graph, {"first": 4.0, "second": 3.0, "third": 1.0, "fourth": 9.0}, manifest)
     # `third` reads what Relu made of `low`; the ids pass through Gather, which reads other values.
     assert limits == {"x": 4.0, "z": 3.0}
+
+
+def test_labels_are_few_however_many_tensors_and_sizes_there_are() -> None:
+    metrics = Metrics()
+    looks = {f"c{n}": Look(2, 1) for n in range(200)} | {"ranged": Look(2, 0, 1)}
+    metrics.looked(looks)
+    metrics.looked(looks)
+    sampled = next(each for each in metrics.collect() if each.name == "loka_onnx_sampled_values")
+    counts = {each.labels["tensor"]: each.value for each in sampled.samples if each.name.endswith("_total")}
+    assert len(counts) == MOST_TENSORS + 1
+    assert (counts["ranged"], counts["c0"], counts["other"]) == (4, 4, 4 * (201 - MOST_TENSORS))
+    assert len(metrics.snapshot().looks) == 201
+    assert set(metrics.snapshot().looks) == set(looks)
+
+    series = EngineSeries("e", range(1, 4097), 4096)
+    for rows in range(1, 4098):
+        metrics.answered(series.of(rows), rows, 1e-3)
+    found = {each.batch: each.requests for each in series.histograms()}
+    assert len(found) == MOST_SIZES + 1
+    assert (found["4096"], found["more"], sum(found.values())) == (128, 1, 4097)
+    assert len(list(EngineSeries("e", (), 10**200)._sizes)) <= MOST_SIZES

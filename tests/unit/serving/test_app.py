@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loka_onnx.errors import EngineError
 from loka_onnx.runtime import Engine
+from loka_onnx.serving import bodies
 from loka_onnx.serving import model as model_module
 from loka_onnx.serving.app import Workers, make_app
 from loka_onnx.serving.bodies import Limits
@@ -209,6 +210,20 @@ def test_content_types_that_are_right(client: Client, kind: str) -> None:
     assert client.infer(request(), content_type=kind).status_code == 200
 
 
+def test_a_web_page_cannot_send_bytes_without_a_type(client: Client) -> None:
+    response = client.infer(request(), origin="http://elsewhere.example")
+    assert (response.status_code, response.json()["error"]) == (
+        415,
+        "there is no content type; send application/json or application/octet-stream",
+    )
+
+
+def test_two_lengths_are_refused(client: Client) -> None:
+    response = client.infer(request(), content_length="10", transfer_encoding="chunked")
+    assert response.status_code == 400 and response.headers["connection"] == "close"
+    assert "both Content-Length and Transfer-Encoding" in response.json()["error"]
+
+
 async def pieces(body: bytes) -> AsyncIterator[bytes]:
     for start in range(0, len(body), 1000):
         yield body[start : start + 1000]
@@ -302,6 +317,37 @@ def test_bodies_that_are_held_are_bounded(engine: Engine, monkeypatch: pytest.Mo
             responses = client.together(5, request(), go.set)
         assert sorted(r.status_code for r in responses) == [200] * 2 + [503] * 3
         assert client.infer(request()).status_code == 200
+
+
+def test_what_bodies_unpack_to_is_held_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = request() + b" " * 100_000
+    packed = gzip.compress(padded)
+    with client_of(engine, Limits(held_bytes=2 * len(padded)), threads=4) as client:
+        with held(engine, monkeypatch) as go:
+
+            async def call() -> list[httpx.Response]:
+                async with client._open() as open_client:
+                    headers = {"content-encoding": "gzip"}
+                    posts = [open_client.post(INFER, content=packed, headers=headers) for _ in range(3)]
+                    tasks = [asyncio.create_task(each) for each in posts]
+                    await asyncio.sleep(0.2)
+                    go.set()
+                    return await asyncio.gather(*tasks)
+
+            responses = asyncio.run(call())
+        assert sorted(r.status_code for r in responses) == [200, 503, 503]
+        assert client.infer(packed, content_encoding="gzip").status_code == 200, "it is given back"
+
+
+@pytest.mark.parametrize("kind", ["gzip", "deflate"])
+def test_a_body_is_unpacked_in_pieces(engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(bodies, "_PIECE_BYTES", 7)
+    for rows in range(1, 9):
+        body = request(rows)
+        held_by = bodies.Held(bodies.Holding(Limits()))
+        packed = bodies.Body(bytearray(compressed(kind, body)), kind, None, held_by)
+        assert bodies.unpack(packed, len(body)) == body
+        assert held_by.bytes == len(body)
 
 
 def test_a_probe_does_not_wait_behind_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,8 +196,9 @@ BAD = {
     "a size of 1.0": (document(tensor(shape=[1.0, 3])), "`shape` is no array of sizes"),
     "another rank": (document(tensor(shape=[3])), "[3], the model takes [-1, 3]"),
     "another width": (document(tensor(shape=[1, 4], data=[1] * 4)), "[1, 4], the model takes [-1, 3]"),
-    "huge": (document(tensor(shape=[2**62, 3])), "3 elements, the shape [4611686018427387904, 3] has"),
-    "beyond 64 bits": (document(tensor(shape=[10**30, 3])), "3 elements, the shape"),
+    "huge": (document(tensor(shape=[2**62, 3])), "`shape` is too large"),
+    "beyond 64 bits": (document(tensor(shape=[10**30, 3])), "`shape` is too large"),
+    "an id of a mebibyte": (document(tensor(), id="\ud800" * (1 << 20)), "1048576 characters, at most 1024"),
     "no data": (document(tensor(data=...)), "it has no data"),
     "data of one number": (document(tensor(data=1)), "`data` is not an array"),
     "too few": (document(tensor(data=[1, 2])), "2 elements, the shape [1, 3] has 3"),
@@ -282,8 +283,8 @@ def test_data_in_both_places_is_refused() -> None:
 @pytest.mark.parametrize(
     ("dtype", "data", "message"),
     [
-        ("int8", [1, 2, 128], "too large for INT8"),
-        ("uint8", [1, 2, -1], "too large for UINT8"),
+        ("int8", [1, 2, 128], "too large for INT8\n  evidence: it is 128"),
+        ("uint8", [1, 2, -1], "too large for UINT8\n  evidence: it is -1"),
         ("uint64", [1, 2, 2**64], "too large for UINT64"),
         ("int64", [1, 2, 3.0], "an element is no INT64"),
         ("int64", [1, 2, False], "an element is no INT64"),
@@ -296,6 +297,18 @@ def test_json_elements_that_a_type_cannot_hold(dtype: str, data: list[Any], mess
     body = document(tensor(datatype=NAMES[dtype], data=data))
     with pytest.raises(DataError, match=message):
         read_request(body, None, card(TensorSpec("dense", dtype, (None, 3))))
+
+
+@pytest.mark.parametrize("shape", [[0, 10**30], [2**62, 0], [0, 2**31, 2**31]])
+@pytest.mark.parametrize("more", [{"data": []}, {"data": ..., "parameters": {"binary_data_size": 0}}])
+def test_an_empty_shape_that_numpy_cannot_have_is_refused(shape: list[int], more: dict[str, Any]) -> None:
+    spec = TensorSpec("dense", "float32", (None,) * len(shape))
+    with pytest.raises(DataError, match="`shape` is too large"):
+        read_request(document(tensor(shape=shape, **more)), None, card(spec))
+
+
+def test_the_longest_id_is_taken() -> None:
+    assert read_request(document(tensor(), id="a" * 1024), None, card()).id == "a" * 1024
 
 
 def test_a_bool_byte_is_0_or_1() -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from loka_onnx.errors import EngineError, ModelError
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions, holds_float8
+from loka_onnx.sessions.provider_session import session_options
+from loka_onnx.sessions.providers import CPU
 
 ort = pytest.importorskip("onnxruntime")
 
@@ -186,3 +188,31 @@ def test_the_bias_of_a_gemm_between_fp8_factors_is_not_rounded(tmp_path: Path) -
     (y,) = OnnxSession(tmp_path / "m.onnx").run({"x": np.ones((1, 4), np.float32)}).values()
     # 4.3 and 3.6 in E4M3; of a bias rounded to 0 they would be 4 and 4.
     np.testing.assert_array_equal(y, [[4.5, 3.5]])
+
+
+def test_a_missing_input_is_an_engine_error(plain):
+    with pytest.raises(EngineError, match="an input of the model is missing"):
+        OnnxSession(plain).run({})
+
+
+@pytest.mark.parametrize("name", ["model.pt2", "model.json", "model.textproto", "model.onnx"])
+def test_a_file_that_is_no_model_is_a_model_error_whatever_its_name(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"PK\x03\x04 not a model \xff\xff")
+    with pytest.raises(ModelError, match="is not an ONNX model"):
+        OnnxSession(path)
+    with pytest.raises(ModelError, match="is not an ONNX model"):
+        session_options(path, CPU)
+
+
+def test_a_shared_session_outlives_the_one_that_it_was_shared_by(plain):
+    session = OnnxSession(plain)
+    other = session.shared()
+    fed = {"x": np.ones((2, 4), np.float32)}
+    expected = session.run(fed)
+    session.close()
+    for name, value in other.run(fed).items():
+        np.testing.assert_array_equal(value, expected[name])
+    other.close()
+    with pytest.raises(EngineError, match="the session is closed"):
+        other.run(fed)

@@ -58,6 +58,7 @@ def test_the_architecture_decides_the_provider(backend: str, architecture: str, 
         ("onnxruntime_tensorrt", "gfx942"),
         ("onnxruntime", "smart"),
         ("onnxruntime", "cpus"),
+        ("onnxruntime", "cpu\n"),
         ("tensorrt", "sm90"),
     ],
 )

@@ -1,0 +1,11 @@
+"""What a bundle is called where nobody says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def name_of(bundle: Path) -> str:
+    """The name of its directory as it is (``ranker-1.5``), or of its single file without the suffix."""
+    place = bundle.resolve()
+    return place.stem if place.is_file() else place.name

@@ -1,0 +1,179 @@
+"""Models that read weights from files of the host, or from memory: refused wherever they name them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from cut_models import cut_contents
+from onnx import TensorProto, helper
+from sample_run import SampleRun
+
+from loka_onnx.bundle import pack_bundle, unpack, verify_bundle, verify_path, write_bundle
+from loka_onnx.bundle.packing import write_archive
+from loka_onnx.core.digests import digest_bytes
+from loka_onnx.core.manifest import Manifest
+from loka_onnx.core.seal import seal
+from loka_onnx.errors import BundleInvalid
+from loka_onnx.runtime import load
+from loka_onnx.sessions import bundle_files
+
+LOCATIONS = ("../../secret.bin", "/etc/passwd", "*/_ORT_MEM_ADDR_/*", "secret.bin")
+PLACES = (
+    "initializer",
+    "attribute",
+    "attributes",
+    "sparse initializer",
+    "sparse attribute",
+    "sparse attributes",
+    "subgraph",
+    "function body",
+    "function default",
+    "training",
+)
+
+
+@pytest.fixture(scope="module")
+def original(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(sample.contents, tmp_path_factory.mktemp("original") / "bundle")
+
+
+@pytest.fixture
+def bundle(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "bundle"))
+
+
+def foreign(location: str) -> onnx.TensorProto:
+    tensor = onnx.TensorProto(data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", "4096"), ("length", "16")):
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+def sparse(values: onnx.TensorProto) -> onnx.SparseTensorProto:
+    indices = helper.make_tensor("", TensorProto.INT64, [4], [0, 1, 2, 3])
+    return onnx.SparseTensorProto(values=values, indices=indices, dims=[4])
+
+
+def attacked(model: onnx.ModelProto, place: str, location: str) -> bytes:
+    """The model with a tensor in that place whose values are in a file of the host."""
+    tensor = foreign(location)
+    kinds = onnx.AttributeProto
+    attribute = {
+        "attribute": kinds(name="value", type=kinds.TENSOR, t=tensor),
+        "attributes": kinds(name="values", type=kinds.TENSORS, tensors=[tensor]),
+        "sparse attribute": kinds(
+            name="sparse_value", type=kinds.SPARSE_TENSOR, sparse_tensor=sparse(tensor)
+        ),
+        "sparse attributes": kinds(name="all", type=kinds.SPARSE_TENSORS, sparse_tensors=[sparse(tensor)]),
+        "subgraph": kinds(name="body", type=kinds.GRAPH, g=onnx.GraphProto(initializer=[tensor])),
+    }.get(place)
+    if attribute is not None:
+        model.graph.node.append(onnx.NodeProto(op_type="Constant", output=["w"], attribute=[attribute]))
+    elif place == "initializer":
+        model.graph.initializer.append(tensor)
+    elif place == "sparse initializer":
+        model.graph.sparse_initializer.append(sparse(tensor))
+    elif place == "training":
+        model.training_info.append(onnx.TrainingInfoProto(algorithm=onnx.GraphProto(initializer=[tensor])))
+    else:
+        value = kinds(name="value", type=kinds.TENSOR, t=tensor)
+        function = onnx.FunctionProto(name="F", domain="my", output=["w"])
+        if place == "function default":
+            function.attribute_proto.append(value)
+        else:
+            function.node.append(onnx.NodeProto(op_type="Constant", output=["w"], attribute=[value]))
+        model.functions.append(function)
+    return model.SerializeToString()
+
+
+def replaced(bundle: Path, old: str, new: str, data: bytes) -> None:
+    """Another file in the place of one, in a manifest that is sealed as somebody could."""
+    (bundle / old).unlink()
+    (bundle / new).write_bytes(data)
+    digest = digest_bytes(data)
+    document = json.loads((bundle / "manifest.json").read_text())
+    value: dict[str, Any] = document["value"]
+    for entry in [*value["engines"], value["fallback"]]:
+        if entry["path"] == old:
+            entry.update(path=new, bytes=len(data), digest=digest)
+    for file in value["files"]:
+        if file["path"] == old:
+            file.update(path=new, bytes=len(data), sha256=digest)
+    if value["cut"] is not None and value["cut"]["lookup"] == old:
+        value["cut"]["lookup"] = new
+    (bundle / "manifest.json").write_text(seal(json.dumps(document, indent=1)))
+
+
+def refuses(bundle: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every form, and before anything is loaded."""
+    for attempt in (verify_bundle, verify_path, load):
+        with pytest.raises(BundleInvalid, match=message):
+            attempt(bundle)
+    archive = bundle.parent / "b.loka"
+    archive.unlink(missing_ok=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle_files, "check_models", lambda *arguments: None)
+        write_archive(bundle, archive)
+    for attempt in (verify_path, load, lambda path: unpack(path, bundle.parent / "back")):
+        with pytest.raises(BundleInvalid, match=message):
+            attempt(archive)
+    assert not (bundle.parent / "back").exists()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_tensor_outside_the_bundle_is_found_wherever_it_stands(
+    bundle: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "fallback/model.onnx"
+    data = (bundle / path).read_bytes()
+    for location in LOCATIONS:
+        replaced(bundle, path, path, attacked(onnx.load_from_string(data), place, location))
+        with pytest.raises(BundleInvalid, match="reads weights from a file that is not listed") as caught:
+            verify_bundle(bundle)
+        assert repr(location) in str(caught.value)
+    refuses(bundle, "reads weights from a file that is not listed", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["model.ONNX", "model.bin", "model.onnx.bak", "model.ort", "model"])
+def test_onnx_runtime_is_given_files_of_one_suffix_only(
+    bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = attacked(onnx.load(bundle / "fallback/model.onnx"), "initializer", "/etc/passwd")
+    replaced(bundle, "fallback/model.onnx", f"fallback/{name}", data)
+    refuses(bundle, rf"engine 'fallback-fp32' is not a file '\*\.onnx'\n.*'fallback/{name}'", monkeypatch)
+
+
+def test_the_lookup_model_too(sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = write_bundle(cut_contents(sample, tmp_path / "run"), tmp_path / "bundle")
+    data = (bundle / "lookup/lookup.onnx").read_bytes()
+    replaced(bundle, "lookup/lookup.onnx", "lookup/lookup.bin", data)
+    refuses(bundle, r"the lookup model is not a file '\*\.onnx'", monkeypatch)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime_tensorrt", "onnxruntime_of_tomorrow"])
+def test_every_backend_of_onnx_runtime(bundle: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = json.loads((bundle / "manifest.json").read_text())["value"]
+    entry = next(e for e in manifest["engines"] if e["path"].endswith(".onnx"))
+    document = (bundle / "manifest.json").read_text()
+    (bundle / "manifest.json").write_text(
+        seal(document.replace('"backend": "onnxruntime"', f'"backend": "{backend}"'))
+    )
+    replaced(bundle, entry["path"], f"{entry['path']}.bin", (bundle / entry["path"]).read_bytes())
+    refuses(bundle, rf"engine '{entry['id']}' is not a file '\*\.onnx'", monkeypatch)
+
+
+def test_a_model_that_many_engines_name_is_read_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = json.loads((bundle / "manifest.json").read_text())
+    value = document["value"]
+    value["engines"] += [{**value["fallback"], "id": f"e{number}"} for number in range(50)]
+    (bundle / "manifest.json").write_text(seal(json.dumps(document, indent=1)))
+    read, seen = bundle_files.read_model, []
+    monkeypatch.setattr(bundle_files, "read_model", lambda path: seen.append(path) or read(path))
+    manifest: Manifest = verify_bundle(bundle)
+    assert len(seen) == len({e.digest for e in manifest.candidates if e.path.endswith(".onnx")})
+    pack_bundle(bundle, bundle.parent / "b.loka")

@@ -1,0 +1,323 @@
+"""Engines and samples of which nothing can be made: each is passed over, and the next one serves."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from sample_run import SampleRun
+
+from loka_onnx.bundle import BundleContents, write_bundle
+from loka_onnx.core.evaluation import Choice, Route
+from loka_onnx.core.seal import seal
+from loka_onnx.errors import BundleInvalid, ConfigError, EngineError
+from loka_onnx.runtime import Cause, Engine, Serving, load, loading
+from loka_onnx.sessions.bundle_files import verify_bundle
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.runner import Arrays
+
+FP32, FP8 = 1, 2
+"""Places of two engines for this host among those of the sample."""
+
+
+@pytest.fixture
+def bundle(sample: SampleRun, tmp_path: Path) -> Path:
+    return write_bundle(sample.contents, tmp_path / "bundle")
+
+
+def edit(bundle: Path, change: Callable[[Any], object]) -> None:
+    file = bundle / "manifest.json"
+    document = json.loads(file.read_text())
+    change(document["value"])
+    file.write_text(seal(json.dumps(document, indent=1)))
+
+
+def put(bundle: Path, path: str, data: bytes) -> None:
+    """Other bytes in a file, and in the manifest: as somebody could who may write the whole bundle."""
+    (bundle / path).write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+
+    def relist(value: Any) -> None:
+        for entry in value["files"]:
+            if entry["path"] == path:
+                entry.update(bytes=len(data), sha256=digest)
+        for entry in (*value["engines"], value["fallback"]):
+            if entry["path"] == path:
+                entry.update(bytes=len(data), digest=digest)
+
+    edit(bundle, relist)
+
+
+def engine_path(bundle: Path, sample: SampleRun, place: int) -> str:
+    known = sample.contents.engines[place].artifact.id
+    return next(entry.path for entry in verify_bundle(bundle).engines if entry.id == known)
+
+
+def renamed(model: onnx.ModelProto) -> None:
+    """Its output has another name."""
+    old, new = model.graph.output[0].name, "click"
+    for node in model.graph.node:
+        for place, name in enumerate(node.output):
+            node.output[place] = new if name == old else name
+    model.graph.output[0].name = new
+
+
+def wider(model: onnx.ModelProto) -> None:
+    """It takes one more input, and answers it."""
+    model.graph.input.append(helper.make_tensor_value_info("extra", TensorProto.FLOAT, [None, 1]))
+    model.graph.output.append(helper.make_tensor_value_info("copy", TensorProto.FLOAT, [None, 1]))
+    model.graph.node.append(helper.make_node("Identity", ["extra"], ["copy"]))
+
+
+@pytest.mark.parametrize("change", [renamed, wider])
+def test_an_engine_of_another_signature_is_passed_over(
+    sample: SampleRun, bundle: Path, change: Callable[[onnx.ModelProto], None]
+) -> None:
+    path = engine_path(bundle, sample, FP32)
+    model = onnx.load(bundle / path)
+    change(model)
+    put(bundle, path, model.SerializeToString())
+    with load(bundle) as engine:
+        assert engine.entry.id == sample.contents.engines[FP8].artifact.id
+        skipped = engine.skipped[-1]
+    assert skipped.cause is Cause.OPEN
+    assert skipped.reason.startswith(
+        "the engine is not the one that the manifest describes (it takes ['dense'"
+    )
+
+
+def test_whatever_a_library_raises_the_next_engine_serves(
+    sample: SampleRun, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine_path(bundle, sample, FP32)
+
+    def open_session(path: Path, *arguments: Any) -> OnnxSession:
+        if path.parts[-3:] == Path(first).parts:
+            raise KeyError("what\nis this")
+        return OnnxSession(path, *arguments)
+
+    monkeypatch.setattr(loading, "OnnxSession", open_session)
+    with load(bundle) as engine:
+        assert engine.entry.id == sample.contents.engines[FP8].artifact.id
+        assert engine.skipped[-1].reason == r"KeyError: 'what\nis this'"
+
+
+def altered_sample(bundle: Path, change: Callable[[zipfile.ZipFile, str, bytes], None]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(bundle / "sample.npz") as old, zipfile.ZipFile(buffer, "w") as new:
+        for name in old.namelist():
+            change(new, name, old.read(name))
+    return buffer.getvalue()
+
+
+def headers(data: bytes, local: int, central: int, value: int) -> bytes:
+    """An archive with another byte in each header."""
+    changed = bytearray(data)
+    for mark, offset in ((b"PK\x03\x04", local), (b"PK\x01\x02", central)):
+        place = data.find(mark)
+        while place >= 0:
+            changed[place + offset] = value
+            place = data.find(mark, place + 4)
+    return bytes(changed)
+
+
+def broken_deflate(bundle: Path) -> bytes:
+    data = bytearray(altered_sample(bundle, lambda new, name, d: new.writestr(name, d, zipfile.ZIP_DEFLATED)))
+    place = data.find(b"PK\x03\x04")
+    while place >= 0:
+        data[place + 60 : place + 64] = b"\xff" * 4
+        place = data.find(b"PK\x03\x04", place + 4)
+    return bytes(data)
+
+
+def same(bundle: Path) -> bytes:
+    return altered_sample(bundle, lambda new, name, data: new.writestr(name, data))
+
+
+def with_input(value: np.ndarray) -> Callable[[Path], bytes]:
+    buffer = io.BytesIO()
+    np.save(buffer, value)
+    return lambda bundle: altered_sample(
+        bundle,
+        lambda new, name, data: new.writestr(name, buffer.getvalue() if name.startswith("input") else data),
+    )
+
+
+SAMPLES: dict[str, tuple[Callable[[Path], bytes], str]] = {
+    "no array": (
+        lambda bundle: altered_sample(bundle, lambda new, name, data: new.writestr(name, b"raw")),
+        "'input/dense' is no array",
+    ),
+    "encrypted": (lambda bundle: headers(same(bundle), 6, 8, 1), "is encrypted"),
+    "unknown method": (
+        lambda bundle: headers(same(bundle), 8, 10, 99),
+        "compression method is not supported",
+    ),
+    "broken deflate": (broken_deflate, "Error -3 while decompressing"),
+    "no rows": (with_input(np.zeros((0, 16), np.float32)), "'input/dense' holds no rows"),
+    "no axis": (with_input(np.float32(1)), "'input/dense' holds no rows"),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+def test_a_sample_of_no_arrays_is_refused_with_a_reason_in_one_line(bundle: Path, case: str) -> None:
+    make, said = SAMPLES[case]
+    put(bundle, "sample.npz", make(bundle))
+    with pytest.raises(EngineError, match="no engine of the bundle runs here") as caught:
+        load(bundle)
+    assert said in caught.value.evidence
+    assert "\n" not in caught.value.evidence
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v["inputs"][0].update(dtype="nonsense"), "'dense' has type 'nonsense', which is none"),
+        (lambda v: v["outputs"][0].update(dtype="object"), "'ctr' has type 'object', which is none"),
+        (lambda v: v["inputs"].append(v["inputs"][0]), "two inputs of the manifest have one name"),
+        (lambda v: v["outputs"].append(v["outputs"][0]), "two outputs of the manifest have one name"),
+    ],
+)
+def test_a_manifest_of_unknown_types_or_one_name_twice_is_refused(
+    bundle: Path, change: Callable[[Any], object], message: str
+) -> None:
+    edit(bundle, change)
+    with pytest.raises(BundleInvalid, match=message):
+        load(bundle)
+
+
+def test_plans_that_are_nested_without_an_end_cost_the_samples_of_values_only(
+    bundle: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(bundle, "plans.json", b"[" * 100_000)
+    with load(bundle) as engine:
+        assert engine.health().ready
+    assert "are not sampled" in caplog.text
+
+
+def test_directories_without_an_end_are_refused(bundle: Path) -> None:
+    deep = bundle.joinpath(*["d"] * 8)
+    deep.mkdir(parents=True)
+    (deep / "x").write_text("x")
+    with pytest.raises(BundleInvalid, match="directory 'd/d/d/d/d/d/d/d' is too deep"):
+        verify_bundle(bundle)
+
+
+def routed(contents: BundleContents, routes: tuple[tuple[int, int], ...]) -> BundleContents:
+    """The contents with both engines of this host, FP32 the main one, and routes of (rows, place)."""
+    artifacts = [engine.artifact for engine in contents.engines]
+    table = tuple(Route(rows, artifacts[place].id, artifacts[place].plan) for rows, place in routes)
+    main = artifacts[FP32]
+    choice = dataclasses.replace(
+        contents.choice.targets[0], target=main.target, engine=main.id, plan=main.plan, routes=table
+    )
+    engines = (contents.engines[FP32], contents.engines[FP8])
+    return dataclasses.replace(contents, engines=engines, choice=Choice((choice,)))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Engines that were made, loaded or not."""
+    seen: list[Engine] = []
+
+    class Watched(Engine):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            seen.append(self)
+
+    monkeypatch.setattr(loading, "Engine", Watched)
+    return seen
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, rows: int, folder: str, error: type[Exception]) -> None:
+    """Engines whose directory's name ends so fail on batches of so many rows."""
+
+    class Fails(OnnxSession):
+        def __init__(self, path: Path, *arguments: Any) -> None:
+            super().__init__(path, *arguments)
+            self.fails = path.parent.name.endswith(folder)
+
+        def run(self, inputs: Any, *arguments: Any) -> Arrays:
+            if self.fails and len(inputs["dense"]) == rows:
+                raise error(f"no memory for {rows} rows")
+            return super().run(inputs, *arguments)
+
+    monkeypatch.setattr(loading, "OnnxSession", Fails)
+
+
+@pytest.mark.parametrize("error", [EngineError, RuntimeError])
+def test_an_engine_that_fails_at_the_size_of_its_route_loses_its_routes(
+    sample: SampleRun,
+    tmp_path: Path,
+    made: list[Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+) -> None:
+    fails_at(monkeypatch, 300, "fp8-safe", error)
+    place = write_bundle(routed(sample.contents, ((16, FP32), (300, FP8))), tmp_path / "bundle")
+    with load(place) as engine:
+        fp32, fp8 = (sample.contents.engines[each].artifact.id for each in (FP32, FP8))
+        health = engine.health()
+        assert (health.ready, health.engine, health.routes) == (True, fp32, {})
+        # What went to the other one has run on this one instead.
+        assert health.warm == (16, 300)
+        (skipped,) = health.skipped
+        assert (skipped.engine, skipped.cause) == (fp8, Cause.SELF_TEST)
+        assert skipped.reason.startswith("300 rows: ")
+        assert engine.infer({"dense": np.zeros((300, 16), np.float32)})["ctr"].shape == (300, 1)
+        assert [each.entry.id for each in made if not each._gate.is_closed] == [fp32]
+
+
+def test_a_main_engine_that_fails_at_its_route_is_passed_over_and_nothing_stays_open(
+    sample: SampleRun, tmp_path: Path, made: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_at(monkeypatch, 16, "fp32", EngineError)
+    place = write_bundle(routed(sample.contents, ((16, FP32), (300, FP8))), tmp_path / "bundle")
+    with load(place) as engine:
+        assert engine.entry.id == sample.contents.engines[FP8].artifact.id
+        assert engine.health().ready
+        assert [each for each in made if not each._gate.is_closed] == [engine]
+
+
+def test_what_stops_loading_frees_the_engines_that_are_open(
+    sample: SampleRun, tmp_path: Path, made: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_at(monkeypatch, 300, "fp8-safe", KeyboardInterrupt)  # type: ignore[arg-type]
+    place = write_bundle(routed(sample.contents, ((16, FP32), (300, FP8))), tmp_path / "bundle")
+    with pytest.raises(KeyboardInterrupt):
+        load(place)
+    assert [each._gate.is_closed for each in made] == [True, True]
+
+
+def test_a_program_in_a_model_needs_trust(sample: SampleRun, bundle: Path) -> None:
+    path = engine_path(bundle, sample, FP32)
+    model = onnx.load(bundle / path)
+    node = helper.make_node("EPContext", ["dense"], ["unused"], domain="com.microsoft", ep_cache_context=b"x")
+    branch = helper.make_graph([node], "branch", [], [])
+    model.graph.node.append(helper.make_node("If", ["c"], [], then_branch=branch, else_branch=branch))
+    put(bundle, path, model.SerializeToString())
+    options = SessionOptions(providers=("AzureExecutionProvider", "CPUExecutionProvider"))
+
+    def reason(**named: Any) -> str:
+        with load(bundle, options, serving=Serving(warm_up=False), **named) as engine:
+            wanted = sample.contents.engines[FP32].artifact.id
+            return next(each.reason for each in engine.skipped if each.engine == wanted)
+
+    assert reason().startswith("the model holds a program, in a node EPContext")
+    assert "EPContext" not in reason(trust=True).partition(":")[0]
+
+
+@pytest.mark.parametrize("keys", ["key.pub", Path("key.pub"), b"key.pub"])
+def test_keys_are_a_list(bundle: Path, keys: Any) -> None:
+    with pytest.raises(ConfigError, match="`keys` is one path, and not a list of paths"):
+        load(bundle, keys=keys)
