@@ -91,7 +91,7 @@ class Steps:
 
     Attributes:
         split: The model cut at its embeddings, where it was.
-        looks: Times that the certification rows are looked at for this model; their error is divided.
+        looks: Times that certification is looked at for this model; its error is divided.
         signing_key: Private key for the bundle; None to leave it unsigned.
     """
 

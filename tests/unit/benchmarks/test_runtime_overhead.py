@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.micro.runtime_overhead import MODELS, Watch, compare, request_for
 
-pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -25,7 +25,6 @@ from loka_onnx.errors import (
     BundleError,
     BundleInvalid,
     LokaError,
-    MissingPackage,
     OutputError,
     UserError,
 )
@@ -485,20 +484,3 @@ def test_secrets_are_in_no_message_and_no_cause(broken):
     # What --debug prints.
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
-
-
-def test_without_fsspec_it_says_what_to_install(scene, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[registry\]'"):
-        resolve(f"{scene.registry}#prod", FAST)
-
-
-def test_a_file_system_that_is_not_installed_is_named(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(MissingPackage, match="'gs://bucket' needs a package that is not installed"):
-        resolve("gs://bucket#prod", FAST)

@@ -337,7 +337,7 @@ def server_module() -> types.ModuleType:
 
 def exported_package(sample: SampleRun, root: Path, *, static: int) -> Path:
     """A repository with an engine that Inductor built for the CPU, for 1 to 16 rows."""
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
     from loka_onnx.engines.inductor.backend import InductorBackend
     from loka_onnx.engines.request import BatchRange, BuildRequest
 

@@ -15,7 +15,9 @@ from loka_onnx.bundle.triton.ports import DATA_TYPES
 from loka_onnx.bundle.triton.text_format import Symbol, entries, render
 from loka_onnx.cli.bundle_triton import export_triton_command
 
-text_format = pytest.importorskip("google.protobuf.text_format")
+text_format = pytest.importorskip(
+    "google.protobuf.text_format", reason="needs protobuf: pip install protobuf"
+)
 
 
 @pytest.mark.parametrize(

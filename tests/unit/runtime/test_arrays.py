@@ -25,7 +25,7 @@ from loka_onnx.sessions import dlpack
 from loka_onnx.sessions.dlpack import CUDA, Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Runner
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 
 @pytest.fixture(scope="module")

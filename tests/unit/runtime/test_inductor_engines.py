@@ -14,7 +14,7 @@ from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.runtime import load, loading
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 
 def test_a_package_is_opened_from_a_trusted_origin_only(

@@ -114,7 +114,9 @@ def test_metrics_can_be_off(bundle: Path) -> None:
 
 
 def test_prometheus_reads_the_same_numbers(engine: Engine, bundle: Path) -> None:
-    prometheus = pytest.importorskip("prometheus_client")
+    prometheus = pytest.importorskip(
+        "prometheus_client", reason="needs prometheus_client: pip install 'loka-onnx[serve]'"
+    )
     before = prometheus.generate_latest(prometheus.REGISTRY)
     for count in (1, 5, 8):
         engine.infer(rows(count))
@@ -142,7 +144,9 @@ def test_prometheus_reads_the_same_numbers(engine: Engine, bundle: Path) -> None
 
 
 def test_buckets_only_grow(engine: Engine) -> None:
-    prometheus = pytest.importorskip("prometheus_client")
+    prometheus = pytest.importorskip(
+        "prometheus_client", reason="needs prometheus_client: pip install 'loka-onnx[serve]'"
+    )
     for _ in range(20):
         engine.infer(rows(3))
     registry = prometheus.CollectorRegistry()
@@ -181,7 +185,9 @@ def test_values_are_looked_at_where_the_plan_has_scales(sample: SampleRun, tmp_p
     assert now.looks["dense"] == Look(3 * 64, 3 * 2, 3 * 2)
     # One row holds NaN, and so does its answer.
     assert now.looks["ctr"] == Look(3 * 4, 3 * 1, None)
-    prometheus = pytest.importorskip("prometheus_client")
+    prometheus = pytest.importorskip(
+        "prometheus_client", reason="needs prometheus_client: pip install 'loka-onnx[serve]'"
+    )
     registry = prometheus.CollectorRegistry()
     registry.register(engine.metrics)
     value = registry.get_sample_value

@@ -21,7 +21,7 @@ from loka_onnx.sessions import host_devices, providers, tensorrt_vendors
 from loka_onnx.sessions.bundle_files import verify_bundle
 from loka_onnx.sessions.cuda import CudaDevice
 
-ort = pytest.importorskip("onnxruntime")
+ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
 
 
 @pytest.fixture(scope="module")

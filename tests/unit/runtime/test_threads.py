@@ -45,7 +45,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Runner
 from loka_onnx.sessions.tensorrt_session import TensorRtSession
 
-ort = pytest.importorskip("onnxruntime")
+ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
 
 THREADS, REQUESTS, WIDTH = 16, 12, 16
 MODEL = (
@@ -74,7 +74,7 @@ def on_fixed_buffers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
 
 
 def on_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = False) -> Runner:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
     from test_inductor_session import StandInGpu
 
     from loka_onnx.sessions.inductor_lanes import DeviceLane, HostLane

@@ -168,7 +168,7 @@ def _static() -> Any:
 @pytest.mark.parametrize("engine", [_dynamic, _static])
 @pytest.mark.parametrize("count", [1, 3, 4, 16, 21, 40])
 def test_graphs_of_inductor_are_fed_and_read_on_the_device(engine: Callable[[], Any], count: int) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
     from test_inductor_session import on_gpu, request
 
     session, _ = on_gpu(engine())

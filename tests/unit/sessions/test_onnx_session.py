@@ -18,7 +18,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions, holds_f
 from loka_onnx.sessions.provider_session import session_options
 from loka_onnx.sessions.providers import CPU
 
-ort = pytest.importorskip("onnxruntime")
+ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
 
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
 PLAIN = "g (float[b,4] x) => (float[b,4] y, float[b,4] z) { y = Relu(x)  z = Neg(x) }"

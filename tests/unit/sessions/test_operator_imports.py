@@ -21,7 +21,7 @@ from loka_onnx.sessions.inductor_package import (
 )
 from loka_onnx.sessions.inductor_session import import_packages, open_inductor
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 NEEDED = NeededPackage("loka-test-gemm", "1.8.0", "loka_test_gemm.ops")
 ENGINE = replace(DYNAMIC, packages=(NEEDED,))

@@ -173,7 +173,7 @@ class PlannedGraph:
 
     def save(self, path: Path) -> None:
         """Write the graph without what nothing reads, producers before consumers."""
-        order = self._needed()
+        order = self.live_nodes()
         model = onnx.ModelProto()
         model.CopyFrom(onnx.ModelProto(ir_version=self._proto.ir_version, producer_name="loka-onnx"))
         domains = {node.domain for node in order if node.domain}
@@ -200,10 +200,6 @@ class PlannedGraph:
     def is_output(self, tensor: Tensor) -> bool:
         """Whether the graph hands a tensor out, or to the branches of a node."""
         return tensor.name in self._outputs
-
-    def live_nodes(self) -> list[Node]:
-        """Nodes that outputs depend on, producers first: without those whose place a fusion has taken."""
-        return self._needed()
 
     def fresh_name(self, base: str) -> str:
         """A name that no tensor and no node has."""
@@ -255,8 +251,8 @@ class PlannedGraph:
         self.nodes.append(node)
         return node
 
-    def _needed(self) -> list[Node]:
-        """Nodes that outputs depend on, producers first."""
+    def live_nodes(self) -> list[Node]:
+        """Nodes that outputs depend on, producers first: without those whose place a fusion has taken."""
         order: list[Node] = []
         done: set[int] = set()
         pending = [

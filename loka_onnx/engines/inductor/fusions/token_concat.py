@@ -31,7 +31,7 @@ from loka_onnx.engines.inductor.fusions.base import (
 )
 from loka_onnx.engines.inductor.fusions.epilogue import ends_of
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
-from loka_onnx.engines.inductor.fusions.tokens import TokenMix, token_mix, transposed
+from loka_onnx.engines.inductor.fusions.tokens import TokenMix, swaps_tokens, token_mix, transposed
 
 OP = f"{DOMAIN}::TokenConcat"
 
@@ -134,13 +134,9 @@ def _is_all_mixed(product: Node) -> bool:
         for reader in ends.pop().readers:
             if reader.op in {"Split", "Cast"} and not reader.domain:
                 ends += reader.outputs
-            elif reader.outputs and not _swaps_tokens(reader):
+            elif reader.outputs and not swaps_tokens(reader):
                 return False
     return True
-
-
-def _swaps_tokens(node: Node) -> bool:
-    return node.op == "Transpose" and list(node.attrs.get("perm", ())) == [0, 2, 1]
 
 
 def _flattened(graph: PlannedGraph, end: Tensor, width: int) -> Tensor:

@@ -58,9 +58,12 @@ def token_mix(tensor: Tensor) -> TokenMix | None:
 def transposed(tensor: Tensor) -> Tensor | None:
     """What a tensor of rank 3 is the transpose of, in its last two axes; None when it is none."""
     node = made_by(tensor, "Transpose")
-    if node is None or list(node.attrs.get("perm", ())) != [0, 2, 1]:
-        return None
-    return through_casts(node.reads(0))
+    return None if node is None or not swaps_tokens(node) else through_casts(node.reads(0))
+
+
+def swaps_tokens(node: Node) -> bool:
+    """Whether a node is the transpose of (batch, n, d) to (batch, d, n)."""
+    return node.op == "Transpose" and list(node.attrs.get("perm", ())) == [0, 2, 1]
 
 
 def _part(split: Node, tensor: Tensor) -> slice | None:

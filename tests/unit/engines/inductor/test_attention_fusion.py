@@ -25,7 +25,6 @@ from loka_onnx.engines.inductor.exported import products_of
 from loka_onnx.engines.inductor.fusions import DOMAIN, fuse
 from loka_onnx.engines.inductor.fusions.attention import MOVEMENTS, is_short
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
-from loka_onnx.engines.inductor.kernels.operators import _is_short
 from loka_onnx.engines.inductor.lowering.model import lower
 from loka_onnx.engines.inductor.lowering.registry import OPERATORS
 
@@ -496,13 +495,3 @@ def test_fp32_is_left_alone(tmp_path: Path) -> None:
     # What a plan in BF16 would have, planners are told of the FP32 model.
     joined = InductorBackend().fused_sites(tmp_path / "fp32.onnx", Precision.BF16)
     assert joined == {"compare": "attention", "attend": "attention"}
-
-
-@pytest.mark.parametrize("alike", [True, False])
-def test_a_batch_of_one_that_is_broadcast_is_not_short(alike: bool) -> None:
-    """Our own kernel has a program for each example of Q."""
-    q = torch.zeros(3 if alike else 1, 2, 5, 16)
-    k, v = torch.zeros(3, 2, 20, 16), torch.zeros(3, 2, 20, 16)
-    assert _is_short(q, k.transpose(2, 3), v, None) is alike
-    assert _is_short(q, k.transpose(2, 3), v, torch.zeros(1, 1, 5, 20)) is alike
-    assert not _is_short(q, k.transpose(2, 3), v, torch.zeros(2, 1, 5, 20))

@@ -24,7 +24,7 @@ from loka_onnx.engines.inductor.exported import (
 from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions
 from loka_onnx.sessions.inductor_package import CompiledSite, InductorEngine, Product, Program
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 from loka_onnx.engines.inductor.choosing import TILES  # noqa: E402
 

@@ -31,7 +31,7 @@ from loka_onnx.errors import DataError, EngineError, ModelError
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
 from loka_onnx.sessions.inductor_package import InputPort, OutputPort, Program
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 ABSENT = ("/nowhere/g++", "/nowhere/gcc")
 
