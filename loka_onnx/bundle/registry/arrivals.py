@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from loka_onnx.bundle.registry.layout import Part, parts_of
+from loka_onnx.bundle.registry.layout import BlobPart, parts_of
 from loka_onnx.bundle.registry.local import write_all
 from loka_onnx.bundle.registry.store import Store, in_order
 from loka_onnx.core.digests import CHUNK_BYTES
@@ -153,7 +153,7 @@ class Arrivals:
         if damaged:
             yield from self.fetch(store, damaged, threads)
 
-    def _checked(self, file: BundleFile, piece: Part, data: bytes | None) -> bytes:
+    def _checked(self, file: BundleFile, piece: BlobPart, data: bytes | None) -> bytes:
         if data is None:
             refuse_registry(
                 self._shown,
@@ -192,15 +192,15 @@ class Arrivals:
             os.close(descriptor)
 
 
-def _pieces(file: BundleFile, start: int) -> Iterator[Part]:
+def _pieces(file: BundleFile, start: int) -> Iterator[BlobPart]:
     """What is to be read of a blob from byte `start` on; a piece's own `start` is within its part."""
     for part in parts_of(file.sha256, file.bytes):
         skipped = max(0, start - part.start)
         if skipped < part.bytes:
-            yield Part(part.key, skipped, part.bytes - skipped)
+            yield BlobPart(part.key, skipped, part.bytes - skipped)
 
 
-def _read(store: Store, piece: Part) -> bytes | None:
+def _read(store: Store, piece: BlobPart) -> bytes | None:
     # One byte more than there should be: a blob that is too large is noticed, and not read to its end.
     return store.read(piece.key, piece.bytes + 1, start=piece.start)
 

@@ -59,7 +59,7 @@ class NamePointer:
 
 
 @dataclass(frozen=True)
-class Part:
+class BlobPart:
     """A piece of a blob, as a registry stores it.
 
     Attributes:
@@ -166,10 +166,10 @@ def bundle_key(digest: str, file: str = MANIFEST_NAME) -> str:
     return f"{BUNDLES}/{digest}/{file}"
 
 
-def parts_of(digest: str, size: int) -> Iterator[Part]:
+def parts_of(digest: str, size: int) -> Iterator[BlobPart]:
     """The parts of a blob in order; an empty blob has none."""
     for number, start in enumerate(range(0, size, PART_BYTES)):
-        yield Part(f"blobs/sha256/{digest}.{number}", start, min(PART_BYTES, size - start))
+        yield BlobPart(f"blobs/sha256/{digest}.{number}", start, min(PART_BYTES, size - start))
 
 
 def shown_url(url: str) -> str:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from loka_onnx.bundle.registry.layout import (
+    BlobPart,
     NamePointer,
-    Part,
     Reference,
     bundle_key,
     parse_reference,
@@ -140,14 +140,14 @@ def _push(
     )
 
 
-def _present(store: Store, parts: Sequence[Part], threads: int) -> set[Part]:
+def _present(store: Store, parts: Sequence[BlobPart], threads: int) -> set[BlobPart]:
     """Parts that the registry has in their size."""
     sizes = in_order((partial(store.size, part.key) for part in parts), threads)
     return {part for part, size in zip(parts, sizes, strict=True) if size == part.bytes}
 
 
 def _sending(
-    store: Store, directory: Path, blobs: Iterable[BundleFile], kept: set[Part]
+    store: Store, directory: Path, blobs: Iterable[BundleFile], kept: set[BlobPart]
 ) -> Iterator[Callable[[], int]]:
     """Calls that send the missing parts, each with the content that the manifest lists."""
     for file in blobs:
@@ -165,12 +165,12 @@ def _sending(
                 yield partial(_send, store, part, data)
 
 
-def _send(store: Store, part: Part, data: bytes) -> int:
+def _send(store: Store, part: BlobPart, data: bytes) -> int:
     store.write(part.key, data)
     return part.bytes
 
 
-def _part_digests(directory: Path, file: BundleFile, stream: BinaryIO) -> dict[Part, str]:
+def _part_digests(directory: Path, file: BundleFile, stream: BinaryIO) -> dict[BlobPart, str]:
     """SHA-256 of each part of a file whose whole is what the manifest lists."""
     state = hashlib.sha256()
     digests = {}

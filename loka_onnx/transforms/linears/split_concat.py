@@ -29,7 +29,7 @@ from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate
 
 
 @dataclass(frozen=True)
-class Part:
+class ConcatPart:
     """Inputs of the Concat that one product reads.
 
     Attributes:
@@ -55,7 +55,7 @@ class Concatenated:
 
     layer: Linear
     concat: Node
-    parts: tuple[Part, ...]
+    parts: tuple[ConcatPart, ...]
 
 
 class SplitConcat(Mod[Concatenated]):
@@ -117,14 +117,14 @@ class SplitConcat(Mod[Concatenated]):
         widths = " + ".join(str(len(part.rows)) for part in match.parts)
         return Applied(site, f"K {layer.k} → {widths}, the products of '{match.concat.name}' apart", origins)
 
-    def _parts(self, concat: Node) -> tuple[Part, ...] | str:
+    def _parts(self, concat: Node) -> tuple[ConcatPart, ...] | str:
         """How the inputs are taken apart; the reason where they are not."""
         widths = [static_dim(tensor, -1) for tensor in concat.inputs]
         if any(width is None for width in widths):
             return "the width of a part of its Concat is not known"
         ends = np.cumsum([0, *(width or 0 for width in widths)])
         pieces = [
-            Part((_row(tensor) or tensor,), tuple(range(start, end)), _row(tensor) is not None)
+            ConcatPart((_row(tensor) or tensor,), tuple(range(start, end)), _row(tensor) is not None)
             for tensor, (start, end) in zip(concat.inputs, pairwise(int(e) for e in ends), strict=True)
         ]
         shared = tuple(piece for piece in pieces if piece.is_shared)
@@ -138,7 +138,7 @@ class SplitConcat(Mod[Concatenated]):
                 "no part of its Concat is the same for every row: the copy costs less than "
                 f"{len(pieces)} products"
             )
-        together = Part(
+        together = ConcatPart(
             tuple(tensor for piece in own for tensor in piece.tensors),
             tuple(row for piece in own for row in piece.rows),
             is_shared=False,
@@ -158,7 +158,7 @@ def _row(tensor: Tensor) -> Tensor | None:
     return row if is_row and not isinstance(tensor.shape[0], int) else None
 
 
-def _joined(model: GraphModel, part: Part, concat: Node) -> Tensor:
+def _joined(model: GraphModel, part: ConcatPart, concat: Node) -> Tensor:
     """What a product reads: one tensor, or what is left of the Concat, made once for all layers."""
     if len(part.tensors) == 1:
         return part.tensors[0]

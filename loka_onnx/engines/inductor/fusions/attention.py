@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import onnx
@@ -32,6 +33,7 @@ from loka_onnx.engines.inductor.fusions.base import (
     DeclinedFusion,
     Findings,
     Fused,
+    fuse_each,
     padded,
     static,
 )
@@ -104,16 +106,11 @@ def is_short(queries: int, keys: int, width: int) -> bool:
 
 def fuse_attention(graph: PlannedGraph) -> Findings:
     """Fuse every attention; see the module."""
-    found = Findings([], [])
-    for node in list(graph.nodes):
-        attention = _attention(node) if _is_product(node) else None
-        if attention is None:
-            continue
-        try:
-            found.fused.append(_fuse(graph, attention))
-        except DeclinedFusion as reason:
-            found.declined.append(f"{node.name}: {reason}")
-    return found
+    return fuse_each(
+        (node.name, partial(_fuse, graph, attention))
+        for node in list(graph.nodes)
+        if _is_product(node) and (attention := _attention(node)) is not None
+    )
 
 
 def _is_product(node: Node | None) -> bool:

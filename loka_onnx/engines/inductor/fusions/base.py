@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import onnx
@@ -68,6 +68,22 @@ class Findings:
 
 
 Fusion = Callable[[PlannedGraph], Findings]
+
+
+def fuse_each(places: Iterable[tuple[str, Callable[[], Fused]]]) -> Findings:
+    """Fuse place after place, and note those that are declined.
+
+    Args:
+        places: Name of each place, and what fuses it; found one by one, because a fusion changes the graph
+            that the next is looked for in.
+    """
+    found = Findings([], [])
+    for name, fuse in places:
+        try:
+            found.fused.append(fuse())
+        except DeclinedFusion as reason:
+            found.declined.append(f"{name}: {reason}")
+    return found
 
 
 def attributes(norm: Node, products: tuple[str, ...]) -> dict[str, object]:

@@ -9,12 +9,15 @@ cross layer); why was not found. This one was not timed on a GPU yet.
 
 from __future__ import annotations
 
+from functools import partial
+
 from loka_onnx.engines.inductor.fusions.base import (
     DOMAIN,
     HALVES,
     DeclinedFusion,
     Findings,
     Fused,
+    fuse_each,
     static,
     unrounded,
 )
@@ -26,20 +29,14 @@ OP = f"{DOMAIN}::ConcatQuantize"
 
 def fuse_concat_quantize(graph: PlannedGraph) -> Findings:
     """Fuse every such concatenation; see the module."""
-    found = Findings([], [])
-    for node in list(graph.nodes):
-        if (
-            node.op != "Concat"
-            or node.domain
-            or not node.outputs
-            or not ends_of(graph, node.outputs[0]).quantize
-        ):
-            continue
-        try:
-            found.fused.append(_fuse(graph, node))
-        except DeclinedFusion as reason:
-            found.declined.append(f"{node.name}: {reason}")
-    return found
+    return fuse_each(
+        (node.name, partial(_fuse, graph, node))
+        for node in list(graph.nodes)
+        if node.op == "Concat"
+        and not node.domain
+        and node.outputs
+        and ends_of(graph, node.outputs[0]).quantize
+    )
 
 
 def _fuse(graph: PlannedGraph, node: Node) -> Fused:

@@ -9,6 +9,9 @@ The kernel normalizes in FP32 what the product accumulated in FP32, which the gr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import numpy as np
 
 from loka_onnx.engines.inductor.fusions.base import (
@@ -19,6 +22,7 @@ from loka_onnx.engines.inductor.fusions.base import (
     Findings,
     Fused,
     attributes,
+    fuse_each,
     is_float8_quantize,
     made_by,
     normalizes_last_axis,
@@ -35,19 +39,17 @@ OP = f"{DOMAIN}::FactorizationNorm"
 
 def fuse_factorization_norm(graph: PlannedGraph) -> Findings:
     """Fuse every such block; see the module."""
-    found = Findings([], [])
+    return fuse_each(_places(graph))
+
+
+def _places(graph: PlannedGraph) -> Iterator[tuple[str, Callable[[], Fused]]]:
     for norm in list(graph.nodes):
         if norm.op != "LayerNormalization" or not norm.outputs:
             continue
         product = _interaction(norm)
         mix = None if product is None else token_mix(product.reads(1))
-        if product is None or mix is None or through_casts(product.reads(0)) is not mix.x:
-            continue
-        try:
-            found.fused.append(_fuse(graph, norm, product, mix))
-        except DeclinedFusion as reason:
-            found.declined.append(f"{norm.name}: {reason}")
-    return found
+        if product is not None and mix is not None and through_casts(product.reads(0)) is mix.x:
+            yield norm.name, partial(_fuse, graph, norm, product, mix)
 
 
 def _interaction(norm: Node) -> Node | None:

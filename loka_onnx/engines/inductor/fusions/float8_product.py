@@ -10,9 +10,11 @@ whichever was measured to be faster at that shape.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from loka_onnx.engines.inductor.fusions.base import DOMAIN, E4M3FN, DeclinedFusion, Findings, Fused
+from loka_onnx.engines.inductor.fusions.base import DOMAIN, E4M3FN, DeclinedFusion, Findings, Fused, fuse_each
 from loka_onnx.engines.inductor.fusions.epilogue import ends_of, is_plain, read_epilogue, transposed
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
@@ -21,20 +23,11 @@ OP = f"{DOMAIN}::Float8Product"
 
 def fuse_float8_product(graph: PlannedGraph) -> Findings:
     """Fuse every FP8 product of a constant; see the module."""
-    found = Findings([], [])
-    for node in list(graph.nodes):
-        operands = _operands(node)
-        if operands is None:
-            continue
-        activation, weight = operands
-        if activation.reads(1).values.size != 1:
-            found.declined.append(f"{node.name}: its activation has several scales")
-            continue
-        try:
-            found.fused.append(_fuse(graph, node, activation, weight))
-        except DeclinedFusion as reason:
-            found.declined.append(f"{node.name}: {reason}")
-    return found
+    return fuse_each(
+        (node.name, partial(_fuse, graph, node, *operands))
+        for node in list(graph.nodes)
+        if (operands := _operands(node)) is not None
+    )
 
 
 def _operands(node: Node) -> tuple[Node, Node] | None:
@@ -60,6 +53,8 @@ def _is_dequantize(node: Node) -> bool:
 
 
 def _fuse(graph: PlannedGraph, node: Node, activation: Node, weight: Node) -> Fused:
+    if activation.reads(1).values.size != 1:
+        raise DeclinedFusion("its activation has several scales")
     epilogue = read_epilogue(graph, node)
     ends = ends_of(graph, epilogue.end)
     inputs: list[Tensor | None] = [activation.reads(0), activation.reads(1)]

@@ -10,7 +10,9 @@ fastest there, a library's or a tile of ours, is measured as well.
 
 from __future__ import annotations
 
-from loka_onnx.engines.inductor.fusions.base import DOMAIN, HALVES, DeclinedFusion, Findings, Fused
+from functools import partial
+
+from loka_onnx.engines.inductor.fusions.base import DOMAIN, HALVES, DeclinedFusion, Findings, Fused, fuse_each
 from loka_onnx.engines.inductor.fusions.epilogue import ends_of, is_plain, read_epilogue, transposed
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph
 
@@ -21,15 +23,7 @@ MULTIPLE = 16
 
 def fuse_half_product(graph: PlannedGraph) -> Findings:
     """Fuse every product of a constant in BF16 or FP16; see the module."""
-    found = Findings([], [])
-    for node in list(graph.nodes):
-        if not _is_half(node):
-            continue
-        try:
-            found.fused.append(_fuse(graph, node))
-        except DeclinedFusion as reason:
-            found.declined.append(f"{node.name}: {reason}")
-    return found
+    return fuse_each((node.name, partial(_fuse, graph, node)) for node in list(graph.nodes) if _is_half(node))
 
 
 def _is_half(node: Node) -> bool:

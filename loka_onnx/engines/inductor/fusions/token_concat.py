@@ -14,6 +14,7 @@ it 8 µs, or 36 µs with a Q.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from loka_onnx.engines.inductor.fusions.base import (
     DeclinedFusion,
     Findings,
     Fused,
+    fuse_each,
     only_reader,
     padded,
     static,
@@ -55,19 +57,12 @@ class _Place:
 
 def fuse_token_concat(graph: PlannedGraph) -> Findings:
     """Fuse every such mix; see the module."""
-    found = Findings([], [])
-    # What norms were fused with is still there, and nothing reads it any more.
-    for node in graph.live_nodes():
-        if node.op != "Transpose" or not node.outputs:
-            continue
-        place = _place(graph, node)
-        if place is None:
-            continue
-        try:
-            found.fused.append(_fuse(graph, place))
-        except DeclinedFusion as reason:
-            found.declined.append(f"{place.mix.product.name}: {reason}")
-    return found
+    return fuse_each(
+        (place.mix.product.name, partial(_fuse, graph, place))
+        # What norms were fused with is still there, and nothing reads it any more.
+        for node in graph.live_nodes()
+        if node.op == "Transpose" and node.outputs and (place := _place(graph, node)) is not None
+    )
 
 
 def _place(graph: PlannedGraph, node: Node) -> _Place | None:

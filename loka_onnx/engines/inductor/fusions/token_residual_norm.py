@@ -11,6 +11,7 @@ Sums stay in FP32 until the norm is done, where the graph rounds them in between
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from loka_onnx.engines.inductor.fusions.base import (
     Findings,
     Fused,
     attributes,
+    fuse_each,
     made_by,
     normalizes_last_axis,
     only_reader,
@@ -46,16 +48,11 @@ class _Block:
 
 def fuse_token_residual_norm(graph: PlannedGraph) -> Findings:
     """Fuse every such block; see the module."""
-    found = Findings([], [])
-    for norm in list(graph.nodes):
-        block = _block(norm) if norm.op == "LayerNormalization" and norm.outputs else None
-        if block is None:
-            continue
-        try:
-            found.fused.append(_fuse(graph, block))
-        except DeclinedFusion as reason:
-            found.declined.append(f"{norm.name}: {reason}")
-    return found
+    return fuse_each(
+        (norm.name, partial(_fuse, graph, block))
+        for norm in list(graph.nodes)
+        if norm.op == "LayerNormalization" and norm.outputs and (block := _block(norm)) is not None
+    )
 
 
 def _block(norm: Node) -> _Block | None:
