@@ -3,21 +3,23 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip
 STAMP := .venv/.installed
 JOBS ?= 2
+TORCHREC := torchrec fbgemm-gpu-cpu tensordict pyre-extensions pyvers typing-inspect
 
-.PHONY: venv demo test test-fast lint bench clean
+.PHONY: venv demo test test-fast lint docs release bench clean
 
 venv: $(STAMP)
 
 # pip 25.1 is the first that reads dependency groups. recbole is only read as data (MovieLens 100K), never
 # imported; its dependencies would drag in half of PyPI. tritonclient is a client in tests, and holds ml_dtypes
-# and protobuf back, which it works with as they are. TensorRT for RTX has wheels for Linux x86-64 and
+# and protobuf back, which it works with as they are. TorchRec is for an example, and would bring a PyTorch of its own
+# choice; fbgemm-gpu-cpu 1.8 is the newest that loads beside PyTorch 2.13. TensorRT for RTX has wheels for Linux x86-64 and
 # Windows only, and Ray is late with wheels for a new Python: everything else works without them, but CI must
 # not lose them unseen.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -qq --upgrade 'pip>=25.1'
-	$(PIP) install -qq --constraint constraints.txt --editable '.[cpu,export,sign,serve,registry,mlflow]' --group dev
-	$(PIP) install -qq --constraint constraints.txt --no-deps recbole tritonclient
+	$(PIP) install -qq --constraint constraints.txt --editable '.[cpu,export,sign,serve,registry,mlflow]' --group dev --group docs
+	$(PIP) install -qq --constraint constraints.txt --no-deps recbole tritonclient $(TORCHREC)
 	$(PIP) install -qq --constraint constraints.txt --editable '.[tensorrt-rtx]' || { \
 	  test -z "$$CI" && echo "note: TensorRT for RTX cannot be installed here; its backend will say so"; }
 	$(PIP) install -qq --constraint constraints.txt --editable '.[ray]' || { \
@@ -40,8 +42,18 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The site, in ./site. Both variables silence what mkdocs-material and literate-nav say of MkDocs 2.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/python -m mkdocs build --strict
+
+# What is uploaded to a registry, in ./dist.
+release: venv
+	rm -rf dist build
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 bench: venv
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .coverage* htmlcov .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv site dist .coverage* htmlcov .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

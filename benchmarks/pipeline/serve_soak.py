@@ -41,7 +41,8 @@ from loka_onnx.core.evaluation import Choice
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.runtime import load
-from loka_onnx.sessions.bundle_files import read_manifest, read_sample
+from loka_onnx.sessions.bundle_files import read_sample
+from loka_onnx.sessions.bundle_manifest import read_manifest
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Arrays
 

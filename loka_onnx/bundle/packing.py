@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from loka_onnx.core.progress import Progress, silent
 from loka_onnx.sessions.bundle_archive import verify_path, write_archive
 from loka_onnx.sessions.replace import check_replaceable_file, staged_file
 
 
-def pack_bundle(directory: Path, archive: Path) -> Path:
+def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> Path:
     """Writes a bundle as a single file, atomically.
 
     The bundle is verified first, and what was written is read back before it takes its place. Equal bundles
@@ -17,6 +18,7 @@ def pack_bundle(directory: Path, archive: Path) -> Path:
     Args:
         directory: The bundle.
         archive: Where the file goes, ``….loka`` by convention. An old archive there is replaced.
+        progress: Called with bytes done.
 
     Returns:
         The archive, with links resolved.
@@ -28,6 +30,6 @@ def pack_bundle(directory: Path, archive: Path) -> Path:
     destination = archive.resolve()
     check_replaceable_file(destination)
     with staged_file(destination) as file:
-        write_archive(directory, file)
-        verify_path(file)
+        write_archive(directory, file, progress)
+        verify_path(file, progress=progress)
     return destination

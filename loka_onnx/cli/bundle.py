@@ -24,6 +24,7 @@ from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.cli.bundle_serve import serve
 from loka_onnx.cli.bundle_triton import export_triton_command
 from loka_onnx.cli.outcome import shown
+from loka_onnx.cli.progress import reported
 from loka_onnx.cli.terminal import terminal_of
 
 Bundle = Annotated[
@@ -49,7 +50,8 @@ def verify(
     ] = None,
 ) -> None:
     """Check every file of a bundle, and who signed it; exit with 3 if it does not verify."""
-    verified = verify_path(path, key or ())
+    with reported(terminal_of(context), "verify") as progress:
+        verified = verify_path(path, key or (), progress)
     manifest = verified.manifest
     parts = [f"{shown(path)}: verified, {len(manifest.files)} files, {manifest.total_bytes:,} bytes"]
     if verified.signer is not None:
@@ -93,14 +95,16 @@ def sign(
 @bundle.command()
 def pack(context: typer.Context, directory: Directory, file: File) -> None:
     """Write a bundle as a single file."""
-    written = pack_bundle(directory, file)
+    with reported(terminal_of(context), "pack") as progress:
+        written = pack_bundle(directory, file, progress)
     _say(context, f"{shown(file)}: packed, {written.stat().st_size:,} bytes")
 
 
 @bundle.command()
 def unpack(context: typer.Context, file: File, directory: Directory) -> None:
     """Check the single file of a bundle and write it as a directory; exit with 3 if it does not verify."""
-    unpack_bundle(file, directory)
+    with reported(terminal_of(context), "unpack") as progress:
+        unpack_bundle(file, directory, progress)
     _say(context, f"{shown(directory)}: unpacked and verified")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -24,11 +23,9 @@ from loka_onnx.bundle.registry import (
 )
 from loka_onnx.bundle.registry.layout import name_problem
 from loka_onnx.cli.outcome import shown
-from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.progress import reported
 from loka_onnx.cli.terminal import Terminal, terminal_of
-from loka_onnx.core.progress import Progress
 from loka_onnx.errors import CheckFailed, ConfigError
-from loka_onnx.pipeline.directory import Outcome
 
 _DEFAULTS = TransferOptions()
 
@@ -58,7 +55,7 @@ def push(
     """Copy a bundle to a registry; only what is missing there is sent, and the name moves last."""
     terminal = terminal_of(context)
     target = _named(place, name)
-    with _Reported(terminal, "push") as progress:
+    with reported(terminal, "push") as progress:
         result = push_bundle(bundle, target, TransferOptions(threads=threads, progress=progress), again=again)
     _say(terminal, _pushed(bundle, parse_reference(target).shown, result))
 
@@ -77,7 +74,7 @@ def pull(
     """Copy a bundle from a registry, check all of it, and let it take the place of an old one."""
     terminal = terminal_of(context)
     source = _named(which, name)
-    with _Reported(terminal, "pull") as progress:
+    with reported(terminal, "pull") as progress:
         result = pull_bundle(
             source, directory, TransferOptions(threads=threads, progress=progress), keys=keys or ()
         )
@@ -142,26 +139,6 @@ def add_registry_verbs(bundle: typer.Typer) -> None:
     bundle.command(name="resolve")(resolve_name)
     bundle.command(name="promote")(promote_bundle)
     bundle.command(name="log-mlflow")(log_mlflow)
-
-
-class _Reported:
-    """Shows a transfer as the only stage of the command."""
-
-    def __init__(self, terminal: Terminal, verb: str) -> None:
-        self._reporter = StageReporter(terminal)
-        self._verb = verb
-        self._began = time.perf_counter()
-
-    def __enter__(self) -> Progress:
-        self._reporter.__enter__()
-        self._reporter.on_stage(self._verb, None)
-        return self._reporter.progress
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            seconds = time.perf_counter() - self._began
-            self._reporter.on_stage(self._verb, Outcome(self._verb, False, seconds))
-        self._reporter.__exit__(None, None, None)
 
 
 def _named(place: str, name: str | None) -> str:

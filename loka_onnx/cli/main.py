@@ -6,13 +6,15 @@ for did not hold; 130 and 143 interrupted.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, Protocol, runtime_checkable
 
 import typer
 from rich.text import Text
@@ -22,9 +24,12 @@ from loka_onnx.cli.build import build
 from loka_onnx.cli.bundle import bundle
 from loka_onnx.cli.calibrate import calibrate
 from loka_onnx.cli.compare import compare_deployments
+from loka_onnx.cli.compare_runs import compare_runs
+from loka_onnx.cli.completion import COMPLETING, completion, enable_completion
 from loka_onnx.cli.demo import demo
 from loka_onnx.cli.doctor import doctor
 from loka_onnx.cli.drift import drift
+from loka_onnx.cli.log_lines import Event, JsonLog, Level, LogFormat, json_log
 from loka_onnx.cli.refresh import refresh
 from loka_onnx.cli.run import run
 from loka_onnx.cli.schema import schema
@@ -38,7 +43,9 @@ from loka_onnx.pipeline.run import Stage
 INTERRUPTED = 130
 """Exit code of a command that SIGINT ended: 128 and the number of the signal."""
 ANYWHERE = ("--debug", "--quiet")
-"""Global flags that may also follow the verb."""
+"""Global flags that may also follow the verb, as `LOG` may."""
+LOG, LOG_VARIABLE = "--log", "LOKA_ONNX_LOG"
+"""The global option, and the environment variable, that say how a command tells what happens."""
 
 
 class _Interrupted(BaseException):
@@ -78,14 +85,22 @@ def _globals(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress, only the result.")] = False,
+    log: Annotated[
+        LogFormat,
+        typer.Option(
+            LOG,
+            envvar=LOG_VARIABLE,
+            help="What happens, on standard error, as text or as one JSON object a line (`schema log`).",
+        ),
+    ] = LogFormat.TEXT,
     show_version: Annotated[
         bool,
         typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version),
     ] = False,
 ) -> None:
     """Turn a trained recommendation model into the fastest engine that is still accurate."""
-    # `main` handles errors, and so --debug and --version are read elsewhere.
-    context.obj = Terminal.open(quiet=quiet)
+    # `main` handles errors and opens the log, and so --debug and --log are read there.
+    context.obj = Terminal.open(quiet=quiet, log=_logs[-1] if _logs else None)
 
 
 app.command()(demo)
@@ -101,61 +116,164 @@ for _stage in (Stage.EVALUATE, Stage.REPORT):
 app.command()(refresh)
 app.command()(drift)
 app.command("compare")(compare_deployments)
+app.command("compare-runs")(compare_runs)
 app.add_typer(bundle, name="bundle")
 app.command()(doctor)
 app.command()(schema)
+app.command()(completion)
+enable_completion()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and leave the process with its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    flags = [flag for flag in ANYWHERE if flag in given]
+    given = _Given.of(list(sys.argv[1:] if arguments is None else arguments))
     for stream in (sys.stdout, sys.stderr):
         # A log in ASCII gets "?" for what it cannot hold, not a crash at the end of a long run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _end)
-    try:
-        app([*flags, *(argument for argument in given if argument not in ANYWHERE)], prog_name="loka-onnx")
-    except _Interrupted as error:
-        _leave_interrupted(error.number)
-    except Exception as error:
-        if _received:
-            # Libraries wrap what a signal handler raised inside them in errors of their own.
-            _leave_interrupted(_received[0])
-        _report(error, flags)
-    sys.exit(0)
+    _received.clear()
+    if given.log != LogFormat.JSON or COMPLETING in os.environ:
+        sys.exit(_run(given, None))
+    with json_log() as log:
+        _logs.append(log)
+        try:
+            log.write(Event.STARTED, message=given.command, version=version("loka-onnx"))
+            code = _run(given, log)
+            log.ended(code)
+        finally:
+            _logs.pop()
+    sys.exit(code)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The command line, its global options in front of the verb.
+
+    Attributes:
+        flags: Those of `ANYWHERE` that were given.
+        log: The format of the log as it was written, which may be none.
+        rest: Everything else.
+    """
+
+    flags: tuple[str, ...]
+    log: str
+    rest: tuple[str, ...]
+
+    @classmethod
+    def of(cls, given: Sequence[str]) -> _Given:
+        log, rest, flags = os.environ.get(LOG_VARIABLE) or LogFormat.TEXT, list[str](), list[str]()
+        words = iter(given)
+        for word in words:
+            if word in ANYWHERE:
+                flags.append(word)
+            elif word == LOG:
+                log = next(words, "")
+            elif word.startswith(f"{LOG}="):
+                log = word.removeprefix(f"{LOG}=")
+            else:
+                rest.append(word)
+        return cls(tuple(dict.fromkeys(flags)), log, tuple(rest))
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the command line is read from."""
+        return [*self.flags, LOG, self.log, *self.rest]
+
+    @property
+    def command(self) -> str:
+        """The command without its arguments: a URL may hold a secret, and logs are kept."""
+        verb = self.rest[:2] if self.rest[:1] == ("bundle",) else self.rest[:1]
+        return " ".join(("loka-onnx", *(word for word in verb if word.replace("-", "").isalpha())))
 
 
 _received: list[int] = []
 """Signals that asked this process to end."""
+_logs: list[JsonLog] = []
+"""The log of the command that runs, where it is in JSON."""
 
 
-def _leave_interrupted(number: int) -> NoReturn:
-    _say("interrupted; `run --resume` and every stage verb go on from the last finished stage")
-    sys.exit(128 + number)
+def _run(given: _Given, log: JsonLog | None) -> int:
+    """Run the command; returns its exit code."""
+    try:
+        # Errors of usage are printed by typer, unless they must become a record.
+        result = app(given.arguments, prog_name="loka-onnx", standalone_mode=log is None)
+        return result if isinstance(result, int) else 0
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except _Interrupted as error:
+        return _told_of_interrupt(error.number, log)
+    except Exception as error:
+        if _received:
+            # Libraries wrap what a signal handler raised inside them in errors of their own.
+            return _told_of_interrupt(_received[0], log)
+        ending = _Ending.of(error, "--debug" in given.flags)
+        ending.tell(log)
+        return ending.exit_code
 
 
-def _report(error: Exception, flags: Sequence[str]) -> NoReturn:
-    if isinstance(error, LokaError):
-        if "--debug" in flags or isinstance(error, InternalError):
-            _say(_trace(error))
-        kind = "internal error, please report" if isinstance(error, InternalError) else "error"
-        _say(f"{kind}: {error}")
-        sys.exit(error.exit_code)
-    _say(_trace(error))
-    _say(f"internal error, please report: {type(error).__name__}: {error}")
-    sys.exit(1)
+def _told_of_interrupt(number: int, log: JsonLog | None) -> int:
+    message = "interrupted; `run --resume` and every stage verb go on from the last finished stage"
+    _Ending(message, "Interrupted", 128 + number).tell(log)
+    return 128 + number
 
 
-def _trace(error: Exception) -> str:
-    return "".join(traceback.format_exception(error)).rstrip("\n")
+@dataclass(frozen=True)
+class _Ending:
+    """What a command that fails says.
+
+    Attributes:
+        message: In words.
+        kind: What failed.
+        exit_code: Exit code of the command.
+        head: What the message begins with where it is text.
+        trace: The traceback; empty where it is not to be shown.
+    """
+
+    message: str
+    kind: str
+    exit_code: int
+    head: str = ""
+    trace: str = ""
+
+    @classmethod
+    def of(cls, error: Exception, is_debug: bool) -> _Ending:
+        trace = "".join(traceback.format_exception(error)).rstrip("\n")
+        kind = type(error).__name__
+        if isinstance(error, LokaError) and not isinstance(error, InternalError):
+            return cls(str(error), kind, error.exit_code, "error: ", trace if is_debug else "")
+        if isinstance(error, _UsageError):
+            return cls(error.format_message(), "Usage", error.exit_code)
+        said = str(error) if isinstance(error, InternalError) else f"{kind}: {error}"
+        return cls(said, kind, 1, "internal error, please report: ", trace)
+
+    def tell(self, log: JsonLog | None) -> None:
+        """Say so on standard error."""
+        if log is None:
+            for text in (self.trace, f"{self.head}{self.message}"):
+                if text:
+                    Terminal.open().err.print(Text(text), soft_wrap=True)
+            return
+        log.write(
+            Event.ERROR,
+            Level.ERROR,
+            message=self.message,
+            kind=self.kind,
+            exit_code=self.exit_code,
+            traceback=self.trace or None,
+        )
+
+
+@runtime_checkable
+class _UsageError(Protocol):
+    """An error of the command line; typer has no public name for it."""
+
+    exit_code: int
+
+    def format_message(self) -> str:
+        """What is wrong, in words."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     _received.append(number)
     raise _Interrupted(number)
-
-
-def _say(message: str) -> None:
-    Terminal.open().err.print(Text(message), soft_wrap=True)

@@ -9,15 +9,19 @@ from pathlib import Path
 
 from rich.text import Text
 
+from loka_onnx.cli.outcome_tables import decision_table, fitted, latency_table
 from loka_onnx.cli.terminal import Terminal
-from loka_onnx.core.engine import BuildStatus
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus
+from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS
 from loka_onnx.pipeline.run import RunResult
 from loka_onnx.report import ReportData, summary_table
 from loka_onnx.report.slice_tables import slices_sentence
 from loka_onnx.report.verdict import budget_sentence
 
 SPLIT = "certification"
+DISPENSABLE = ("FP8 FLOPs", "FP8 sites", "size", "AUC", "NE")
+"""What a narrow terminal shows of candidates only where there is room, the first to go first."""
 
 
 def print_outcome(terminal: Terminal, result: RunResult) -> None:
@@ -27,10 +31,14 @@ def print_outcome(terminal: Terminal, result: RunResult) -> None:
         return
     for target in dict.fromkeys(engine.target for engine in result.report.engines):
         out.print()
-        out.print(summary_table(_only(result.report, target), SPLIT))
-    out.print()
+        out.print(fitted(summary_table(_only(result.report, target), SPLIT), out, DISPENSABLE))
     data = result.report
-    for line in (*_chosen(data), *_undecided(data), *_harmed_slices(data), *_not_built(data)):
+    for table in (decision_table(data), latency_table(data)):
+        if table is not None:
+            out.print()
+            out.print(table)
+    out.print()
+    for line in (*_chosen(data), *_undecided(data), *_harmed_slices(data), *_not_built(result, data)):
         # soft_wrap: a path or id that is cut at the margin cannot be copied.
         out.print(line, soft_wrap=True)
     out.print()
@@ -48,6 +56,15 @@ def shown(path: Path) -> str:
     """A path as short as it can be given from here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+def first_line(engine: EngineArtifact, directory: Path) -> str:
+    """What is told of an engine's build in one line, with the place of its job as seen from here.
+
+    Documents of a run hold places below its directory, which may be moved.
+    """
+    detail = engine.detail.strip().partition("\n")[0]
+    return detail.replace(f"{BUILD_JOB} {JOBS}/", f"{BUILD_JOB} {shown(directory / JOBS)}/")
 
 
 def _only(data: ReportData, target: str) -> ReportData:
@@ -95,11 +112,11 @@ def _harmed_slices(data: ReportData) -> Iterator[Text]:
                 )
 
 
-def _not_built(data: ReportData) -> Iterator[Text]:
+def _not_built(result: RunResult, data: ReportData) -> Iterator[Text]:
     for engine in data.engines:
         if not engine.is_built:
             mark = ("✗ ", "red") if engine.status is BuildStatus.FAILED else ("– ", "dim")
-            detail = engine.detail.strip().partition("\n")[0]
+            detail = first_line(engine, result.directory)
             yield Text.assemble(mark, f"{engine.id} {engine.status}: {detail}")
 
 

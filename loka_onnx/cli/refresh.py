@@ -77,6 +77,7 @@ def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each opti
             sign=sign,
             progress=reporter.progress,
             on_stage=reporter.on_stage,
+            on_stages=reporter.on_stages,
         )
         result = refresh_run(earlier, model, options)
     print_outcome(terminal, result.run)

@@ -72,5 +72,7 @@ def read_run_file(path: Path, output: Path | None, overrides: list[str] | None) 
 def run_until(terminal: Terminal, config: RunConfig, options: RunOptions) -> RunResult:
     """Run the pipeline, reporting on the terminal."""
     with StageReporter(terminal) as reporter:
-        watched = replace(options, progress=reporter.progress, on_stage=reporter.on_stage)
+        watched = replace(
+            options, progress=reporter.progress, on_stage=reporter.on_stage, on_stages=reporter.on_stages
+        )
         return run_pipeline(config, watched)

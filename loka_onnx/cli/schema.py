@@ -8,10 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from loka_onnx.cli.log_lines import line_schema
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.config import run_file_schema
 from loka_onnx.core import serde
 from loka_onnx.core.profile import Profile
+from loka_onnx.core.run_comparison import RunComparison
+from loka_onnx.report import ReportData
 
 
 class Document(StrEnum):
@@ -19,19 +22,36 @@ class Document(StrEnum):
 
     RUN = "run"
     PROFILE = "profile"
+    REPORT = "report"
+    RUN_COMPARISON = "run-comparison"
+    LOG = "log"
+
+
+_TYPES: dict[Document, type[Any]] = {
+    Document.PROFILE: Profile,
+    Document.REPORT: ReportData,
+    Document.RUN_COMPARISON: RunComparison,
+}
 
 
 def schema(
     context: typer.Context,
     document: Annotated[
-        Document, typer.Argument(help="run: the run file; profile: profile.json.")
+        Document,
+        typer.Argument(
+            help="run: the run file; profile: profile.json; report: report.json; run-comparison: what "
+            "compare-runs writes; log: a line of `--log json`."
+        ),
     ] = Document.RUN,
 ) -> None:
-    """Print the JSON Schema of the run file, for editors, or of profile.json, for programs that read it."""
+    """Print the JSON Schema of the run file, for editors, or of what a run leaves, for programs."""
     terminal_of(context).out.out(schema_text(document))
 
 
 def schema_text(document: Document) -> str:
     """The schema as it is printed, and published under `docs/`, without the last line's end."""
-    found: dict[str, Any] = run_file_schema() if document is Document.RUN else serde.json_schema(Profile)
+    if document in _TYPES:
+        found = serde.json_schema(_TYPES[document])
+    else:
+        found = run_file_schema() if document is Document.RUN else line_schema()
     return json.dumps(found, indent=2)

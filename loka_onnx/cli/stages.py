@@ -6,22 +6,25 @@ over and it can be followed by the next verb, or by `run --resume`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from loka_onnx.cli.outcome import print_outcome, print_written
+from loka_onnx.cli.outcome import first_line, print_outcome, print_written
 from loka_onnx.cli.run import Output, Overrides, RunFile, read_run_file, run_until
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.site import Site
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage
 
 Show = Callable[[Terminal, RunResult], None]
+MOST_SITES = 100
+"""Sites that `export` lists; their document has all."""
 
 
 def add_stage_verb(app: typer.Typer, stage: Stage) -> None:
@@ -45,9 +48,23 @@ def _stage_verb(stage: Stage, show: Show) -> Callable[..., None]:
 
 def _show_model(terminal: Terminal, result: RunResult) -> None:
     model = serde.read(ModelArtifact, result.directory / "model/exported.json")
+    for line in _site_lines(model.sites[:MOST_SITES]):
+        # soft_wrap: a name that is cut at the margin cannot be copied into a run file.
+        terminal.out.print(line, soft_wrap=True)
+    if len(model.sites) > MOST_SITES:
+        terminal.out.print(f"and {len(model.sites) - MOST_SITES} more, all of them in model/exported.json")
     linear = len(model.linear_sites)
     terminal.out.print(f"{len(model.sites)} sites, {linear} of them linear; opset {model.opset}")
     print_written(terminal, result, "model/exported.onnx", "model/exported.json")
+
+
+def _site_lines(sites: Sequence[Site]) -> Iterator[Text]:
+    """A heading, then a line for each site: its name, its kind, K and N (none of a norm)."""
+    room = max((len(site.name) for site in sites), default=0)
+    if sites:
+        yield Text(f"{'site':<{room}}  {'kind':<11} {'K':>6} {'N':>6}", style="bold")
+    for site in sites:
+        yield Text(f"{site.name:<{room}}  {site.kind:<11} {site.k:>6} {site.n or '–':>6}")
 
 
 def _show_plans(terminal: Terminal, result: RunResult) -> None:
@@ -64,7 +81,7 @@ def show_engines(terminal: Terminal, result: RunResult) -> None:
     """How each build of a run ended."""
     engines = serde.read(EngineSet, result.directory / "engines.json").engines
     for engine in engines:
-        detail = engine.detail.strip().partition("\n")[0]
+        detail = first_line(engine, result.directory)
         terminal.out.print(
             Text(f"{engine.id}: {engine.status}{f' ({detail})' if detail else ''}"), soft_wrap=True
         )

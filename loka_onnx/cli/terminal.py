@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Literal, TextIO
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from loka_onnx.cli.log_lines import JsonLog
 from loka_onnx.sessions.bundle_documents import printable
 
 
@@ -23,16 +24,18 @@ class Terminal:
         out: Results.
         err: Progress and messages.
         quiet: No progress.
+        log: Where progress and messages go as records, in place of `err`; None for text.
     """
 
     out: Console
     err: Console
     quiet: bool = False
+    log: JsonLog | None = None
 
     @classmethod
-    def open(cls, *, quiet: bool = False) -> Terminal:
+    def open(cls, *, quiet: bool = False, log: JsonLog | None = None) -> Terminal:
         """A terminal over the process's own streams."""
-        return cls(_console(sys.stdout), _console(sys.stderr), quiet)
+        return cls(_console(sys.stdout), _console(sys.stderr), quiet, log)
 
 
 def terminal_of(context: typer.Context) -> Terminal:
@@ -42,8 +45,13 @@ def terminal_of(context: typer.Context) -> Terminal:
 
 
 def is_plain(stream: TextIO) -> bool:
-    """Whether a stream takes lines of text only: no colour, no cursor movement."""
-    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    """Whether a stream takes lines only: no cursor movement, and no colour unless FORCE_COLOR asks for it."""
+    return not stream.isatty() or _is_without_colour()
+
+
+def _is_without_colour() -> bool:
+    """Whether the user wants none anywhere; NO_COLOR (no-color.org) wins over FORCE_COLOR."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 class _SafeConsole(Console):
@@ -60,6 +68,8 @@ class _SafeConsole(Console):
 
 def _console(stream: TextIO) -> Console:
     if is_plain(stream):
-        # FORCE_COLOR would win over a pipe otherwise.
-        return _SafeConsole(file=stream, force_terminal=False, color_system=None, highlight=False)
+        # FORCE_COLOR colours what goes through a pipe; rich would also move the cursor there.
+        is_coloured = bool(os.environ.get("FORCE_COLOR")) and not _is_without_colour()
+        colours: Literal["standard"] | None = "standard" if is_coloured else None
+        return _SafeConsole(file=stream, force_terminal=False, color_system=colours, highlight=False)
     return _SafeConsole(file=stream, highlight=False)

@@ -16,6 +16,8 @@ from loka_onnx.config.schema import RunConfig
 from loka_onnx.config.yaml_tree import Document, Loc, read_yaml
 from loka_onnx.errors import ConfigError
 
+_INDEX = re.compile(r"\[(\d+)\]")
+"""An entry of a list as messages write it: `outputs[0].budget` is `outputs.0.budget`."""
 _FILE_KEYS: tuple[Loc, ...] = (
     ("model", "onnx"),
     ("model", "checkpoint"),
@@ -31,8 +33,8 @@ def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = Non
 
     Args:
         path: The YAML file. Relative paths inside of it start at its directory.
-        overrides: Values that replace those of the file, by dotted key (``batch.max``); see
-            `parse_overrides` for those of a command line.
+        overrides: Values that replace those of the file, by dotted key (``batch.max``; an entry of a list as
+            ``outputs.0.budget`` or ``outputs[0].budget``); see `parse_overrides` for those of a command line.
 
     Raises:
         ConfigError: The file is missing, is not YAML, does not fit the schema, or names a missing file.
@@ -112,7 +114,7 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, object]:
 def _overridden(document: Document, overrides: Mapping[str, object]) -> Document:
     data, places = copy.deepcopy(document.data), dict(document.places)
     for key, value in overrides.items():
-        place, parts = f"override '{key}'", key.split(".")
+        place, parts = f"override '{key}'", _INDEX.sub(r".\1", key).split(".")
         loc: Loc = ()
         node = data
         for part in parts[:-1]:

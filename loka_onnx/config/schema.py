@@ -26,8 +26,9 @@ class ModelConfig(Strict):
     onnx: ResolvedPath | None = Field(None, description="the .onnx file")
     torch: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = Field(
         None,
-        description="'package.module:function'; the function returns an nn.Module, or a pair of it and a "
-        "mapping of example inputs",
+        description="'package.module:function'; the function returns a pair: an nn.Module, and a mapping "
+        "of example inputs (arrays, the batch on axis 0) in the order of its forward(), which tells their "
+        "names, types and widths",
     )
     checkpoint: ResolvedPath | None = Field(None, description="weights for the torch module, .safetensors")
     arguments: dict[str, JsonValue] = Field(
@@ -194,6 +195,17 @@ class RunConfig(Strict):
     def nullable_columns(self) -> frozenset[str]:
         """Those of `columns` in which a null is a value: slices that serve for nothing else."""
         return frozenset(self.data.slices) - set(self._numbers_and_group)
+
+    @property
+    def column_keys(self) -> dict[str, str]:
+        """The key that names each of `columns`, and that of a split; the first where there are several."""
+        named: list[tuple[str | None, str]] = []
+        for index, output in enumerate(self.outputs):
+            named += [(output.label, f"outputs[{index}].label"), (output.weight, f"outputs[{index}].weight")]
+        named.append((self.data.group, "data.group"))
+        named += [(name, "data.slices") for name in self.data.slices]
+        named.append((self.data.split.column if self.data.split is not None else None, "data.split.column"))
+        return {name: key for name, key in reversed(named) if name is not None}
 
     @property
     def _numbers_and_group(self) -> list[str]:

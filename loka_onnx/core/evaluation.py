@@ -74,6 +74,10 @@ class PairedDifference:
         return KL_NAME if self.delta_ne is None else DELTA_NE_NAME
 
 
+MOST_TIMES = 100
+"""Times the rows at hand beyond which no number of rows is told that would decide."""
+
+
 class BudgetStatus:
     """Values of `OutputEvaluation.budget_status` and `SliceDifference.status`."""
 
@@ -133,7 +137,8 @@ class OutputEvaluation:
         budget_status: ``within`` when the upper bound is inside the budget, ``beyond`` when the lower
             bound is outside, else ``undecided``.
         rows_to_decide: Rows that would settle an undecided verdict if the estimate stayed; None when
-            decided, or when no number of rows would.
+            decided, when nothing is known of the spread, or when the estimate lies on the budget: not even
+            `MOST_TIMES` as many rows would tell on which side.
         slices: The difference on each slice, the surest harm first (falling lower end), then those that are
             not judged. They do not enter `budget_status`.
         slices_left_out: For each column with more values than are looked at, how many were left out.

@@ -32,6 +32,15 @@ class SiteProfile:
     sensitivities: tuple[Sensitivity, ...]
     origins: tuple[str, ...] = ()
 
+    @property
+    def judged_recipe(self) -> str | None:
+        """Recipe that the site's verdict is of: the one whose effect on the outputs was measured.
+
+        The first whose error was measured where no effect was; None where nothing was measured.
+        """
+        recipes = (*(s.recipe for s in self.sensitivities), *(e.recipe for e in self.errors))
+        return next(iter(recipes), None)
+
     def error(self, recipe: str) -> ErrorStats:
         """Output error under a recipe.
 

@@ -4,13 +4,48 @@ from __future__ import annotations
 
 from typing import Protocol
 
+UNTIL = ", until "
+"""In the name of a task that may end before its total: ``sensitivity, until decided``."""
+
 
 class Progress(Protocol):
     """Called with the work done so far."""
 
     def __call__(self, task: str, done: int, total: int) -> None:
-        """Report that `done` of `total` units of `task` are finished."""
+        """Report that `done` of `total` units of `task` are finished.
+
+        The first word of `task` names the work, what follows may change as it goes on: ``build fp8-all``,
+        ``build fp8-safe``. Units of one task should take about the same time each: the time left is told by
+        them. A `total` of 0 says that nobody knows how much there is.
+        """
 
 
 def silent(task: str, done: int, total: int) -> None:
     """Report nothing."""
+
+
+class Joined:
+    """Reports pieces of work, one after the other, as one task.
+
+    Args:
+        progress: Where the whole is reported.
+        total: Units of all pieces together.
+
+    Example::
+
+        joined = Joined(progress, 3 * rows)
+        for engine in engines:
+            judge(engine, joined)
+            joined.skip_to_next(rows)
+    """
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._before = progress, total, 0
+
+    def __call__(self, task: str, done: int, total: int) -> None:
+        """Report that `done` units of the running piece are finished."""
+        self._progress(task, min(self._before + done, self._total), self._total)
+
+    def skip_to_next(self, units: int) -> None:
+        """The running piece has ended, which was to have so many units; it may have stopped before."""
+        self._before += units

@@ -8,7 +8,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +38,13 @@ class Layout:
         bindings: How the model inputs are made of columns.
         columns: Further columns, handed over as stored: labels, weights, group, slices.
         nullable: Those of `columns` in which a null is a value, handed over as None: slices.
+        keys: Where the run file names a column that is no input, for messages (``outputs[0].label``).
     """
 
     bindings: tuple[InputBinding, ...]
     columns: tuple[str, ...] = ()
     nullable: frozenset[str] = frozenset()
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -214,14 +216,7 @@ class Dataset(ABC):
         info = self._known.get(rule.column)
         where = f"column '{rule.column}' of '{self.path.name}'"
         if info is None:
-            near = difflib.get_close_matches(rule.column, self._known, n=1, cutoff=0.0)
-            raise DataError(
-                f"{where} does not exist",
-                evidence=f"the nearest of its {len(self._known)} columns is '{near[0]}'"
-                if near
-                else "the file has no columns",
-                remedy="correct the name, or map the model input to existing columns under `inputs:`",
-            )
+            raise self._missing(rule, where)
         kind_name = _KIND_NAMES.get(info.kind)
         if info.kind in "O?" or (rule.dtype is not None and kind_name is not None):
             wanted = f"the model takes {rule.dtype}" if rule.dtype else "a number or a string is wanted"
@@ -231,6 +226,20 @@ class Dataset(ABC):
                 remedy="encode it as numbers when the data are prepared, or bind another column",
             )
         return rule
+
+    def _missing(self, rule: ColumnRule, where: str) -> DataError:
+        near = difflib.get_close_matches(rule.column, self._known)
+        near = near or difflib.get_close_matches(rule.column, self._known, n=1, cutoff=0.0)
+        names = ", ".join(f"'{name}'" for name in near)
+        count = f"the nearest of its {len(self._known)} columns {'are' if len(near) > 1 else 'is'}"
+        key = self.layout.keys.get(rule.column)
+        remedy = "correct the name"
+        if rule.dtype is not None:
+            remedy = "correct the name, or map the model input to existing columns under `inputs:`"
+        elif key is not None:
+            remedy = f"name an existing column in `{key}`"
+        evidence = f"{count} {names}" if near else "the file has no columns"
+        return DataError(f"{where} does not exist", evidence=evidence, remedy=remedy)
 
     def _refuse_lists(self, names: Iterable[str]) -> None:
         for name in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from loka_onnx.data.binding import InputBinding
@@ -19,6 +19,7 @@ def open_dataset(
     columns: Sequence[str] = (),
     rows: RowSelection | None = None,
     nullable: Collection[str] = (),
+    keys: Mapping[str, str] | None = None,
 ) -> Dataset:
     """Opens a Parquet or npz file, told apart by its suffix.
 
@@ -28,6 +29,7 @@ def open_dataset(
         columns: Further columns wanted: labels, weights, group, slices.
         rows: Which rows; None for all.
         nullable: Those of `columns` in which a null is a value, handed over as None.
+        keys: Where the run file names columns that are no inputs, for messages.
 
     Returns:
         The data set. Types and names are checked; values are checked as they are read, or by `check`.
@@ -37,7 +39,7 @@ def open_dataset(
             holds a type that an input cannot take.
         ConfigError: When neither bindings nor columns are given.
     """
-    path, layout = Path(path), Layout(tuple(bindings), tuple(columns), frozenset(nullable))
+    path, layout = Path(path), Layout(tuple(bindings), tuple(columns), frozenset(nullable), dict(keys or {}))
     if path.suffix in (".parquet", ".pq"):
         return ParquetDataset(path, layout, rows)
     if path.suffix == ".npz":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -102,6 +102,7 @@ def split_file(
     bindings: Sequence[InputBinding],
     columns: Sequence[str] = (),
     nullable: Collection[str] = (),
+    keys: Mapping[str, str] | None = None,
 ) -> Splits:
     """Opens the three splits of one file.
 
@@ -111,14 +112,16 @@ def split_file(
         bindings: How the model inputs are made of its columns.
         columns: Further columns wanted.
         nullable: Those of `columns` in which a null is a value.
+        keys: Where the run file names columns that are no inputs, for messages.
 
     Raises:
         DataError: As `open_dataset` does.
         ConfigError: When a split would hold no row.
     """
-    whole = open_dataset(path, bindings, columns, None, nullable)
+    whole = open_dataset(path, bindings, columns, None, nullable, keys)
     calibration, selection, certification = (
-        open_dataset(path, bindings, columns, rows, nullable) for rows in rule.selections(whole.file_rows)
+        open_dataset(path, bindings, columns, rows, nullable, keys)
+        for rows in rule.selections(whole.file_rows)
     )
     return Splits(calibration, selection, certification)
 

@@ -95,7 +95,7 @@ def predict_reference(
     split: Split, run: Run, specs: tuple[OutputSpec, ...], progress: Progress = silent
 ) -> Reference:
     """Outputs of the FP32 reference for every row of a split, with what its rows belong to."""
-    predictions = predict_split(split, run, specs, f"reference on {split.name}", progress)
+    predictions = predict_split(split, run, specs, f"judge reference on {split.name}", progress)
     return Reference(predictions, Units.of(predictions.columns, split.group, split.slices))
 
 
@@ -131,7 +131,8 @@ def judge_engine(
     if not artifact.was_run:
         return _unmeasured(artifact, split, f"not measured: {artifact.detail or artifact.status}")
     try:
-        predictions = predict_split(split, open_run(), specs, f"{artifact.plan} on {split.name}", progress)
+        task = f"judge {artifact.plan} on {split.name}"
+        predictions = predict_split(split, open_run(), specs, task, progress)
         known = reference.predictions
         outputs = evaluate_outputs(
             known.outputs, predictions.outputs, known.columns, specs, reference.units, split.confidence

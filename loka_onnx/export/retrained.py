@@ -23,7 +23,7 @@ from onnx import numpy_helper
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.errors import LokaError
-from loka_onnx.export.torch_module import Arrays, export_torch, import_torch, measure_parity
+from loka_onnx.export.torch_module import Arrays, as_tensors, export_torch, import_torch, measure_parity
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import external_files, read_proto
 
@@ -104,9 +104,9 @@ def put_weights(
         with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
             raw = Path(scratch) / "raw.onnx"
             _write(model, sources, moved, raw)
-            measure_parity(raw, few, _run(module, moved, _as_tensors(few), outputs))
+            measure_parity(raw, few, _run(module, moved, as_tensors(few), outputs))
             _write(model, sources, state, raw)
-            parity = measure_parity(raw, rows, _run(module, state, _as_tensors(rows), outputs))
+            parity = measure_parity(raw, rows, _run(module, state, as_tensors(rows), outputs))
             digest = GraphModel.load(raw).save(target)
     except (LokaError, _NotTheGraph, RuntimeError, IndexError, TypeError) as error:
         # Whatever is wrong with rows or module, the export that follows says it.
@@ -215,8 +215,3 @@ def _run(
     if len(results) != len(outputs):
         raise _NotTheGraph(f"the module returns {len(results)} tensors")
     return dict(zip((spec.name for spec in outputs), results, strict=True))
-
-
-def _as_tensors(rows: Arrays) -> tuple[torch.Tensor, ...]:
-    torch = import_torch()
-    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in rows.values())

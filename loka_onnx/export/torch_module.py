@@ -44,6 +44,15 @@ def import_torch() -> Any:
     return torch
 
 
+def as_tensors(rows: Arrays) -> tuple[torch.Tensor, ...]:
+    """Arrays as tensors over the same memory, where PyTorch can use it.
+
+    It has no read-only tensors, and columns of a file are read-only: those are copied.
+    """
+    torch = import_torch()
+    return tuple(torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in rows.values())
+
+
 def load_builder(reference: str) -> Callable[[], Any]:
     """The function that `module:function` names.
 
@@ -94,7 +103,7 @@ def export_torch(
     if fewest < 2:
         raise InternalError("an export needs at least 2 example rows", evidence=f"{fewest} were given")
     module = module.eval()
-    tensors = tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in rows.values())
+    tensors = as_tensors(rows)
     try:
         with torch.no_grad():
             results = module(*tensors)

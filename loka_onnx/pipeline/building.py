@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,9 @@ def _inactive_bytes(statistics: str) -> int:
 
 
 def build_all(
-    tasks: Iterable[Task[R]], workers: int, on_done: Callable[[str, int], None] = lambda name, done: None
+    tasks: Iterable[Task[R]],
+    workers: int,
+    on_change: Callable[[Sequence[str], int], None] = lambda running, done: None,
 ) -> list[R]:
     """Do all tasks, so many at once; results are in the order of the tasks.
 
@@ -81,13 +83,14 @@ def build_all(
     Args:
         tasks: Taken one by one, in this thread: what makes them may be work itself.
         workers: Most at once; with 1 everything happens in this thread.
-        on_done: Called in this thread with the name of a task and how many are done.
+        on_change: Called in this thread with the names of the tasks that run and how many are done.
     """
     if workers == 1:
         results: list[R] = []
         for task in tasks:
-            on_done(task.name, len(results))
+            on_change([task.name], len(results))
             results.append(task.work())
+        on_change([], len(results))
         return results
     stop = threading.Event()
 
@@ -99,14 +102,20 @@ def build_all(
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="build")
     names: dict[Future[R], str] = {}
+
+    def tell() -> None:
+        # The pool takes them in order.
+        waiting = [name for future, name in names.items() if not future.done()]
+        on_change(waiting[:workers], len(names) - len(waiting))
+
     try:
         for task in tasks:
-            on_done(task.name, sum(future.done() for future in names))
             names[pool.submit(work, task)] = task.name
+            tell()
             _raise_first(names)
-        for done, future in enumerate(as_completed(names), start=1):
+        for future in as_completed(names):
             future.result()
-            on_done(names[future], done)
+            tell()
         return [future.result() for future in names]
     finally:
         # Nothing is left to do where all went well; otherwise what runs is ended, and waited for.

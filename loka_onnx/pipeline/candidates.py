@@ -30,7 +30,7 @@ from loka_onnx.pipeline.building import Task, build_all, how_many
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.job_cluster import execute_on_cluster
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT, merge_result, read_result
-from loka_onnx.pipeline.jobs import JOBS, RESULT, JobOrigin, SplitRows, write_job
+from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS, RESULT, JobOrigin, SplitRows, write_job
 from loka_onnx.pipeline.splitting import Source
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
@@ -138,11 +138,10 @@ class EngineBuilder:
         workers = min(how_many(self.config.build.parallel, limits.memory_bytes), len(candidates) or 1)
         tasks = (Task(c.directory, self._work(source, c)) for c in candidates)
 
-        def on_done(name: str, done: int) -> None:
-            self.progress(f"build {name}", done, len(candidates))
+        def on_change(running: Sequence[str], done: int) -> None:
+            self.progress(f"build {', '.join(running)}".rstrip(), done, len(candidates))
 
-        engines = build_all(tasks, workers, on_done)
-        self.progress("build", len(candidates), len(candidates))
+        engines = build_all(tasks, workers, on_change)
         failures = self._execute_jobs()
         engines = [
             self._merged(self._jobs[c.directory], failures) if c.directory in self._jobs else engine
@@ -249,9 +248,7 @@ class EngineBuilder:
     def _waiting(self, written: WrittenJob, failure: str) -> EngineArtifact:
         candidate = written.candidate
         place = self.directory.relative(written.directory)
-        detail = (
-            f"{written.reason}; `loka-onnx build --job {place}` builds it on a host with {candidate.target}"
-        )
+        detail = f"{written.reason}; `{BUILD_JOB} {place}` builds it on a host with {candidate.target}"
         artifact = candidate.backend.failure(
             candidate.plan,
             candidate.target,

@@ -25,7 +25,7 @@ from loka_onnx.pipeline.comparison import (
 )
 from loka_onnx.runtime import Engine, load
 from loka_onnx.sessions.bundle_archive import unpacked
-from loka_onnx.sessions.bundle_files import read_manifest
+from loka_onnx.sessions.bundle_manifest import read_manifest
 from loka_onnx.sessions.host_devices import device_of_architecture
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions, holds_float8, import_onnxruntime
 from loka_onnx.sessions.providers import ONNXRUNTIME

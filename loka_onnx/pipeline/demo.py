@@ -18,7 +18,7 @@ from loka_onnx.data.movielens100k import prepare_movielens_100k
 from loka_onnx.data.prepared import PreparedData
 from loka_onnx.export.torch_module import import_torch
 from loka_onnx.pipeline.directory import RUN_FILE, RunDirectory
-from loka_onnx.pipeline.run import RunOptions, RunResult, run
+from loka_onnx.pipeline.run import RunOptions, RunResult, expected_stages, run
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.zoo.builders import build
 
@@ -42,6 +42,7 @@ def run_demo(output: Path, options: RunOptions | None = None) -> RunResult:
         output, {"preset": "demo"}, library_versions(), force=options.force, resume=not options.force
     ) as directory:
         directory.on_stage = options.on_stage
+        options.on_stages(("prepare data", "train", *expected_stages(None)))
         with directory.undone_on_error():
             import_torch()
             with directory.watched("prepare data"):

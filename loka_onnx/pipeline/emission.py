@@ -32,6 +32,7 @@ from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.throughput import ThroughputSet
 from loka_onnx.data import Dataset
+from loka_onnx.graph.model_graph import read_model_graph
 from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.pipeline.splits import split_rule
@@ -100,6 +101,7 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
         "selection": splits.selection,
         "certification": splits.certification,
     }
+    model = results.modified
     return ReportData(
         title=steps.config.name,
         exported=results.exported,
@@ -121,6 +123,7 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
         versions=steps.directory.record.versions,
         lineage=steps.directory.before("report"),
         notes=tuple(_notes(steps)),
+        graph=read_model_graph(steps.directory.path / model.path, [site.name for site in model.sites]),
     )
 
 
@@ -128,10 +131,11 @@ def _notes(steps: Steps) -> Iterator[str]:
     if steps.split is not None:
         yield steps.split.note
     if steps.looks > 1:
+        confidence = steps.judging.certification.confidence
         yield (
             f"The certification rows may be looked at {steps.looks} times for this model: to certify what a "
             "refresh kept and, where that fails, what a full run then chooses. Their error of 5 % is divided "
-            f"(Bonferroni): intervals on certification hold with {steps.certification.confidence:.1%}."
+            f"(Bonferroni): intervals on certification hold with {confidence:.1%}."
         )
 
 
@@ -143,7 +147,9 @@ def write_report(steps: Steps, data: ReportData) -> tuple[Path, ...]:
     """The facts → `report.json`, `report.md`, `report.html`."""
     root = steps.directory.path
     files = tuple(root / name for name in (JSON_NAME, MARKDOWN_NAME, HTML_NAME))
-    return steps.directory.stage("report", serde.to_plain(data), lambda: render(data, root), lambda: files)
+    # Of another schema it is written anew, from equal facts too.
+    key = {"schema": ReportData.SCHEMA, "facts": serde.to_plain(data)}
+    return steps.directory.stage("report", key, lambda: render(data, root), lambda: files)
 
 
 def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
@@ -173,7 +179,7 @@ def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence
 
 def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
     root = steps.directory.path
-    sample = steps.sample(steps.as_batch(SAMPLE_ROWS))
+    sample = steps.requests.sample(steps.judging.as_batch(SAMPLE_ROWS))
     exact = OnnxSession(results.exported.path, SessionOptions(threads=steps.threads)).run(sample)
     fallback = Expectation(exact, dict.fromkeys(exact, DEFAULT_TOLERANCE))
     by_id = {engine.id: engine for engine in results.engines.engines}
@@ -206,7 +212,7 @@ def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequen
 def _bundled_lookup(steps: Steps, sample: Arrays) -> BundleLookup | None:
     if steps.split is None or steps.split.halves is None:
         return None
-    halves, taken = steps.split.halves, steps.taken_by_engines(sample)
+    halves, taken = steps.split.halves, steps.requests.taken_by_engines(sample)
     return BundleLookup(halves, {spec.name: taken[spec.name] for spec in halves.cut})
 
 
@@ -219,7 +225,7 @@ def _bundled(
         evaluation = None
     if engine.status is BuildStatus.READY:
         with ExitStack() as stack:
-            outputs = dict(steps.open_engine(engine, stack)(sample))
+            outputs = dict(steps.judging.open_engine(engine, stack)(sample))
         return BundleEngine(
             engine, Expectation(outputs, dict.fromkeys(outputs, DEFAULT_TOLERANCE)), evaluation
         )

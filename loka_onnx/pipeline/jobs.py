@@ -30,6 +30,8 @@ from loka_onnx.pipeline.closed_world import list_files, verify_files
 
 JOBS, JOB, RESULT = "jobs", "job.json", "result"
 """Names: of the directory of all jobs in a run, of a job's document, of its result."""
+BUILD_JOB = "loka-onnx build --job"
+"""What executes a job, its directory behind it."""
 _MODEL, _SAMPLE, _DATA = "model", "sample.npz", "data"
 
 Arrays = Mapping[str, npt.NDArray[Any]]

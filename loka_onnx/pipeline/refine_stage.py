@@ -182,11 +182,11 @@ class RunBench:
 
     def time(self, engines: Sequence[EngineArtifact]) -> Interleaved:
         """Latencies by engine id, all timed in turns, and what ended those that failed."""
-        return self._steps.time_engines(engines)
+        return self._steps.judging.time_engines(engines)
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
         """Each engine on the selection split."""
-        return self._steps.judge_on_selection(self._inputs.exported, engines)
+        return self._steps.judging.judge_on_selection(self._inputs.exported, engines)
 
 
 class RunProposals:

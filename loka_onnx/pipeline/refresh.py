@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.refresh import DOCUMENT, LOOKS, Refresh
 from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
-from loka_onnx.evaluation.engines import judge_engine, judge_reference, predict_reference
 from loka_onnx.graph.structure import differences
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
@@ -42,9 +39,24 @@ from loka_onnx.pipeline.run import RunOptions, RunResult, recorded, run, write_b
 from loka_onnx.pipeline.splitting import source_of
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.pipeline.versions import library_versions
-from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 CERTIFICATION = "certification"
+STAGES = (
+    "export",
+    "check data",
+    "compare",
+    "mods",
+    "split",
+    "refresh",
+    "replan",
+    "correct",
+    "build",
+    "evaluate",
+    "choose",
+    "report",
+    "bundle",
+)
+"""What a refresh does, as its record names it."""
 CORRECTION_ROWS = 16_384
 """Rows that corrections are fitted to, and selection rows that decide which are kept, at most: a mean is then
 known to .008 of its spread, and certification judges what comes of it."""
@@ -63,6 +75,7 @@ class RefreshOptions:
         sign: Private key (PEM) that the bundle is signed with; None to leave it unsigned.
         progress: Called as work is done.
         on_stage: Called when a stage begins (with None) and when it ends.
+        on_stages: Called with the names of the stages that are to come; again where everything is done anew.
     """
 
     output: Path | None = None
@@ -73,6 +86,7 @@ class RefreshOptions:
     sign: Path | None = None
     progress: Progress = silent
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
+    on_stages: Callable[[Sequence[str]], None] = field(default=lambda stages: None)
 
 
 @dataclass(frozen=True)
@@ -124,6 +138,7 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
         config.output, recorded(config), library_versions(), force=options.force, resume=options.resume
     ) as directory:
         directory.on_stage = options.on_stage
+        options.on_stages(tuple(name for name in STAGES if name != "split" or config.model.split_sparse))
         steps = Steps(config, directory, options.progress)
         steps.signing_key = options.sign
         attempt = _Attempt(steps, before)
@@ -145,7 +160,12 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
             directory.forget(stage)
     looks = LOOKS if found.confidence > CONFIDENCE else 1
     full = RunOptions(
-        resume=True, looks=looks, sign=options.sign, progress=options.progress, on_stage=options.on_stage
+        resume=True,
+        looks=looks,
+        sign=options.sign,
+        progress=options.progress,
+        on_stage=options.on_stage,
+        on_stages=options.on_stages,
     )
     result = run(config, full)
     found = replace(found, seconds=time.perf_counter() - began)
@@ -235,7 +255,7 @@ class _Attempt:
             sites=() if profile is None else site_moves(before, profile, self.plans),
             outputs=output_moves(before.evaluations, self.evaluations),
             fallback=fallback,
-            confidence=self.steps.certification.confidence if has_looked else CONFIDENCE,
+            confidence=self.steps.judging.certification.confidence if has_looked else CONFIDENCE,
             seconds=seconds,
             earlier_seconds=before.seconds,
         )
@@ -264,7 +284,7 @@ class _Attempt:
         corrections = steps.correct(exported, modified.model, plans, CORRECTION_ROWS)
         builder = EngineBuilder(steps.config, directory, sample, steps.progress, corrections)
         builder.only = frozenset(before.wanted)
-        builder.job_rows, builder.timed_rows = steps.job_rows(), steps.timed_rows
+        builder.job_rows, builder.timed_rows = steps.judging.job_rows(), steps.judging.timed_rows
         built = build_engines(builder, source_of(modified.model, plans, split))
         self._check_built(built.engines)
         self.evaluations = self._certify(exported, built.engines)
@@ -344,29 +364,21 @@ class _Attempt:
 
     def _certify(self, exported: ModelArtifact, engines: EngineSet) -> EvaluationSet:
         """Accuracy of what was chosen, or of its simulation, on certification → `evaluation.json`."""
-        steps, config, split = self.steps, self.steps.config, self.steps.certification
+        steps, config, judging = self.steps, self.steps.config, self.steps.judging
+        split = judging.certification
         document = steps.directory.path / "evaluation.json"
         judged = [engine for engine in engines.engines if engine.id in self.before.judged]
 
         def produce() -> Sequence[Path]:
-            session = OnnxSession(exported.path, SessionOptions(threads=steps.threads))
-            reference = predict_reference(split, session.run, steps.specs, steps.progress)
-            found = [judge_reference(split, reference, steps.specs)]
-            for engine in judged:
-                with ExitStack() as stack:
-                    opener = steps.elsewhere.opener(engine, split.name) or partial(
-                        steps.open_engine, engine, stack
-                    )
-                    found.append(judge_engine(engine, split, reference, steps.specs, opener, steps.progress))
-            serde.write(EvaluationSet(tuple(found)), document)
+            serde.write(EvaluationSet(tuple(judging.judge(split, exported, judged))), document)
             return [document]
 
         key = {
             "refresh": [engine.digest or engine.detail for engine in judged],
-            "elsewhere": steps.elsewhere.key(judged),
+            "elsewhere": judging.elsewhere.key(judged),
             "exported": exported.digest,
             "data": split.data.digest,
-            "looks": steps.looks,
+            "looks": judging.looks,
             "outputs": [output.model_dump(mode="json") for output in config.outputs],
             "group": config.data.group,
             "slices": config.data.slices,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +31,7 @@ from loka_onnx.pipeline.emission import (
     emit_bundle,
     write_report,
 )
+from loka_onnx.pipeline.plan_patterns import check_plan_patterns
 from loka_onnx.pipeline.refine_stage import RefineInputs, refine_engines
 from loka_onnx.pipeline.sample import write_sample
 from loka_onnx.pipeline.serving import measure_throughput
@@ -58,6 +59,36 @@ class Stage(StrEnum):
     BUNDLE = "bundle"
 
 
+STAGES = {
+    Stage.EXPORT: ("export", "check data"),
+    Stage.CALIBRATE: ("calibrate",),
+    Stage.TRANSFORM: ("mods", "recalibrate", "split"),
+    Stage.PLAN: ("plan",),
+    Stage.BUILD: ("correct", "build"),
+    Stage.EVALUATE: ("refine", "evaluate"),
+    Stage.REPORT: ("choose", "throughput", "report"),
+    Stage.BUNDLE: ("bundle",),
+}
+"""What a run does up to each end, as its record names it."""
+
+
+def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tuple[str, ...]:
+    """Names of the stages of a run, in order; ``refine`` begins only where a device here runs FP8.
+
+    Args:
+        config: The run file; None for one that says nothing of the stages.
+        until: Last stage to run.
+    """
+    left_out = {
+        "split": config is None or not config.model.split_sparse,
+        "refine": config is not None and config.refine.rounds == 0,
+        "throughput": config is None or config.serving.p99_ms is None,
+    }
+    ends = list(Stage)
+    names = (name for end in ends[: ends.index(until) + 1] for name in STAGES[end])
+    return tuple(name for name in names if not left_out.get(name, False))
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """How a run treats its directory and reports itself.
@@ -75,6 +106,8 @@ class RunOptions:
         sign: Private key (PEM) that the bundle is signed with; None to leave it unsigned.
         progress: Called as work is done.
         on_stage: Called when a stage begins (with None) and when it ends.
+        on_stages: Called with the names of the stages that are to come, in order; those that turn out to be
+            unnecessary never begin.
     """
 
     force: bool = False
@@ -87,6 +120,7 @@ class RunOptions:
     sign: Path | None = None
     progress: Progress = silent
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
+    on_stages: Callable[[Sequence[str]], None] = field(default=lambda stages: None)
 
 
 @dataclass(frozen=True)
@@ -125,6 +159,7 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
     if options.sign is not None:
         # A key that cannot be read is refused now, not when everything else is done.
         signer_of(options.sign)
+    options.on_stages(expected_stages(config, options.until))
     if options.resume and options.looks == 1:
         _check_no_look_is_forgotten(config.output)
     with RunDirectory.create(
@@ -163,7 +198,7 @@ def write_build_sample(steps: Steps) -> Path:
     """Generated rows for the first batches of builds, as engines take them → `calibration/sample.npz`."""
     rows = max(BUILD_ROWS, steps.config.batch.min)
     path = steps.directory.path / "calibration" / "sample.npz"
-    return write_sample(steps.taken_by_engines(steps.sample(rows)), path)
+    return write_sample(steps.requests.taken_by_engines(steps.requests.sample(rows)), path)
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
@@ -189,6 +224,9 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
         with directory.watched("check data"):
             steps.check_data()
             added = None if options.added is None else steps.open_added(options.added)
+            if options.until is not Stage.EXPORT:
+                # `export` lists the names that a wrong pattern should have had.
+                check_plan_patterns(steps, exported)
     if options.until is Stage.EXPORT:
         return ended
 
@@ -210,7 +248,7 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     source = source_of(modified.model, plans, split)
     corrections = steps.correct(exported, modified.model, plans)
     builder = EngineBuilder(config, directory, sample, options.progress, corrections)
-    builder.job_rows, builder.timed_rows = steps.job_rows(), steps.timed_rows
+    builder.job_rows, builder.timed_rows = steps.judging.job_rows(), steps.judging.timed_rows
     built = build_engines(builder, source)
     if options.until is Stage.BUILD:
         return ended
@@ -218,7 +256,7 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     refined = refine_engines(
         steps, RefineInputs(exported, modified.model, profile, plans, built.engines, corrections, sample)
     )
-    evaluations = steps.evaluate(exported, refined.engines, refined.added.evaluations)
+    evaluations = steps.judging.evaluate(exported, refined.engines, refined.added.evaluations)
     if options.until is Stage.EVALUATE:
         return ended
 

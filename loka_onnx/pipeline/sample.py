@@ -1,4 +1,4 @@
-"""Generated model inputs: for first inferences in build processes and for the sample in a bundle.
+"""Generated model inputs: for first inferences in build processes, for latencies, for the sample in a bundle.
 
 Rows of the user's data never leave the run directory. Ids are drawn below the bounds that the embedding
 tables set, numbers from a standard normal distribution; the values are for agreement between engines, and
@@ -8,6 +8,7 @@ no accuracy is ever measured on them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,41 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.split import ModelSplit
 from loka_onnx.data import InputBinding
+from loka_onnx.pipeline.splitting import taken_by_engines
 
 Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Requests:
+    """Generated inputs of a model, and what engines take of any.
+
+    Args:
+        inputs: What the model takes.
+        bindings: How that is made of columns, with the bounds of ids.
+        threads: Of the lookup in front of engines; 0 for as many as there are cores.
+
+    Attributes:
+        split: The model cut at its embeddings, where it was; engines then take looked-up rows.
+    """
+
+    def __init__(self, inputs: Sequence[TensorSpec], bindings: Sequence[InputBinding], threads: int) -> None:
+        self.split: ModelSplit | None = None
+        self._inputs, self._bindings, self._threads = inputs, bindings, threads
+        self._seeds = count(1)
+
+    def generated(self, rows: int) -> Arrays:
+        """Generated model inputs, others at every call; no row of the user's data."""
+        return generated_rows(self._inputs, self._bindings, rows, next(self._seeds))
+
+    def sample(self, rows: int) -> Arrays:
+        """Generated model inputs, the same ones however often the run was resumed."""
+        return generated_rows(self._inputs, self._bindings, rows)
+
+    def taken_by_engines(self, inputs: Arrays) -> Arrays:
+        """What engines take for these inputs of the model."""
+        return taken_by_engines(inputs, self.split, self._threads)
 
 
 def generated_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from loka_onnx.core import serde
@@ -163,13 +164,13 @@ def best_without_fp8(
 def _measure(steps: Steps, loaded: Loaded) -> Throughput:
     serving, engine = steps.config.serving, loaded.engine
     limit_us = 1e3 * (serving.p99_ms or 0.0)
-    task = f"throughput of {engine.plan} at batch {loaded.batch}"
-    trials = iter(range(1, 1000))
+    task, trials = f"throughput of {engine.plan} at batch {loaded.batch}", count(1)
     options = LoadOptions(
         p99_us=limit_us,
         seconds=serving.trial_seconds,
         seed=serving.seed,
-        on_trial=lambda: steps.progress(task, next(trials), 8),
+        # How many a bisection takes shows when it has ended.
+        on_trial=lambda: steps.progress(f"{task}, trial {next(trials)}", 0, 0),
     )
     nothing = Throughput(
         engine=engine.id,
@@ -186,11 +187,12 @@ def _measure(steps: Steps, loaded: Loaded) -> Throughput:
         trials=(),
         device=device_of_architecture(engine.architecture),
     )
-    steps.progress(task, 0, 8)
+    steps.progress(task, 0, 0)
     with ExitStack() as stack:
         try:
-            runners = [stack.enter_context(steps.open_alone(engine)) for _ in range(serving.streams)]
-            inputs = [steps.taken_by_engines(steps.generated(loaded.batch)) for _ in range(INPUT_SETS)]
+            runners = [stack.enter_context(steps.judging.open_alone(engine)) for _ in range(serving.streams)]
+            requests = steps.requests
+            inputs = [requests.taken_by_engines(requests.generated(loaded.batch)) for _ in range(INPUT_SETS)]
             served = Served.of(runners, inputs[0], serving.inputs)
             nothing = replace(nothing, inputs=served.inputs)
             found = find_highest_rate(served.runs, inputs, options)

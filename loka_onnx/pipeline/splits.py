@@ -78,12 +78,14 @@ def open_splits(config: RunConfig, bindings: Sequence[InputBinding]) -> Splits:
             column=data.split.column,
             seed=data.split.seed,
         )
-        return split_file(data.path, rule, bindings, config.columns, config.nullable_columns)
+        return split_file(
+            data.path, rule, bindings, config.columns, config.nullable_columns, config.column_keys
+        )
     if data.calibration is None or data.selection is None or data.certification is None:
         raise ConfigError("`data` names no rows", remedy="give three files, or `path` with `split`")
     return Splits(
         *(
-            open_dataset(path, bindings, config.columns, None, config.nullable_columns)
+            open_dataset(path, bindings, config.columns, None, config.nullable_columns, config.column_keys)
             for path in (data.calibration, data.selection, data.certification)
         )
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import count
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,65 +13,39 @@ from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
-from loka_onnx.core.engine import EngineArtifact, EngineSet
-from loka_onnx.core.evaluation import Evaluation, EvaluationSet
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.rewrite import RewriteLog
-from loka_onnx.core.split import ModelSplit, Part
+from loka_onnx.core.split import ModelSplit
 from loka_onnx.data import Dataset, InputBinding, Splits, ensure_disjoint, open_dataset
-from loka_onnx.engines.registry import get_backend
-from loka_onnx.errors import DataError, UserError
+from loka_onnx.errors import DataError
 from loka_onnx.evaluation.columns import read_scores, read_truth
-from loka_onnx.evaluation.engines import (
-    Reference,
-    Split,
-    judge_engine,
-    judge_reference,
-    predict_reference,
-    with_latencies,
-)
-from loka_onnx.evaluation.latency import Interleaved, LatencyOptions
-from loka_onnx.evaluation.predictions import Run, padded
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.retrained import EarlierExport, export_retrained
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest, model_files
-from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.competing import competing_plans
 from loka_onnx.pipeline.correcting import Correcting, CorrectionInputs
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.engine_times import TimingBench, counts_here
-from loka_onnx.pipeline.job_results import ElsewhereRuns
-from loka_onnx.pipeline.jobs import SplitRows
+from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.mods import ChosenMods
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.recipes import planned_recipes
-from loka_onnx.pipeline.sample import Arrays, generated_rows
+from loka_onnx.pipeline.sample import Requests
 from loka_onnx.pipeline.splits import bind_inputs, open_splits
-from loka_onnx.pipeline.splitting import (
-    cut_model,
-    open_lookup,
-    taken_by_engines,
-    with_lookup,
-)
+from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.torch_source import build_torch_model
 from loka_onnx.pipeline.tuning import device_timings
 from loka_onnx.planning.loud import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Runner
-from loka_onnx.transforms.sequence import apply_mods
+from loka_onnx.transforms.sequence import Rewritten, apply_mods
 
 CHECK_ROWS = 2048
 """Rows of the calibration split that mods and export parity are held against."""
-JOB_TIMED_BYTES = 1 << 26
-"""Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
-JUDGED_ROWS = 4096
-"""Most rows of a request that engines are judged by."""
 LABEL_ROWS = 65536
 """Rows read at a time where only labels and weights are."""
 
@@ -90,7 +62,6 @@ class Steps:
     """The stages of one run, each over the same directory and configuration.
 
     Attributes:
-        split: The model cut at its embeddings, where it was.
         looks: Times that certification is looked at for this model; its error is divided.
         signing_key: Private key for the bundle; None to leave it unsigned.
     """
@@ -99,13 +70,9 @@ class Steps:
         self.config, self.directory, self.progress = config, directory, progress
         self.specs = config.output_specs
         self.threads = config.threads or 0
-        self.split: ModelSplit | None = None
         self.looks = 1
         self.signing_key: Path | None = None
-        self.elsewhere = ElsewhereRuns(directory.path)
-        self._seeds = count(1)
         self._mods = ChosenMods(config)
-        self._references: dict[tuple[str, str], Reference] = {}
 
     # Model and data --------------------------------------------------------------------------------
 
@@ -173,8 +140,9 @@ class Steps:
             ConfigError: Its rows are those of selection or of certification.
             DataError: A row, a label or a weight cannot be used.
         """
-        columns, nullable = self.config.columns, self.config.nullable_columns
-        added = open_dataset(path, self.bindings, columns, None, nullable)
+        config = self.config
+        columns, nullable = config.columns, config.nullable_columns
+        added = open_dataset(path, self.bindings, columns, None, nullable, config.column_keys)
         ensure_disjoint(added, self.splits.selection, self.splits.certification)
         added.check()
         self._check_labels(added)
@@ -205,14 +173,11 @@ class Steps:
     def modify(self, model: ModelArtifact, profile: Profile) -> ModdedModel:
         """Mods, each checked on calibration rows → `model/modified.onnx`."""
         left = self._errors_to_leave(model, profile) if self.config.mods.split_channels else {}
-        most = min(CHECK_ROWS, self.config.calibration.rows or CHECK_ROWS)
         target, document = self._path("model/modified.onnx"), self._path("model/modified.json")
         log = self._path("model/mods.json")
 
         def produce() -> Sequence[Path]:
-            rows = next(self.splits.calibration.batches(most))
-            mods = self._mods.make(rows.inputs, target.parent, left)
-            rewritten = apply_mods(model, [rows.inputs], target, mods, self.progress)
+            rewritten = self.rewrite(model, target, left)
             serde.write(rewritten.log, log)
             return [*self._write_model(rewritten.model, document), log]
 
@@ -223,11 +188,28 @@ class Steps:
                 "data": self.splits.calibration.digest,
                 **self._mods.key,
                 "left": left,
-                "rows": most,
+                "rows": self._mod_rows,
             },
             produce,
             lambda: ModdedModel(self._read_model(document), serde.read(RewriteLog, log)),
         )
+
+    def rewrite(self, model: ModelArtifact, target: Path, left: Mapping[str, float]) -> Rewritten:
+        """Mods on a model, written to a file.
+
+        Args:
+            model: The model.
+            target: The file, on the file system of the model.
+            left: Part of its error that each unsafe site may keep, where loud channels are split off.
+        """
+        rows = next(self.splits.calibration.batches(self._mod_rows))
+        mods = self._mods.make(rows.inputs, target.parent, left)
+        return apply_mods(model, [rows.inputs], target, mods, self.progress)
+
+    @property
+    def _mod_rows(self) -> int:
+        """Rows that mods are held against."""
+        return min(CHECK_ROWS, self.config.calibration.rows or CHECK_ROWS)
 
     def _errors_to_leave(self, model: ModelArtifact, profile: Profile) -> dict[str, float]:
         options = PlanOptions(self.config.plan.keep, confidence=self.config.calibration.confidence)
@@ -236,8 +218,18 @@ class Steps:
     def cut(self, model: ModelArtifact) -> ModelSplit | None:
         """The modified model cut at its embeddings, where the run file asks for it; engines follow it."""
         asked_for = self.config.model.split_sparse
-        self.split = cut_model(model, self.splits.calibration, self.directory, asked_for)
-        return self.split
+        self.requests.split = cut_model(model, self.splits.calibration, self.directory, asked_for)
+        return self.requests.split
+
+    @property
+    def split(self) -> ModelSplit | None:
+        """The model cut at its embeddings, where it was."""
+        return self.requests.split
+
+    @cached_property
+    def requests(self) -> Requests:
+        """Generated inputs of the model, and what engines take of any."""
+        return Requests(self._exported.inputs, self.bindings, self.threads)
 
     # Plan ------------------------------------------------------------------------------------------
 
@@ -303,188 +295,14 @@ class Steps:
         recipes = planned_recipes(self.config.plan)
         return refine_fast_plans(model, profile, self.specs, recipes, self.plan_options(model))
 
-    # Evaluation ------------------------------------------------------------------------------------
+    # Engines ---------------------------------------------------------------------------------------
 
-    def evaluate(
-        self, exported: ModelArtifact, engines: EngineSet, known: EvaluationSet | None = None
-    ) -> EvaluationSet:
-        """Accuracy on selection and certification, latency per batch size → `evaluation.json`.
-
-        Args:
-            exported: What engines are judged against.
-            engines: Every candidate.
-            known: What was judged of them before, which is not judged again.
-        """
-        document = self._path("evaluation.json")
-
-        def produce() -> Sequence[Path]:
-            timed = self.time_engines(engines.engines)
-            timed.latencies.update(self.elsewhere.latencies(engines.engines))
-            measured = [
-                with_latencies(evaluation, timed)
-                for split in self._judged_splits()
-                for evaluation in self._judge(split, exported, engines.engines, known)
-            ]
-            serde.write(EvaluationSet(tuple(measured)), document)
-            return [document]
-
-        key = {
-            "exported": exported.digest,
-            "engines": [[e.id, e.status, e.digest or e.detail] for e in engines.engines],
-            "elsewhere": self.elsewhere.key(engines.engines),
-            "split": () if self.split is None else self.split.digests,
-            "data": [self.splits.selection.digest, self.splits.certification.digest],
-            "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
-            "group": self.config.data.group,
-            "slices": self.config.data.slices,
-            "batch": self.config.batch.model_dump(mode="json"),
-            "inputs": self.config.serving.inputs,
-            "looks": self.looks,
-        }
-        return self.directory.stage(
-            "evaluate",
-            key,
-            produce,
-            lambda: serde.read(EvaluationSet, document),
-            again=document.is_file() and self._counts_now(document, engines),
+    @cached_property
+    def judging(self) -> Judging:
+        """Accuracy and latency of the engines."""
+        return Judging(
+            self.config, self.directory, self.splits, self.requests, self.progress, looks=self.looks
         )
-
-    def _counts_now(self, document: Path, engines: EngineSet) -> bool:
-        """Whether this machine has a target that engines were not timed on before."""
-        try:
-            return counts_here(serde.read(EvaluationSet, document).evaluations, engines.engines)
-        except UserError:
-            return False
-
-    @property
-    def certification(self) -> Split:
-        """The certification rows, with what each look at them may err."""
-        rows = self.config.data
-        return Split(
-            "certification",
-            self.splits.certification,
-            self.config.columns,
-            rows.group,
-            rows.slices,
-            self._judged_at_once,
-            confidence=1.0 - (1.0 - CONFIDENCE) / self.looks,
-        )
-
-    def as_batch(self, rows: int) -> int:
-        """So many rows, or as near to it as engines are built for."""
-        return max(self.config.batch.min, min(rows, self.config.batch.max))
-
-    @property
-    def _judged_at_once(self) -> int:
-        """Rows of a request that engines are judged by; the last one of a split may have fewer."""
-        return self.as_batch(JUDGED_ROWS)
-
-    def _judged_splits(self) -> tuple[Split, Split]:
-        columns, rows = self.config.columns, self.config.data
-        return (
-            Split("selection", self.splits.selection, columns, rows.group, rows.slices, self._judged_at_once),
-            self.certification,
-        )
-
-    def job_rows(self) -> tuple[SplitRows, ...]:
-        """What engines take for the rows that they are judged on, as build jobs carry them."""
-        return tuple(
-            SplitRows(
-                split.name,
-                split.data.rows,
-                split.batch_size,
-                partial(self._engine_batches, split),
-                split.data.digest,
-            )
-            for split in self._judged_splits()
-        )
-
-    def timed_rows(self) -> SplitRows:
-        """Generated rows that latencies of build jobs are drawn from, as engines take them: no user's row.
-
-        As many as the largest requests take in turns, so that none of them repeats a row, below
-        `JOB_TIMED_BYTES`.
-        """
-        largest = max(self.config.batch.serve)
-        one = self.taken_by_engines(self.sample(1))
-        room = JOB_TIMED_BYTES // max(1, sum(values.nbytes for values in one.values()))
-        rows = max(1, min(LatencyOptions().input_sets * largest, room))
-        return SplitRows("timed", rows, rows, lambda: iter([self.taken_by_engines(self.sample(rows))]))
-
-    def _engine_batches(self, split: Split) -> Iterator[Arrays]:
-        for batch in split.data.batches(split.batch_size):
-            yield self.taken_by_engines(dict(batch.inputs))
-
-    def judge_on_selection(
-        self, exported: ModelArtifact, engines: Sequence[EngineArtifact]
-    ) -> list[Evaluation]:
-        """Each engine on the selection split, without latencies."""
-        return self._judge(self._judged_splits()[0], exported, engines)[1:]
-
-    def _judge(
-        self,
-        split: Split,
-        exported: ModelArtifact,
-        engines: Sequence[EngineArtifact],
-        known: EvaluationSet | None = None,
-    ) -> list[Evaluation]:
-        """The reference, then each engine."""
-        reference = self._reference(split, exported)
-        earlier = {(e.engine, e.split): e for e in (known.evaluations if known is not None else ())}
-        found = [judge_reference(split, reference, self.specs)]
-        for engine in engines:
-            if (engine.id, split.name) in earlier:
-                found.append(earlier[engine.id, split.name])
-                continue
-            with ExitStack() as stack:
-                opener = self.elsewhere.opener(engine, split.name) or partial(self.open_engine, engine, stack)
-                found.append(judge_engine(engine, split, reference, self.specs, opener, self.progress))
-        return found
-
-    def _reference(self, split: Split, exported: ModelArtifact) -> Reference:
-        """What engines are compared with on a split; predicted once."""
-        key = (split.name, exported.digest)
-        if key not in self._references:
-            session = OnnxSession(exported.path, SessionOptions(threads=self.threads))
-            self._references[key] = predict_reference(split, session.run, self.specs, self.progress)
-        return self._references[key]
-
-    def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
-        """Load an engine until the stack closes; returns what runs one batch of the model's own inputs.
-
-        Batches may be shorter than `batch.min`.
-        """
-        runner = self.open_alone(engine)
-        if engine.part is Part.DENSE:
-            runner = with_lookup(runner, self.split, self.threads)
-        return padded(stack.enter_context(runner).run, self.config.batch.min)
-
-    def open_alone(self, engine: EngineArtifact) -> Runner:
-        """Load an engine without the lookup before it; takes what engines take."""
-        return get_backend(engine.backend).open(engine, self._path(engine.path or Path()))
-
-    def time_engines(self, engines: Sequence[EngineArtifact]) -> Interleaved:
-        """Latency of every engine that runs here; see `TimingBench.time`."""
-        bench = TimingBench(
-            self.config,
-            self.progress,
-            self.open_alone,
-            partial(open_lookup, self.split, self.threads),
-            self.generated,
-        )
-        return bench.time(engines)
-
-    def generated(self, rows: int) -> Arrays:
-        """Generated model inputs, others at every call; no row of the user's data."""
-        return generated_rows(self._exported.inputs, self.bindings, rows, next(self._seeds))
-
-    def sample(self, rows: int) -> Arrays:
-        """Generated model inputs, the same ones however often the run was resumed."""
-        return generated_rows(self._exported.inputs, self.bindings, rows)
-
-    def taken_by_engines(self, inputs: Arrays) -> Arrays:
-        """What engines take for these inputs of the model."""
-        return taken_by_engines(inputs, self.split, self.threads)
 
     # Files -----------------------------------------------------------------------------------------
 

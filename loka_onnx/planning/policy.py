@@ -20,7 +20,7 @@ from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.fast import REFINEMENTS, Candidates, FastSearch
 from loka_onnx.planning.flops import useful_flops
 from loka_onnx.planning.judging import judge
-from loka_onnx.planning.patterns import named_places
+from loka_onnx.planning.patterns import Named, named_places
 from loka_onnx.planning.scales import ScaleReader
 from loka_onnx.planning.search import Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
@@ -84,6 +84,20 @@ def make_plans(
     planner = _Planner(model, profile, outputs, tuple(recipes), options)
     plans = tuple(plan for plan_id in options.plans for plan in planner.plans(plan_id))
     return PlanSet(plans, (*planner.notes, *planner.left_out), planner.speeds)
+
+
+def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
+    """Refuse what `make_plans` would refuse of a user's patterns; this takes no profile.
+
+    Args:
+        model: The model that plans would be made for.
+        options: What the user decided.
+
+    Raises:
+        ConfigError: A pattern names nothing in this model nor in the exported one, or a site is kept and
+            forced.
+    """
+    _wishes(model, GraphModel.load(model.path), options)
 
 
 def refine_fast_plans(
@@ -159,19 +173,9 @@ class _Planner:
         self.scales = ScaleReader(graph, profile)
         self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self.costs = Costs(profile, outputs)
-        products = [site for site in model.sites if site.kind is not SiteKind.NORM]
-        nodes = (node.name for node in graph.nodes)
-        named = named_places(options.keep, model.sites, nodes, "plan.keep", _names_of(options.exported))
-        forced = named_places(options.force, products, None, "plan.force", _products_of(options.exported))
+        named, forced = _wishes(model, graph, options)
         self.kept, self.forced = named.sites, forced.sites
         self.notes = (*_gone("plan.keep", named.nothing), *_gone("plan.force", forced.nothing))
-        both = sorted(set(self.kept) & set(self.forced))
-        if both:
-            raise ConfigError(
-                f"site '{both[0]}' is both kept and forced",
-                evidence=f"plan.keep has '{self.kept[both[0]]}', plan.force has '{self.forced[both[0]]}'",
-                remedy="make one of the patterns narrower",
-            )
         self.judgements = judge(model.sites, self.kept, profile, outputs, options.confidence)
         self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
         self.left_out: list[str] = []
@@ -409,6 +413,26 @@ class _Planner:
         return sum(self.costs.of_group(group, spec).kl_moments.value for group in together) + sum(
             self.costs.of_site(name, spec).kl_moments.value for name in sorted(alone)
         )
+
+
+def _wishes(model: ModelArtifact, graph: GraphModel, options: PlanOptions) -> tuple[Named, Named]:
+    """What the patterns of `keep` name, and those of `force`.
+
+    Raises:
+        ConfigError: As `check_patterns`.
+    """
+    products = [site for site in model.sites if site.kind is not SiteKind.NORM]
+    nodes = (node.name for node in graph.nodes)
+    kept = named_places(options.keep, model.sites, nodes, "plan.keep", _names_of(options.exported))
+    forced = named_places(options.force, products, None, "plan.force", _products_of(options.exported))
+    both = sorted(set(kept.sites) & set(forced.sites))
+    if both:
+        raise ConfigError(
+            f"site '{both[0]}' is both kept and forced",
+            evidence=f"plan.keep has '{kept.sites[both[0]]}', plan.force has '{forced.sites[both[0]]}'",
+            remedy="make one of the patterns narrower",
+        )
+    return kept, forced
 
 
 def _names_of(model: ModelArtifact | None) -> Iterator[str]:

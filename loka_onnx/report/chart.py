@@ -1,26 +1,37 @@
-"""Interactive charts: what accuracy costs against what FP8 brings.
+"""Interactive charts: what accuracy costs against latency, and against the share of FP8.
 
-Markers differ in shape as well as in colour, and every point is a row of the engines table.
+A chart is plotly's own JSON, which the page draws when it comes into sight. Markers differ in shape as well
+as in colour, and every candidate is a point, or is named beside the chart with what it lacks.
 """
 
 from __future__ import annotations
 
 import html
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loka_onnx.core.evaluation import Evaluation, OutputEvaluation
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.evaluation import OutputEvaluation
 from loka_onnx.report import numbers
+from loka_onnx.report.budget_bar import can_be_drawn
 from loka_onnx.report.data import SELECTION, ReportData, confidence_text
-from loka_onnx.report.engine_tables import delta_text
+from loka_onnx.report.engine_tables import delta_text, latency_text
 
-# Mid tones that stand out on a white and on a black page; text and lines follow the page by CSS.
+# Mid tones that stand out on a white and on a black page; text and lines follow the page.
 _MARKERS = {
     "within": ("circle", "#1a9a5c"),
     "undecided": ("diamond", "#c98a14"),
     "beyond": ("x", "#d64545"),
 }
-_CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
+_EMITTED = "#3b82f6"
+_FRONT = "#8a94a3"
+_LONG_US = 10_000
+"""From here on, axes are in milliseconds."""
+_CORNERS = ("top right", "bottom right", "top left", "bottom left")
+_MOST_LABELLED = 14
+"""With more points than this, names would lie on one another; they are shown under the pointer."""
 
 
 @dataclass(frozen=True)
@@ -28,43 +39,66 @@ class Chart:
     """One chart.
 
     Attributes:
+        kind: ``latency`` or ``share``: charts of one kind stand in one place, of which one is shown.
+        name: What tells it from the others of its kind.
         caption: What it shows.
-        html: Its element and script; needs `plotly_script` before it.
+        figure: Data and layout for plotly; None where there is no point.
+        left_out: Candidates that are no point, each with what it lacks.
     """
 
+    kind: str
+    name: str
     caption: str
-    html: str
+    figure: dict[str, Any] | None
+    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Point:
-    engine: str
+    engine: EngineArtifact
     x: float
     output: OutputEvaluation
+    is_emitted: bool
+
+    @property
+    def y(self) -> float:
+        """The judged change, percent."""
+        assert self.output.difference is not None
+        return 100 * self.output.difference.judged.value
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """What accuracy is held against.
+
+    Attributes:
+        kind: That of the chart.
+        title: Of the axis.
+        against: The same in the caption.
+        places: Of each engine that has one, by its id.
+    """
+
+    kind: str
+    title: str
+    against: str
+    places: dict[str, float]
+
+
+_FRONT_NOTE = ". The line joins those that no other one beats in both"
 
 
 def charts(data: ReportData) -> tuple[Chart, ...]:
-    """What is judged against the FP8 share and against measured latency, each where it has two points."""
+    """By output: accuracy against latency on each target, then against the FP8 share."""
     split = SELECTION if SELECTION in data.splits else next(iter(data.splits), SELECTION)
-    found = [
-        e for e in data.evaluations.evaluations if e.split == split and data.engine(e.engine) is not None
+    evaluations = [e for e in data.evaluations.evaluations if e.split == split]
+    outputs = dict.fromkeys(o.output for e in evaluations for o in e.outputs if o.difference is not None)
+    targets = dict.fromkeys(engine.target for engine in data.engines)
+    by_latency = [
+        _latency_chart(data, split, output, target if len(targets) > 1 else None)
+        for output in outputs
+        for target in targets
     ]
-    outputs = dict.fromkeys(o.output for e in found for o in e.outputs)
-    made = []
-    for number, output in enumerate(outputs):
-        shares = _points(output, [(e, _share(data, e)) for e in found])
-        speeds = _points(output, [(e, _latency_us(data, e)) for e in found])
-        level = confidence_text(data, split)
-        caption = f"{_judged_name(shares)} of {output} on {split} with its {level} interval"
-        made += [
-            Chart(f"{caption} against {against}", _figure(points, title, f"chart-{number}-{kind}"))
-            for points, against, title, kind in (
-                (shares, "the FP8 share of the FP8-able FLOPs", "FP8 share of FLOPs, %", "share"),
-                (speeds, "median latency at the largest batch", "latency p50, µs", "latency"),
-            )
-            if len(points) > 1
-        ]
-    return tuple(made)
+    return (*by_latency, *(_share_chart(data, split, output) for output in outputs))
 
 
 def plotly_script() -> str:
@@ -74,87 +108,231 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def _points(output: str, places: list[tuple[Evaluation, float | None]]) -> list[_Point]:
-    return [
-        _Point(evaluation.engine, x, item)
-        for evaluation, x in places
-        for item in evaluation.outputs
-        if x is not None and item.output == output and item.difference is not None
-    ]
+def _latency_chart(data: ReportData, split: str, output: str, target: str | None) -> Chart:
+    engines = [e for e in data.engines if target is None or e.target == target]
+    batch = max((b for e in engines for b in _latencies(data, e)), default=0)
+    times = {e.id: latency for e in engines if (latency := _latencies(data, e).get(batch)) is not None}
+    unit, scale = ("ms", 1e-3) if max(times.values(), default=0) >= _LONG_US else ("µs", 1.0)
+    at = f"batch {numbers.count(batch)}"
+    against = f"median latency at {at}" if batch else "latency"
+    axis = _Axis(
+        "latency",
+        f"latency p50 at {at}, {unit}",
+        f"{against}, {target}" if target else against,
+        {name: scale * time for name, time in times.items()},
+    )
+    return _chart(data, (split, output), f"{output} on {target}" if target else output, engines, axis)
 
 
-def _judged_name(points: list[_Point]) -> str:
-    """The same at every point of an output: it has labels or has none."""
-    return next((p.output.difference.judged_name for p in points if p.output.difference is not None), "ΔNE")
+def _share_chart(data: ReportData, split: str, output: str) -> Chart:
+    plans = {e.id: data.plan(e.plan) for e in data.engines}
+    shares = {name: 100 * plan.fp8_share for name, plan in plans.items() if plan is not None}
+    axis = _Axis("share", "FP8 share of FLOPs, %", "the FP8 share of the FP8-able FLOPs", shares)
+    return _chart(data, (split, output), output, data.engines, axis)
 
 
-def _share(data: ReportData, evaluation: Evaluation) -> float | None:
-    plan = data.plan(evaluation.plan)
-    return None if plan is None else 100 * plan.fp8_share
+def _chart(
+    data: ReportData, judged_on: tuple[str, str], name: str, engines: Sequence[EngineArtifact], axis: _Axis
+) -> Chart:
+    split, output = judged_on
+    points, left_out = [], []
+    for engine in engines:
+        x, judged = axis.places.get(engine.id), _judged(data, engine, split, output)
+        if x is not None and judged is not None:
+            points.append(_Point(engine, x, judged, data.chosen(engine.id) is not None))
+        else:
+            left_out.append(f"{engine.id}: {_lacks(data, engine, x, judged)}")
+    judged_name = _judged_name(data, split, output)
+    level = confidence_text(data, split)
+    caption = f"{judged_name} of {output} on {split} with its {level} interval against {axis.against}"
+    if axis.kind == "latency" and len(_front(points)) > 1:
+        caption += _FRONT_NOTE
+    figure = _figure(points, axis, judged_name) if points else None
+    return Chart(axis.kind, name, caption, figure, tuple(left_out))
 
 
-def _latency_us(data: ReportData, evaluation: Evaluation) -> float | None:
-    engine = data.engine(evaluation.engine)
-    counted = [latency for latency in evaluation.latencies if latency.counts_for_choice]
-    if not counted or (engine is not None and engine.simulated):
-        return None
-    return max(counted, key=lambda latency: latency.batch).p50_us
+def _lacks(data: ReportData, engine: EngineArtifact, x: float | None, judged: OutputEvaluation | None) -> str:
+    parts = []
+    if x is None:
+        latency = latency_text(data, engine)
+        parts.append("not timed at this batch" if latency[0].isdigit() else f"latency {latency}")
+    if judged is None:
+        parts.append("accuracy not measured")
+    status = "" if engine.was_run else f" ({engine.status})"
+    return ", ".join(parts) + status
 
 
-def _figure(points: list[_Point], title: str, identifier: str) -> str:
-    # Not plotly.express, which would need pandas; not at the top, because it takes a second to import.
-    import plotly.graph_objects as go
-    import plotly.io
+def _judged(data: ReportData, engine: EngineArtifact, split: str, output: str) -> OutputEvaluation | None:
+    evaluation = data.evaluation(engine.id, split)
+    found = evaluation.outputs if evaluation is not None else ()
+    return next(
+        (
+            o
+            for o in found
+            if o.output == output and o.difference is not None and can_be_drawn(o.difference.judged)
+        ),
+        None,
+    )
 
-    figure = go.Figure()
+
+def _judged_name(data: ReportData, split: str, output: str) -> str:
+    """The same for every engine: an output has labels or has none."""
+    return next(
+        o.difference.judged_name
+        for e in data.evaluations.evaluations
+        if e.split == split
+        for o in e.outputs
+        if o.output == output and o.difference is not None
+    )
+
+
+def _latencies(data: ReportData, engine: EngineArtifact) -> dict[int, float]:
+    """Median latency by batch size, where it counts."""
+    if engine.simulated:
+        return {}
+    return {
+        latency.batch: latency.p50_us
+        for evaluation in data.evaluations.evaluations
+        if evaluation.engine == engine.id
+        for latency in evaluation.latencies
+        if latency.counts_for_choice and math.isfinite(latency.p50_us)
+    }
+
+
+def _front(points: Sequence[_Point]) -> list[_Point]:
+    """Points that no other one beats in both directions, the fastest first."""
+    best, front = float("inf"), []
+    for point in sorted(points, key=lambda p: (p.x, p.y)):
+        if point.y < best:
+            best = point.y
+            front.append(point)
+    return front
+
+
+def _figure(points: Sequence[_Point], axis: _Axis, judged_name: str) -> dict[str, Any]:
+    budget = points[0].output.budget
+    limits = [100 * budget] if math.isfinite(budget) else []
+    layout = {
+        "xaxis": {"title": {"text": axis.title}, "range": _padded([p.x for p in points], room=0.3)},
+        "yaxis": {
+            "title": {"text": f"{judged_name}, %"},
+            "tickformat": "+.3~f",
+            "range": _padded([0.0, *limits, *_ends(points)]),
+        },
+        "shapes": [
+            {
+                "type": "line",
+                "xref": "paper",
+                "x0": 0,
+                "x1": 1,
+                "y0": limit,
+                "y1": limit,
+                "line": {"dash": "dash", "width": 1.5, "color": _FRONT},
+            }
+            for limit in limits
+        ],
+        "annotations": [
+            {
+                "xref": "paper",
+                # At the left of shares stands every engine without FP8.
+                "x": 1 if axis.kind == "share" else 0,
+                "y": limit,
+                "xanchor": "right" if axis.kind == "share" else "left",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "text": f"budget {numbers.budget_percent(budget)}",
+            }
+            for limit in limits
+        ],
+    }
+    return {"data": list(_traces(points, axis, judged_name)), "layout": layout}
+
+
+def _traces(points: Sequence[_Point], axis: _Axis, judged_name: str) -> Iterator[dict[str, Any]]:
+    front = _front(points)
+    if axis.kind == "latency" and len(front) > 1:
+        yield {
+            "x": [p.x for p in front],
+            "y": [p.y for p in front],
+            "mode": "lines",
+            "name": "Pareto front",
+            "line": {"color": _FRONT, "width": 1.5, "shape": "hv"},
+            "hoverinfo": "skip",
+        }
+    positions = _positions(points) if len(points) <= _MOST_LABELLED else {}
     for status, (symbol, color) in _MARKERS.items():
         members = [p for p in points if p.output.budget_status == status]
         if members:
-            figure.add_trace(_trace(go, members, status, {"symbol": symbol, "color": color, "size": 11}))
-    budget = 100 * points[0].output.budget
-    figure.add_hline(
-        y=budget,
-        line={"dash": "dash", "width": 1.5, "color": "#888"},
-        annotation_text=f"budget {numbers.budget_percent(points[0].output.budget)}",
-        annotation_position="top left",
-    )
-    figure.update_layout(
-        template="none",
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        margin={"l": 70, "r": 20, "t": 30, "b": 90},
-        height=380,
-        font={"family": "system-ui, sans-serif", "size": 13},
-        legend={"orientation": "h", "y": -0.22},
-        xaxis={"title": {"text": title}},
-        yaxis={"title": {"text": f"{_judged_name(points)}, %"}, "tickformat": "+.3~f"},
-        showlegend=True,
-    )
-    return str(
-        plotly.io.to_html(figure, config=_CONFIG, full_html=False, include_plotlyjs=False, div_id=identifier)
-    )
+            marker = {"symbol": symbol, "color": color, "size": 11}
+            yield _trace(members, judged_name, positions) | {"name": status, "marker": marker}
+    emitted = [p for p in points if p.is_emitted]
+    if emitted:
+        yield {
+            "x": [p.x for p in emitted],
+            "y": [p.y for p in emitted],
+            "mode": "markers",
+            "name": "emitted",
+            "hoverinfo": "skip",
+            "marker": {
+                "symbol": "circle-open",
+                "color": _EMITTED,
+                "size": 22,
+                "line": {"width": 2.5, "color": _EMITTED},
+            },
+        }
 
 
-def _trace(go: Any, members: list[_Point], status: str, marker: dict[str, object]) -> Any:
+def _positions(points: Sequence[_Point]) -> dict[str, str]:
+    """Where each point's name stands: names of points that lie together take different corners."""
+    width = max(p.x for p in points) - min(p.x for p in points) or 1.0
+    ends = list(_ends(points))
+    height = max(*ends, 100 * points[0].output.budget) - min(0.0, *ends) or 1.0
+    placed: list[_Point] = []
+    positions = {}
+    for point in points:
+        near = [p for p in placed if abs(p.x - point.x) < 0.1 * width and abs(p.y - point.y) < 0.08 * height]
+        positions[point.engine.id] = _CORNERS[len(near) % len(_CORNERS)]
+        placed.append(point)
+    return positions
+
+
+def _trace(members: Sequence[_Point], judged_name: str, positions: dict[str, str]) -> dict[str, Any]:
+    labelled = bool(positions)
     deltas = [p.output.difference.judged for p in members if p.output.difference is not None]
     # Plotly reads a subset of HTML in labels, links included.
-    names = [html.escape(p.engine) for p in members]
-    return go.Scatter(
-        x=[p.x for p in members],
-        y=[100 * d.value for d in deltas],
-        error_y={
+    names = [html.escape(p.engine.id) for p in members]
+    return {
+        "x": [p.x for p in members],
+        "y": [p.y for p in members],
+        "error_y": {
             "type": "data",
             "symmetric": False,
             "array": [100 * (d.upper - d.value) for d in deltas],
             "arrayminus": [100 * (d.value - d.lower) for d in deltas],
             "thickness": 1.5,
         },
-        mode="markers",
-        name=status,
-        marker=marker,
-        text=[
-            f"{n}<br>{_judged_name([p])} {delta_text(p.output).removeprefix('KL ')}"
-            for n, p in zip(names, members, strict=True)
+        "mode": "markers+text" if labelled else "markers",
+        "text": [f"&nbsp;&nbsp;{html.escape(p.engine.plan)}&nbsp;&nbsp;" for p in members]
+        if labelled
+        else None,
+        "textposition": [positions[p.engine.id] for p in members] if labelled else None,
+        "hovertext": [
+            f"{name}<br>{judged_name} {delta_text(p.output).removeprefix('KL ')}<br>x {p.x:.4g}"
+            for name, p in zip(names, members, strict=True)
         ],
-        hoverinfo="text",
-    )
+        "hoverinfo": "text",
+    }
+
+
+def _ends(points: Sequence[_Point]) -> Iterator[float]:
+    for point in points:
+        assert point.output.difference is not None
+        judged = point.output.difference.judged
+        yield from (100 * judged.lower, 100 * judged.upper)
+
+
+def _padded(values: Sequence[float], room: float = 0.12) -> list[float]:
+    """Ends of an axis: a share `room` of the values' extent stays free above them, for names."""
+    low, high = min(values), max(values)
+    extent = high - low or abs(high) or 1.0
+    return [low - 0.12 * extent, high + room * extent]

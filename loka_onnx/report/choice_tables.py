@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from loka_onnx.core.evaluation import Loser, PredictedTime, TargetChoice, Why
 from loka_onnx.core.intervals import Interval
+from loka_onnx.core.refinement import Step
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import (
@@ -21,6 +22,7 @@ from loka_onnx.report.document import (
     table_of,
     text,
 )
+from loka_onnx.report.figures import Figure, Told, at, derive, ends, formed, shown, told
 
 _TONES = {
     Why.BEYOND: Tone.BAD,
@@ -56,17 +58,24 @@ def not_predicted_text(name: str, why: str) -> str:
     return f"No latency is predicted of '{name}': {why}."
 
 
-def times_text(times: Interval | None) -> str:
+def times_text(times: Interval | None) -> Told:
     """A ratio of latencies with its interval, ``1.234× [1.200, 1.270]``."""
     if times is None:
-        return numbers.NOT_MEASURED
+        return Told(numbers.NOT_MEASURED)
     text = f"{times.value:.3f}×"
-    return text if times.lower == times.upper else f"{text} [{times.lower:.3f}, {times.upper:.3f}]"
+    if times.lower == times.upper:
+        return Told(text, ends(times)[:1])
+    return Told(f"{text} [{times.lower:.3f}, {times.upper:.3f}]", ends(times))
 
 
-def upper_text(upper: float | None) -> str:
-    """An upper bound over the budget, ``0.42×``."""
-    return numbers.NOT_MEASURED if upper is None else f"{upper:.2f}×"
+def upper_text(judged: Loser | Step) -> Told:
+    """The upper bound over the budget, ``0.42×``."""
+    return formed(lambda upper: f"{upper:.2f}×", at(judged, "upper"), numbers.NOT_MEASURED)
+
+
+def error_text(predicted: Figure, measured: Figure) -> Told:
+    """How far a prediction was off, ``-5.0 %``."""
+    return formed(lambda error: numbers.signed_percent(error, 1), derive("change", predicted, measured))
 
 
 def _routes_tables(data: ReportData) -> Iterator[Table]:
@@ -82,25 +91,28 @@ def _routes_tables(data: ReportData) -> Iterator[Table]:
 
 
 def _routes(target: TargetChoice) -> tuple[tuple[Cell, ...], ...]:
-    rows, above = [], 0
-    for route in target.routes:
-        is_last = route is target.routes[-1]
-        size = (
-            f"{numbers.count(above + 1)} and more"
-            if is_last
-            else f"{numbers.count(above + 1)} to {numbers.count(route.batch)}"
-        )
+    rows = []
+    for place, route in enumerate(target.routes):
         gain = numbers.NONE if route.times is None else times_text(route.times)
-        rows.append((cell(size), cell(route.engine), cell(route.plan), cell(gain)))
-        above = route.batch
+        rows.append((cell(_sizes(target, place)), cell(route.engine), cell(route.plan), cell(gain)))
     return tuple(rows)
+
+
+def _sizes(target: TargetChoice, place: int) -> str:
+    """Which requests a route takes: ``up to 8``, ``9 to 64``, ``65 and more``."""
+    most = shown(numbers.count, target.routes[place], "batch")
+    is_last = place == len(target.routes) - 1
+    if place == 0:
+        return "every size" if is_last else told("up to {}", most)
+    least = formed(numbers.count, derive("next", at(target.routes[place - 1], "batch")))
+    return told("{} and more", least) if is_last else told("{} to {}", least, most)
 
 
 _LOSER_FIELDS: tuple[Field[Loser], ...] = (
     text("Engine", lambda loser: loser.engine),
     text("Not chosen because", lambda loser: cell(loser.why, _TONES.get(loser.why, Tone.MUTED))),
     number("Latency over that of the chosen", lambda loser: times_text(loser.times)),
-    number("Upper bound over budget", lambda loser: upper_text(loser.upper)),
+    number("Upper bound over budget", upper_text),
     prose("In full", lambda loser: loser.reason),
 )
 
@@ -113,23 +125,16 @@ def _losers_tables(data: ReportData) -> Iterator[Table]:
 
 
 def _predictions_tables(data: ReportData) -> Iterator[Table]:
-    table = predictions_table(data.choice.predictions, data.choice.median_prediction_error)
-    if table is not None:
-        yield table
+    if data.choice.predictions and data.choice.median_prediction_error is not None:
+        error = shown(numbers.error_percent, data.choice, "median_prediction_error")
+        caption = told("Predicted and measured latency, median error {}", error)
+        yield table_of(caption, _PREDICTION_FIELDS, data.choice.predictions, keys=2)
 
 
 _PREDICTION_FIELDS: tuple[Field[PredictedTime], ...] = (
     text("Engine", lambda prediction: prediction.engine),
-    number("Batch", lambda prediction: numbers.count(prediction.batch)),
-    number("Predicted", lambda prediction: numbers.latency(prediction.predicted_us)),
-    number("Measured", lambda prediction: numbers.latency(prediction.measured_us)),
-    number("Error", lambda prediction: numbers.signed_percent(prediction.error, 1)),
+    number("Batch", lambda prediction: shown(numbers.count, prediction, "batch")),
+    number("Predicted", lambda prediction: shown(numbers.latency, prediction, "predicted_us")),
+    number("Measured", lambda prediction: shown(numbers.latency, prediction, "measured_us")),
+    number("Error", lambda item: error_text(at(item, "predicted_us"), at(item, "measured_us"))),
 )
-
-
-def predictions_table(predictions: tuple[PredictedTime, ...], median_error: float | None) -> Table | None:
-    """Predicted against measured times; None where nothing was predicted."""
-    if not predictions or median_error is None:
-        return None
-    caption = f"Predicted and measured latency, median error {numbers.error_percent(median_error)}"
-    return table_of(caption, _PREDICTION_FIELDS, predictions, keys=2)

@@ -9,6 +9,7 @@ from loka_onnx.core.evaluation import DELTA_NE_NAME
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.figures import Place, derive, formed, percent_interval, shown
 
 
 def corrections_sections(data: ReportData) -> tuple[Section, ...]:
@@ -64,17 +65,16 @@ def _variant_row(
     plan: PlanCorrections, output: OutputCorrection, trial: Trial, *, is_labelled: bool
 ) -> tuple[Cell, ...]:
     is_kept = trial.variant is output.accepted
-    delta_ne = numbers.NONE if trial.delta_ne is None else numbers.percent_interval(trial.delta_ne)
-    constant = f"{trial.constant:+.4g}" if trial.variant.has_constant else numbers.NONE
+    constant = shown("{:+.4g}".format, trial, "constant") if trial.variant.has_constant else numbers.NONE
     return (
         cell(plan.plan),
         cell(output.output),
         cell(trial.variant),
         cell("yes", Tone.GOOD) if is_kept else cell("no", Tone.MUTED),
         cell(constant),
-        cell(f"{trial.mean_error:+.3g}"),
-        *((cell(delta_ne),) if is_labelled else ()),
-        cell(numbers.percent_interval(trial.kl)),
+        cell(shown("{:+.3g}".format, trial, "mean_error")),
+        *((cell(percent_interval(trial.delta_ne)),) if is_labelled else ()),
+        cell(percent_interval(trial.kl)),
         # One sentence for each output: it weighs all variants.
         cell(output.reason if trial.variant is Variant.NONE else ""),
     )
@@ -94,10 +94,10 @@ def _bias_table(plans: tuple[PlanCorrections, ...]) -> Table:
         (
             cell(plan.plan),
             cell(bias.site),
-            cell(numbers.count(len(bias.values))),
-            cell(numbers.scientific(bias.largest)),
-            cell(numbers.scientific(bias.error_before)),
-            cell(numbers.scientific(bias.error_after)),
+            cell(formed(numbers.count, derive("count", Place(bias, "values")))),
+            cell(formed(numbers.scientific, derive("largest_magnitude", Place(bias, "values")))),
+            cell(shown(numbers.scientific, bias, "error_before")),
+            cell(shown(numbers.scientific, bias, "error_after")),
             cell("yes", Tone.GOOD) if plan.keeps_bias else cell("no", Tone.MUTED),
         )
         for plan in plans

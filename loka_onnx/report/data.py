@@ -10,6 +10,7 @@ from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, TargetChoice
 from loka_onnx.core.lineage import StageRecord
+from loka_onnx.core.model_graph import ModelGraph
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import Refinement
@@ -81,9 +82,10 @@ class ReportData:
         notes: What else the reader must know.
         refinement: Plans that were tried on a device beside those of the run file.
         throughput: Requests per second under load; empty where it was not asked for.
+        graph: What `modified` computes from what, to be drawn; None where there is no drawing.
     """
 
-    SCHEMA: ClassVar[str] = "report/5"
+    SCHEMA: ClassVar[str] = "report/6"
     __pydantic_config__ = STRICT
 
     title: str
@@ -102,6 +104,7 @@ class ReportData:
     notes: tuple[str, ...] = ()
     refinement: Refinement = field(default_factory=Refinement)
     throughput: ThroughputSet = field(default_factory=ThroughputSet)
+    graph: ModelGraph | None = None
 
     @property
     def is_synthetic(self) -> bool:

@@ -1,6 +1,7 @@
 """A report as plain text in a structure; what Markdown and HTML are both written from.
 
-Nothing here is escaped: each writer escapes for its own language.
+Nothing here is escaped: each writer escapes for its own language. Any text may be `Told`, which knows where
+the numbers in it are from.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
+
+from loka_onnx.report.budget_bar import BudgetBar
+from loka_onnx.report.figures import Told
 
 Item = TypeVar("Item")
 
@@ -25,10 +29,26 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table."""
+    """One cell of a table.
+
+    Attributes:
+        text: What stands in it.
+        tone: Its colour.
+    """
 
     text: str
     tone: Tone = Tone.PLAIN
+
+    @property
+    def value(self) -> float | None:
+        """The first number of it, unrounded, to sort by; None where it has none."""
+        figures = self.text.figures if isinstance(self.text, Told) else ()
+        return figures[0].value if figures else None
+
+    @property
+    def source(self) -> str:
+        """Where each number of it is from (`report.figures`); empty where it has none."""
+        return source_of(self.text)
 
 
 @dataclass(frozen=True)
@@ -40,11 +60,13 @@ class Column:
         numeric: Whether it is aligned at the right.
         prose: Whether it holds sentences; Markdown lists these below the table, where they can be read in
             a terminal.
+        is_choice: Whether the page offers its values as a choice of rows.
     """
 
     title: str
     numeric: bool = False
     prose: bool = False
+    is_choice: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,11 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     emphasized: frozenset[int] = frozenset()
     keys: int = 1
+
+    def sentences(self, row: tuple[Cell, ...]) -> tuple[Cell, ...]:
+        """What a row has to say in its columns of prose."""
+        found = zip(self.columns, row, strict=True)
+        return tuple(cell for column, cell in found if column.prose and cell.text)
 
 
 @dataclass(frozen=True)
@@ -88,20 +115,39 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Stat:
+    """One number of a verdict.
+
+    Attributes:
+        label: What it is.
+        shown: The number, or in words why there is none.
+        note: Its interval, where it comes from, what it is held against.
+    """
+
+    label: str
+    shown: Cell
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The answer for one target.
 
     Attributes:
         target: Its name.
         headline: Which engine, in one sentence.
-        facts: What it costs, and why it was chosen.
+        facts: What it costs, and why it was chosen; everything that `stats` say is among them.
         tone: Good for FP8 inside the budget, a warning otherwise.
+        stats: The few numbers that decide, for the page.
+        bars: What was judged against its budget, for the page.
     """
 
     target: str
     headline: str
     facts: tuple[str, ...]
     tone: Tone
+    stats: tuple[Stat, ...] = ()
+    bars: tuple[BudgetBar, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,6 +165,11 @@ class Document:
     banner: str
     verdicts: tuple[Verdict, ...]
     sections: tuple[Section, ...]
+
+
+def source_of(text: str) -> str:
+    """Where each number of a text is from; empty where it has none, or is of no located document."""
+    return text.source if isinstance(text, Told) else ""
 
 
 def cell(text: str, tone: Tone = Tone.PLAIN) -> Cell:

@@ -14,7 +14,6 @@ from loka_onnx.core.evaluation import (
     PairedDifference,
 )
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.intervals import Interval
 from loka_onnx.report import numbers
 from loka_onnx.report.data import SELECTION, ReportData, confidence_text
 from loka_onnx.report.document import (
@@ -29,6 +28,17 @@ from loka_onnx.report.document import (
     prose,
     table_of,
     text,
+)
+from loka_onnx.report.figures import (
+    Place,
+    Told,
+    at,
+    derive,
+    formed,
+    metric_interval,
+    percent_interval,
+    shown,
+    told,
 )
 from loka_onnx.report.latency_tables import latency_tables
 from loka_onnx.report.verdict import NO_LABELS, SIMULATED_LATENCY, budget_sentence
@@ -111,8 +121,12 @@ def fallbacks_section(data: ReportData) -> Section:
     remarks = [(engine, remark) for engine in data.engines for remark in engine.remarks]
     left_out = (table_of("What engine makers left out", _REMARK_FIELDS, remarks),) if remarks else ()
     if not found:
-        checked = sum(bool(e.sites) for e in data.engines)
-        said = f"None. Engines whose compiled form was read: {checked} of {len(data.engines)}."
+        checked = derive("entries", *(Place(engine, "sites") for engine in data.engines if engine.sites))
+        said = told(
+            "None. Engines whose compiled form was read: {} of {}.",
+            formed(numbers.count, checked),
+            formed(numbers.count, derive("count", Place(data, "engines"))),
+        )
         return Section("fallbacks", "Fallbacks", (said,), tables=left_out)
     return Section(
         "fallbacks",
@@ -122,32 +136,36 @@ def fallbacks_section(data: ReportData) -> Section:
     )
 
 
-def fp8_sites(data: ReportData, engine: EngineArtifact) -> str:
+def fp8_sites(data: ReportData, engine: EngineArtifact) -> Told:
     """Sites that run in FP8 of those planned, ``5 of 7``."""
     plan = data.plan(engine.plan)
-    planned = len(plan.fp8_sites) if plan is not None else 0
+    if plan is None:
+        return Told(numbers.NONE)
+    planned = formed(numbers.count, derive("count", Place(plan, "decisions"), precision=Precision.FP8))
+    if not plan.fp8_sites:
+        return planned
     if not engine.sites:
-        return f"{planned} planned" if planned else "0"
-    engaged = sum(s.engaged and s.planned == Precision.FP8 for s in engine.sites)
-    return f"{engaged} of {planned}" if planned else "0"
+        return told("{} planned", planned)
+    engaged = derive("count", Place(engine, "sites"), engaged=True, planned=Precision.FP8)
+    return told("{} of {}", formed(numbers.count, engaged), planned)
 
 
-def fp8_share(data: ReportData, engine: EngineArtifact) -> str:
+def fp8_share(data: ReportData, engine: EngineArtifact) -> Told:
     """Share of the FP8-able FLOPs in FP8; marked as planned where the engine does not honour the plan."""
     plan = data.plan(engine.plan)
     if plan is None:
-        return numbers.NONE
+        return Told(numbers.NONE)
     lost = {s.site for s in engine.fallbacks} & set(plan.fp8_sites)
     unread = plan.fp8_sites and not engine.sites
-    return numbers.share(plan.fp8_share) + (" planned" if lost or unread else "")
+    return told("{}{}", shown(numbers.share, plan, "fp8_share"), " planned" if lost or unread else "")
 
 
-def delta_text(output: OutputEvaluation) -> str:
+def delta_text(output: OutputEvaluation) -> Told:
     """What is judged with its interval: ΔNE, or KL by name where there are no labels."""
     if output.difference is None:
-        return "reference"
-    text = numbers.percent_interval(output.difference.judged, output.budget)
-    return f"KL {text}" if output.difference.delta_ne is None else text
+        return Told("reference")
+    text = percent_interval(output.difference.judged, output.budget)
+    return told("KL {}", text) if output.difference.delta_ne is None else text
 
 
 def delta_heading(data: ReportData) -> str:
@@ -175,27 +193,31 @@ def delta_tone(output: OutputEvaluation) -> Tone:
     return Tone.PLAIN if output.difference is None else _BUDGET_TONES[output.budget_status]
 
 
-def latency_text(data: ReportData, engine: EngineArtifact) -> str:
+def latency_text(data: ReportData, engine: EngineArtifact) -> Told:
     """Median latency at the largest measured batch, or why there is none."""
     if engine.simulated:
-        return SIMULATED_LATENCY
+        return Told(SIMULATED_LATENCY)
     measured = [
         latency
         for split in data.splits
         for latency in getattr(data.evaluation(engine.id, split), "latencies", ())
     ]
     if not measured:
-        return numbers.NOT_MEASURED
+        return Told(numbers.NOT_MEASURED)
     largest = max(measured, key=lambda item: item.batch)
-    text = f"{numbers.latency(largest.p50_us)} at batch {numbers.count(largest.batch)}"
-    return text if largest.counts_for_choice else f"{text} on {largest.device}, not the target"
+    elsewhere = "" if largest.counts_for_choice else f" on {largest.device}, not the target"
+    return told(
+        "{} at batch {}{}",
+        shown(numbers.latency, largest, "p50_us"),
+        shown(numbers.count, largest, "batch"),
+        elsewhere,
+    )
 
 
 def _accuracy_table(data: ReportData, split: str) -> Table:
     rows: list[tuple[Cell, ...]] = []
     emphasized: set[int] = set()
     evaluated = [e for e in data.evaluations.evaluations if e.split == split]
-    rows_of_split = max((e.rows for e in evaluated), default=0)
     for reference in data.references:
         evaluation = data.evaluation(reference, split)
         if evaluation is not None:
@@ -209,7 +231,10 @@ def _accuracy_table(data: ReportData, split: str) -> Table:
             if data.chosen(engine.id) is not None:
                 emphasized.add(len(rows))
             rows.append(row)
-    caption = f"Candidates on {split}, {numbers.count(rows_of_split)} rows" if evaluated else "Candidates"
+    caption = "Candidates"
+    if evaluated:
+        rows_of_split = derive("max", *(at(evaluation, "rows") for evaluation in evaluated))
+        caption = told("Candidates on {}, {} rows", split, formed(numbers.count, rows_of_split))
     columns = (
         *_NAMES,
         Column(f"{delta_heading(data)} [{confidence_text(data, split)} interval]", numeric=True),
@@ -222,17 +247,13 @@ _Difference = tuple[Evaluation, OutputEvaluation, PairedDifference]
 _PART_FIELDS: tuple[Field[_Difference], ...] = (
     text("Engine", lambda found: found[0].engine),
     text("Output", lambda found: found[1].output),
-    number("KL, label-free part", lambda found: numbers.percent_interval(found[2].kl)),
-    number("Labelled first-order part", lambda found: _labelled(found[2].labelled)),
-    number("ΔAUC", lambda found: numbers.metric_interval(found[2].delta_auc)),
-    number("ΔPrediction ratio", lambda found: numbers.metric_interval(found[2].delta_prediction_ratio)),
-    number("RMS change of the score", lambda found: numbers.scientific(found[2].delta_rmse)),
-    number("Largest change", lambda found: numbers.scientific(found[2].delta_max)),
+    number("KL, label-free part", lambda found: percent_interval(found[2].kl)),
+    number("Labelled first-order part", lambda found: percent_interval(found[2].labelled)),
+    number("ΔAUC", lambda found: metric_interval(found[2].delta_auc)),
+    number("ΔPrediction ratio", lambda found: metric_interval(found[2].delta_prediction_ratio)),
+    number("RMS change of the score", lambda found: shown(numbers.scientific, found[2], "delta_rmse")),
+    number("Largest change", lambda found: shown(numbers.scientific, found[2], "delta_max")),
 )
-
-
-def _labelled(part: Interval | None) -> str:
-    return numbers.NONE if part is None else numbers.percent_interval(part)
 
 
 def _differences(evaluations: Iterable[Evaluation]) -> Iterator[_Difference]:
@@ -261,14 +282,11 @@ def _reference_row(evaluation: Evaluation, output: OutputEvaluation) -> tuple[Ce
         cell(evaluation.engine),
         cell(output.output),
         cell("reference", Tone.MUTED),
-        cell(numbers.budget_percent(output.budget)),
-        cell(numbers.metric(metrics.normalized_entropy)),
-        cell(numbers.metric(metrics.auc)),
-        cell(numbers.ratio(metrics.prediction_ratio)),
-        cell(numbers.NONE),
-        cell("0"),
-        cell(numbers.share(0.0)),
-        cell(numbers.NONE),
+        cell(shown(numbers.budget_percent, output, "budget")),
+        cell(shown(numbers.metric, metrics, "normalized_entropy")),
+        cell(shown(numbers.metric, metrics, "auc")),
+        cell(shown(numbers.ratio, metrics, "prediction_ratio")),
+        *[cell(numbers.NONE)] * 4,
         cell(evaluation.status),
         cell("The exported FP32 model that every engine is compared with."),
     )
@@ -280,7 +298,7 @@ def _engine_rows(
     build = (
         cell(fp8_sites(data, engine)),
         cell(fp8_share(data, engine)),
-        cell(numbers.size(engine.bytes) if engine.path is not None else numbers.NONE),
+        cell(shown(numbers.size, engine, "bytes") if engine.path is not None else numbers.NONE),
         cell(engine.status, STATUS_TONES[engine.status]),
     )
     latency = latency_text(data, engine)
@@ -293,14 +311,15 @@ def _engine_rows(
         return
     for output in evaluation.outputs:
         metrics = output.metrics
+        budget = shown(numbers.budget_percent, output, "budget")
         yield (
             cell(engine.id),
             cell(output.output),
             cell(delta_text(output), delta_tone(output)),
-            cell(f"{output.budget_status}, {numbers.budget_percent(output.budget)}", delta_tone(output)),
-            cell(numbers.metric(metrics.normalized_entropy)),
-            cell(numbers.metric(metrics.auc)),
-            cell(numbers.ratio(metrics.prediction_ratio)),
+            cell(told("{}, {}", output.budget_status, budget), delta_tone(output)),
+            cell(shown(numbers.metric, metrics, "normalized_entropy")),
+            cell(shown(numbers.metric, metrics, "auc")),
+            cell(shown(numbers.ratio, metrics, "prediction_ratio")),
             speed,
             *build,
             cell(_with_rows(outcome, output)),
@@ -310,7 +329,8 @@ def _engine_rows(
 def _with_rows(outcome: str, output: OutputEvaluation) -> str:
     if output.budget_status != BudgetStatus.UNDECIDED:
         return outcome
-    return f"{outcome} {output.output} is {budget_sentence(output)}.".strip()
+    sentence = told("{} is {}.", output.output, budget_sentence(output))
+    return told("{} {}", outcome, sentence) if outcome else sentence
 
 
 def _outcome(data: ReportData, engine: EngineArtifact, evaluation: Evaluation | None) -> str:

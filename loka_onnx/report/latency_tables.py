@@ -6,6 +6,7 @@ from loka_onnx.core.evaluation import Evaluation, InputPlace, Latency
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Field, Table, Tone, cell, number, prose, table_of, text
+from loka_onnx.report.figures import shown
 
 _Timed = tuple[str, Latency]
 """Id of an engine, and what it took."""
@@ -24,9 +25,9 @@ def latency_tables(data: ReportData) -> tuple[Table, ...]:
         if not _is_simulated(data, evaluation.engine)
     ]
     tables = tuple(
-        table_of(f"Latency per batch size, {caption}", _fields(shown), shown)
+        table_of(f"Latency per batch size, {caption}", _fields(here), here)
         for place, caption in _CAPTIONS.items()
-        if (shown := [(engine, latency) for engine, latency in timed if latency.inputs is place])
+        if (here := [(engine, latency) for engine, latency in timed if latency.inputs is place])
     )
     # Both splits have the same: an engine is timed once.
     failed = {e.engine: e for e in data.evaluations.evaluations if e.latency_failure}
@@ -44,27 +45,23 @@ _FAILURES: tuple[Field[Evaluation], ...] = (
 def _fields(timed: list[_Timed]) -> tuple[Field[_Timed], ...]:
     is_cut = any(latency.lookup_p50_us is not None for _, latency in timed)
     lookup: tuple[Field[_Timed], ...] = (
-        number("Lookup p50, not in these", lambda item: _lookup(item[1].lookup_p50_us)),
+        number("Lookup p50, not in these", lambda item: shown(numbers.latency, item[1], "lookup_p50_us")),
     )
     return (
         text("Engine", lambda item: item[0]),
         text("Device", lambda item: item[1].device),
-        number("Batch", lambda item: numbers.count(item[1].batch)),
-        number("p50", lambda item: numbers.latency(item[1].p50_us)),
-        number("p90", lambda item: numbers.latency(item[1].p90_us)),
-        number("p99", lambda item: numbers.latency(item[1].p99_us)),
+        number("Batch", lambda item: shown(numbers.count, item[1], "batch")),
+        number("p50", lambda item: shown(numbers.latency, item[1], "p50_us")),
+        number("p90", lambda item: shown(numbers.latency, item[1], "p90_us")),
+        number("p99", lambda item: shown(numbers.latency, item[1], "p99_us")),
         *(lookup if is_cut else ()),
-        number("Requests", lambda item: numbers.count(item[1].repeats)),
+        number("Requests", lambda item: shown(numbers.count, item[1], "repeats")),
         text("Counts for the choice", lambda item: _counts(item[1])),
     )
 
 
 def _counts(latency: Latency) -> Cell:
     return cell("yes") if latency.counts_for_choice else cell("no, another device than the target", Tone.WARN)
-
-
-def _lookup(p50_us: float | None) -> str:
-    return numbers.NONE if p50_us is None else numbers.latency(p50_us)
 
 
 def _is_simulated(data: ReportData, engine_id: str) -> bool:

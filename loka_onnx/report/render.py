@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from loka_onnx.core import serde
-from loka_onnx.report.chart import charts
 from loka_onnx.report.data import ReportData
+from loka_onnx.report.exhibits import exhibits
+from loka_onnx.report.graph_view import graph_view
 from loka_onnx.report.markdown import to_markdown
+from loka_onnx.report.provenance import Pointers
 from loka_onnx.report.sections import build_document
 from loka_onnx.report.webpage import to_html
 
@@ -31,11 +33,12 @@ def render(data: ReportData, directory: Path) -> tuple[Path, ...]:
     Raises:
         OutputError: The place cannot be written.
     """
-    document = build_document(data)
+    pointers = Pointers(data)
+    document = build_document(data, pointers)
     texts = {
         JSON_NAME: serde.dumps(data),
         MARKDOWN_NAME: to_markdown(document),
-        HTML_NAME: to_html(document, charts(data)),
+        HTML_NAME: to_html(document, exhibits(data, pointers), graph_view(data)),
     }
     for name, text in texts.items():
         serde.write_text(text, directory / name)

@@ -9,6 +9,8 @@ from loka_onnx.report.correction_tables import corrections_sections
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Column, Document, Section, Table, Tone, cell
 from loka_onnx.report.engine_tables import engines_section, fallbacks_section
+from loka_onnx.report.figures import Place, at, derive, formed, shown, told
+from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.refinement_tables import refinement_sections
 from loka_onnx.report.site_tables import calibration_facts, sites_section
 from loka_onnx.report.slice_tables import slices_sections
@@ -18,8 +20,13 @@ from loka_onnx.report.verdict import verdicts
 SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated rows, not on yours"
 
 
-def build_document(data: ReportData) -> Document:
-    """Arranges the facts of a run for reading."""
+def build_document(data: ReportData, pointers: Pointers | None = None) -> Document:
+    """Arranges the facts of a run for reading.
+
+    Args:
+        data: The facts.
+        pointers: Where they stand; found anew where they are not given.
+    """
     sections = (
         *([Section("notes", "Notes", items=data.notes)] if data.notes else []),
         engines_section(data),
@@ -35,7 +42,8 @@ def build_document(data: ReportData) -> Document:
         _model_section(data),
         _lineage_section(data),
     )
-    return Document(data.title, SYNTHETIC_BANNER if data.is_synthetic else "", verdicts(data), sections)
+    banner = SYNTHETIC_BANNER if data.is_synthetic else ""
+    return located(Document(data.title, banner, verdicts(data), sections), pointers or Pointers(data))
 
 
 def _rewrites_section(data: ReportData) -> Section:
@@ -58,12 +66,12 @@ def _rewrites_section(data: ReportData) -> Section:
             (
                 cell(name),
                 cell(record.transform),
-                cell(numbers.count(len(record.applied))),
-                cell(numbers.count(len(record.declined))),
-                cell(numbers.scientific(record.max_abs)),
-                cell(numbers.scientific(record.tolerance)),
+                cell(_length(record, "applied")),
+                cell(_length(record, "declined")),
+                cell(shown(numbers.scientific, record, "max_abs")),
+                cell(shown(numbers.scientific, record, "tolerance")),
                 cell(*_result(record)),
-                cell(numbers.seconds(record.seconds + record.check_seconds)),
+                cell(_time(record)),
             )
             for name, record in records
         ),
@@ -80,7 +88,7 @@ def _rewrites_section(data: ReportData) -> Section:
         for item in record.declined
     ]
     rolled_back = [
-        (cell(record.transform), cell(item.at), cell(f"{item.what}: {_moved(record)}"))
+        (cell(record.transform), cell(item.at), cell(told("{}: {}", item.what, _moved(record))))
         for _, record in records
         for item in record.applied
         if record.rolled_back
@@ -97,6 +105,14 @@ def _rewrites_section(data: ReportData) -> Section:
     return Section("rewrites", "Rewrites", tables=tuple(tables))
 
 
+def _length(owner: object, name: str) -> str:
+    return formed(numbers.count, derive("count", Place(owner, name)))
+
+
+def _time(record: RewriteRecord) -> str:
+    return formed(numbers.seconds, derive("sum", at(record, "seconds"), at(record, "check_seconds")))
+
+
 def _result(record: RewriteRecord) -> tuple[str, Tone]:
     if record.rolled_back:
         return "rolled back", Tone.BAD
@@ -109,9 +125,10 @@ def _result(record: RewriteRecord) -> tuple[str, Tone]:
 def _moved(record: RewriteRecord) -> str:
     if record.max_abs is None or record.tolerance is None:
         return "discarded"
-    return (
-        f"discarded, because an output moved by {numbers.scientific(record.max_abs)}; "
-        f"the tolerance is {numbers.scientific(record.tolerance)}"
+    return told(
+        "discarded, because an output moved by {}; the tolerance is {}",
+        shown(numbers.scientific, record, "max_abs"),
+        shown(numbers.scientific, record, "tolerance"),
     )
 
 
@@ -127,7 +144,7 @@ def _data_section(data: ReportData) -> Section:
         (
             cell(item.split),
             cell(item.name),
-            cell(numbers.count(item.rows)),
+            cell(shown(numbers.count, item, "rows")),
             cell(numbers.digest(item.digest)),
             cell(item.rule),
         )
@@ -157,9 +174,9 @@ def _model_section(data: ReportData) -> Section:
         (
             cell(name),
             cell(numbers.digest(model.digest)),
-            cell(str(model.opset)),
-            cell(numbers.count(len(model.sites))),
-            cell(numbers.count(model.fp8_able_flops)),
+            cell(shown(str, model, "opset")),
+            cell(_length(model, "sites")),
+            cell(formed(numbers.count, derive("fp8_able_flops", Place(model, "sites")))),
             cell(model.producer),
         )
         for name, model in models
@@ -169,8 +186,12 @@ def _model_section(data: ReportData) -> Section:
     if parity is not None:
         items.insert(
             0,
-            f"Parity with the original module on {numbers.count(parity.rows)} rows: largest difference "
-            f"{numbers.scientific(parity.max_abs)}, tolerance {numbers.scientific(parity.tolerance)}",
+            told(
+                "Parity with the original module on {} rows: largest difference {}, tolerance {}",
+                shown(numbers.count, parity, "rows"),
+                shown(numbers.scientific, parity, "max_abs"),
+                shown(numbers.scientific, parity, "tolerance"),
+            ),
         )
     return Section("model", "Model", items=tuple(items), tables=(Table("Models", columns, rows),))
 
@@ -195,8 +216,8 @@ def _lineage_section(data: ReportData) -> Section:
                 cell(stage.stage),
                 cell(numbers.digest(stage.key)),
                 cell(", ".join(f"{n} {numbers.digest(d)}" for n, d in sorted(stage.parents.items()))),
-                cell(numbers.count(len(stage.files))),
-                cell(numbers.seconds(stage.seconds)),
+                cell(_length(stage, "files")),
+                cell(shown(numbers.seconds, stage, "seconds")),
             )
             for stage in data.lineage
         ),

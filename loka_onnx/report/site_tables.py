@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import PrecisionPlan, Verdict
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.sensitivity import ENTROPY, LOSS, Sensitivity, SiteGroup
-from loka_onnx.core.site import Site
+from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.figures import (
+    Figure,
+    Place,
+    Told,
+    at,
+    derive,
+    formed,
+    joined,
+    percent_interval,
+    shown,
+    told,
+)
+from loka_onnx.report.histograms import activation_table
+from loka_onnx.report.quadrants import SAFE_PLAN, SPEED_TONES, speed_texts
 from loka_onnx.report.speed_tables import speed_tables
 
-SAFE_PLAN = "fp8-safe"
 _MOST_NAMED = 6
 
 _COLUMNS = (
@@ -24,8 +40,9 @@ _COLUMNS = (
     Column("N", numeric=True),
     Column("Rows", numeric=True),
     Column("FLOP share", numeric=True),
-    Column("Precision"),
-    Column("Verdict"),
+    Column("Precision", is_choice=True),
+    Column("Verdict", is_choice=True),
+    Column("Speed", is_choice=True),
     Column("Relative error", numeric=True),
     Column("KL", numeric=True),
     Column("KL over draws", numeric=True),
@@ -64,6 +81,8 @@ def sites_section(data: ReportData) -> Section:
                 f"those of plan {plan.id}, in which the sites were judged.",
             )
         tables.append(_site_table(data, plan))
+    if data.profile.sites:
+        tables.append(activation_table(data, plan))
     if data.profile.groups:
         tables.append(_group_table(data))
     if len(data.plans.plans) > 1:
@@ -81,9 +100,13 @@ def sites_section(data: ReportData) -> Section:
 def calibration_facts(profile: Profile) -> list[str]:
     """How many rows each part of a profile comes from, and why no more."""
     sampling = profile.sampling
-    facts = [
-        f"Ranges: {numbers.count(profile.rows)} rows; errors: {numbers.count(profile.error_rows)} rows; "
-        f"sensitivities: {numbers.count(sampling.rows)} rows"
+    facts: list[str] = [
+        told(
+            "Ranges: {} rows; errors: {} rows; sensitivities: {} rows",
+            shown(numbers.count, profile, "rows"),
+            shown(numbers.count, profile, "error_rows"),
+            shown(numbers.count, sampling, "rows"),
+        )
     ]
     if sampling.may_stop_early and not sampling.undecided:
         facts.append("Sensitivities stopped where the verdict of every site was reached")
@@ -99,8 +122,10 @@ def open_sites(profile: Profile) -> list[str]:
     sites = profile.sampling.undecided
     if not sites:
         return []
-    rows = numbers.count(profile.sampling.rows)
-    return [f"Undecided when the rows ended, after {rows}: {', '.join(sites)}. More rows may decide them"]
+    rows = shown(numbers.count, profile.sampling, "rows")
+    return [
+        told("Undecided when the rows ended, after {}: {}. More rows may decide them", rows, ", ".join(sites))
+    ]
 
 
 def _denominators(data: ReportData) -> str:
@@ -127,20 +152,34 @@ def shown_plan(data: ReportData) -> PrecisionPlan | None:
 
 
 def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
-    rows = tuple(_site_row(data, plan, site) for site in data.modified.sites)
-    caption = f"Sites in plan {plan.id}, measured on {numbers.count(data.profile.rows)} calibration rows"
+    able = derive("fp8_able_flops", Place(data.exported, "sites"))
+    known = _Known(
+        {decision.site: decision for decision in plan.decisions},
+        {profile.site: profile for profile in data.profile.sites},
+        speed_texts(data),
+    )
+    rows = tuple(_site_row(data, plan, site, able, known) for site in data.modified.sites)
+    rows_measured = shown(numbers.count, data.profile, "rows")
+    caption = told("Sites in plan {}, measured on {} calibration rows", plan.id, rows_measured)
     return Table(caption, _COLUMNS, rows)
 
 
-def _site_row(data: ReportData, plan: PrecisionPlan, site: Site) -> tuple[Cell, ...]:
-    decision = next((d for d in plan.decisions if d.site == site.name), None)
-    profile = next((p for p in data.profile.sites if p.site == site.name), None)
-    recipe = decision.recipe.id if decision is not None and decision.recipe is not None else None
-    error = _error(profile, recipe)
-    recipe = recipe or (error.recipe if error is not None else None)
+@dataclass(frozen=True)
+class _Known:
+    """What is known of sites, by their names."""
+
+    decisions: dict[str, Decision]
+    profiles: dict[str, SiteProfile]
+    speeds: dict[str, str]
+
+
+def _site_row(
+    data: ReportData, plan: PrecisionPlan, site: Site, able: Figure, known: _Known
+) -> tuple[Cell, ...]:
+    decision, profile = known.decisions.get(site.name), known.profiles.get(site.name)
+    recipe = _recipe(decision, profile)
+    error = next((e for e in profile.errors if e.recipe == recipe), None) if profile else None
     sensitivities = tuple(s for s in profile.sensitivities if s.recipe == recipe) if profile else ()
-    able = data.exported.fp8_able_flops
-    share = numbers.share(site.flops_per_example / able) if site.is_fp8_able and able else numbers.NONE
     verdict = decision.verdict if decision is not None else Verdict.NOT_JUDGED
     reason = decision.reason if decision is not None else f"plan {plan.id} does not name it"
     if set(site.merged_from) - {site.name}:
@@ -148,52 +187,98 @@ def _site_row(data: ReportData, plan: PrecisionPlan, site: Site) -> tuple[Cell, 
     return (
         cell(site.name),
         cell(f"{site.kind} ({site.op_type})"),
-        cell(numbers.count(site.k)),
-        cell(numbers.count(site.n) if site.n else numbers.NONE),
-        cell(numbers.count(site.rows)),
-        cell(share),
-        cell(decision.precision if decision is not None else plan.base, _precision_tone(plan, site)),
+        cell(shown(numbers.count, site, "k")),
+        cell(shown(numbers.count, site, "n") if site.n else numbers.NONE),
+        cell(shown(numbers.count, site, "rows")),
+        cell(_flop_share(site, able)),
+        cell(decision.precision if decision is not None else plan.base, _precision_tone(decision)),
         cell(verdict, _VERDICT_TONES[verdict]),
-        cell(numbers.error_percent(error.relative_error if error is not None else None)),
-        cell(_joined(data, [(s, _interval(data, s.kl_moments)) for s in sensitivities])),
+        _speed(site, known),
+        cell(_relative_error(error)),
+        cell(_joined(data, [(s, _kl(data, s)) for s in sensitivities])),
         cell(_joined(data, [(s, _draws(s)) for s in sensitivities])),
-        cell(_joined(data, [(s, _interval(data, s.labelled_moments)) for s in sensitivities])),
-        cell(numbers.count(max((s.kl_moments.rows for s in sensitivities), default=0))),
+        cell(_joined(data, [(s, _labelled(data, s)) for s in sensitivities])),
+        cell(_rows_measured(sensitivities)),
         cell(recipe or numbers.NONE),
         cell(reason),
     )
 
 
-def _error(profile: SiteProfile | None, recipe: str | None) -> ErrorStats | None:
-    if profile is None:
-        return None
-    # A site that is kept has no recipe of its own: the first that was measured on it is shown, by name.
-    return next((e for e in profile.errors if recipe in {None, e.recipe}), None)
+def _speed(site: Site, known: _Known) -> Cell:
+    if site.kind is SiteKind.NORM:
+        return cell(numbers.NONE)
+    text = known.speeds.get(site.name, numbers.NOT_MEASURED)
+    return cell(text, SPEED_TONES.get(text, Tone.MUTED if text == numbers.NOT_MEASURED else Tone.PLAIN))
 
 
-def _interval(data: ReportData, moments: RatioMoments | None) -> str:
-    if moments is None:
-        return numbers.NONE
-    return numbers.percent_interval(data.profile.sampling.interval_of(moments))
+def _recipe(decision: Decision | None, profile: SiteProfile | None) -> str | None:
+    if decision is not None and decision.recipe is not None:
+        return decision.recipe.id
+    # A site that is kept has no recipe of its own: the one that its verdict is of is shown, by name.
+    return profile.judged_recipe if profile is not None else None
 
 
-def _draws(sensitivity: Sensitivity) -> str:
+def _flop_share(site: Site, able: Figure) -> Told:
+    """Share of the FP8-able FLOPs of the exported model, which are the same for every site."""
+    if not site.is_fp8_able or not able.value:
+        return Told(numbers.NONE)
+    return formed(numbers.share, derive("ratio", derive("flops", Place(site)), able))
+
+
+def _relative_error(error: ErrorStats | None) -> Told:
+    if error is None:
+        return Told(numbers.NOT_MEASURED)
+    return formed(numbers.error_percent, derive("relative_error", Place(error)))
+
+
+def _rows_measured(sensitivities: tuple[Sensitivity, ...]) -> Told:
+    if not sensitivities:
+        return Told(numbers.NONE)
+    return formed(numbers.count, derive("max", *(at(s.kl_moments, "rows") for s in sensitivities)))
+
+
+def _kl(data: ReportData, found: Sensitivity) -> Told:
+    return _interval(data, found.kl_moments, found.kl)
+
+
+def _labelled(data: ReportData, found: Sensitivity) -> Told:
+    if found.labelled_moments is None or found.labelled is None:
+        return Told(numbers.NONE)
+    return _interval(data, found.labelled_moments, found.labelled)
+
+
+def _interval(data: ReportData, moments: RatioMoments, fixed: Interval) -> Told:
+    """The interval that holds for how the rows came about; `fixed` is that of a number fixed beforehand."""
+    sampling = data.profile.sampling
+    if not sampling.is_sequential:
+        return percent_interval(fixed)
+    places = (Place(moments), Place(sampling))
+    ends = [derive(f"interval_{end}", *places) for end in ("value", "lower", "upper")]
+    return Told(numbers.percent_interval(sampling.interval_of(moments)), ends)
+
+
+def _draws(sensitivity: Sensitivity) -> Told:
     draws = sensitivity.draws
     if draws is None:
-        return numbers.NONE
-    return f"{numbers.error_percent(draws.kl_low)} to {numbers.error_percent(draws.kl_high)} ({draws.count})"
+        return Told(numbers.NONE)
+    return told(
+        "{} to {} ({})",
+        shown(numbers.error_percent, draws, "kl_low"),
+        shown(numbers.error_percent, draws, "kl_high"),
+        shown(numbers.count, draws, "count"),
+    )
 
 
-def _joined(data: ReportData, values: list[tuple[Sensitivity, str]]) -> str:
+def _joined(data: ReportData, values: list[tuple[Sensitivity, Told]]) -> Told:
     if not values:
-        return numbers.NOT_MEASURED
+        return Told(numbers.NOT_MEASURED)
     if len({s.output for s, _ in values}) == 1 and len(data.profile.baseline_loss) <= 1:
         return values[0][1]
-    return "; ".join(f"{s.output}: {text}" for s, text in values)
+    return joined("; ", [told("{}: {}", s.output, text) for s, text in values])
 
 
-def _precision_tone(plan: PrecisionPlan, site: Site) -> Tone:
-    return Tone.GOOD if site.name in plan.fp8_sites else Tone.PLAIN
+def _precision_tone(decision: Decision | None) -> Tone:
+    return Tone.GOOD if decision is not None and decision.precision is Precision.FP8 else Tone.PLAIN
 
 
 def _group_table(data: ReportData) -> Table:
@@ -210,10 +295,10 @@ def _group_table(data: ReportData) -> Table:
         (
             cell(group.tensor),
             cell(item.output),
-            cell(_interval(data, item.kl_moments)),
-            cell(numbers.error_percent(_sum_alone(data, group, item.output))),
+            cell(_kl(data, item)),
+            cell(formed(numbers.error_percent, _sum_alone(data, group, item.output))),
             cell(_draws(item)),
-            cell(_interval(data, item.labelled_moments)),
+            cell(_labelled(data, item)),
             cell(", ".join(group.sites)),
         )
         for group in data.profile.groups
@@ -222,21 +307,22 @@ def _group_table(data: ReportData) -> Table:
     return Table("Sites that share a quantized tensor, measured together", columns, rows, keys=2)
 
 
-def _sum_alone(data: ReportData, group: SiteGroup, output: str) -> float:
+def _sum_alone(data: ReportData, group: SiteGroup, output: str) -> Figure:
     firsts = (
         next(item for item in data.profile.site(name).sensitivities if item.output == output)
         for name in group.sites
     )
-    return sum(item.kl_moments.value for item in firsts)
+    return derive("sum", *(at(item.kl, "value") for item in firsts))
 
 
 def _plan_table(data: ReportData) -> Table:
     columns = (Column("Site"), *(Column(plan.id) for plan in data.plans.plans))
+    decided = [(plan, {d.site: d.precision for d in plan.decisions}) for plan in data.plans.plans]
     rows = [
-        (cell(site.name), *(_precision_cell(plan, site.name) for plan in data.plans.plans))
+        (cell(site.name), *(_precision_cell(found.get(site.name, plan.base)) for plan, found in decided))
         for site in data.modified.sites
     ]
-    shares = (cell(numbers.share(plan.fp8_share)) for plan in data.plans.plans)
+    shares = (cell(shown(numbers.share, plan, "fp8_share")) for plan in data.plans.plans)
     rows.append((cell("FP8 share of FP8-able FLOPs"), *shares))
     return Table("Precision of each site in each plan", columns, tuple(rows))
 
@@ -261,7 +347,5 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:_MOST_NAMED])}{more}"
 
 
-def _precision_cell(plan: PrecisionPlan, site: str) -> Cell:
-    decision = next((d for d in plan.decisions if d.site == site), None)
-    precision = decision.precision if decision is not None else plan.base
+def _precision_cell(precision: Precision) -> Cell:
     return cell(precision, Tone.GOOD if precision is Precision.FP8 else Tone.PLAIN)

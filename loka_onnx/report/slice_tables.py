@@ -8,6 +8,17 @@ from loka_onnx.core.evaluation import BudgetStatus, Evaluation, OutputEvaluation
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData, confidence_text
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.figures import (
+    Figure,
+    Place,
+    Told,
+    derive,
+    formed,
+    joined,
+    percent_interval,
+    shown,
+    told,
+)
 
 SHOWN = 10
 """Slices of one engine and output that the texts show; report.json has all of them."""
@@ -50,20 +61,23 @@ def slices_sections(data: ReportData) -> tuple[Section, ...]:
     )
 
 
-def slices_sentence(output: OutputEvaluation) -> str:
+def slices_sentence(output: OutputEvaluation) -> Told:
     """How the slices of an output stand to its budget, with the worst of those that are beyond it."""
     counts = [
-        f"{numbers.count(len(found))} {status}"
+        told("{} {}", formed(numbers.count, _counted(output, status)), status)
         for status in (BudgetStatus.WITHIN, BudgetStatus.UNDECIDED, BudgetStatus.NOT_JUDGED)
-        if (found := output.slices_of(status))
+        if output.slices_of(status)
     ]
-    beyond, judged = output.slices_of(BudgetStatus.BEYOND), _judged(output)
-    said = (
-        f"{numbers.count(len(beyond)) if beyond else 'none'} of {numbers.count(judged)} judged beyond the "
-        f"budget of {numbers.budget_percent(output.budget)}"
+    beyond = output.slices_of(BudgetStatus.BEYOND)
+    judged = derive("sum", *(_counted(output, s) for s in _ORDER if s != BudgetStatus.NOT_JUDGED))
+    said = told(
+        "{} of {} judged beyond the budget of {}",
+        formed(numbers.count, _counted(output, BudgetStatus.BEYOND)) if beyond else "none",
+        formed(numbers.count, judged),
+        shown(numbers.budget_percent, output, "budget"),
     )
-    worst = f"; worst {slice_name(beyond[0])}: {_change(beyond[0], output)}" if beyond else ""
-    return f"{said}{worst}{'; ' if counts else ''}{', '.join(counts)}"
+    worst = told("; worst {}: {}", slice_name(beyond[0]), _change(beyond[0], output)) if beyond else ""
+    return told("{}{}{}{}", said, worst, "; " if counts else "", joined(", ", counts))
 
 
 def slice_name(item: SliceDifference) -> str:
@@ -77,22 +91,24 @@ def _value(item: SliceDifference) -> str:
     return item.value or "(empty text)"
 
 
-def _judged(output: OutputEvaluation) -> int:
-    return len(output.slices) - len(output.slices_of(BudgetStatus.NOT_JUDGED))
+def _counted(output: OutputEvaluation, status: str) -> Figure:
+    return derive("count", Place(output, "slices"), status=status)
 
 
-def _change(item: SliceDifference, output: OutputEvaluation) -> str:
+def _change(item: SliceDifference, output: OutputEvaluation) -> Told:
     if item.judged is None:
-        return f"{BudgetStatus.NOT_JUDGED} ({numbers.count(item.rows)} rows)"
-    text = numbers.percent_interval(item.judged, output.budget)
-    return f"KL {text}" if item.delta_ne is None else text
+        return told("{} ({} rows)", BudgetStatus.NOT_JUDGED, shown(numbers.count, item, "rows"))
+    text = percent_interval(item.judged, output.budget)
+    return told("KL {}", text) if item.delta_ne is None else text
 
 
 def _left_out(evaluation: Evaluation, output: OutputEvaluation) -> Iterator[str]:
-    for column, count in output.slices_left_out.items():
-        yield (
-            f"Column '{column}' has many values: the most frequent on {evaluation.split} are looked at, "
-            f"{numbers.count(count)} are left out."
+    for column in output.slices_left_out:
+        yield told(
+            "Column '{}' has many values: the most frequent on {} are looked at, {} are left out.",
+            column,
+            evaluation.split,
+            shown(numbers.count, output.slices_left_out, column),
         )
 
 
@@ -126,8 +142,8 @@ _ORDER = (BudgetStatus.BEYOND, BudgetStatus.UNDECIDED, BudgetStatus.WITHIN, Budg
 
 
 def _count(output: OutputEvaluation, status: str) -> Cell:
-    count = len(output.slices_of(status))
-    return cell(numbers.count(count), _TONES[status] if count else Tone.MUTED)
+    count = _counted(output, status)
+    return cell(formed(numbers.count, count), _TONES[status] if count.value else Tone.MUTED)
 
 
 def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -> Table:
@@ -141,24 +157,26 @@ def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -
         Column("Status"),
         Column("Why", prose=True),
     )
-    shown = output.slices[:SHOWN]
     rows = tuple(
         (
             cell(item.column),
             cell(_value(item)),
-            cell(numbers.count(item.rows)),
+            cell(shown(numbers.count, item, "rows")),
             cell(_change(item, output), _TONES[item.status]),
-            cell(numbers.NONE if item.kl is None else numbers.percent_interval(item.kl)),
-            cell(numbers.NONE if item.labelled is None else numbers.percent_interval(item.labelled)),
+            cell(percent_interval(item.kl)),
+            cell(percent_interval(item.labelled)),
             cell(item.status, _TONES[item.status]),
             cell(item.reason),
         )
-        for item in shown
+        for item in output.slices[:SHOWN]
     )
-    rest = len(output.slices) - len(shown)
-    more = f"; {numbers.count(rest)} more in report.json" if rest else ""
-    caption = (
-        f"Worst slices of {evaluation.engine}, {output.output}, on {evaluation.split}, budget "
-        f"{numbers.budget_percent(output.budget)}{more}"
+    rest = derive("entries", *map(Place, output.slices[SHOWN:]))
+    caption = told(
+        "Worst slices of {}, {}, on {}, budget {}{}",
+        evaluation.engine,
+        output.output,
+        evaluation.split,
+        shown(numbers.budget_percent, output, "budget"),
+        told("; {} more in report.json", formed(numbers.count, rest)) if rest.value else "",
     )
     return Table(caption, columns, rows, keys=2)

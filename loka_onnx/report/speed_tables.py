@@ -1,57 +1,36 @@
-"""Tables of what FP8 saves at each site by kernel times, and of the quadrants: safe or not, fast or not."""
+"""Tables of what FP8 saves at each site by kernel times, behind the quadrants."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
 from loka_onnx.core.plan import PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Table, Tone, cell
+from loka_onnx.report.figures import shown
+from loka_onnx.report.quadrants import quadrants
 
 _SPEED_TONES = {
     SpeedVerdict.FAST: Tone.GOOD,
     SpeedVerdict.SLOW: Tone.BAD,
     SpeedVerdict.UNKNOWN: Tone.MUTED,
 }
-_DECIDED = (Verdict.SAFE, Verdict.UNSAFE)
 
 
 def speed_tables(data: ReportData, judged_in: PrecisionPlan | None) -> Iterator[Table]:
-    """Both tables of each device that there are kernel times of; nothing where there are none.
+    """The quadrants, and what FP8 saves at each site, of each device that there are kernel times of.
 
     Args:
         data: The facts.
         judged_in: The plan whose verdicts on accuracy are shown.
     """
-    for device in dict.fromkeys(speed.device for speed in data.plans.speeds):
-        speeds = [speed for speed in data.plans.speeds if speed.device == device]
-        verdicts = {d.site: d.verdict for d in judged_in.decisions} if judged_in is not None else {}
-        yield _quadrants(device, speeds, verdicts)
-        yield _by_site(device, speeds, verdicts)
-
-
-def _quadrants(device: str, speeds: list[SiteSpeed], verdicts: dict[str, Verdict]) -> Table:
-    """Sites of each pair of verdicts; the four of safe, unsafe, fast and slow also where they are empty."""
-    columns = (
-        Column("Accuracy"),
-        Column("Speed"),
-        Column("Sites", numeric=True),
-        Column("Names", prose=True),
-    )
-    rows = []
-    for accuracy, verdict in product(Verdict, SpeedVerdict):
-        names = [
-            speed.site
-            for speed in speeds
-            if (verdicts.get(speed.site, Verdict.NOT_JUDGED), speed.verdict) == (accuracy, verdict)
-        ]
-        if names or (accuracy in _DECIDED and verdict is not SpeedVerdict.UNKNOWN):
-            tone = _SPEED_TONES[verdict] if accuracy is Verdict.SAFE else Tone.PLAIN
-            count, listed = numbers.count(len(names)), ", ".join(names) or numbers.NONE
-            rows.append((cell(accuracy), cell(verdict, tone), cell(count), cell(listed)))
-    return Table(f"Sites by accuracy and speed of FP8 on {device}", columns, tuple(rows), keys=2)
+    verdicts = {d.site: d.verdict for d in judged_in.decisions} if judged_in is not None else {}
+    for found in quadrants(data):
+        yield found.table()
+        speeds = [speed for speed in data.plans.speeds if speed.device == found.device]
+        if speeds:
+            yield _by_site(found.device, speeds, verdicts)
 
 
 def _by_site(device: str, speeds: list[SiteSpeed], verdicts: dict[str, Verdict]) -> Table:
@@ -71,8 +50,8 @@ def _by_site(device: str, speeds: list[SiteSpeed], verdicts: dict[str, Verdict])
             cell(speed.site),
             cell(verdicts.get(speed.site, Verdict.NOT_JUDGED)),
             cell(speed.verdict, _SPEED_TONES[speed.verdict]),
-            *(_us(speed.saved_us.get(batch)) for batch in batches),
-            *(_us(speed.quantize_us.get(batch)) for batch in batches),
+            *(_us(speed.saved_us, batch) for batch in batches),
+            *(_us(speed.quantize_us, batch) for batch in batches),
             cell(speed.tensor),
             cell(_source(speed)),
             cell(speed.reason),
@@ -89,5 +68,5 @@ def _source(speed: SiteSpeed) -> str:
     return "measured" if speed.is_measured else "predicted"
 
 
-def _us(value: float | None) -> Cell:
-    return cell(numbers.NONE if value is None else f"{value:.2f}")
+def _us(times: dict[str, float], batch: str) -> Cell:
+    return cell(shown("{:.2f}".format, times, batch) if batch in times else numbers.NONE)

@@ -46,6 +46,9 @@ class _Shape:
         return [*cells, plan, *([Text(output)] if self.with_output else [])]
 
 
+_LONGEST_WORD = len("undecided,")
+
+
 def summary_table(data: ReportData, split: str | None = None) -> Table:
     """One row per engine and output, the reference first; the emitted engines are marked with ``*``.
 
@@ -72,7 +75,7 @@ def summary_table(data: ReportData, split: str | None = None) -> Table:
         ("output", shape.with_output),
     ):
         if wanted:
-            table.add_column(heading, overflow="fold", no_wrap=heading == "plan")
+            table.add_column(heading, overflow="fold", no_wrap=heading in {"plan", "output"})
     for heading, is_rigid in (
         ("NE", True),
         ("AUC", True),
@@ -82,12 +85,12 @@ def summary_table(data: ReportData, split: str | None = None) -> Table:
         ("size", True),
     ):
         table.add_column(heading, justify="right", no_wrap=is_rigid)
-    table.add_column("status", overflow="fold")
+    table.add_column("status", overflow="fold", min_width=_LONGEST_WORD)
     for reference in data.references:
         evaluation = data.evaluation(reference, shape.split)
         for output in evaluation.outputs if evaluation is not None else ():
             names = shape.names(None, Text("FP32"), output.output)
-            table.add_row(*names, *_scores(output), "0", numbers.share(0.0), numbers.NONE, "reference")
+            table.add_row(*names, *_scores(output), *[numbers.NONE] * 3, "reference")
     for engine in data.engines:
         _add_engine(table, data, engine, shape)
     return table

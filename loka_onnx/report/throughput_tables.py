@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from loka_onnx.core.throughput import Gain, Throughput
+from collections.abc import Iterator
+
+from loka_onnx.core.throughput import Throughput, ThroughputSet
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.figures import at, derive, formed, shown, told
 
 _COLUMNS = (
     Column("Engine"),
@@ -37,8 +40,12 @@ def throughput_sections(data: ReportData) -> tuple[Section, ...]:
         "arrival that was intended, so that what waits in the queue is in it. The share over the limit is "
         "held under 1 % by its upper end, and the rate was confirmed under other arrivals.",
     )
-    items = [f"{m.engine} at batch {numbers.count(m.batch)}: {m.failure}" for m in found if m.failure]
-    items += [_gain(gain) for gain in data.throughput.gains]
+    items: list[str] = [
+        told("{} at batch {}: {}", m.engine, shown(numbers.count, m, "batch"), m.failure)
+        for m in found
+        if m.failure
+    ]
+    items += _gains(data.throughput)
     table = Table("Throughput", _COLUMNS, tuple(_row(m) for m in found), keys=2)
     return (Section("throughput", "Throughput", paragraphs, tuple(items), (table,)),)
 
@@ -51,30 +58,46 @@ def _row(measured: Throughput) -> tuple[Cell, ...]:
         late = none
     else:
         under = (
-            cell(numbers.latency(best.p50_us)),
-            cell(numbers.latency(best.p99_us)),
-            cell(f"{100 * best.over_upper:.2f} %"),
+            cell(shown(numbers.latency, best, "p50_us")),
+            cell(shown(numbers.latency, best, "p99_us")),
+            cell(shown(_percent, best, "over_upper")),
         )
         tone = Tone.WARN if best.late_us > LATE * measured.p99_limit_us else Tone.PLAIN
-        late = cell(numbers.latency(best.late_us), tone)
-    rate = f"{measured.requests_per_s:,.1f}" if measured.requests_per_s else "none is low enough"
+        late = cell(shown(numbers.latency, best, "late_us"), tone)
+    rate = at(measured, "requests_per_s")
+    rows = derive("product", rate, at(measured, "batch"))
+    answered = formed("{:,.1f}".format, rate) if measured.requests_per_s else "none is low enough"
     return (
         cell(measured.engine),
-        cell(numbers.count(measured.batch)),
+        cell(shown(numbers.count, measured, "batch")),
         cell(measured.role),
         cell(f"on the {measured.inputs}"),
-        cell(str(measured.streams)),
-        cell(numbers.latency(measured.p99_limit_us)),
-        cell(numbers.NOT_MEASURED if measured.failure else rate, Tone.WARN if best is None else Tone.PLAIN),
-        cell(f"{measured.rows_per_s:,.0f}" if measured.requests_per_s else numbers.NONE),
+        cell(shown(numbers.count, measured, "streams")),
+        cell(shown(numbers.latency, measured, "p99_limit_us")),
+        cell(
+            numbers.NOT_MEASURED if measured.failure else answered, Tone.WARN if best is None else Tone.PLAIN
+        ),
+        cell(formed("{:,.0f}".format, rows) if measured.requests_per_s else numbers.NONE),
         *under,
-        cell(f"{measured.capacity_per_s:,.1f}" if measured.capacity_per_s else numbers.NONE),
+        cell(
+            shown("{:,.1f}".format, measured, "capacity_per_s") if measured.capacity_per_s else numbers.NONE
+        ),
         late,
     )
 
 
-def _gain(gain: Gain) -> str:
-    return (
-        f"{gain.target} at batch {numbers.count(gain.batch)}: the chosen engine answers {gain.ratio:.2f}× "
-        f"the requests of {gain.other}"
-    )
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def _gains(found: ThroughputSet) -> Iterator[str]:
+    by_name = {(m.engine, m.batch): m for m in found.measurements}
+    for gain in found.gains:
+        ours, other = (by_name[engine, gain.batch] for engine in (gain.engine, gain.other))
+        yield told(
+            "{} at batch {}: the chosen engine answers {}× the requests of {}",
+            gain.target,
+            shown(numbers.count, ours, "batch"),
+            formed("{:.2f}".format, derive("ratio", at(ours, "requests_per_s"), at(other, "requests_per_s"))),
+            gain.other,
+        )

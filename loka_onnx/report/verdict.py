@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from loka_onnx.core.evaluation import KL_NAME, BudgetStatus, Evaluation, OutputEvaluation, TargetChoice
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Tone, Verdict
+from loka_onnx.report.figures import Place, Told, derive, formed, joined, percent_interval, shown, told
 from loka_onnx.report.slice_tables import slices_sentence
+from loka_onnx.report.verdict_stats import bars, speed_stats, stand_in, stats
 
 SIMULATED_LATENCY = "simulated: speed never counts"
 NO_LABELS = f"{KL_NAME}, no labels: the labelled first-order term is not seen"
@@ -18,48 +22,61 @@ def verdicts(data: ReportData) -> tuple[Verdict, ...]:
     return tuple(_verdict(data, choice) for choice in data.choice.targets)
 
 
-def budget_sentence(output: OutputEvaluation) -> str:
+def budget_sentence(output: OutputEvaluation) -> Told:
     """How an output stands to its budget, on what, and the rows that an undecided verdict lacks."""
     if output.difference is None:
-        return f"the reference itself; budget {numbers.budget_percent(output.budget)}"
+        return told("the reference itself; budget {}", shown(numbers.budget_percent, output, "budget"))
     said = _status_sentence(output)
-    return f"{said} ({NO_LABELS})" if output.difference.delta_ne is None else said
+    return told("{} ({})", said, NO_LABELS) if output.difference.delta_ne is None else said
 
 
-def _status_sentence(output: OutputEvaluation) -> str:
-    budget = numbers.budget_percent(output.budget)
+def _status_sentence(output: OutputEvaluation) -> Told:
+    budget = shown(numbers.budget_percent, output, "budget")
     if output.budget_status == BudgetStatus.WITHIN:
-        return f"within the budget of {budget}"
+        return told("within the budget of {}", budget)
     if output.budget_status == BudgetStatus.BEYOND:
-        return f"beyond the budget of {budget}"
+        return told("beyond the budget of {}", budget)
     if output.rows_to_decide is None:
-        return f"undecided against the budget of {budget}; no number of rows would decide it"
-    return (
-        f"undecided against the budget of {budget}; about {numbers.count(output.rows_to_decide)} rows "
-        "would decide it"
+        return told("undecided against the budget of {}; {}", budget, _why_open(output))
+    return told(
+        "undecided against the budget of {}; about {} rows would decide it",
+        budget,
+        shown(numbers.count, output, "rows_to_decide"),
     )
+
+
+def _why_open(output: OutputEvaluation) -> str:
+    """Why no number of rows can be told that would decide."""
+    judged = output.difference.judged if output.difference is not None else None
+    if judged is None or not math.isfinite(judged.upper - judged.lower):
+        return "how many rows would decide it is not known: these are too few for an interval"
+    return "the estimate lies on it, and a hundred times as many rows would not tell on which side"
 
 
 def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
     plan = data.plan(choice.plan)
     engine = data.engine(choice.engine)
     has_fp8 = plan is not None and bool(plan.fp8_sites)
-    facts = [f"Why: {choice.reason}"]
+    facts: list[str] = [f"Why: {choice.reason}"]
     if not has_fp8:
         facts.insert(0, f"No FP8 engine is emitted for this target: it gets high precision ({choice.plan}).")
     if engine is not None and engine.simulated:
         facts.append("FP8 is simulated in this engine: its accuracy counts, its speed says nothing.")
     facts += _costs(data, choice.engine)
+    facts += _stood_in(data, choice)
+    facts += [told("{}: {} ({}).", s.label, s.shown.text, s.note) for s in speed_stats(data, choice)]
     facts += _slices(data, choice.engine)
     if choice.routes:
-        served = "; ".join(f"to {numbers.count(r.batch)} rows {r.engine}" for r in choice.routes)
-        facts.append(f"By batch size: {served}.")
+        served = [told("to {} rows {}", shown(numbers.count, r, "batch"), r.engine) for r in choice.routes]
+        facts.append(told("By batch size: {}.", joined("; ", served)))
     facts.append(f"Speed: {choice.basis}.")
     if engine is not None and engine.fallbacks:
-        facts.append(f"Sites that do not run as planned: {len(engine.fallbacks)}; see Fallbacks.")
+        fallbacks = formed(numbers.count, derive("count", Place(engine, "sites"), engaged=False))
+        facts.append(told("Sites that do not run as planned: {}; see Fallbacks.", fallbacks))
     headline = f"{choice.target}: emit {choice.engine} (plan {choice.plan})"
     is_good = has_fp8 and _is_within(data, choice.engine)
-    return Verdict(choice.target, headline, tuple(facts), Tone.GOOD if is_good else Tone.WARN)
+    tone = Tone.GOOD if is_good else Tone.WARN
+    return Verdict(choice.target, headline, tuple(facts), tone, stats(data, choice), bars(data, choice))
 
 
 def _evaluations(data: ReportData, engine: str) -> list[Evaluation]:
@@ -78,7 +95,7 @@ def _beyond(evaluation: Evaluation) -> bool:
 
 def _slices(data: ReportData, engine: str) -> list[str]:
     return [
-        f"Slices ({output.output}, {evaluation.split}): {slices_sentence(output)}."
+        told("Slices ({}, {}): {}.", output.output, evaluation.split, slices_sentence(output))
         for evaluation in _evaluations(data, engine)
         for output in evaluation.outputs
         if output.slices
@@ -94,9 +111,24 @@ def _costs(data: ReportData, engine: str) -> list[str]:
     ]
 
 
+def _stood_in(data: ReportData, choice: TargetChoice) -> list[str]:
+    """What an engine that was not run is expected to cost: that of another one of its plan."""
+    found = stand_in(data, choice)
+    if found is None:
+        return []
+    engine = data.engine(found.engine)
+    how = "simulated" if engine is not None and engine.simulated else "measured"
+    return [
+        told("Of this plan, {} by {}: {}", how, found.engine, _cost(found, output))
+        for output in found.outputs
+    ]
+
+
 def _cost(evaluation: Evaluation, output: OutputEvaluation) -> str:
-    where = f"{output.output}, {numbers.count(evaluation.rows)} {evaluation.split} rows"
+    rows = shown(numbers.count, evaluation, "rows")
+    where = told("{}, {} {} rows", output.output, rows, evaluation.split)
     if output.difference is None:
-        return f"Cost ({where}): none, it is the reference."
-    interval = numbers.percent_interval(output.difference.judged, output.budget)
-    return f"Cost ({where}): {output.difference.judged_name} {interval}, {budget_sentence(output)}."
+        return told("Cost ({}): none, it is the reference.", where)
+    interval = percent_interval(output.difference.judged, output.budget)
+    name = output.difference.judged_name
+    return told("Cost ({}): {} {}, {}.", where, name, interval, budget_sentence(output))

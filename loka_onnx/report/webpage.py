@@ -2,27 +2,66 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 from functools import cache
+from typing import Any, Protocol
 
 import jinja2
+from markupsafe import Markup
 
-from loka_onnx.report.chart import Chart, plotly_script
+from loka_onnx.report.chart import plotly_script
 from loka_onnx.report.document import Document
+from loka_onnx.report.exhibits import Exhibits
+
+
+class Graph(Protocol):
+    """The model graph, ready for the page."""
+
+    @property
+    def html(self) -> Markup:
+        """Its markup with its style and script, escaped."""
+
+
+def to_html(document: Document, exhibits: Exhibits, graph: Graph | None = None) -> str:
+    """Writes a document.
+
+    Args:
+        document: What Markdown shows too.
+        exhibits: What is drawn; plotly.js is put on the page when there is something to draw.
+        graph: The model graph; None leaves its section out.
+    """
+    template = environment().get_template("report.html.j2")
+    return template.render(
+        document=document,
+        exhibits=exhibits,
+        graph=graph,
+        plotly=_packed_plotly() if exhibits.has_drawings else "",
+    )
 
 
 @cache
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+def environment() -> jinja2.Environment:
+    """The templates of the page; whatever stands in them is escaped."""
+    found = jinja2.Environment(
         loader=jinja2.PackageLoader("loka_onnx.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    found.filters["json"] = _json
+    return found
 
 
-def to_html(document: Document, charts: tuple[Chart, ...]) -> str:
-    """Writes a document; plotly.js is put on the page when there is a chart to show."""
-    template = _environment().get_template("report.html.j2")
-    script = plotly_script() if charts else ""
-    return template.render(document=document, charts=charts, plotly_script=script)
+def _json(value: Any) -> Markup:
+    """Data for a script: nothing in it can end the element that it stands in."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e"))
+
+
+@cache
+def _packed_plotly() -> str:
+    """The source of plotly.js, compressed; a browser unpacks it when the first chart is drawn."""
+    return base64.b64encode(gzip.compress(plotly_script().encode(), 9, mtime=0)).decode()

@@ -251,8 +251,9 @@ class _Opener:
     def _skip(self, entry: EngineEntry, cause: Cause, reason: str) -> None:
         reason = self.source.pin.worded(reason)
         self.skipped.append(Skipped(entry.id, reason, cause))
-        # A bundle for several devices has engines for others than this one: nothing is wrong with that.
-        level = logging.INFO if cause is Cause.DEVICE else logging.WARNING
+        # A bundle for several devices has engines for others than this one, and who asks for the dense part
+        # passes over those that take ids: nothing is wrong with either.
+        level = logging.INFO if cause in {Cause.DEVICE, Cause.PART} else logging.WARNING
         _LOG.log(level, "%s: engine '%s' is not used: %s", self.source.name, entry.id, reason)
 
     def _shared_lookup(self) -> OnnxSession:

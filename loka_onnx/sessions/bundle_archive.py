@@ -31,6 +31,7 @@ from loka_onnx.core.manifest import (
     Manifest,
     path_problem,
 )
+from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError, OutputError
 from loka_onnx.sessions.archive_layout import (
     MAX_HEADER_BYTES,
@@ -43,7 +44,8 @@ from loka_onnx.sessions.archive_layout import (
     parse_local,
 )
 from loka_onnx.sessions.bundle_documents import refuse
-from loka_onnx.sessions.bundle_files import Verified, check_models, parse_manifest, verify_directory
+from loka_onnx.sessions.bundle_files import Verified, check_models, verify_directory
+from loka_onnx.sessions.bundle_manifest import parse_manifest
 from loka_onnx.sessions.bundle_signature import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,
@@ -62,12 +64,13 @@ def is_archive(path: Path) -> bool:
     return path.is_file()
 
 
-def verify_path(path: Path, keys: Sequence[Path] = ()) -> Verified:
+def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
     """Checks a bundle in either form.
 
     Args:
         path: Its directory, or its archive.
         keys: Public keys of which one must have signed it; where there are none, no signature is asked for.
+        progress: Called with bytes done.
 
     Raises:
         BundleInvalid: It does not verify, or none of the keys signed it.
@@ -76,18 +79,19 @@ def verify_path(path: Path, keys: Sequence[Path] = ()) -> Verified:
     """
     if is_archive(path):
         with _opened(path) as archive:
-            archive.check_contents()
+            archive.check_contents(progress)
             signer = archive.signer(keys) if keys else None
             return Verified(archive.manifest, archive.claimed, signer)
-    return verify_directory(path, keys)
+    return verify_directory(path, keys, progress)
 
 
-def unpack(archive: Path, directory: Path) -> Path:
+def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
     """Writes the bundle of an archive as a directory, atomically.
 
     Args:
         archive: The archive.
         directory: Where it goes. An old bundle there is replaced as a whole.
+        progress: Called with bytes done.
 
     Returns:
         The directory, with links resolved.
@@ -99,7 +103,7 @@ def unpack(archive: Path, directory: Path) -> Path:
     destination = directory.resolve()
     check_replaceable(destination)
     with _opened(archive) as opened, staged_directory(destination) as stage:
-        opened.extract(stage)
+        opened.extract(stage, progress)
     return destination
 
 
@@ -141,24 +145,27 @@ def distinct_files(manifest: Manifest) -> tuple[BundleFile, ...]:
     return tuple(first.values())
 
 
-def write_archive(directory: Path, target: Path) -> None:
+def write_archive(directory: Path, target: Path, progress: Progress = silent) -> None:
     """Writes a verified bundle as an archive, not atomically.
 
     Args:
         directory: The bundle.
         target: The file to write.
+        progress: Called with bytes done.
 
     Raises:
         OSError: It cannot be read or written.
     """
     with pinned(directory) as pin:
-        manifest = verify_directory(pin.path).manifest
+        manifest = verify_directory(pin.path, progress=progress).manifest
+        total = sum(file.bytes for file in distinct_files(manifest))
         names = [MANIFEST_NAME, *([SIGNATURE_NAME] if (pin.path / SIGNATURE_NAME).exists() else [])]
         written: list[Stored] = []
         with target.open("xb") as out:
             for path in (*names, *(file.path for file in distinct_files(manifest))):
                 with (pin.path / path).open("rb") as source:
                     written.append(_write_entry(out, path, source))
+                progress("write", min(out.tell(), total), total)
             offset = out.tell()
             for entry in written:
                 out.write(central_header(entry))
@@ -223,31 +230,35 @@ class _Archive:
         """Fingerprint of the key that signed it; see `check_signature`."""
         return check_signature(self._signature_data, self._manifest_data, keys, self._path)
 
-    def check_contents(self) -> None:
+    def check_contents(self, progress: Progress = silent) -> None:
         """Checks every file against its digest, and what models read.
 
         Raises:
             BundleInvalid: One was altered.
         """
-        for file in distinct_files(self.manifest):
-            for _ in self._content(file):
-                pass
-        by_digest = {file.sha256: file for file in distinct_files(self.manifest)}
+        files, done = distinct_files(self.manifest), 0
+        total = sum(file.bytes for file in files)
+        for file in files:
+            for chunk in self._content(file):
+                done += len(chunk)
+                progress("verify", done, total)
+        by_digest = {file.sha256: file for file in files}
         check_models(
             self.manifest,
             self._path,
             lambda path: self._model(by_digest[self.manifest.file(path).sha256]),
         )
 
-    def extract(self, directory: Path) -> None:
+    def extract(self, directory: Path, progress: Progress = silent) -> None:
         """Writes the bundle to an empty directory; checks every file against its digest.
 
         Raises:
             BundleInvalid: One was altered.
             OSError: The directory cannot be written or has no room.
         """
-        files = distinct_files(self.manifest)
-        _check_room(directory, sum(file.bytes for file in files))
+        files, done = distinct_files(self.manifest), 0
+        total = sum(file.bytes for file in files)
+        _check_room(directory, total)
         (directory / MANIFEST_NAME).write_bytes(self._manifest_data)
         if self._signature_data is not None:
             (directory / SIGNATURE_NAME).write_bytes(self._signature_data)
@@ -255,6 +266,8 @@ class _Archive:
             with _new_file(directory, file.path) as out:
                 for chunk in self._content(file):
                     out.write(chunk)
+                    done += len(chunk)
+                    progress("unpack", done, total)
         _add_names(directory, _other_names(self.manifest))
         for folder, _, names in os.walk(directory):
             Path(folder).chmod(0o755)

@@ -1,4 +1,4 @@
-"""Reading a bundle without trusting it.
+"""Verifying a bundle without trusting it: its files against its manifest (`sessions.bundle_manifest`).
 
 A bundle is closed-world: it holds exactly the files that its manifest lists, unaltered. Nothing in it is
 unpickled, followed or executed before that has been checked. The digests protect against accidents and
@@ -9,9 +9,7 @@ who made the bundle.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-import re
 import stat
 import zipfile
 import zlib
@@ -27,34 +25,25 @@ import onnx
 from loka_onnx.core.digests import CHUNK_BYTES
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
-    MAX_FILES,
     MAX_MANIFEST_BYTES,
     MAX_PATH_DEPTH,
     BundleFile,
     EngineEntry,
     Manifest,
-    digest_lineage,
-    paths_problem,
     sample_expected_key,
     sample_input_key,
     sample_looked_up_key,
 )
-from loka_onnx.core.split import Part
+from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError
-from loka_onnx.sessions.bundle_documents import (
-    OPEN_PLAIN,
-    kind_of,
-    parse_document,
-    read_document,
-    refuse,
-)
+from loka_onnx.sessions.bundle_documents import OPEN_PLAIN, kind_of, read_document, refuse
+from loka_onnx.sessions.bundle_manifest import parse_manifest
 from loka_onnx.sessions.bundle_signature import (
     SIGNATURE_NAME,
     check_signature,
     parse_signature,
     signature_bytes,
 )
-from loka_onnx.sessions.dlpack import DTYPES
 from loka_onnx.sessions.model_files import read_model
 from loka_onnx.sessions.pinned import pinned
 
@@ -64,9 +53,6 @@ MODEL_SUFFIX = ".onnx"
 ONNX_RUNTIME = "onnxruntime"
 """What names of backends that ONNX Runtime opens begin with."""
 _WRITE_AGAIN = "write the bundle again with a model of that name"
-MAX_FILE_BYTES = 1 << 50
-"""More than any file; small enough for every field of a header or system call that takes a size."""
-_DIGEST = re.compile("[0-9a-f]{64}")
 
 MAX_SAMPLE_BYTES = 256 << 20
 """Unpacked size of a sample; a few rows of every input and output are far below it."""
@@ -114,7 +100,7 @@ class Verified:
     signer: str | None
 
 
-def verify_directory(directory: Path, keys: Sequence[Path] = ()) -> Verified:
+def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
     """Checks that a bundle is whole, and who signed it.
 
     Everything is read of one directory, though another takes its place meanwhile, and each document once.
@@ -122,6 +108,7 @@ def verify_directory(directory: Path, keys: Sequence[Path] = ()) -> Verified:
     Args:
         directory: The bundle.
         keys: Public keys of which one must have signed it; where there are none, no signature is asked for.
+        progress: Called with bytes done.
 
     Raises:
         BundleInvalid: As `verify_bundle`, or none of the keys signed it.
@@ -129,12 +116,12 @@ def verify_directory(directory: Path, keys: Sequence[Path] = ()) -> Verified:
         MissingPackage: There are keys, and no `cryptography` here.
     """
     with pinned(directory) as pin:
-        verified = _verify(pin.path, keys)
+        verified = _verify(pin.path, keys, progress)
         pin.check()
         return verified
 
 
-def _verify(directory: Path, keys: Sequence[Path]) -> Verified:
+def _verify(directory: Path, keys: Sequence[Path], progress: Progress) -> Verified:
     data = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
     signature = signature_bytes(directory)
     signer = check_signature(signature, data, keys, directory) if keys else None
@@ -147,40 +134,13 @@ def _verify(directory: Path, keys: Sequence[Path]) -> Verified:
     for path in sorted(listed - found):
         refuse(directory, f"file {path!r} is missing", f"{len(found)} files are there")
     digests: dict[tuple[int, int], str] = {}
+    done = 0
     for entry in manifest.files:
         _verify_file(directory, entry, digests)
+        done += entry.bytes
+        progress("verify", done, manifest.total_bytes)
     check_models(manifest, directory, lambda path: read_model(directory / path))
     return Verified(manifest, claimed, signer)
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """Reads a manifest and checks it against itself, but not against the files.
-
-    Raises:
-        BundleInvalid: As `verify_bundle`, as far as the manifest alone shows it.
-    """
-    with pinned(directory) as pin:
-        return parse_manifest(read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES), pin.path)
-
-
-def parse_manifest(data: bytes, where: Path) -> Manifest:
-    """A manifest from its bytes, checked against itself.
-
-    Args:
-        data: The bytes.
-        where: The bundle, for messages.
-
-    Raises:
-        BundleInvalid: As `verify_bundle`, as far as the manifest alone shows it.
-    """
-    manifest = parse_document(Manifest, data, MANIFEST_NAME, where)
-    if len(manifest.files) > MAX_FILES:
-        refuse(where, "the manifest lists too many files", f"{len(manifest.files)}, the limit is {MAX_FILES}")
-    problem = paths_problem([MANIFEST_NAME, SIGNATURE_NAME, *(f.path for f in manifest.files)])
-    if problem is not None:
-        refuse(where, f"the manifest lists a forbidden path: {problem}", MANIFEST_NAME)
-    _check_consistency(where, manifest)
-    return manifest
 
 
 def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.ModelProto]) -> None:
@@ -308,121 +268,6 @@ def data_locations(model: onnx.ModelProto) -> tuple[str, ...]:
             }
         )
     )
-
-
-def _check_consistency(directory: Path, manifest: Manifest) -> None:
-    files = {f.path: f for f in manifest.files}
-    for role, path in (("plans", manifest.plans), ("sample", manifest.sample)):
-        if path not in files:
-            refuse(directory, f"the manifest names {role} '{path}' but does not list it", MANIFEST_NAME)
-    for path in manifest.report:
-        if path not in files:
-            refuse(directory, f"the manifest names report '{path}' but does not list it", MANIFEST_NAME)
-    _check_cut(directory, manifest, files)
-    _check_tensors(directory, manifest)
-    _check_routes(directory, manifest)
-    _check_digests(directory, manifest)
-    ids = [e.id for e in manifest.candidates]
-    if len(set(ids)) != len(ids):
-        refuse(directory, "two engines of the manifest have one id", ", ".join(sorted(ids)))
-    outputs = {o.name for o in manifest.outputs}
-    for entry in manifest.candidates:
-        listed = files.get(entry.path)
-        if listed is None:
-            refuse(directory, f"engine '{entry.id}' names '{entry.path}' but it is not listed", MANIFEST_NAME)
-        if (listed.sha256, listed.bytes) != (entry.digest, entry.bytes):
-            refuse(
-                directory,
-                f"engine '{entry.id}' and the list of files disagree on '{entry.path}'",
-                f"{entry.bytes} bytes, sha256 {entry.digest[:12]}… against "
-                f"{listed.bytes} bytes, sha256 {listed.sha256[:12]}…",
-            )
-        if not 1 <= entry.batch.min <= entry.batch.max:
-            refuse(directory, f"engine '{entry.id}' has an empty batch range", f"{entry.batch}")
-        # A NaN or infinite tolerance would make the self-test pass whatever comes out.
-        if set(entry.tolerance) != outputs or not all(
-            math.isfinite(t) and t >= 0 for t in entry.tolerance.values()
-        ):
-            refuse(
-                directory,
-                f"engine '{entry.id}' needs one finite tolerance for each output",
-                f"tolerances {entry.tolerance}, outputs {sorted(outputs)}",
-            )
-
-
-def _check_tensors(directory: Path, manifest: Manifest) -> None:
-    cut = () if manifest.cut is None else manifest.cut.tensors
-    for what, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs), ("cut tensors", cut)):
-        names = [spec.name for spec in specs]
-        if len(set(names)) != len(names):
-            refuse(directory, f"two {what} of the manifest have one name", f"{names}")
-        for spec in specs:
-            if spec.dtype not in DTYPES:
-                known = ", ".join(sorted(DTYPES))
-                refuse(directory, f"'{spec.name}' has type {spec.dtype[:80]!r}, which is none", known)
-
-
-def _check_digests(directory: Path, manifest: Manifest) -> None:
-    sizes: dict[str, BundleFile] = {}
-    for file in manifest.files:
-        if not 0 <= file.bytes <= MAX_FILE_BYTES or not _DIGEST.fullmatch(file.sha256):
-            evidence = f"{file.bytes} bytes, sha256 {file.sha256[:80]!r}"
-            refuse(directory, f"'{file.path}' is listed with a size or digest that no file has", evidence)
-        other = sizes.setdefault(file.sha256, file)
-        if other.bytes != file.bytes:
-            evidence = f"'{other.path}' and '{file.path}': {other.bytes} and {file.bytes} bytes"
-            refuse(directory, "two files of the manifest have one digest and two sizes", evidence)
-    digest = digest_lineage(manifest.lineage)
-    if digest != manifest.lineage_digest:
-        refuse(
-            directory,
-            "the lineage of the manifest is not that of its digest",
-            f"sha256 {digest[:12]}… against {manifest.lineage_digest[:12]}…",
-        )
-
-
-def _check_routes(directory: Path, manifest: Manifest) -> None:
-    """Requests must have an engine of the bundle to go to, whatever their size."""
-    ids = {entry.id for entry in manifest.engines}
-    for choice in manifest.choice.targets:
-        missing = [name for name in choice.engines if name not in ids] if choice.routes else []
-        if missing:
-            refuse(
-                directory, f"requests are routed to engine '{missing[0]}', which is not there", choice.target
-            )
-        sizes = [route.batch for route in choice.routes]
-        if sizes != sorted({size for size in sizes if size >= 1}):
-            refuse(directory, f"the routes of '{choice.target}' are out of order", f"batch sizes {sizes}")
-
-
-def _check_cut(directory: Path, manifest: Manifest, files: Mapping[str, BundleFile]) -> None:
-    cut = manifest.cut
-    dense = [entry.id for entry in manifest.candidates if entry.part is Part.DENSE]
-    if manifest.fallback.part is not Part.WHOLE:
-        refuse(directory, "the fallback is not the whole model", f"its part is '{manifest.fallback.part}'")
-    if cut is None:
-        if dense:
-            refuse(
-                directory,
-                f"engine '{dense[0]}' takes looked-up rows, and the manifest has no cut",
-                f"its part is '{Part.DENSE}'",
-            )
-        return
-    if cut.lookup not in files:
-        refuse(
-            directory, f"the manifest names lookup model '{cut.lookup}' but does not list it", MANIFEST_NAME
-        )
-    inputs = {spec.name for spec in manifest.inputs}
-    unknown = sorted({*cut.lookup_inputs, *cut.passed} - inputs)
-    if unknown:
-        refuse(directory, f"the cut reads '{unknown[0]}', which is no input", f"inputs {sorted(inputs)}")
-    names = [spec.name for spec in cut.tensors]
-    if not names or len(set(names)) != len(names) or inputs & set(names):
-        refuse(
-            directory,
-            "the cut needs tensors whose names differ from one another and from those of the inputs",
-            f"tensors {names}, inputs {sorted(inputs)}",
-        )
 
 
 def _walk(directory: Path) -> Iterator[str]:

@@ -181,11 +181,14 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> Done:
     return Done(int(ended.value.code or 0), captured.out, captured.err)
 
 
-def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
+def start(
+    *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Run the command in a process of its own."""
     return subprocess.Popen(
         [BIN / "loka-onnx", *(str(argument) for argument in arguments)],
         cwd=cwd,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -100,6 +100,15 @@ def test_kind_that_the_output_contradicts(place: Workplace, capsys: Capture) -> 
     assert message.endswith("  remedy: declare `kind: logit` for this output\n")
 
 
+@pytest.mark.parametrize(("key", "what"), [("keep", "no site and no node"), ("force", "no site")])
+def test_pattern_that_names_nothing(place: Workplace, capsys: Capture, key: str, what: str) -> None:
+    assert refusal(capsys, place, "--set", f"plan.{key}=[heds]") == (
+        f"error: plan.{key}: pattern 'heds' matches {what}\n"
+        "  evidence: the nearest of 3 sites is 'heads'\n"
+        "  remedy: `loka-onnx export` lists the sites of a model\n"
+    )
+
+
 def test_unknown_output(place: Workplace, capsys: Capture) -> None:
     place.write_run_file(outputs=[{**CTR, "name": "crt"}])
     assert refusal(capsys, place) == (
@@ -119,6 +128,24 @@ def test_missing_column(place: Workplace, capsys: Capture) -> None:
         "  evidence: the nearest of its 21 columns is 'd13'\n"
         "  remedy: correct the name, or map the model input to existing columns under `inputs:`\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "near"),
+    [
+        ("outputs.0.label=click", "outputs[0].label", "is 'clicked'"),
+        ("outputs.1.weight=imp", "outputs[1].weight", "is '"),
+        ("data.group=request_id", "data.group", "is '"),
+        ("data.slices=[d33]", "data.slices", "are 'd3', 'd13'"),
+    ],
+)
+def test_a_missing_column_that_is_no_input(
+    place: Workplace, capsys: Capture, setting: str, key: str, near: str
+) -> None:
+    message = refusal(capsys, place, "--set", setting)
+    assert message.startswith(f"error: column '{setting.partition('=')[2].strip('[]')}' of 'rows.parquet' ")
+    assert f"  evidence: the nearest of its 22 columns {near}" in message
+    assert message.endswith(f"  remedy: name an existing column in `{key}`\n")
 
 
 def test_column_of_text(place: Workplace, capsys: Capture) -> None:

@@ -22,13 +22,13 @@ from loka_onnx.core.refinement import Origin, Refinement
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, ThroughputSet
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.evaluation.latency import Interleaved
+from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.run import RunOptions, RunResult, run
-from loka_onnx.pipeline.steps import Steps
 
 FP8 = "cpu-onnxruntime-cpu-fp8-all"
 
 
-def made_up(self: Steps, engines: Sequence[EngineArtifact]) -> Interleaved:
+def made_up(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved:
     """FP8 costs a fifth at 8 rows and saves two fifths at 64, in proportion to the sites that have it."""
 
     def latency(batch: int, us: float) -> Latency:
@@ -65,7 +65,7 @@ def refined(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> tu
         patch.setattr(
             type(get_backend("onnxruntime")), "is_simulated", lambda self, plan, architecture: False
         )
-        patch.setattr(Steps, "time_engines", made_up)
+        patch.setattr(Judging, "time_engines", made_up)
         return place, run(place.run_file)
 
 

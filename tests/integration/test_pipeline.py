@@ -20,6 +20,7 @@ from scipy.special import expit
 from synthetic_runs import ITEMS, WIDTH, Workplace, call, finish, make_workplace, scores, start, tree
 
 import loka_onnx
+from loka_onnx.cli import stages
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet, OutputEvaluation
@@ -300,13 +301,31 @@ def test_stage_verbs_share_the_run_directory(
     done = call(capsys, "run", place.path / "steps.yaml", "--resume", "--quiet")
     assert done.code == 0 and done.err == ""
     assert findings(place.path / "runs" / "steps") == findings(finished.directory)
-    assert "3 sites, 3 of them linear; opset 21" in told[Stage.EXPORT]
+    assert told[Stage.EXPORT].splitlines()[:5] == [
+        "site   kind             K      N",
+        "fc1    linear          32     32",
+        "fc2    linear          32     32",
+        "heads  linear          32      3",
+        "3 sites, 3 of them linear; opset 21",
+    ]
     assert "fuse-layer-norm: 0 applied" in told[Stage.TRANSFORM]
     assert "smooth-by-error: 0 applied" in told[Stage.TRANSFORM]
     assert "lowers the relative FP8 error energy of 'fc2'" in told[Stage.TRANSFORM]
     assert "fp8-all   bf16  3 of 3" in told[Stage.PLAN]
     assert "cpu-onnxruntime-cpu-fp8-all: built and run here" in told[Stage.BUILD]
     assert "steps, cpu: certification" in told[Stage.REPORT]
+
+
+def test_export_lists_the_first_sites_of_a_long_model(
+    place: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "MOST_SITES", 2)
+    # A pattern that names nothing is what the list is for: it does not stand in the way.
+    done = call(capsys, "export", place.run_file, "--quiet", "--set", "plan.keep=[heds]")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["site", "fc1", "fc2", "and"]
+    assert lines[3] == "and 1 more, all of them in model/exported.json"
 
 
 def test_force_starts_over(place: Workplace) -> None:

@@ -4,73 +4,39 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
-from synthetic_runs import BIN
 
 from loka_onnx import config as sections
 from loka_onnx.config import OutputConfig, PlanConfig, RunConfig, load_run_file
 from loka_onnx.core import serde
 from loka_onnx.report import ReportData
 
-README = Path(__file__).parents[2] / "README.md"
-FENCE = re.compile(r"^```(?P<language>\w+)(?: file=(?P<file>\S+))?\n(?P<body>.*?)^```$", re.S | re.M)
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+LAYOUT = ROOT / "docs" / "reference" / "run-directory.md"
+sys.path.insert(0, os.fspath(ROOT))
+
+from docs_site.code_blocks import Block, blocks_of, commands_of  # noqa: E402
+from docs_site.page_runner import PageRunner  # noqa: E402
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: a file to write, or commands (lines after ``$ ``) and their output."""
-
-    language: str
-    file: str | None
-    body: str
-
-    @property
-    def commands(self) -> list[str]:
-        return [line[2:] for line in self.body.splitlines() if line.startswith("$ ")]
-
-
-def blocks() -> list[Block]:
-    found = FENCE.finditer(README.read_text(encoding="utf-8"))
-    return [Block(match["language"], match["file"], match["body"]) for match in found]
-
-
-def shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.run(
-        command,
-        shell=True,
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+def is_made(block: Block) -> bool:
+    """Whether it is of `make`: `make demo` has a test of its own, `make test` is running."""
+    return block.language == "console" and all(each.text.startswith("make ") for each in commands_of(block))
 
 
 @pytest.mark.slow
 def test_the_example_runs_as_printed(tmp_path: Path) -> None:
-    printed = []
-    for block in blocks():
-        if block.file is not None:
-            (tmp_path / block.file).write_text(block.body, encoding="utf-8")
-        elif block.language == "console":
-            for command in block.commands:
-                if command.startswith("make "):
-                    continue  # `make demo` has a test of its own, `make test` is running
-                done = shell(command, tmp_path)
-                assert done.returncode == 0, (command, done.stderr)
-                printed.append(done.stdout)
+    with PageRunner(tmp_path) as runner:
+        printed = [runner.run(block) for block in blocks_of(README) if block.is_run and not is_made(block)]
     for name in ("report.html", "report.md", "report.json", "run.json", "bundle/manifest.json"):
         assert (tmp_path / "runs" / "RUN" / name).is_file()
     assert "SYNTHETIC DATA" in "".join(printed)
-    assert re.fullmatch(r"cpu-onnxruntime-cpu-fp32 \[-?\d\S* +-?\d\S*\]\n", printed[-1])
+    assert re.fullmatch(r"cpu-onnxruntime-cpu-fp32 \[-?\d\S* +-?\d\S*\]", printed[-1].splitlines()[-1])
     report = serde.read(ReportData, tmp_path / "runs" / "RUN" / "report.json")
     inside = {
         plan: (e := report.evaluation(f"cpu-onnxruntime-cpu-{plan}", "certification")) and e.is_within_budget
@@ -79,21 +45,44 @@ def test_the_example_runs_as_printed(tmp_path: Path) -> None:
     assert inside == {"fp32": True, "fp8-all": False, "fp8-safe": True}, "what the README says of it"
 
 
-def test_commands_and_layout_that_are_named_exist() -> None:
+def test_commands_that_are_named_exist() -> None:
     text = README.read_text(encoding="utf-8")
     from typer.main import get_command
 
     from loka_onnx.cli.main import app
-    from loka_onnx.pipeline.directory import OWNED
 
     verbs = set(getattr(get_command(app), "commands", {}))
     named = set(re.findall(r"loka-onnx ([a-z]+)", text))
     assert named <= verbs and {"run", "doctor", "demo", "bundle"} <= named
-    for name in OWNED:
-        assert f"`{name}" in text, f"the layout lacks {name}"
     makefile = (README.parent / "Makefile").read_text()
-    for target in re.findall(r"^\$ make (\w+)", text, re.M):
+    targets = set(re.findall(r"\bmake (\w+)", text))
+    assert {"demo", "docs"} <= targets
+    for target in targets:
         assert f"\n{target}:" in makefile
+
+
+def test_the_page_of_the_run_directory_names_all_that_a_run_leaves() -> None:
+    from loka_onnx.pipeline.directory import OWNED
+
+    rows = LAYOUT.read_text(encoding="utf-8").partition("\n## ")[0]
+    for name in OWNED:
+        assert f"`{name}" in rows, f"the layout lacks {name}"
+    assert LAYOUT.relative_to(ROOT).as_posix() in README.read_text(encoding="utf-8")
+
+
+def test_links_lead_to_what_is_in_the_repository() -> None:
+    """Pages that the site generates are not there; the results and the command line among them."""
+    links = re.findall(r"\]\(([^)\s]+)\)", README.read_text(encoding="utf-8"))
+    assert {"docs/tutorial/index.md", "docs/reference/index.md"} <= set(links)
+    for link in links:
+        path, _, anchor = link.partition("#")
+        assert (ROOT / path).exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in _anchors(ROOT / path), f"{path} has no heading #{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_extras_are_those_of_the_package() -> None:
@@ -124,8 +113,6 @@ def _is_section(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, BaseModel) and bool(value.model_fields)
 
 
-def test_no_block_is_left_out() -> None:
-    kinds = [(block.language, block.file) for block in blocks()]
+def test_the_example_is_there() -> None:
+    kinds = [(block.language, block.file) for block in blocks_of(README)]
     assert ("python", "make_ranker.py") in kinds and ("yaml", "RUN.yaml") in kinds
-    assert all(language in {"python", "yaml", "console", "text"} for language, _ in kinds)
-    assert shutil.which("loka-onnx", path=os.fspath(BIN))

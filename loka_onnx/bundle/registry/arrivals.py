@@ -25,7 +25,7 @@ from loka_onnx.core.digests import CHUNK_BYTES
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile
 from loka_onnx.errors import BundleError, BundleInvalid, LokaError, OutputError
 from loka_onnx.sessions.bundle_documents import OPEN_PLAIN, printable, read_document
-from loka_onnx.sessions.bundle_files import parse_manifest
+from loka_onnx.sessions.bundle_manifest import parse_manifest
 
 PUSH_AGAIN = "push the bundle again with --again, from where it verifies"
 

@@ -38,7 +38,8 @@ from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from loka_onnx.errors import BundleInvalid, ConfigError, OutputError, UserError
 from loka_onnx.sessions.bundle_documents import printable, read_document
-from loka_onnx.sessions.bundle_files import parse_manifest, verify_bundle
+from loka_onnx.sessions.bundle_files import verify_bundle
+from loka_onnx.sessions.bundle_manifest import parse_manifest
 from loka_onnx.sessions.bundle_signature import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,

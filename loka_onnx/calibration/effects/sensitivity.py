@@ -40,7 +40,7 @@ from loka_onnx.calibration.passes.executors import (
 from loka_onnx.calibration.passes.row_order import first_batches, first_rows, rows_of, scattered
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.profile import Sampling, WeightedMean
-from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.progress import UNTIL, Progress, silent
 from loka_onnx.core.sensitivity import LOSS, Draws, Sensitivity, SensitivityName, SiteGroup
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import CalibrationError, InternalError
@@ -225,6 +225,7 @@ class SensitivityPass:
         Raises:
             CalibrationError: An output is not finite, or a denominator is 0.
         """
+        task = "sensitivity" if open_sites is None else f"sensitivity{UNTIL}decided"
         limit, drawn_rows = rows_of(self._spans), rows_of(self._drawn_spans)
         looks = Looks(limit, may_stop=open_sites is not None)
         totals, draws = self._new_totals(), dict[tuple[int, int], Draws]()
@@ -235,7 +236,7 @@ class SensitivityPass:
             for result in results:
                 _add(totals, result)
                 done += result.rows
-                self.progress("sensitivity", done, limit)
+                self.progress(task, done, limit)
                 if done == drawn_rows:
                     draws = self._draws_of(totals, drawn)
                 if not looks.is_due(done):
@@ -248,7 +249,7 @@ class SensitivityPass:
                 undecided = open_sites(found)
                 found = replace(found, sampling=replace(sampling, undecided=undecided))
                 if not undecided:
-                    self.progress("sensitivity", done, done)
+                    self.progress(task, done, done)
                     break
         if found is None:
             raise InternalError("the sensitivity pass saw no rows", evidence=f"{limit} were to be seen")

@@ -32,7 +32,7 @@ from loka_onnx.calibration.passes.magnitude_pass import MagnitudeTotals, Magnitu
 from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
 from loka_onnx.calibration.passes.row_order import rows_of
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.progress import UNTIL, Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
@@ -207,14 +207,15 @@ class Probe:
             if precision is None
             else spans_in_random_order(self.rows, size, self.options.seed)
         )
-        with closing(self._run(ErrorWork(path), spans, "fp8 error")) as steps:
+        task = "fp8 error" if precision is None else f"fp8 error{UNTIL}precise"
+        with closing(self._run(ErrorWork(path), spans, task)) as steps:
             for step in steps:
                 totals.add(step.result, step.where)
                 if precision is None or not step.ends_span:
                     continue
                 totals.end_span()
                 if totals.is_precise(precision):
-                    self.progress("fp8 error", totals.rows, totals.rows)
+                    self.progress(task, totals.rows, totals.rows)
                     break
         found = totals.read()
         return MeasuredErrors({site.name: found.get(site.name, []) for site in self.sites}, totals.rows)

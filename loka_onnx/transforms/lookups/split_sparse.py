@@ -54,7 +54,11 @@ _MASKS = frozenset(
         "Unsqueeze",
         "Equal",
         "Greater",
+        "GreaterOrEqual",
         "Less",
+        "LessOrEqual",
+        "And",
+        "Or",
         "Not",
     }
 )

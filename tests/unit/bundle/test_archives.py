@@ -32,7 +32,7 @@ from loka_onnx.core.manifest import MAX_FILES
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleError, BundleInvalid, OutputError
 from loka_onnx.graph import storage
-from loka_onnx.sessions import bundle_archive, bundle_files
+from loka_onnx.sessions import bundle_archive, bundle_files, bundle_manifest
 from loka_onnx.sessions.bundle_archive import is_archive
 
 
@@ -198,9 +198,9 @@ def test_a_manifest_lists_so_many_files_and_no_more(
     many_names: Path, tmp_path: Path, sample: SampleRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = len(verify_path(many_names).manifest.files)
-    monkeypatch.setattr(bundle_files, "MAX_FILES", count)
+    monkeypatch.setattr(bundle_manifest, "MAX_FILES", count)
     verify_path(many_names)
-    monkeypatch.setattr(bundle_files, "MAX_FILES", count - 1)
+    monkeypatch.setattr(bundle_manifest, "MAX_FILES", count - 1)
     for call in (verify_path, lambda path: unpack(path, tmp_path / "back")):
         with pytest.raises(BundleInvalid, match=f"lists too many files\n  evidence: {count}, the limit"):
             call(many_names)

@@ -259,7 +259,8 @@ def test_the_pass_stops_when_nothing_is_open(tmp_path):
     assert all(each.sampling.is_sequential and each.sampling.tightest_at == 16384 for each in asked)
     assert stopped.sampling == replace(asked[-1].sampling, undecided=())
     assert stopped.by_site["left"][0].kl.rows == 9216
-    assert seen[-2:] == [("sensitivity", 9216, 30_000), ("sensitivity", 9216, 9216)]
+    task = "sensitivity, until decided"
+    assert seen[-2:] == [(task, 9216, 30_000), (task, 9216, 9216)]
     # The rows are those that the same order begins with.
     same = world.measure(batch_size=512, most=9216)
     assert same.by_site == stopped.by_site and same.sampling.looks == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Console
 from loka_onnx.cli import progress as module
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, is_plain
+from loka_onnx.core.progress import UNTIL, Joined
 from loka_onnx.pipeline.directory import Outcome
 
 
@@ -88,7 +90,87 @@ def test_a_log_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyPa
         for second in range(100):
             now[0] = float(second)
             reporter.progress("train (loss 0.5)", second, 100)
-    assert stream.getvalue().splitlines() == [f"  train (loss 0.5)  {s}%" for s in (30, 60, 90)]
+    assert stream.getvalue().splitlines() == [
+        f"  train (loss 0.5)   {share}%  {so_far} so far  {left} left"
+        for share, so_far, left in ((30, "0:30", "1:10"), (60, "1:00", "0:40"), (90, "1:30", "0:10"))
+    ]
+
+
+def test_a_log_hears_from_a_stage_that_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=False, width=80, highlight=False)
+    with StageReporter(Terminal(console, console)) as reporter:
+        reporter.on_stage("export", None)
+        end = time.monotonic() + 5
+        while not stream.getvalue() and time.monotonic() < end:
+            time.sleep(0.05)
+    assert stream.getvalue().startswith("  export  0:00 so far\n")
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+
+def test_a_stage_says_its_place_among_those_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=Tty(), force_terminal=True, width=80)
+    places = []
+    with StageReporter(Terminal(console, console)) as reporter:
+
+        def begin(stage: str) -> None:
+            reporter.on_stage(stage, None)
+            places.append(reporter._bar.tasks[0].fields["place"])
+            reporter.on_stage(stage, Outcome(stage, False, 1.0))
+
+        reporter.on_stages(["export", "plan", "refine", "evaluate", "report"])
+        begin("export")
+        begin("extra")
+        begin("evaluate")  # plan and refine were not necessary
+        reporter.on_stages(["export", "report", "bundle"])  # everything anew
+        begin("export")
+        begin("report")
+        begin("bundle")
+    assert places == ["1 of 5", "2 of 6", "3 of 4", "4 of 6", "5 of 6", "6 of 6"]
+
+
+def left_after(monkeypatch: pytest.MonkeyPatch, *reports: tuple[float, str, int, int]) -> str:
+    clock = Clock(monkeypatch)
+    console = Console(file=Tty(), force_terminal=True, width=80)
+    reporter = StageReporter(Terminal(console, console))
+    reporter.on_stage("evaluate", None)
+    for now, task, done, total in reports:
+        clock.now = now
+        reporter.progress(task, done, total)
+    return reporter._left()
+
+
+def test_the_time_left_is_that_of_the_running_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = ((0.0, "ranges", 0, 100), (8.0, "ranges", 80, 100))
+    assert left_after(monkeypatch, *ranges) == "0:02"
+    # The next task is slower, and nothing is known of it at first.
+    errors = (*ranges, (9.0, "errors", 10, 100))
+    assert left_after(monkeypatch, *errors) == "–"
+    assert left_after(monkeypatch, *errors, (14.0, "errors", 20, 100)) == "0:40"
+    # The same name again is another task where it begins anew.
+    again = (*ranges, (10.0, "ranges", 100, 100), (12.0, "ranges", 5, 100))
+    assert left_after(monkeypatch, *again) == "–"
+
+
+def test_a_name_may_change_while_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    builds = ((0.0, "build a", 0, 4), (10.0, "build b", 1, 4), (20.0, "build c", 2, 4))
+    assert left_after(monkeypatch, *builds) == "0:20"
+
+
+def test_a_task_that_may_end_before_its_total_says_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = f"sensitivity{UNTIL}decided"
+    assert left_after(monkeypatch, (0.0, task, 0, 100), (10.0, task, 50, 100)) == "≤ 0:10"
+
+
+def test_nothing_is_known_of_a_task_without_a_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert left_after(monkeypatch, (0.0, "trial 1", 0, 0), (9.0, "trial 2", 0, 0)) == "–"
 
 
 @pytest.mark.parametrize(
@@ -113,3 +195,39 @@ def test_who_gets_plain_lines(
     assert is_plain(stream) is plain
     monkeypatch.setattr("sys.stdout", stream)
     assert Terminal.open().out.is_terminal is not plain
+
+
+@pytest.mark.parametrize(
+    ("environment", "coloured"),
+    [
+        ({}, False),
+        ({"FORCE_COLOR": "1"}, True),
+        ({"FORCE_COLOR": ""}, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, False),
+    ],
+)
+def test_a_pipe_is_coloured_on_request(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], coloured: bool
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
+    Terminal.open().out.print("[green]within")
+    assert stream.getvalue() == ("\x1b[32mwithin\x1b[0m\n" if coloured else "within\n")
+
+
+def test_pieces_of_work_are_one_task() -> None:
+    told: list[tuple[str, int, int]] = []
+    joined = Joined(lambda task, done, total: told.append((task, done, total)), 25)
+    joined("judge a", 4, 10)
+    joined("judge a", 10, 10)
+    joined.skip_to_next(10)
+    joined("judge b", 3, 10)  # and fails
+    joined.skip_to_next(10)
+    joined("judge c", 5, 5)
+    assert told == [("judge a", 4, 25), ("judge a", 10, 25), ("judge b", 13, 25), ("judge c", 25, 25)]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from loka_onnx.cli.main import main
@@ -93,9 +94,12 @@ def fits(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
     )
 
 
-def test_the_published_schema_is_current(capsys: pytest.CaptureFixture[str]) -> None:
-    """Write it anew with `loka-onnx schema profile > docs/profile-schema.json`."""
-    assert printed(["schema", "profile"], capsys) == (DOCS / "profile-schema.json").read_text()
+@pytest.mark.parametrize("document", ["profile", "report", "run-comparison"])
+def test_the_published_schema_is_current(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Write it anew with `loka-onnx schema profile > docs/profile-schema.json`, and likewise the others."""
+    text = printed(["schema", document], capsys)
+    assert text == (DOCS / f"{document}-schema.json").read_text()
+    jsonschema.Draft202012Validator.check_schema(json.loads(text))
 
 
 def test_the_run_file_is_what_is_asked_for_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,15 @@ class TestOverrides:
         assert config.outputs[0].budget == 0.1
         assert config.threads == 2
 
+    def test_entries_of_lists_are_named_as_messages_name_them(self, run_file: Path) -> None:
+        config = load_run_file(run_file, {"outputs[0].budget": 0.1, "batch.serve[0]": 7})
+        assert config.outputs[0].budget == 0.1 and config.batch.serve[0] == 7
+        with pytest.raises(ConfigError) as caught:
+            load_run_file(run_file, {"outputs[0].budget": "x"})
+        assert caught.value.what == "`outputs[0].budget` must be a number"
+        with pytest.raises(ConfigError, match=r"there is no `outputs\[3\]` to override"):
+            load_run_file(run_file, {"outputs[3].budget": 1})
+
     def test_a_ray_cluster(self, run_file: Path) -> None:
         config = load_run_file(
             run_file, {"calibration.executor": "ray", "calibration.ray_address": "10.0.0.5:6379"}

@@ -245,6 +245,13 @@ def test_rows_to_decide():
     assert rows_to_decide(Interval(0.375, 0.25, 0.5, 0.95, 1000), 0.25) == 1001
 
 
+def test_an_estimate_on_the_budget_has_no_rows_that_decide():
+    """Nearer than a tenth of the half width it would take more than a hundred times the rows."""
+    assert rows_to_decide(Interval(0.0, -1.0, 1.0, 0.95, 1000), 0.1001) == pytest.approx(99_800, rel=1e-3)
+    assert rows_to_decide(Interval(0.0, -1.0, 1.0, 0.95, 1000), 0.0999) is None
+    assert rows_to_decide(Interval(0.0, -1.0, 1.0, 0.95, 1000), -0.0999) is None
+
+
 def test_rows_to_decide_does_decide():
     z, z_prime, y = sample(2000)
     interval = one(z, z_prime, {"clicked": y}).difference.delta_ne

@@ -72,6 +72,15 @@ def test_parity_is_measured_and_the_batch_is_dynamic(tmp_path):
             np.testing.assert_allclose(got[name], tensor.numpy(), rtol=1e-5, atol=1e-6)
 
 
+def test_read_only_columns_are_taken_without_a_warning(tmp_path):
+    """A column of a file is; PyTorch warns of such arrays, and warnings are errors here."""
+    rows = {name: array.copy() for name, array in ROWS.items()}
+    for array in rows.values():
+        array.setflags(write=False)
+    artifact = export_torch(Ranker(), rows, tmp_path / "model.onnx", outputs("click", "buy"))
+    assert artifact.parity is not None and artifact.parity.rows == 40
+
+
 def test_parity_is_the_difference_to_the_module(tmp_path, monkeypatch):
     """A session that is off by 1e-5 on one row of one output."""
     module = Ranker()

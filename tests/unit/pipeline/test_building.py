@@ -56,9 +56,11 @@ def test_results_keep_the_order_of_the_tasks_and_run_at_once() -> None:
         return number
 
     tasks = [Task(f"t{i}", lambda i=i: work(i)) for i in range(6)]
-    assert build_all(tasks, 3, lambda name, done: told.append((name, done))) == [0, 1, 2, 3, 4, 5]
-    assert [done for _, done in told][-6:] == [1, 2, 3, 4, 5, 6]
-    assert {name for name, _ in told} == {f"t{i}" for i in range(6)}
+    assert build_all(tasks, 3, lambda running, done: told.append((running, done))) == [0, 1, 2, 3, 4, 5]
+    counts = [done for _, done in told]
+    assert counts == sorted(counts) and told[-1] == ([], 6)
+    assert {name for running, _ in told for name in running} == {f"t{i}" for i in range(6)}
+    assert all(len(running) == min(3, 6 - done) for running, done in told[5:]), "those that run, no others"
 
 
 def test_never_more_at_once_than_workers() -> None:

@@ -13,7 +13,7 @@ import pytest
 from loka_onnx.core.split import Part
 from loka_onnx.data import InputBinding, open_dataset
 from loka_onnx.errors import EngineError
-from loka_onnx.pipeline.steps import JUDGED_ROWS, Steps
+from loka_onnx.pipeline.judging import JUDGED_ROWS, Judging
 
 ROWS = 10_250
 
@@ -44,18 +44,18 @@ def test_engines_are_asked_for_what_they_were_built_for(tmp_path: Path, least: i
     data = open_dataset(
         tmp_path / "rows.npz", (InputBinding("x", ("x",), "float32", 1),), (), None, frozenset()
     )
-    steps = object.__new__(Steps)
-    steps.config = SimpleNamespace(  # type: ignore[assignment] - what is read of a run file
+    judging = object.__new__(Judging)
+    judging.config = SimpleNamespace(  # type: ignore[assignment] - what is read of a run file
         batch=SimpleNamespace(min=least, max=largest), columns=(), data=SimpleNamespace(group=None, slices=())
     )
-    steps.looks = 1
-    steps.__dict__["splits"] = SimpleNamespace(selection=data, certification=data)
-    splits = steps._judged_splits()
+    judging.looks = 1
+    judging.splits = SimpleNamespace(selection=data, certification=data)  # type: ignore[assignment]
+    splits = judging.judged_splits()
     assert [split.name for split in splits] == ["selection", "certification"]
-    steps.open_alone = lambda engine: Strict(least, largest)  # type: ignore[assignment, method-assign, return-value]
+    judging.open_alone = lambda engine: Strict(least, largest)  # type: ignore[assignment, method-assign, return-value]
     for split in splits:
         with ExitStack() as stack:
-            run = steps.open_engine(SimpleNamespace(part=Part.WHOLE), stack)  # type: ignore[arg-type]
+            run = judging.open_engine(SimpleNamespace(part=Part.WHOLE), stack)  # type: ignore[arg-type]
             found = [run(batch.inputs)["y"] for batch in split.batches()]
         np.testing.assert_array_equal(np.concatenate(found), 2 * np.arange(ROWS))
         assert max(map(len, found)) == max(least, min(largest, JUDGED_ROWS))

@@ -169,7 +169,11 @@ def test_another_machine_of_the_target_is_put_under_load_again(
         here = device
         with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=True) as directory:
             steps: Any = SimpleNamespace(
-                config=config, directory=directory, progress=silent, open_alone=opens
+                config=config,
+                directory=directory,
+                progress=silent,
+                judging=SimpleNamespace(open_alone=opens),
+                requests=None,
             )
             found = measure_throughput(steps, engines, judged.evaluations, PLANS, chosen)
     assert opened == [device for device in asked for _ in engines]

@@ -41,6 +41,7 @@ from loka_onnx.core.rewrite import Applied, Declined, RewriteLog, RewriteRecord
 from loka_onnx.core.sensitivity import LOSS, DeltaSums, Sensitivity, SensitivityName
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.graph.model_graph import read_model_graph
 from loka_onnx.report import DataDescription, ReportData, SplitDescription
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -143,6 +144,7 @@ def make_run(directory: Path, *, prefix: str = "over_arch", external: bool = Fal
         versions={"loka-onnx": "0.1.0", "onnxruntime": "1.31.1"},
         lineage=(StageRecord("export", "a" * 64, {"model": "b" * 64}, {"model/model.onnx": "c" * 64}, 1.5),),
         notes=("A note that the reader must know.",),
+        graph=read_model_graph(source, sites),
     )
     sample = rows[:8]
     shipped = (engines[-1], engines[0], engines[1])

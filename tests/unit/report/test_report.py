@@ -1,5 +1,8 @@
+import base64
 import dataclasses
+import gzip
 import io
+import math
 import re
 from html.parser import HTMLParser
 
@@ -9,8 +12,9 @@ from rich.console import Console
 from sample_run import SampleRun
 
 from loka_onnx.core import serde
-from loka_onnx.core.evaluation import Choice, EvaluationSet
+from loka_onnx.core.evaluation import BudgetStatus, Choice, EvaluationSet
 from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers, render, summary_table
+from loka_onnx.report.verdict import budget_sentence
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 NASTY = "x<script>alert(1)</script>|`*[a](http://evil.example)*&lt;"
@@ -117,16 +121,23 @@ def test_the_page_needs_nothing_from_anywhere(texts):
     styles = re.findall(r"<style>(.*?)</style>", texts[HTML_NAME], re.DOTALL)
     assert styles
     assert not any("url(" in style or "@import" in style for style in styles)
-    assert "prefers-color-scheme: dark" in styles[0]
+    assert "color-scheme: light dark" in styles[0]
 
 
 def test_the_page_carries_plotly_only_for_a_chart(sample, texts, tmp_path):
-    assert len(texts[HTML_NAME]) > 1_000_000
-    assert "Plotly.newPlot" in Page(texts[HTML_NAME]).scripts[-1]
-    without = dataclasses.replace(sample.report, evaluations=EvaluationSet(()))
+    page = texts[HTML_NAME]
+    packed = re.search(r'<script type="text/plain" id="plotly">(.*?)</script>', page).group(1)
+    assert b"plotly.js" in gzip.decompress(base64.b64decode(packed))[:500]
+    # Packed, it is far smaller than the library itself.
+    assert 1_000_000 < len(page) < 2_500_000
+    without = dataclasses.replace(
+        sample.report,
+        evaluations=EvaluationSet(()),
+        profile=dataclasses.replace(sample.report.profile, sites=()),
+    )
     small = rendered(without, tmp_path)[HTML_NAME]
-    assert len(small) < 100_000
-    assert "script" not in Page(small).tags
+    assert len(small) < 150_000
+    assert 'id="plotly"' not in small
 
 
 def test_names_cannot_become_markup(tmp_path):
@@ -169,13 +180,25 @@ def test_names_cannot_become_markup(tmp_path):
             widths.clear()
 
 
-def test_undecided_for_ever_says_so(sample, tmp_path):
+def test_an_estimate_on_the_budget_says_so(sample, tmp_path):
     evaluations = [
         dataclasses.replace(e, outputs=tuple(dataclasses.replace(o, rows_to_decide=None) for o in e.outputs))
         for e in sample.report.evaluations.evaluations
     ]
     data = dataclasses.replace(sample.report, evaluations=EvaluationSet(tuple(evaluations)))
-    assert "no number of rows would decide it" in " ".join(rendered(data, tmp_path)[MARKDOWN_NAME].split())
+    text = " ".join(rendered(data, tmp_path)[MARKDOWN_NAME].split())
+    assert "the estimate lies on it, and a hundred times as many rows would not tell on which side" in text
+
+
+def test_too_few_rows_for_an_interval_say_so(sample):
+    (output,) = next(e for e in sample.report.evaluations.evaluations if e.outputs[0].difference).outputs
+    endless = dataclasses.replace(output.difference.delta_ne, lower=-math.inf, upper=math.inf)
+    difference = dataclasses.replace(output.difference, delta_ne=endless)
+    status = BudgetStatus.UNDECIDED
+    few = dataclasses.replace(output, difference=difference, budget_status=status, rows_to_decide=None)
+    assert budget_sentence(few).endswith(
+        "; how many rows would decide it is not known: these are too few for an interval"
+    )
 
 
 def test_real_data_is_not_stamped(sample, tmp_path):

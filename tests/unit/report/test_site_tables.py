@@ -11,9 +11,11 @@ from test_report import Page, rendered
 
 from loka_onnx.core.plan import Wide
 from loka_onnx.core.profile import Profile, Sampling
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.sensitivity import ENTROPY, Draws, Sensitivity, SiteGroup
 from loka_onnx.report import HTML_NAME, MARKDOWN_NAME, ReportData, numbers
 from loka_onnx.report.document import Section, Table
+from loka_onnx.report.histograms import activations
 from loka_onnx.report.site_tables import calibration_facts, open_sites, sites_section
 
 
@@ -47,9 +49,30 @@ def test_kl_and_the_labelled_part_stand_apart_with_their_intervals(sample) -> No
     assert kl[:2] == ["+0.001200 % [+0.001102 %, +0.001298 %]"] * 2
     assert labelled[:2] == ["-0.0003 % [-0.0081 %, +0.0075 %]"] * 2
     assert kl[2] == labelled[2] == numbers.NOT_MEASURED
-    assert column(section, "Sites in plan", "Rows measured") == ["2,000", "2,000", "0"]
+    assert column(section, "Sites in plan", "Rows measured") == ["2,000", "2,000", numbers.NONE]
     assert "both relative to the loss, for this site alone" in section.paragraphs[-3]
     assert section.paragraphs[-1].startswith("Each interval holds with 95 %. It says nothing of other draws")
+
+
+def test_a_kept_site_shows_the_recipe_that_its_verdict_is_of(sample) -> None:
+    """Errors are measured under several recipes, effects under the one that a plan would use."""
+    (first, second), plan = sample.report.profile.sites, sample.report.plan("fp8-safe")
+    (error,), (sensitivity,) = second.errors, second.sensitivities
+    assert plan.decision(second.site).recipe is None
+    best = PER_CHANNEL_WEIGHT.id
+    entry = dataclasses.replace(
+        second,
+        errors=(error, dataclasses.replace(error, recipe=best, count=2000)),
+        sensitivities=(dataclasses.replace(sensitivity, recipe=best),),
+    )
+    data = with_profile(sample.report, sites=(first, entry))
+    section = sites_section(data)
+    assert column(section, "Sites in plan", "Recipe measured")[:2] == [PER_TENSOR.id, best]
+    assert column(section, "Sites in plan", "KL")[1] == "+0.001200 % [+0.001102 %, +0.001298 %]"
+    assert column(section, "Sites in plan", "Rows measured")[1] == "2,000"
+    drawn = {found.site: found for found in activations(data, plan)}
+    assert drawn[second.site].recipe == PER_CHANNEL_WEIGHT
+    assert drawn[second.site].error == entry.errors[1]
 
 
 def test_where_rows_were_added_until_verdicts_were_reached_intervals_are_wider(sample) -> None:
@@ -80,11 +103,9 @@ def test_without_labels_the_denominator_is_named_and_the_labelled_part_is_not_th
 
 def test_sites_that_share_a_tensor_are_shown_together_beside_what_each_costs(sample) -> None:
     first, second = sample.report.profile.sites
-    both = dataclasses.replace(
-        first.sensitivities[0],
-        kl_moments=moments(3e-5, 5e-7),
-        draws=Draws(2, 2.5e-5, 3.5e-5, 7 / 6),
-    )
+    alone = first.sensitivities[0]
+    draws = Draws(2, 2.5e-5, 3.5e-5, 7 / 6)
+    both = Sensitivity.of(alone.name, alone.delta, moments(3e-5, 5e-7), alone.labelled_moments, draws)
     group = SiteGroup("dense", (first.site, second.site), (both,))
     section = sites_section(with_profile(sample.report, groups=(group,)))
     (table,) = (t for t in section.tables if t.caption.startswith("Sites that share"))

@@ -174,7 +174,7 @@ def test_an_output_without_labels_is_named_as_such_wherever_it_is_judged(unlabel
         assert text in page
     # Nothing may pass for a change of normalized entropy, and no metric is made up.
     assert "ΔNE" not in markdown and "ΔNE" not in files[HTML_NAME]
-    assert '"text":"KL over the mean entropy, %"' in Page(files[HTML_NAME]).scripts[-1]
+    assert '"text":"KL over the mean entropy, %"' in "".join(Page(files[HTML_NAME]).scripts)
     assert "nan" not in markdown.lower().split()
     assert serde.loads(ReportData, files[JSON_NAME]) == unlabelled
 

@@ -49,7 +49,7 @@ def test_routes_are_told_with_what_they_gain(data: ReportData) -> None:
     routes = (Route(8, first.id, first.plan), Route(64, second.id, second.plan, TIMES))
     routed = with_choice(data, engine=first.id, plan=first.plan, routes=routes)
     text = shown(routed)
-    assert f"| 1 to 8 | {first.id} | {first.plan} | – |" in text
+    assert f"| up to 8 | {first.id} | {first.plan} | – |" in text
     assert f"| 9 and more | {second.id} | {second.plan} | 1.250× [1.200, 1.300] |" in text
     assert f"By batch size: to 8 rows {first.id}; to 64 rows {second.id}." in text
     # Both are emitted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from loka_onnx.core.manifest import EngineEntry
 from loka_onnx.core.split import Part
 from loka_onnx.errors import ConfigError, DataError, EngineError
 from loka_onnx.runtime import Engine, load, loading
+from loka_onnx.runtime.health import Cause
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 
@@ -67,6 +69,14 @@ def test_the_dense_part_takes_looked_up_rows_and_opens_no_table(bundle: Path, op
         moved = (table - TABLE)[asked["item"]].astype(np.float64) @ [[0.25], [3.0], [-1.0], [0.125]]
         np.testing.assert_allclose(got, answer(asked) + moved, rtol=1e-5)
     assert engine.health().ready
+
+
+def test_what_was_asked_for_is_no_warning(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "loka_onnx.runtime"):
+        engine = load(bundle, part="dense")
+    assert [skipped.cause for skipped in engine.skipped] == [Cause.PART]
+    (told,) = (record for record in caplog.records if "is not used" in record.message)
+    assert told.levelno == logging.INFO and "takes ids, not looked-up rows" in told.message
 
 
 @pytest.mark.parametrize(

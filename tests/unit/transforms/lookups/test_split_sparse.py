@@ -55,6 +55,17 @@ CUT: dict[str, tuple[Case, list[str]]] = {
         ),
         ["block"],
     ),
+    "a_mask_of_two_comparisons": (
+        Case(
+            "e = Gather<axis=0>(t0, ids) a = GreaterOrEqual(ids, zero) b = LessOrEqual(ids, most)"
+            " k = And(a, b) l = Less(ids, zero) o = Or(k, l) m = Cast<to=1>(o) n = Unsqueeze(m, last)"
+            " v = Mul(e, n) c = ReduceSum<keepdims=0>(v, one) " + TOP,
+            {"t0": (9, 4), "w": (4, 8)},
+            {"zero": np.array(0), "most": np.array(5), **AXES},
+            inputs=IDS,
+        ),
+        ["block"],
+    ),
     "ids_that_arrive_as_floats": (
         Case(
             "i = Cast<to=7>(x) e = Gather<axis=0>(t0, i) c = ReduceSum<keepdims=0>(e, one) " + TOP,

@@ -1,0 +1,165 @@
+"""Records of accuracy and of its statistics."""
+
+from __future__ import annotations
+
+from benchmarks.results.formats import (
+    Bar,
+    chart,
+    decimals_of,
+    interval,
+    number,
+    percent,
+    signed,
+    table,
+)
+from benchmarks.results.records import Record
+
+BUDGETS_SHOWN = 4
+
+
+def movielens(record: Record) -> str:
+    """Every model with each way to prepare it: plans, their accuracy, their share in FP8."""
+    budget = 100 * record.settings["budget"]
+    parts = [_safe_shares(record)]
+    for model, variants in record.figures.items():
+        bars, rows = [], []
+        for variant, found in variants.items():
+            for plan, held in found["plans"].items():
+                judged = held["certification"]
+                if "delta_ne_percent" not in judged or plan == "fp32":
+                    continue
+                middle, low, high = judged["delta_ne_percent"]
+                text = signed(middle, decimals_of(high - low))
+                bars.append(Bar(f"{plan}, {variant}", middle, text, (low, high), plan == "fp8-safe"))
+                rows.append(
+                    (
+                        f"{plan}, {variant}",
+                        interval(judged["delta_ne_percent"]),
+                        interval(judged["kl_percent"]),
+                        number(judged["auc"], 5),
+                        percent(held["fp8_share_of_flops"]),
+                        f"{number(held['fp8_sites'])} of {number(found['linear_sites'])}",
+                    )
+                )
+        reference = next(iter(variants.values()))["plans"]["reference"]["certification"]
+        parts += [
+            f"**{model}**: NE {number(reference['ne'], 5)} and AUC {number(reference['auc'], 5)} in FP32 on "
+            f"{number(reference['rows'])} certification rows.",
+            chart(
+                "ΔNE with its 95 % interval, %; the line is the budget",
+                bars,
+                mark=budget,
+                longest=BUDGETS_SHOWN * budget,
+            ),
+            table(("plan", "ΔNE", "KL", "AUC", "FLOPs in FP8", "sites"), rows),
+        ]
+    return "\n\n".join(parts)
+
+
+def _safe_shares(record: Record) -> str:
+    variants = list(next(iter(record.figures.values())))
+    rows = [
+        (model, *(percent(found[variant]["plans"]["fp8-safe"]["fp8_share_of_flops"]) for variant in variants))
+        for model, found in record.figures.items()
+    ]
+    return "Share of the FP8-able FLOPs that `fp8-safe` has in FP8:\n\n" + table(("model", *variants), rows)
+
+
+def additivity(record: Record) -> str:
+    """Predicted over measured, and the order of sites."""
+    rows = []
+    for model, found in record.figures.items():
+        for plan, held in found["plans"].items():
+            over = held["predicted_over_measured"]
+            rows.append(
+                (
+                    f"{model}, {plan}",
+                    over["energy"]["calibration"],
+                    over["kl"]["calibration"],
+                    interval(held["delta_ne_percent"]),
+                    f"{number(held['kl_percent'])} %",
+                    held["correlation_of_parts"]["largest"],
+                )
+            )
+    head = (
+        "plan",
+        "energy, predicted over measured",
+        "KL, likewise",
+        "ΔNE",
+        "KL",
+        "largest correlation of parts",
+    )
+    orders = []
+    for model, found in record.figures.items():
+        order = found["order"]["sites"]
+        ceiling = order["ceiling_of_delta_ne"]["another draw"]
+        orders.append(
+            (
+                model,
+                number(order["sites"]),
+                order["kl_with_kl"],
+                order["kl_with_delta_ne"],
+                order["loss_change_with_delta_ne"],
+                f"{number(ceiling['median'])} ({number(ceiling['from'])} to {number(ceiling['to'])})",
+            )
+        )
+    order_head = (
+        "model",
+        "sites",
+        "KL with KL of other rows",
+        "KL with ΔNE",
+        "loss change with ΔNE",
+        "ceiling that noise puts on it",
+    )
+    return "\n\n".join(
+        (
+            "Joint effect of a plan, on certification rows, against the sum of its parts on "
+            "calibration rows:",
+            table(head, rows),
+            "Rank correlation over sites, calibration rows against certification rows:",
+            table(order_head, orders),
+        )
+    )
+
+
+def coverage(record: Record) -> str:
+    """Coverage at a fixed number of rows and at stopping times."""
+    fixed = [
+        (f"{model}, {part}", *(percent(held[name]) for name in ("mean", "min", "max")))
+        for model, found in record.figures.items()
+        for part, held in found["fixed"].items()
+    ]
+    stopping = []
+    for model, found in record.figures.items():
+        for arrival, held in found["stopping"].items():
+            for threshold, seen in held["thresholds_over_value"].items():
+                sequence, plain = (
+                    seen["coverage_of_the_confidence_sequence"],
+                    seen["coverage_of_the_fixed_interval"],
+                )
+                stopping.append(
+                    (
+                        f"{model}, {arrival}",
+                        threshold,
+                        f"{percent(sequence['min'])} to {percent(sequence['max'])}",
+                        f"{percent(plain['min'])} to {percent(plain['max'])}",
+                        percent(seen["wrong"]["max"]),
+                        seen["median_rows"],
+                    )
+                )
+    head = (
+        "model, order of arrival",
+        "threshold over the value",
+        "sequence covers",
+        "fixed interval covers",
+        "most wrong decisions",
+        "rows, median",
+    )
+    return "\n\n".join(
+        (
+            f"Over {number(record.settings['resamples'])} resamplings, sites taken together:",
+            table(("model, term", "coverage, mean", "lowest site", "highest site"), fixed),
+            "At the stopping time:",
+            table(head, stopping),
+        )
+    )

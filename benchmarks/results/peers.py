@@ -1,0 +1,67 @@
+"""The record of other tools on the same models and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.peers.table import markdown
+from benchmarks.results.formats import interval, table
+from benchmarks.results.generic import readable, scalar
+from benchmarks.results.records import Record
+
+
+def render(record: Record) -> str:
+    """One table for each model: a row for each tool and variant."""
+    if isinstance(record.figures, Mapping) and "models" in record.figures:
+        return markdown({"settings": record.settings, "figures": record.figures})
+    parts = []
+    for model, rows in _by_model(record.figures):
+        columns = list(dict.fromkeys(key for _, row in rows for key in row))
+        texts = [(name, *(_cell(key, row.get(key)) for key in columns)) for name, row in rows]
+        parts += [f"**{model}**", table(("tool", *map(readable, columns)), texts)]
+    return "\n\n".join(parts)
+
+
+def _by_model(figures: Any) -> Iterator[tuple[str, list[tuple[str, Mapping[str, Any]]]]]:
+    """The rows of each model, from a list of rows or from model → tool → columns."""
+    if isinstance(figures, Mapping) and isinstance(figures.get("rows"), list):
+        figures = figures["rows"]
+    if isinstance(figures, list):
+        models = dict.fromkeys(row["model"] for row in figures)
+        for model in models:
+            held = [row for row in figures if row["model"] == model]
+            yield model, [(_name(row), _columns(row)) for row in held]
+        return
+    for model, tools in figures.items():
+        yield model, [(name, _columns(held)) for name, held in tools.items() if isinstance(held, Mapping)]
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return ", ".join(str(row[key]) for key in ("peer", "tool", "variant") if row.get(key))
+
+
+def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if key in ("model", "peer", "tool", "variant"):
+            continue
+        if isinstance(value, Mapping):
+            found |= {f"{key}, {below}": held for below, held in value.items()}
+        else:
+            found[key] = value
+    return found
+
+
+def _cell(key: str, value: Any) -> str:
+    if _is_interval(value) and ("delta" in key or "Δ" in key):
+        return interval(value)
+    return scalar(value)
+
+
+def _is_interval(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and len(value) == len(("estimate", "low", "high"))
+        and all(isinstance(each, float | int) for each in value)
+    )

@@ -1,0 +1,67 @@
+"""`loka-onnx compare-runs`: what differs between two runs, by their reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from loka_onnx.cli.outcome import shown
+from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.core.run_comparison import Change, RunComparison
+from loka_onnx.pipeline.compare_runs import compare_runs as compare
+from loka_onnx.report import render_comparison
+from loka_onnx.report.run_comparison import comparison_document
+
+DIFFERENT = 3
+"""Exit code of two runs that emit different engines, where it was asked for: a check that did not hold."""
+_STYLES = {
+    Change.SAME: "green",
+    Change.CHANGED: "yellow",
+    Change.APPEARED: "yellow",
+    Change.VANISHED: "red",
+}
+
+
+def compare_runs(
+    context: typer.Context,
+    old: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OLD", help="Compared with: a run directory or a report.json.", show_default=False
+        ),
+    ],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Compared: likewise.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where comparison.html, .md and .json go.")] = Path(
+        "comparison"
+    ),
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with 3 if another engine is emitted.")
+    ] = False,
+) -> None:
+    """Say what differs between two runs, from what their reports recorded, and write a report of it.
+
+    Emitted engines, accuracy, latency, sites with both reasons, plans, rewrites, data, versions, settings.
+    Nothing is run: `loka-onnx compare` asks two deployments for the same rows.
+    """
+    terminal = terminal_of(context)
+    found = compare(old, new)
+    files = render_comparison(found, out)
+    for line in _lines(found):
+        terminal.out.print(line, soft_wrap=True)
+    for path in files:
+        terminal.out.print(Text.assemble(("wrote ", "bold"), shown(path)), soft_wrap=True)
+    if exit_code and any(target.change is not Change.SAME for target in found.targets):
+        raise typer.Exit(DIFFERENT)
+
+
+def _lines(found: RunComparison) -> Iterator[Text]:
+    for verdict, target in zip(comparison_document(found).verdicts, found.targets, strict=True):
+        yield Text(verdict.headline, style=_STYLES[target.change])
+        for fact in verdict.facts:
+            yield Text(f"  {fact}")
+    for note in found.notes:
+        yield Text(f"{note}.", style="yellow")

@@ -1,0 +1,192 @@
+"""The graph of a model as a report draws it, small enough to be drawn.
+
+Beyond `MOST_NODES` the nodes of a module are folded into one, the deepest modules first and of equally deep
+ones the largest, until the rest fits. Folding a module must not make a cycle: data may leave a module and
+come back to it. A node therefore has a rank: that of the node it reads from where both are in one module, one
+more where they are not, the largest over all that it reads. What is folded together is of one module and of
+one rank, and between two such parts every tensor goes to a higher rank (or stays in the module and goes to a
+higher rank): no cycle is left. Where not even the outermost modules fit, or the names tell no module, runs of
+consecutive nodes are folded, which makes no cycle either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKind
+from loka_onnx.graph.storage import names_in_subgraphs, read_proto
+
+MOST_NODES = 5000
+"""So many still move smoothly in a browser (benchmarks/records/report_size.json)."""
+
+
+def read_model_graph(path: Path, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
+    """The graph of a model in canonical form; nothing that it keeps outside its file is read.
+
+    Args:
+        path: The model.
+        sites: Names of its sites, which are those of their nodes.
+        most: Beyond so many nodes, modules are folded.
+
+    Raises:
+        ModelError: The file cannot be read.
+    """
+    return describe_graph(read_proto(path).graph, sites, most)
+
+
+def describe_graph(graph: onnx.GraphProto, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
+    """The graph of a parsed model; its nodes are sorted, as ONNX asks."""
+    nodes, edges = _whole(graph, frozenset(sites))
+    operators = sum(node.kind is NodeKind.OPERATOR for node in nodes)
+    whole = _Drawing(tuple(nodes), edges)
+    drawn = whole if len(nodes) <= most else _fold(whole, most)
+    folded = sum(node.stands_for for node in drawn.nodes if node.kind is NodeKind.FOLDED)
+    return ModelGraph(
+        drawn.nodes,
+        tuple(GraphEdge(source, target, name) for (source, target), name in sorted(drawn.edges.items())),
+        operators,
+        folded,
+    )
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    nodes: tuple[GraphNode, ...]
+    edges: Mapping[tuple[int, int], str]
+
+
+def _whole(
+    graph: onnx.GraphProto, sites: Collection[str]
+) -> tuple[list[GraphNode], Mapping[tuple[int, int], str]]:
+    weights = {tensor.name for tensor in graph.initializer}
+    nodes: list[GraphNode] = []
+    edges: dict[tuple[int, int], str] = {}
+    maker: dict[str, int] = {}
+    for value in graph.input:
+        if value.name not in weights:
+            maker[value.name] = len(nodes)
+            nodes.append(GraphNode(value.name, NodeKind.INPUT))
+    for position, node in enumerate(graph.node):
+        if node.op_type == "Constant":
+            continue
+        index = len(nodes)
+        nodes.append(_operator(node, position, sites))
+        for tensor in _read_by(node):
+            if tensor in maker:
+                edges.setdefault((maker[tensor], index), tensor)
+        maker.update(dict.fromkeys(filter(None, node.output), index))
+    for value in graph.output:
+        if value.name in maker:
+            edges[maker[value.name], len(nodes)] = value.name
+        nodes.append(GraphNode(value.name, NodeKind.OUTPUT))
+    return nodes, edges
+
+
+def _operator(node: onnx.NodeProto, position: int, sites: Collection[str]) -> GraphNode:
+    name = node.name or f"{node.op_type.lower()} {position}"
+    if node.name in sites:
+        return GraphNode(name, NodeKind.OPERATOR, node.op_type, _module(name, "."), (node.name,))
+    return GraphNode(name, NodeKind.OPERATOR, node.op_type, _module(name, "/"))
+
+
+def _module(name: str, separator: str) -> str:
+    """Path of the module in the name of a node; of several that were merged, that of the first."""
+    one, merged, _ = name.partition("+")
+    return one.rpartition("." if merged else separator)[0].replace("/", ".")
+
+
+def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """Tensors that a node reads, by its branches and bodies as well."""
+    yield from node.input
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield from sorted({name for n in attribute.g.node for name in n.input})
+            yield from sorted(names_in_subgraphs(attribute.g))
+
+
+# Folding -------------------------------------------------------------------------------------------
+
+
+def _fold(whole: _Drawing, most: int) -> _Drawing:
+    paths = [tuple(node.module.split(".")) if node.module else () for node in whole.nodes]
+    done: set[tuple[str, ...]] = set()
+    for depth in range(max(map(len, paths)), 0, -1):
+        sizes: dict[tuple[str, ...], int] = {}
+        for path in paths:
+            if len(path) >= depth:
+                sizes[path[:depth]] = sizes.get(path[:depth], 0) + 1
+        modules = sorted(sizes, key=lambda path: (-sizes[path], path))
+        if len(set(_parts(whole, paths, done | set(modules)))) > most:
+            done |= set(modules)
+            continue
+        few, many = 0, len(modules)
+        while few < many:
+            middle = (few + many) // 2
+            fits = len(set(_parts(whole, paths, done | set(modules[:middle])))) <= most
+            few, many = (few, middle) if fits else (middle + 1, many)
+        return _joined(whole, _parts(whole, paths, done | set(modules[:many])))
+    length = -(-len(whole.nodes) // most)
+    return _joined(whole, [index // length for index in range(len(whole.nodes))])
+
+
+def _parts(
+    whole: _Drawing, paths: Sequence[tuple[str, ...]], modules: Collection[tuple[str, ...]]
+) -> list[int]:
+    """Of each node, the number of the part that it is drawn in; parts are numbered as they begin."""
+    keys: list[tuple[str, ...] | int] = []
+    for index, path in enumerate(paths):
+        outermost = (path[:depth] for depth in range(1, len(path) + 1) if path[:depth] in modules)
+        keys.append(next(outermost, index))
+    sources: list[list[int]] = [[] for _ in keys]
+    for source, target in whole.edges:
+        sources[target].append(source)
+    ranks: list[int] = []
+    for index, key in enumerate(keys):
+        ranks.append(max((ranks[s] + (keys[s] != key) for s in sources[index]), default=0))
+    numbers: dict[tuple[tuple[str, ...] | int, int], int] = {}
+    return [numbers.setdefault(part, len(numbers)) for part in zip(keys, ranks, strict=True)]
+
+
+def _joined(whole: _Drawing, parts: Sequence[int]) -> _Drawing:
+    members: dict[int, list[int]] = {}
+    for index, part in enumerate(parts):
+        members.setdefault(part, []).append(index)
+    between: dict[tuple[int, int], str] = {}
+    for (source, target), tensor in sorted(whole.edges.items()):
+        if parts[source] != parts[target]:
+            between.setdefault((parts[source], parts[target]), tensor)
+    order = {part: index for index, part in enumerate(_sorted(list(members), between))}
+    nodes = tuple(_one([whole.nodes[index] for index in members[part]]) for part in order)
+    return _Drawing(nodes, {(order[s], order[t]): tensor for (s, t), tensor in between.items()})
+
+
+def _one(nodes: Sequence[GraphNode]) -> GraphNode:
+    if len(nodes) == 1:
+        return nodes[0]
+    paths = [node.module.split(".") if node.module else [] for node in nodes]
+    shared = 0
+    while all(len(path) > shared and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    module = ".".join(paths[0][:shared])
+    sites = tuple(site for node in nodes for site in node.sites)
+    return GraphNode(
+        module or f"{nodes[0].name} and {len(nodes) - 1} more",
+        NodeKind.FOLDED,
+        module=module.rpartition(".")[0],
+        sites=sites,
+        stands_for=len(nodes),
+    )
+
+
+def _sorted(parts: Sequence[int], edges: Collection[tuple[int, int]]) -> list[int]:
+    """The parts, producers before consumers, and else as they begin."""
+    import networkx
+
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(parts)
+    graph.add_edges_from(edges)
+    return list(networkx.lexicographical_topological_sort(graph))

@@ -1,0 +1,259 @@
+"""Judging the engines of a run: accuracy on the splits that are for it, latency on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from loka_onnx.config import RunConfig
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.engine import EngineArtifact, EngineSet
+from loka_onnx.core.evaluation import Evaluation, EvaluationSet
+from loka_onnx.core.progress import Joined, Progress
+from loka_onnx.core.split import Part
+from loka_onnx.data import Splits
+from loka_onnx.engines.registry import get_backend
+from loka_onnx.errors import UserError
+from loka_onnx.evaluation.engines import (
+    Reference,
+    Split,
+    judge_engine,
+    judge_reference,
+    predict_reference,
+    with_latencies,
+)
+from loka_onnx.evaluation.latency import Interleaved, LatencyOptions
+from loka_onnx.evaluation.predictions import Run, padded
+from loka_onnx.numerics.intervals import CONFIDENCE
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.engine_times import TimingBench, counts_here
+from loka_onnx.pipeline.job_results import ElsewhereRuns
+from loka_onnx.pipeline.jobs import SplitRows
+from loka_onnx.pipeline.sample import Arrays, Requests
+from loka_onnx.pipeline.splitting import open_lookup, with_lookup
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.runner import Runner
+
+JOB_TIMED_BYTES = 1 << 26
+"""Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
+JUDGED_ROWS = 4096
+"""Most rows of a request that engines are judged by."""
+
+
+class Judging:
+    """Judges the engines of one run, those of this host and those that ran elsewhere.
+
+    Args:
+        config: The run file.
+        directory: The run directory.
+        splits: The rows; selection and certification are read.
+        requests: What engines take.
+        progress: Called as rows are done.
+        looks: Times that certification is looked at for this model; its error is divided.
+
+    Attributes:
+        elsewhere: What engines did on other hosts.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        splits: Splits,
+        requests: Requests,
+        progress: Progress,
+        *,
+        looks: int = 1,
+    ) -> None:
+        self.config, self.directory, self.splits = config, directory, splits
+        self.requests, self.progress, self.looks = requests, progress, looks
+        self.specs = config.output_specs
+        self.threads = config.threads or 0
+        self.elsewhere = ElsewhereRuns(directory.path)
+        self._references: dict[tuple[str, str], Reference] = {}
+
+    def evaluate(
+        self, exported: ModelArtifact, engines: EngineSet, known: EvaluationSet | None = None
+    ) -> EvaluationSet:
+        """Accuracy on selection and certification, latency per batch size → `evaluation.json`.
+
+        Args:
+            exported: What engines are judged against.
+            engines: Every candidate.
+            known: What was judged of them before, which is not judged again.
+        """
+        document = self.directory.path / "evaluation.json"
+
+        def produce() -> Sequence[Path]:
+            timed = self.time_engines(engines.engines)
+            timed.latencies.update(self.elsewhere.latencies(engines.engines))
+            measured = [
+                with_latencies(evaluation, timed)
+                for split in self.judged_splits()
+                for evaluation in self.judge(split, exported, engines.engines, known)
+            ]
+            serde.write(EvaluationSet(tuple(measured)), document)
+            return [document]
+
+        key = {
+            "exported": exported.digest,
+            "engines": [[e.id, e.status, e.digest or e.detail] for e in engines.engines],
+            "elsewhere": self.elsewhere.key(engines.engines),
+            "split": () if self.requests.split is None else self.requests.split.digests,
+            "data": [self.splits.selection.digest, self.splits.certification.digest],
+            "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
+            "group": self.config.data.group,
+            "slices": self.config.data.slices,
+            "batch": self.config.batch.model_dump(mode="json"),
+            "inputs": self.config.serving.inputs,
+            "looks": self.looks,
+        }
+        return self.directory.stage(
+            "evaluate",
+            key,
+            produce,
+            lambda: serde.read(EvaluationSet, document),
+            again=document.is_file() and self._counts_now(document, engines),
+        )
+
+    def _counts_now(self, document: Path, engines: EngineSet) -> bool:
+        """Whether this machine has a target that engines were not timed on before."""
+        try:
+            return counts_here(serde.read(EvaluationSet, document).evaluations, engines.engines)
+        except UserError:
+            return False
+
+    @property
+    def certification(self) -> Split:
+        """The certification rows, with what each look at them may err."""
+        rows = self.config.data
+        return Split(
+            "certification",
+            self.splits.certification,
+            self.config.columns,
+            rows.group,
+            rows.slices,
+            self._judged_at_once,
+            confidence=1.0 - (1.0 - CONFIDENCE) / self.looks,
+        )
+
+    def as_batch(self, rows: int) -> int:
+        """So many rows, or as near to it as engines are built for."""
+        return max(self.config.batch.min, min(rows, self.config.batch.max))
+
+    @property
+    def _judged_at_once(self) -> int:
+        """Rows of a request that engines are judged by; the last one of a split may have fewer."""
+        return self.as_batch(JUDGED_ROWS)
+
+    def judged_splits(self) -> tuple[Split, Split]:
+        """Selection and certification, as engines are judged on them."""
+        columns, rows = self.config.columns, self.config.data
+        return (
+            Split("selection", self.splits.selection, columns, rows.group, rows.slices, self._judged_at_once),
+            self.certification,
+        )
+
+    def job_rows(self) -> tuple[SplitRows, ...]:
+        """What engines take for the rows that they are judged on, as build jobs carry them."""
+        return tuple(
+            SplitRows(
+                split.name,
+                split.data.rows,
+                split.batch_size,
+                partial(self._engine_batches, split),
+                split.data.digest,
+            )
+            for split in self.judged_splits()
+        )
+
+    def timed_rows(self) -> SplitRows:
+        """Generated rows that latencies of build jobs are drawn from, as engines take them: no user's row.
+
+        As many as the largest requests take in turns, so that none of them repeats a row, below
+        `JOB_TIMED_BYTES`.
+        """
+        largest = max(self.config.batch.serve)
+        one = self._sample(1)
+        room = JOB_TIMED_BYTES // max(1, sum(values.nbytes for values in one.values()))
+        rows = max(1, min(LatencyOptions().input_sets * largest, room))
+        return SplitRows("timed", rows, rows, lambda: iter([self._sample(rows)]))
+
+    def _sample(self, rows: int) -> Arrays:
+        return self.requests.taken_by_engines(self.requests.sample(rows))
+
+    def _engine_batches(self, split: Split) -> Iterator[Arrays]:
+        for batch in split.data.batches(split.batch_size):
+            yield self.requests.taken_by_engines(dict(batch.inputs))
+
+    def judge_on_selection(
+        self, exported: ModelArtifact, engines: Sequence[EngineArtifact]
+    ) -> list[Evaluation]:
+        """Each engine on the selection split, without latencies."""
+        return self.judge(self.judged_splits()[0], exported, engines)[1:]
+
+    def judge(
+        self,
+        split: Split,
+        exported: ModelArtifact,
+        engines: Sequence[EngineArtifact],
+        known: EvaluationSet | None = None,
+    ) -> list[Evaluation]:
+        """The reference on a split, then each engine, without latencies.
+
+        Args:
+            split: The rows.
+            exported: What engines are judged against.
+            engines: The engines; of one that was not run it is said why.
+            known: What was judged before, which is not judged again.
+        """
+        earlier = {(e.engine, e.split): e for e in (known.evaluations if known is not None else ())}
+        rows, run = split.data.rows, [e for e in engines if e.was_run and (e.id, split.name) not in earlier]
+        progress = Joined(self.progress, (1 + len(run)) * rows)
+        reference = self._reference(split, exported, progress)
+        found = [judge_reference(split, reference, self.specs)]
+        for engine in engines:
+            if (engine.id, split.name) in earlier:
+                found.append(earlier[engine.id, split.name])
+                continue
+            progress.skip_to_next(rows if engine.was_run else 0)
+            with ExitStack() as stack:
+                opener = self.elsewhere.opener(engine, split.name) or partial(self.open_engine, engine, stack)
+                found.append(judge_engine(engine, split, reference, self.specs, opener, progress))
+        return found
+
+    def _reference(self, split: Split, exported: ModelArtifact, progress: Progress) -> Reference:
+        """What engines are compared with on a split; predicted once."""
+        key = (split.name, exported.digest)
+        if key not in self._references:
+            session = OnnxSession(exported.path, SessionOptions(threads=self.threads))
+            self._references[key] = predict_reference(split, session.run, self.specs, progress)
+        return self._references[key]
+
+    def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
+        """Load an engine until the stack closes; returns what runs one batch of the model's own inputs.
+
+        Batches may be shorter than `batch.min`.
+        """
+        runner = self.open_alone(engine)
+        if engine.part is Part.DENSE:
+            runner = with_lookup(runner, self.requests.split, self.threads)
+        return padded(stack.enter_context(runner).run, self.config.batch.min)
+
+    def open_alone(self, engine: EngineArtifact) -> Runner:
+        """Load an engine without the lookup before it; takes what engines take."""
+        return get_backend(engine.backend).open(engine, self.directory.path / (engine.path or Path()))
+
+    def time_engines(self, engines: Sequence[EngineArtifact]) -> Interleaved:
+        """Latency of every engine that runs here; see `TimingBench.time`."""
+        bench = TimingBench(
+            self.config,
+            self.progress,
+            self.open_alone,
+            partial(open_lookup, self.requests.split, self.threads),
+            self.requests.generated,
+        )
+        return bench.time(engines)

@@ -1,0 +1,47 @@
+"""What only the page shows: charts, quadrants and histograms that readers look around in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from loka_onnx.report.chart import Chart, charts
+from loka_onnx.report.data import ReportData
+from loka_onnx.report.histograms import histogram_data
+from loka_onnx.report.provenance import Pointers, located
+from loka_onnx.report.quadrants import Quadrants, quadrants
+from loka_onnx.report.site_tables import shown_plan
+
+
+@dataclass(frozen=True)
+class Exhibits:
+    """The parts of the page that are drawn.
+
+    Attributes:
+        charts: Accuracy against latency and against the share of FP8.
+        quadrants: Sites by accuracy and speed, by device.
+        histograms: What the histograms of activations are drawn from (`histograms.histogram_data`).
+    """
+
+    charts: tuple[Chart, ...] = ()
+    quadrants: tuple[Quadrants, ...] = ()
+    histograms: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_drawings(self) -> bool:
+        """Whether anything on the page needs plotly.js."""
+        return any(chart.figure for chart in self.charts) or bool(self.histograms.get("tensors"))
+
+    @property
+    def sites(self) -> frozenset[str]:
+        """Names of the sites that the page can show."""
+        return frozenset(site["name"] for site in self.histograms.get("sites", ()))
+
+
+NOTHING_DRAWN = Exhibits()
+"""Of a page that has tables only."""
+
+
+def exhibits(data: ReportData, pointers: Pointers) -> Exhibits:
+    """Everything that is drawn, of one run whose facts stand at `pointers`."""
+    return Exhibits(charts(data), located(quadrants(data), pointers), histogram_data(data, shown_plan(data)))

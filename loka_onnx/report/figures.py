@@ -1,0 +1,207 @@
+"""Numbers that know where they come from.
+
+A report shows numbers of report.json, and numbers that a named formula makes of these; nothing else. `Told`
+is text with the `Figure` behind each number in it, in the order of the text. Where a figure stands in
+report.json is found when the whole document is known (`report.provenance`), so that a table needs no index of
+the facts.
+
+A source is a list of terms, separated by spaces: one for each number of the text. A term is a JSON pointer in
+its URI fragment form (RFC 6901, section 6), ``#/value/engines/0/bytes``, or a formula of terms,
+``ratio(#/value/a,#/value/b)``. `FORMULAS` has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.profile import Sampling
+from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.site import Site
+from loka_onnx.core.statistics import ErrorStats
+from loka_onnx.report import numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A place in the facts.
+
+    Attributes:
+        owner: A dataclass or a mapping of the facts, itself and not a copy.
+        name: The field or the key in it; None for the owner as a whole.
+    """
+
+    owner: object
+    name: str | None = None
+
+    @property
+    def value(self) -> Any:
+        """What stands there."""
+        if self.name is None:
+            return self.owner
+        return self.owner[self.name] if isinstance(self.owner, Mapping) else getattr(self.owner, self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """What a named formula makes of places.
+
+    Attributes:
+        formula: A key of `FORMULAS`.
+        of: Its arguments.
+        where: What the formula is restricted to, by the name of a field: `count` takes it.
+    """
+
+    formula: str
+    of: tuple[Origin, ...]
+    where: dict[str, str | bool] = field(default_factory=dict)
+
+
+Origin = Place | Derived
+
+
+@dataclass(frozen=True, eq=False)
+class Figure:
+    """One number.
+
+    Attributes:
+        value: As it stands in the facts or follows from them, unrounded; None where there is none.
+        origin: Where it is from.
+    """
+
+    value: float | None
+    origin: Origin
+
+
+class Told(str):
+    """Text, and what the numbers in it are.
+
+    Equal to the bare text, and used like it; what is cut out of it or formatted with it is bare again
+    (`told` joins without that loss).
+
+    Attributes:
+        figures: One for each number, in the order of the text.
+        source: The terms of all figures; empty until the document is located.
+    """
+
+    figures: tuple[Figure, ...]
+    source: str
+
+    def __new__(cls, text: str, figures: Sequence[Figure] = (), source: str = "") -> Told:
+        """Text with its figures."""
+        made = super().__new__(cls, text)
+        made.figures, made.source = tuple(figures), source
+        return made
+
+
+def at(owner: object, name: str) -> Figure:
+    """The number of a field, or of a key."""
+    place = Place(owner, name)
+    return Figure(place.value, place)
+
+
+def key(owner: Mapping[str, Any], name: str) -> Figure:
+    """A number that is the key itself: a batch size by which a mapping is sorted."""
+    return Figure(int(name), Derived("key", (Place(owner, name),)))
+
+
+def derive(formula: str, *of: Figure | Place, **where: str | bool) -> Figure:
+    """The number that a formula of `FORMULAS` makes of others; None where one of them is."""
+    values = [item.value for item in of]
+    origins = tuple(item.origin if isinstance(item, Figure) else item for item in of)
+    value = None if any(v is None for v in values) else FORMULAS[formula](*values, **where)
+    return Figure(value, Derived(formula, origins, where))
+
+
+def shown(form: Callable[[Any], str], owner: object, name: str) -> Told:
+    """The number of a field as text; a dash where it is None."""
+    return formed(form, at(owner, name))
+
+
+def formed(form: Callable[[Any], str], figure: Figure, missing: str = numbers.NONE) -> Told:
+    """A figure as text; `missing` where it is None."""
+    return Told(missing) if figure.value is None else Told(form(figure.value), (figure,))
+
+
+def ends(interval: Interval) -> tuple[Figure, Figure, Figure]:
+    """Estimate, lower and upper end, in the order in which intervals are written."""
+    return at(interval, "value"), at(interval, "lower"), at(interval, "upper")
+
+
+def percent_interval(interval: Interval | None, budget: float | None = None) -> Told:
+    """`numbers.percent_interval` of an interval of the facts; a dash where there is none."""
+    if interval is None:
+        return Told(numbers.NONE)
+    return Told(numbers.percent_interval(interval, budget), ends(interval))
+
+
+def metric_interval(interval: Interval | None) -> Told:
+    """`numbers.metric_interval` of an interval of the facts."""
+    text = numbers.metric_interval(interval)
+    return Told(text) if interval is None or text == numbers.NONE else Told(text, ends(interval))
+
+
+def told(template: str, *parts: object) -> Told:
+    """`template` with each ``{}`` replaced by a part; the figures of the parts stay with it."""
+    return Told(template.format(*parts), _figures(parts))
+
+
+def joined(separator: str, parts: Sequence[object]) -> Told:
+    """`separator.join` that keeps the figures."""
+    return Told(separator.join(map(str, parts)), _figures(parts))
+
+
+def _figures(parts: Sequence[object]) -> tuple[Figure, ...]:
+    return tuple(figure for part in parts if isinstance(part, Told) for figure in part.figures)
+
+
+def _count(entries: Sequence[object] | Mapping[str, object], **where: str | bool) -> int:
+    if not where:
+        return len(entries)
+    return sum(all(getattr(entry, name) == wanted for name, wanted in where.items()) for entry in entries)
+
+
+def _interval(moments: RatioMoments, sampling: Sampling) -> Interval:
+    return sampling.interval_of(moments)
+
+
+def _flops(site: Site) -> int:
+    return site.flops_per_example
+
+
+def _relative_error(error: ErrorStats) -> float:
+    return error.relative_error
+
+
+FORMULAS: dict[str, Callable[..., float]] = {
+    "ratio": lambda a, b: a / b,
+    "change": lambda new, old: new / old - 1.0,
+    "product": lambda a, b: a * b,
+    "sum": lambda *terms: sum(terms),
+    "max": lambda *terms: max(terms),
+    "next": lambda a: a + 1,
+    "entries": lambda *places: len(places),
+    "count": _count,
+    "key": int,
+    "largest_magnitude": lambda values: max(map(abs, values), default=0.0),
+    "flops": _flops,
+    "fp8_able_flops": lambda sites: sum(site.flops_per_example for site in sites if site.is_fp8_able),
+    "relative_error": _relative_error,
+    "interval_value": lambda moments, sampling: _interval(moments, sampling).value,
+    "interval_lower": lambda moments, sampling: _interval(moments, sampling).lower,
+    "interval_upper": lambda moments, sampling: _interval(moments, sampling).upper,
+}
+"""Every way in which a report makes one number of others.
+
+* ``ratio(a,b)`` a ÷ b; ``change(a,b)`` a ÷ b − 1; ``product(a,b)``; ``sum(…)``; ``max(…)``; ``next(a)`` a + 1
+* ``entries(…)`` how many places are named; ``count(list,field=value)`` entries of a list, or of a mapping,
+  that have all of these values
+* ``key(place)`` the last part of the pointer, which is a number there
+* ``largest_magnitude(list)``
+* ``flops(site)`` 2·rows·n·k; ``fp8_able_flops(sites)`` their sum over the linear sites with k, n ≥ 16
+* ``relative_error(error)`` √(noise ÷ signal), each the first of its ``parts``
+* ``interval_value``, ``interval_lower``, ``interval_upper`` ``(moments,sampling)`` the confidence sequence of
+  a ratio of sums (`core.ratio_moments`)
+"""

@@ -1,0 +1,135 @@
+"""Says of every number of a document where it stands in the facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
+from urllib.parse import quote
+
+from loka_onnx.errors import InternalError
+from loka_onnx.report.figures import Derived, Figure, Origin, Place, Told
+
+T = TypeVar("T")
+_ROOT = "#/value"
+"""Where `core.serde` puts the value of a document."""
+
+
+class Pointers:
+    """Where each dataclass and mapping of a document of facts stands in its JSON.
+
+    A value that stands there several times has one of its places: they hold the same.
+    """
+
+    def __init__(self, facts: object) -> None:
+        """Walks the facts once.
+
+        Args:
+            facts: A document: a dataclass of dataclasses, mappings, tuples and plain values.
+        """
+        # Held, so that the ids stay those of these objects.
+        self._facts = facts
+        self._parents: dict[int, tuple[int, str]] = {}
+        self._pointers: dict[int, str] = {id(facts): _ROOT}
+        pending = [facts]
+        while pending:
+            value = pending.pop()
+            for name, part in _parts(value):
+                if id(part) not in self._parents and _is_container(part):
+                    self._parents[id(part)] = id(value), name
+                    pending.append(part)
+
+    def source(self, figures: Sequence[Figure]) -> str:
+        """The terms of figures, as `report.figures` describes them.
+
+        Raises:
+            InternalError: A figure is of an object that is not in the facts.
+        """
+        return " ".join(self._term(figure.origin) for figure in figures)
+
+    def _term(self, origin: Origin) -> str:
+        if isinstance(origin, Derived):
+            where = (f"{name}={_literal(value)}" for name, value in origin.where.items())
+            return f"{origin.formula}({','.join((*map(self._term, origin.of), *where))})"
+        return self._place(origin)
+
+    def _place(self, place: Place) -> str:
+        owner = id(place.owner)
+        if owner not in self._parents and owner not in self._pointers:
+            raise InternalError(
+                "a report shows a number that is not in its facts",
+                where=f"{type(place.owner).__name__}.{place.name}",
+                evidence=f"{place.value!r} stands at no place of the {type(self._facts).__name__}",
+                remedy="take it from the facts themselves, or by a formula of `report.figures`",
+            )
+        pointer = self._pointer(owner)
+        return pointer if place.name is None else f"{pointer}/{_token(place.name)}"
+
+    def _pointer(self, owner: int) -> str:
+        if owner not in self._pointers:
+            parent, name = self._parents[owner]
+            self._pointers[owner] = f"{self._pointer(parent)}/{_token(name)}"
+        return self._pointers[owner]
+
+
+def located(document: T, pointers: Pointers) -> T:
+    """The document with the source of every number in it.
+
+    Args:
+        document: Dataclasses and tuples with `Told` among the texts.
+        pointers: Of the facts that the numbers were taken from.
+
+    Raises:
+        InternalError: A number is of an object that is not in the facts.
+    """
+    return cast(T, _located(document, pointers))
+
+
+def _located(value: Any, pointers: Pointers) -> Any:
+    if isinstance(value, Told):
+        return Told(value, value.figures, pointers.source(value.figures))
+    if isinstance(value, tuple):
+        return tuple(_located(part, pointers) for part in value)
+    names = _names(type(value))
+    if not names:
+        return value
+    changes = {
+        name: new for name in names if (new := _located(old := getattr(value, name), pointers)) is not old
+    }
+    return replace(value, **changes) if changes else value
+
+
+def _parts(value: object) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(name), part) for name, part in value.items())
+    elif isinstance(value, tuple | list):
+        # Of one type throughout: a histogram of numbers need not be looked through.
+        if value and _is_container(value[0]):
+            yield from ((str(place), part) for place, part in enumerate(value))
+    else:
+        yield from ((name, getattr(value, name)) for name in _names(type(value)))
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, Mapping | tuple | list) or bool(_names(type(value)))
+
+
+_NAMES: dict[type[Any], tuple[str, ...]] = {}
+
+
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    """Names of the fields of a dataclass; none for another type. A report asks a million times."""
+    found = _NAMES.get(kind)
+    if found is None:
+        found = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+        _NAMES[kind] = found
+    return found
+
+
+def _token(name: str) -> str:
+    """A reference token: escaped by RFC 6901, then percent-encoded (RFC 3986): no separator is left."""
+    return quote(name.replace("~", "~0").replace("/", "~1"), safe="~")
+
+
+def _literal(value: str | bool) -> str:
+    return ("true" if value else "false") if isinstance(value, bool) else quote(value, safe="")

@@ -1,0 +1,369 @@
+"""Tables of what differs between two runs."""
+
+from __future__ import annotations
+
+from loka_onnx.core.run_comparison import (
+    AccuracyChange,
+    Change,
+    EmittedEngine,
+    GainChange,
+    JudgedOutput,
+    LatencyChange,
+    MedianLatency,
+    PlanChange,
+    PlanSummary,
+    RewriteChange,
+    RewriteOutcome,
+    RunComparison,
+    SiteChange,
+    SiteDecision,
+    SitePresence,
+    SplitChange,
+    SplitRows,
+    TargetDifference,
+    ValueChange,
+)
+from loka_onnx.report import numbers
+from loka_onnx.report.choice_tables import times_text
+from loka_onnx.report.document import (
+    Cell,
+    Field,
+    Section,
+    Table,
+    Tone,
+    cell,
+    number,
+    prose,
+    table_of,
+    text,
+)
+from loka_onnx.report.figures import Told, percent_interval, shown, told
+
+_CHANGES = {
+    Change.SAME: Tone.MUTED,
+    Change.CHANGED: Tone.WARN,
+    Change.APPEARED: Tone.PLAIN,
+    Change.VANISHED: Tone.WARN,
+}
+_BUDGETS = {"within": Tone.GOOD, "beyond": Tone.BAD, "undecided": Tone.WARN}
+
+
+def engines_section(found: RunComparison) -> Section:
+    """What is emitted, what it costs and what it takes."""
+    tables = [
+        table_of("What is emitted for each target", _TARGETS, found.targets),
+        table_of("What the emitted engines cost", _ACCURACY, found.accuracy, keys=3),
+        table_of("Latency of the emitted engines", _LATENCY, found.latency, keys=3),
+    ]
+    if found.gains:
+        tables.append(table_of("Gain over engines of the same run", _GAINS, found.gains, keys=2))
+    paragraphs = (
+        "Costs are those of each run's own engine against its own FP32 model. Intervals of the same rows are "
+        "not independent: where they overlap, the costs may differ all the same. The command compare "
+        "asks both deployments for the same rows.",
+        "Latencies were measured at different times, not in turns, and neither the clock rate nor the load "
+        "of the machine is recorded; of a processor, not even its model. A ratio therefore has no interval. "
+        "A gain over an engine of the same run was timed in turns with it, and bears the comparison better.",
+    )
+    return Section("engines", "Engines", paragraphs, tables=tuple(tables))
+
+
+def _engine(side: EmittedEngine | None) -> str:
+    return numbers.NONE if side is None else side.engine
+
+
+def _digest(side: EmittedEngine | None) -> str:
+    return numbers.NONE if side is None else numbers.digest(side.digest)
+
+
+def _maker(side: EmittedEngine | None) -> str:
+    return numbers.NONE if side is None else f"{side.backend} {side.backend_version}".strip()
+
+
+def _share(side: EmittedEngine | PlanSummary | None) -> Told:
+    return Told(numbers.NONE) if side is None else shown(numbers.share, side, "fp8_share")
+
+
+def _size(side: EmittedEngine | None) -> Told:
+    return Told(numbers.NONE) if side is None or not side.digest else shown(numbers.size, side, "bytes")
+
+
+_TARGETS: tuple[Field[TargetDifference], ...] = (
+    text("Target", lambda item: item.target),
+    text("Engine", lambda item: cell(item.change, _CHANGES[item.change])),
+    text("Old", lambda item: _engine(item.old)),
+    text("New", lambda item: _engine(item.new)),
+    text("Old maker", lambda item: _maker(item.old)),
+    text("New maker", lambda item: _maker(item.new)),
+    number("Old FP8 share of FLOPs", lambda item: _share(item.old)),
+    number("New FP8 share of FLOPs", lambda item: _share(item.new)),
+    number("Old size", lambda item: _size(item.old)),
+    number("New size", lambda item: _size(item.new)),
+    text("Old SHA-256", lambda item: _digest(item.old)),
+    text("New SHA-256", lambda item: _digest(item.new)),
+)
+
+
+def _judged(side: JudgedOutput | None) -> Cell:
+    if side is None:
+        return cell(numbers.NOT_MEASURED, Tone.MUTED)
+    if side.judged is None:
+        return cell(side.name, Tone.MUTED)
+    return cell(percent_interval(side.judged, side.budget), _BUDGETS.get(side.status, Tone.PLAIN))
+
+
+def _budget(side: JudgedOutput | None) -> Told:
+    if side is None:
+        return Told(numbers.NONE)
+    return told("{}, {}", side.status, shown(numbers.budget_percent, side, "budget"))
+
+
+def _entropy(side: JudgedOutput | None) -> Told:
+    return Told(numbers.NONE) if side is None else shown(numbers.metric, side, "normalized_entropy")
+
+
+def _name(item: AccuracyChange) -> str:
+    return next((side.name for side in (item.new, item.old) if side is not None), numbers.NONE)
+
+
+def _difference(item: AccuracyChange) -> Told:
+    sides = [side.judged for side in (item.old, item.new) if side is not None and side.judged is not None]
+    if item.difference is None or len(sides) < 2:
+        return Told(numbers.NONE)
+    decimals = max(map(numbers.interval_decimals, sides))
+    return shown(lambda value: numbers.signed_percent(value, decimals), item, "difference")
+
+
+def _overlap(overlap: bool | None) -> Cell:
+    if overlap is None:
+        return cell(numbers.NONE)
+    return cell("yes", Tone.MUTED) if overlap else cell("no", Tone.WARN)
+
+
+_ACCURACY: tuple[Field[AccuracyChange], ...] = (
+    text("Target", lambda item: item.target),
+    text("Output", lambda item: item.output),
+    text("Split", lambda item: item.split),
+    text("Judged", _name),
+    number("Old cost [interval]", lambda item: _judged(item.old)),
+    number("New cost [interval]", lambda item: _judged(item.new)),
+    number("New less old", _difference),
+    text("Intervals overlap", lambda item: _overlap(item.overlap)),
+    text("Old budget", lambda item: _budget(item.old)),
+    text("New budget", lambda item: _budget(item.new)),
+    number("Old NE", lambda item: _entropy(item.old)),
+    number("New NE", lambda item: _entropy(item.new)),
+    prose("Remark", lambda item: item.remark),
+)
+
+
+def _p50(side: MedianLatency | None) -> Told:
+    return Told(numbers.NOT_MEASURED) if side is None else shown(numbers.latency, side, "p50_us")
+
+
+def _p99(side: MedianLatency | None) -> Told:
+    return Told(numbers.NONE) if side is None else shown(numbers.latency, side, "p99_us")
+
+
+def _device(side: MedianLatency | None) -> str:
+    return numbers.NONE if side is None else side.device
+
+
+def _ratio(item: LatencyChange) -> Told:
+    return shown("{:.3f}×".format, item, "ratio")
+
+
+_LATENCY: tuple[Field[LatencyChange], ...] = (
+    text("Target", lambda item: item.target),
+    number("Batch", lambda item: shown(numbers.count, item, "batch")),
+    text("Inputs", lambda item: f"on the {item.inputs}"),
+    number("Old p50", lambda item: _p50(item.old)),
+    number("New p50", lambda item: _p50(item.new)),
+    number("New over old", _ratio),
+    number("Old p99", lambda item: _p99(item.old)),
+    number("New p99", lambda item: _p99(item.new)),
+    text("Old device", lambda item: _device(item.old)),
+    text("New device", lambda item: _device(item.new)),
+    prose("Remark", lambda item: item.remark),
+)
+
+
+_GAINS: tuple[Field[GainChange], ...] = (
+    text("Target", lambda item: item.target),
+    text("Over", lambda item: item.baseline),
+    number("Old gain [interval]", lambda item: times_text(item.old)),
+    number("New gain [interval]", lambda item: times_text(item.new)),
+    text("Intervals overlap", lambda item: _overlap(item.overlap)),
+)
+
+
+def sites_section(found: RunComparison) -> Section:
+    """Sites that are treated differently, and those that only one model has."""
+    tables = []
+    if found.sites:
+        tables.append(table_of("Sites with another precision or verdict", _SITES, found.sites, keys=2))
+    if found.presence:
+        tables.append(table_of("Sites of one model only", _PRESENCE, found.presence))
+    paragraphs = [
+        told(
+            "The old model has {} sites, the new one {}.",
+            shown(numbers.count, found.old, "sites"),
+            shown(numbers.count, found.new, "sites"),
+        )
+    ]
+    if not tables:
+        paragraphs.append(Told("Both models have the same sites, and every plan treats them alike."))
+    return Section("site-changes", "Sites", tuple(paragraphs), tables=tuple(tables))
+
+
+def _decision(decision: SiteDecision) -> str:
+    return f"{decision.precision} ({decision.recipe})" if decision.recipe else decision.precision
+
+
+def _both_reasons(item: SiteChange) -> str:
+    return f"then: {item.old.reason.rstrip('.')}; now: {item.new.reason.rstrip('.')}"
+
+
+_SITES: tuple[Field[SiteChange], ...] = (
+    text("In", lambda item: item.where),
+    text("Site", lambda item: item.site),
+    text("Old precision", lambda item: _decision(item.old)),
+    text("New precision", lambda item: _decision(item.new)),
+    text("Old verdict", lambda item: item.old.verdict),
+    text("New verdict", lambda item: item.new.verdict),
+    prose("Both reasons", _both_reasons),
+)
+
+
+def _size_of(name: str) -> Field[SitePresence]:
+    return number(
+        name.upper(), lambda item: shown(numbers.count, item, name) if getattr(item, name) else numbers.NONE
+    )
+
+
+_PRESENCE: tuple[Field[SitePresence], ...] = (
+    text("Site", lambda item: item.site),
+    text("What became of it", lambda item: cell(item.change, _CHANGES[item.change])),
+    text("Kind", lambda item: item.kind),
+    _size_of("k"),
+    _size_of("n"),
+    prose("Merged from", lambda item: ", ".join(item.merged_from)),
+)
+
+
+def plans_section(found: RunComparison) -> Section:
+    """Every plan of either run."""
+    table = table_of("Plans", _PLANS, found.plans)
+    return Section("plans", "Plans", tables=(table,))
+
+
+def _fp8_sites(side: PlanSummary | None) -> Told:
+    return Told("no such plan") if side is None else shown(numbers.count, side, "fp8_sites")
+
+
+def _moved(item: PlanChange) -> Told:
+    if item.old is None or item.new is None:
+        return Told(numbers.NONE)
+    return shown(numbers.count, item, "moved")
+
+
+def _base(item: PlanChange) -> str:
+    bases = dict.fromkeys(side.base for side in (item.old, item.new) if side is not None)
+    return " → ".join(bases)
+
+
+_PLANS: tuple[Field[PlanChange], ...] = (
+    text("Plan", lambda item: item.plan),
+    text("Base", _base),
+    number("Old sites in FP8", lambda item: _fp8_sites(item.old)),
+    number("New sites in FP8", lambda item: _fp8_sites(item.new)),
+    number("Old share of FLOPs", lambda item: _share(item.old)),
+    number("New share of FLOPs", lambda item: _share(item.new)),
+    number("Sites in another precision", _moved),
+)
+
+
+def rewrites_section(found: RunComparison) -> Section:
+    """Places that transforms treated differently."""
+    if not found.rewrites:
+        return Section("rewrites", "Rewrites", ("Every transform did the same at every place.",))
+    return Section(
+        "rewrites", "Rewrites", tables=(table_of("Treated differently", _REWRITES, found.rewrites, keys=3),)
+    )
+
+
+def _outcome(side: RewriteOutcome | None) -> str:
+    return "not looked at" if side is None else side.outcome
+
+
+def _both_outcomes(item: RewriteChange) -> str:
+    sides = (("then", item.old), ("now", item.new))
+    return "; ".join(f"{name}: {side.what.rstrip('.')}" for name, side in sides if side is not None)
+
+
+_REWRITES: tuple[Field[RewriteChange], ...] = (
+    text("Sequence", lambda item: item.sequence),
+    text("Transform", lambda item: item.transform),
+    text("At", lambda item: item.at),
+    text("Old", lambda item: _outcome(item.old)),
+    text("New", lambda item: _outcome(item.new)),
+    prose("What, or why not", _both_outcomes),
+)
+
+
+def data_section(found: RunComparison) -> Section:
+    """Whether both runs were measured on the same rows."""
+    said = (
+        "Both runs read the same rows."
+        if found.has_same_rows
+        else "The rows differ: costs on a split that differs are of different rows."
+    )
+    return Section("data", "Data", (said,), tables=(table_of("Splits", _SPLITS, found.splits),))
+
+
+def _rows(side: SplitRows | None) -> Told:
+    return Told(numbers.NONE) if side is None else shown(numbers.count, side, "rows")
+
+
+def _rows_digest(side: SplitRows | None) -> str:
+    return numbers.NONE if side is None else numbers.digest(side.digest)
+
+
+def _sources(item: SplitChange) -> str:
+    return " → ".join(
+        dict.fromkeys(f"{side.name}, {side.rule}" for side in (item.old, item.new) if side is not None)
+    )
+
+
+_SPLITS: tuple[Field[SplitChange], ...] = (
+    text("Split", lambda item: item.split),
+    text("Rows are", lambda item: cell("the same", Tone.GOOD) if item.is_same else cell("others", Tone.WARN)),
+    number("Old rows", lambda item: _rows(item.old)),
+    number("New rows", lambda item: _rows(item.new)),
+    text("Old SHA-256", lambda item: _rows_digest(item.old)),
+    text("New SHA-256", lambda item: _rows_digest(item.new)),
+    prose("Which rows", _sources),
+)
+
+
+def surroundings_section(found: RunComparison) -> Section:
+    """Models, versions and settings."""
+    sides = (("old", found.old), ("new", found.new))
+    items = tuple(
+        f"The {name} run is '{run.title}' of {run.path}: SHA-256 of its report {numbers.digest(run.digest)}, "
+        f"of the exported model {numbers.digest(run.model_digest)}, after mods "
+        f"{numbers.digest(run.modified_digest)}."
+        for name, run in sides
+    )
+    tables = [_values("Versions that differ", "Package", found.versions)]
+    tables.append(_values("Settings that differ", "Setting", found.settings))
+    return Section("surroundings", "Models, versions and settings", items=items, tables=tuple(tables))
+
+
+def _values(caption: str, name: str, found: tuple[ValueChange, ...]) -> Table:
+    fields: tuple[Field[ValueChange], ...] = (
+        text(name, lambda item: item.name),
+        text("Old", lambda item: numbers.NONE if item.old is None else item.old),
+        text("New", lambda item: numbers.NONE if item.new is None else item.new),
+    )
+    return table_of(caption, fields, found)

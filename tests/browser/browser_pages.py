@@ -1,0 +1,72 @@
+"""A page of a report in a browser, and all that it said and asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from page_numbers import NUMBER, check_numbers
+
+from loka_onnx.report import HTML_NAME, ReportData, render
+
+DESKTOP = (1440, 900)
+PHONE = (390, 844)
+_READ = """() => {
+  for (const details of document.querySelectorAll('details')) details.open = true;
+  return [...document.querySelectorAll('td, th[scope=row], [data-source]')].map(element => ({
+    text: element.textContent,
+    numeric: element.classList.contains('numeric'),
+    source: element.dataset.source ?? '',
+    value: element.dataset.value ?? null,
+  }));
+}"""
+
+
+@dataclass
+class Opened:
+    """An open page.
+
+    Attributes:
+        page: Playwright's.
+        said: What it logged, and errors that nobody caught.
+        requests: Addresses that it asked for, its own first.
+    """
+
+    page: Any
+    said: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def check(self, path: Path) -> None:
+        """Nothing was logged, nothing failed, and nothing but the file itself was read."""
+        assert self.said == []
+        assert self.requests == [path.as_uri()]
+
+
+def open_page(browser: Any, path: Path, **context: Any) -> Opened:
+    """Opens a file in a context of its own; the caller closes it (`Opened.page.context`)."""
+    page = browser.new_context(**context).new_page()
+    page.set_default_timeout(20_000)
+    opened = Opened(page)
+    page.on("console", lambda message: opened.said.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: opened.said.append(f"error: {error}"))
+    page.on("request", lambda request: opened.requests.append(request.url))
+    page.goto(path.as_uri(), wait_until="load")
+    return opened
+
+
+def written(data: ReportData, directory: Path) -> Path:
+    """The page of a run."""
+    render(data, directory)
+    return directory / HTML_NAME
+
+
+def checked_numbers(page: Any, facts: Any) -> int:
+    """How many numbers of tables were found in the facts; each must be."""
+    checked = 0
+    for cell in page.evaluate(_READ):
+        text = " ".join(cell["text"].split())
+        if cell["numeric"] and NUMBER.search(text):
+            assert cell["source"] and cell["value"] is not None, text
+            checked += check_numbers(facts, text, cell["source"], cell["value"])
+    return checked

@@ -1,0 +1,80 @@
+"""Each example, run as a user runs it, in an empty directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loka_onnx.bundle import verify_bundle
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+CHANGE = r"[+-]?\d\S*%"
+
+
+def run_example(name: str, directory: Path) -> str:
+    """What it prints on standard output."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), "out"],
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def the_bundle(directory: Path) -> Path:
+    (manifest,) = (directory / "out").glob("runs/*/bundle/manifest.json")
+    verify_bundle(manifest.parent)
+    return manifest.parent
+
+
+@pytest.mark.slow
+def test_a_pytorch_ranker_with_two_outputs(tmp_path: Path) -> None:
+    printed = run_example("pytorch_ranker.py", tmp_path)
+    assert "cpu: plan fp32" in printed
+    judged = re.findall(rf"^(\S+), (\w+): ΔNE ({CHANGE}) \[({CHANGE}), ({CHANGE})\], (\w+)$", printed, re.M)
+    assert {(plan, output) for plan, output, *_ in judged} == {
+        (plan, output) for plan in ("fp8-all", "fp8-safe") for output in ("ctr", "cvr")
+    }
+    assert all(status == "within" for plan, *_, status in judged if plan == "fp8-safe")
+    assert len(re.findall(r"^(?:ctr|cvr) \[.*\]$", printed, re.M)) == 2
+    the_bundle(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_bare_onnx_file_without_labels(tmp_path: Path) -> None:
+    printed = run_example("bare_onnx.py", tmp_path)
+    assert "inputs numbers item · outputs p_click" in printed
+    exported, modified = (re.search(rf"^{name}: (.*)$", printed, re.M) for name in ("exported", "modified"))
+    assert exported and "einsum" not in exported[1] and "norm" not in exported[1]
+    assert modified and "dense.einsum" in modified[1] and "norm" in modified[1], "mods make sites of both"
+    assert re.search(rf"^fp8-safe: KL {CHANGE} \[{CHANGE}, {CHANGE}\] of the mean entropy$", printed, re.M)
+    the_bundle(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_torchrec_model(tmp_path: Path) -> None:
+    for package in ("torchrec", "fbgemm_gpu"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs torchrec: {package} is not installed (docs/how-to/examples.md says how)")
+    printed = run_example("torchrec_model.py", tmp_path)
+    assert "the dense engine reads numbers, pooled.genre, pooled.clicked_items, pooled.country" in printed
+    difference = re.search(r"largest difference from TorchRec's own answer on 512 rows: (\S+)", printed)
+    assert difference and 0 <= float(difference[1]) < 1e-5, "sums of FP32 in another order, and nothing more"
+    the_bundle(tmp_path)
+
+
+def test_every_example_is_run_here() -> None:
+    tested = set(re.findall(r'run_example\("(\w+\.py)"', Path(__file__).read_text(encoding="utf-8")))
+    assert tested == {path.name for path in EXAMPLES.glob("*.py")}

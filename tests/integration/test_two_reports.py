@@ -1,0 +1,124 @@
+"""Reports of real runs: their numbers are in report.json, and two of them are held against one another."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+from page_numbers import NUMBER, check_numbers, tables_of
+from synthetic_runs import call, make_workplace
+
+from loka_onnx.core import serde
+from loka_onnx.core.run_comparison import Change, RunComparison
+from loka_onnx.pipeline.run import RunResult, run
+from loka_onnx.report import ReportData
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_number_of_the_page_of_a_run_is_in_its_json(finished: RunResult) -> None:
+    facts = json.loads((finished.directory / "report.json").read_text())
+    schema = json.loads((DOCS / "report-schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(facts)
+    page = tables_of((finished.directory / "report.html").read_text())
+    markdown = (finished.directory / "report.md").read_text()
+    flat = " ".join(re.sub(r"\\(.)", r"\1", markdown).split())
+    checked = 0
+    for cell in page.cells:
+        text = " ".join(cell.text.split())
+        if not cell.numeric or not NUMBER.search(text):
+            continue
+        source, value = cell.attributes["data-source"], cell.attributes["data-value"]
+        checked += check_numbers(facts, text, source, value)
+        assert text in flat
+    assert checked > 300
+
+
+@pytest.fixture(scope="module")
+def later(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """A run that keeps a site out of FP8, and has another budget and seed."""
+    place = make_workplace(tmp_path_factory.mktemp("later"))
+    place.write_run_file(
+        outputs=[
+            {"name": "ctr", "kind": "logit", "label": "clicked", "weight": "importance", "budget": 0.02}
+        ],
+        plan={"keep": ["fc2"]},
+        calibration={"seed": 1},
+    )
+    return run(place.run_file)
+
+
+@pytest.mark.slow
+def test_two_run_directories_are_compared(
+    finished: RunResult, later: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    done = call(capsys, "compare-runs", finished.directory, later.directory, "--out", out)
+    assert done.code == 0
+    found = serde.read(RunComparison, out / "comparison.json")
+    schema = json.loads((DOCS / "run-comparison-schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(json.loads((out / "comparison.json").read_text()))
+    (cpu,) = found.targets
+    assert (cpu.target, cpu.change) == ("cpu", Change.SAME)
+    assert "cpu: both emit cpu-onnxruntime-cpu-fp32 (plan fp32)" in done.out
+    assert "wrote" in done.out and "comparison.html" in done.out
+    assert found.has_same_rows
+    settings = {item.name: (item.old, item.new) for item in found.settings}
+    assert settings["plan.keep"] == ("[]", '["fc2"]')
+    assert settings["calibration.seed"] == ("0", "1")
+    kept = [change for change in found.sites if change.site == "fc2"]
+    assert kept and all((c.old.precision, c.new.precision) == ("fp8", "bf16") for c in kept)
+    assert all(change.new.reason.startswith("kept in bf16 by 'fc2'") for change in kept)
+    # Outputs that the later run does not judge are not compared, and said to be so.
+    by_output = {(c.output, c.split): c for c in found.accuracy}
+    assert by_output["cvr", "selection"].remark == "it was not measured in the new run"
+    both = by_output["ctr", "selection"]
+    assert both.old is not None and both.new is not None
+    assert (both.old.budget, both.new.budget) == (0.01, 0.02)
+    assert {c.batch for c in found.latency} == {8, 64}
+    assert all(c.ratio is not None and c.ratio > 0 for c in found.latency)
+    page = tables_of((out / "comparison.html").read_text())
+    facts = json.loads((out / "comparison.json").read_text())
+    checked = [
+        check_numbers(facts, cell.text, cell.attributes["data-source"], cell.attributes["data-value"])
+        for cell in page.cells
+        if cell.numeric and NUMBER.search(cell.text)
+    ]
+    assert sum(checked) > 30
+    # Another engine is no failure, unless that is asked for.
+    assert (
+        call(capsys, "compare-runs", finished.directory, later.directory, "--out", out, "--exit-code").code
+        == 0
+    )
+
+
+@pytest.mark.slow
+def test_a_report_of_an_older_schema_is_written_again_from_its_run(
+    later: RunResult, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remedy that `compare-runs` names works, though no fact of the run is another."""
+    file, run_file = later.directory / "report.json", later.directory.parents[1] / "RUN.yaml"
+    before = file.read_text()
+    monkeypatch.setattr(ReportData, "SCHEMA", "report/1000")
+    refused = call(capsys, "compare-runs", later.directory, later.directory)
+    assert refused.code == 2
+    assert "an older version of loka-onnx" in refused.err
+    assert "`loka-onnx report RUN.yaml`" in refused.err
+    assert call(capsys, "report", run_file).code == 0
+    after = file.read_text()
+    assert after.replace("report/1000", "report/6") == before
+    monkeypatch.undo()
+    assert call(capsys, "report", run_file).code == 0
+    assert file.read_text() == before
+
+
+def test_what_is_no_run_is_refused_in_one_message(
+    finished: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = call(capsys, "compare-runs", finished.directory, tmp_path, "--out", tmp_path / "out")
+    assert done.code == 2
+    assert "there is no report of a run" in done.err and "Traceback" not in done.err
+    assert not (tmp_path / "out").exists()

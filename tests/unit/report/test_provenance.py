@@ -1,0 +1,299 @@
+"""Every number that a report shows is in report.json, or follows from it by a named formula."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_numbers import NUMBER, check_numbers, evaluate, resolve, tables_of
+from rich_run import rich
+from sample_run import SampleRun
+from test_report import rendered
+
+from loka_onnx.core import serde
+from loka_onnx.core.evaluation import EvaluationSet
+from loka_onnx.errors import InternalError
+from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers
+from loka_onnx.report.document import Cell, Column, Document, Section, Table, source_of
+from loka_onnx.report.figures import FORMULAS, Place, Told, at, derive, formed, shown, told
+from loka_onnx.report.provenance import Pointers, located
+from loka_onnx.report.sections import build_document
+
+
+@pytest.fixture(scope="module", params=["fixed rows", "sequential"])
+def run(request: pytest.FixtureRequest, sample: SampleRun) -> ReportData:
+    return rich(sample.report, sequential=request.param == "sequential")
+
+
+@pytest.fixture(scope="module")
+def document(run: ReportData) -> Document:
+    return build_document(run)
+
+
+@pytest.fixture(scope="module")
+def facts(run: ReportData) -> Any:
+    return json.loads(serde.dumps(run))
+
+
+def all_cells(document: Document) -> Iterator[tuple[Table, Column, Cell]]:
+    for section in document.sections:
+        for table in section.tables:
+            for row in table.rows:
+                for column, cell in zip(table.columns, row, strict=True):
+                    yield table, column, cell
+
+
+def test_the_sample_fills_every_table(document: Document) -> None:
+    """What is not in the sample is not looked at below."""
+    tables = [table.caption for section in document.sections for table in section.tables]
+    for part in (
+        "Candidates on selection", "Candidates on certification", "What the change is made of",
+        "Latency per batch size, inputs in host", "Latency per batch size, inputs on the device",
+        "Which engine takes", "Why the others", "Predicted and measured", "Throughput", "Plans tried",
+        "predicted before it was measured", "given back", "Slices on", "Worst slices", "Sites in plan",
+        "share a quantized tensor", "Precision of each site", "stays in FP32", "by accuracy and speed",
+        "What FP8 saves", "What was tried", "Corrected biases", "Transforms", "Rewritten", "Rolled back",
+        "Declined", "do not run as planned", "Splits", "Models", "Versions", "Stages",
+    ):  # fmt: skip
+        assert any(part in caption for caption in tables), part
+    assert all(table.rows for section in document.sections for table in section.tables)
+
+
+def test_every_number_of_every_table_is_in_the_json(document: Document, facts: Any) -> None:
+    checked = 0
+    for table, column, cell in all_cells(document):
+        if column.numeric and NUMBER.search(cell.text):
+            assert cell.source, f"{table.caption}, {column.title}: '{cell.text}' has no source"
+        if cell.source:
+            checked += check_numbers(facts, cell.text, cell.source, cell.value)
+            assert cell.value is not None
+    assert checked > 500
+
+
+def test_a_cell_without_a_number_has_no_source(document: Document) -> None:
+    for _, _, cell in all_cells(document):
+        if not NUMBER.search(cell.text):
+            assert cell.source == "" and cell.value is None
+
+
+def test_every_formula_is_used_and_known_to_the_test(run: ReportData, document: Document) -> None:
+    """So that each has been held against its second form."""
+    used = set(re.findall(r"(\w+)\(", " ".join(cell.source for *_, cell in all_cells(document))))
+    expected = set(FORMULAS)
+    if not run.profile.sampling.is_sequential:
+        expected -= {"interval_value", "interval_lower", "interval_upper"}
+    assert used == expected
+
+
+def test_every_formula_is_told_to_readers() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "report-json.md").read_text(encoding="utf-8")
+    assert [name for name in FORMULAS if not re.search(rf"`{name}[(`]", page)] == []
+
+
+def test_numbers_of_sentences_have_sources_too(document: Document, facts: Any) -> None:
+    """Words of the facts (reasons, names) may hold any digits; what the report writes itself may not."""
+    words = words_of(facts)
+    checked = 0
+    for text in sentences(document):
+        if isinstance(text, Told) and text.figures:
+            checked += check_numbers(facts, without(text, words), source_of(text), None)
+            continue
+        # How sure an interval is, is said without a source: it must be a confidence of the facts.
+        rest = re.sub(r"(\d+(?:\.\d+)?) %", known_confidence(facts), without(text, words))
+        assert not NUMBER.search(rest.replace("first 10 slices", "").replace("under 1 %", "")), text
+    assert checked > 40
+
+
+def words_of(facts: Any) -> list[str]:
+    """Texts of the facts with digits in them, the longest first; a key that is a number is no word."""
+    found = {word for word in strings(facts) if re.search(r"\d", word) and not NUMBER.fullmatch(word)}
+    return sorted(found, key=len, reverse=True)
+
+
+def without(text: str, words: list[str]) -> str:
+    for word in words:
+        text = text.replace(word, "")
+    return text
+
+
+def known_confidence(facts: Any) -> Callable[[re.Match[str]], str]:
+    """Removes what is a confidence of the facts, or the per cent of a 99th percentile."""
+    known = {f"{100 * value:g}" for value in numbers_under("confidence", facts)}
+    return lambda found: "" if found.group(1) in known | {"1"} else found.group()
+
+
+def numbers_under(name: str, value: Any) -> Iterator[float]:
+    """Every number that stands under a name, wherever."""
+    if isinstance(value, dict):
+        if isinstance(value.get(name), int | float):
+            yield value[name]
+        for part in value.values():
+            yield from numbers_under(name, part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from numbers_under(name, part)
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for part in value.values():
+            yield from strings(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from strings(part)
+
+
+def sentences(document: Document) -> Iterator[str]:
+    for verdict in document.verdicts:
+        yield from (verdict.headline, *verdict.facts)
+        for stat in verdict.stats:
+            yield from (stat.shown.text, stat.note)
+    for section in document.sections:
+        yield from (*section.paragraphs, *section.items)
+        for table in section.tables:
+            yield table.caption
+
+
+def test_the_page_carries_value_and_source_of_every_number(run: ReportData, tmp_path: Any) -> None:
+    files = rendered(run, tmp_path)
+    facts, page = json.loads(files[JSON_NAME]), tables_of(files[HTML_NAME])
+    for cell in page.cells:
+        if cell.numeric and NUMBER.search(cell.text):
+            assert "data-source" in cell.attributes and "data-value" in cell.attributes, cell.text
+    words = words_of(facts)
+    checked = 0
+    for element in page.sourced:
+        text = " ".join(element.text.split())
+        plain = text if element.numeric else without(text, words)
+        value = element.attributes.get("data-value")
+        checked += check_numbers(facts, plain, element.attributes["data-source"], value)
+    assert checked > 600
+
+
+def drawings(page: str) -> Iterator[Any]:
+    """What is handed to the scripts that draw."""
+    for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL):
+        yield json.loads(text)
+
+
+def test_every_point_of_the_charts_is_in_the_json(run: ReportData, tmp_path: Any) -> None:
+    files = rendered(run, tmp_path)
+    facts = json.loads(files[JSON_NAME])["value"]
+    judged = [
+        output["difference"]["delta_ne"]
+        for evaluation in facts["evaluations"]["evaluations"]
+        for output in evaluation["outputs"]
+        if output["difference"] is not None
+    ]
+    values = {100 * each["value"] for each in judged}
+    above = {100 * (each["upper"] - each["value"]) for each in judged}
+    below = {100 * (each["value"] - each["lower"]) for each in judged}
+    times = set(numbers_under("p50_us", facts["evaluations"]))
+    places = {100 * plan["fp8_share"] for plan in facts["plans"]["plans"]}
+    places |= times | {1e-3 * time for time in times}
+    points = 0
+    for drawing in drawings(files[HTML_NAME]):
+        for trace in drawing["data"] if isinstance(drawing, dict) and "layout" in drawing else ():
+            assert set(trace["x"]) <= places
+            assert set(trace["y"]) <= values
+            assert set(trace.get("error_y", {}).get("array", ())) <= above
+            assert set(trace.get("error_y", {}).get("arrayminus", ())) <= below
+            points += len(trace["x"])
+    assert points >= 6
+
+
+def test_every_histogram_is_that_of_the_json(run: ReportData, tmp_path: Any) -> None:
+    files = rendered(run, tmp_path)
+    profile = json.loads(files[JSON_NAME])["value"]["profile"]
+    (drawn,) = (d for d in drawings(files[HTML_NAME]) if isinstance(d, dict) and "tensors" in d)
+    ranges = {name: r for site in profile["sites"] for name, r in site["operands"].items()}
+    assert set(drawn["tensors"]) == set(ranges)
+    for name, histogram in drawn["tensors"].items():
+        assert (histogram["first"], histogram["counts"]) == (
+            ranges[name]["histogram"]["first"],
+            ranges[name]["histogram"]["counts"],
+        )
+        assert histogram["total"] == sum(histogram["counts"]) + ranges[name]["histogram"]["zeros"]
+    shown_ranges = [activation for site in drawn["sites"] for activation in site["activations"]]
+    assert shown_ranges
+    for activation in shown_ranges:
+        scale = math.log2(profile["scales"]["e4m3fn/amax"][activation["tensor"]])
+        # E4M3FN: the smallest number is 2^-9, the smallest normal one 2^-6, the largest 448.
+        assert activation["bounds"] == pytest.approx([scale - 10, scale - 6, scale + math.log2(448)])
+
+
+def test_markdown_has_the_text_of_every_cell_of_the_page(
+    run: ReportData, document: Document, tmp_path: Any
+) -> None:
+    files = rendered(run, tmp_path)
+    flat = " ".join(re.sub(r"\\(.)", r"\1", files[MARKDOWN_NAME]).split())
+    page = " ".join("".join(element.text for element in tables_of(files[HTML_NAME]).cells).split())
+    for table, column, cell in all_cells(document):
+        text = " ".join(cell.text.split())
+        assert text in flat, (table.caption, column.title)
+        assert text in page, (table.caption, column.title)
+
+
+def test_a_wrong_number_is_found(document: Document, facts: Any) -> None:
+    """The check itself: another digit, another value, another place."""
+    cell = next(
+        cell for table, column, cell in all_cells(document) if column.title == "p50" and "ms" in cell.text
+    )
+    assert check_numbers(facts, cell.text, cell.source, cell.value) == 1
+    for text, value in (("12.36 ms", cell.value), ("12.35 µs", cell.value), (cell.text, 12_345.679)):
+        with pytest.raises(AssertionError):
+            check_numbers(facts, text, cell.source, value)
+    with pytest.raises(KeyError):
+        check_numbers(facts, cell.text, cell.source.replace("p50_us", "p55_us"), cell.value)
+
+
+def test_a_number_that_is_not_in_the_facts_is_refused(run: ReportData) -> None:
+    engine = dataclasses.replace(run.engines[0], bytes=4242)
+    section = Section("s", "S", items=(shown(numbers.size, engine, "bytes"),))
+    with pytest.raises(InternalError) as raised:
+        located(Document("t", "", (), (section,)), Pointers(run))
+    assert str(raised.value) == (
+        "EngineArtifact.bytes: a report shows a number that is not in its facts\n"
+        "  evidence: 4242 stands at no place of the ReportData\n"
+        "  remedy: take it from the facts themselves, or by a formula of `report.figures`"
+    )
+
+
+def test_pointers_are_escaped_as_the_specification_says(run: ReportData) -> None:
+    """RFC 6901: ~ and / within a name; RFC 3986: everything that would end a term."""
+    nasty = "a/b~c d,(e)=%25é#"
+    left_out = {nasty: 7}
+    evaluations = tuple(
+        dataclasses.replace(
+            e, outputs=tuple(dataclasses.replace(o, slices_left_out=left_out) for o in e.outputs)
+        )
+        for e in run.evaluations.evaluations
+    )
+    data = dataclasses.replace(run, evaluations=EvaluationSet(evaluations))
+    figure = derive("sum", at(left_out, nasty), at(left_out, nasty))
+    text = located((told("{} of {}", formed(numbers.count, figure), "x"),), Pointers(data))[0]
+    document = json.loads(serde.dumps(data))
+    assert " " not in source_of(text)
+    assert check_numbers(document, text, source_of(text), 14) == 1
+    (first, _) = re.findall(r"#[^,)]*", source_of(text))
+    assert first.endswith("/a~1b~0c%20d%2C%28e%29%3D%2525%C3%A9%23")
+    assert resolve(document, first) == 7
+
+
+def test_joined_text_keeps_the_order_of_its_figures(run: ReportData) -> None:
+    a, b = shown(numbers.count, run.profile, "rows"), shown(numbers.count, run.profile, "error_rows")
+    text = told("{} ({})", told("{} then {}", b, a), "words")
+    assert [figure.origin.name for figure in text.figures if isinstance(figure.origin, Place)] == [
+        "error_rows",
+        "rows",
+    ]
+    assert evaluate({"value": {"profile": {"rows": 3}}}, "next(#/value/profile/rows)") == 4

@@ -1,0 +1,133 @@
+"""The numbers on top of the page, against the facts that they are from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from sample_run import BUDGET, SampleRun
+
+from loka_onnx.core.evaluation import Choice, EvaluationSet, Why
+from loka_onnx.core.intervals import Interval
+from loka_onnx.report import ReportData
+from loka_onnx.report.budget_bar import BudgetBar, can_be_drawn
+from loka_onnx.report.document import Tone
+from loka_onnx.report.markdown import to_markdown
+from loka_onnx.report.sections import build_document
+
+TIMES = Interval(1.25, 1.2, 1.3, 0.95, 10)
+
+
+def stats(data: ReportData, target: int = 0) -> dict[str, tuple[str, str]]:
+    verdict = build_document(data).verdicts[target]
+    return {stat.label: (stat.shown.text, stat.note) for stat in verdict.stats}
+
+
+def with_target(data: ReportData, **changes: object) -> ReportData:
+    first, *rest = data.choice.targets
+    return dataclasses.replace(data, choice=Choice((dataclasses.replace(first, **changes), *rest)))
+
+
+def with_times(data: ReportData, plan: str, times: Interval | None) -> ReportData:
+    losers = tuple(
+        dataclasses.replace(loser, times=times if data.engine(loser.engine).plan == plan else None)
+        for loser in data.choice.targets[0].losers
+    )
+    return with_target(data, losers=losers)
+
+
+def test_the_gain_is_that_of_the_choice_with_its_interval(sample: SampleRun) -> None:
+    shown, note = stats(with_times(sample.report, "bf16", TIMES))["Speed over BF16"]
+    assert shown == "1.250×"
+    assert note == "[1.200, 1.300], measured, over cpu-onnxruntime-cpu-bf16"
+
+
+def test_of_several_engines_of_a_baseline_the_fastest_counts(sample: SampleRun) -> None:
+    data = with_times(sample.report, "bf16", TIMES)
+    slower = dataclasses.replace(data.engine("cpu-onnxruntime-cpu-bf16"), backend="another")
+    loser = next(x for x in data.choice.targets[0].losers if x.times is not None)
+    worse = dataclasses.replace(loser, engine=slower.id, times=Interval(2.0, 1.9, 2.1, 0.95, 10))
+    data = dataclasses.replace(data, engines=(*data.engines, slower))
+    data = with_target(data, losers=(worse, *data.choice.targets[0].losers))
+    assert stats(data)["Speed over BF16"][0] == "1.250×"
+
+
+def test_without_a_time_it_says_why(sample: SampleRun) -> None:
+    shown = stats(sample.report)
+    assert shown["Speed over BF16"] == ("not measured", "cpu-onnxruntime-cpu-bf16: declined")
+    assert shown["Speed over FP32"] == ("none", "this is the engine of that plan itself")
+
+
+def test_a_simulated_engine_has_no_speed_whatever_was_timed(sample: SampleRun) -> None:
+    simulated = next(e for e in sample.report.engines if e.simulated)
+    data = with_target(with_times(sample.report, "bf16", TIMES), engine=simulated.id, plan=simulated.plan)
+    shown = stats(data)
+    assert shown["Speed over BF16"][0] == "simulated"
+    assert shown["Latency p50"][0] == "simulated"
+
+
+def test_a_gain_that_may_be_none_is_not_good(sample: SampleRun) -> None:
+    for times, tone in ((TIMES, Tone.GOOD), (Interval(1.02, 0.99, 1.05, 0.95, 10), Tone.WARN)):
+        (verdict, *_) = build_document(with_times(sample.report, "bf16", times)).verdicts
+        assert next(s for s in verdict.stats if s.label == "Speed over BF16").shown.tone is tone
+
+
+def test_the_accuracy_of_an_engine_that_was_not_run_is_that_of_its_plan_and_says_so(sample) -> None:
+    note = stats(sample.report, target=1)["ΔNE"][1]
+    assert note.endswith("simulated by cpu-onnxruntime-cpu-fp8-safe, this engine was not run")
+    nothing = dataclasses.replace(sample.report, evaluations=EvaluationSet(()))
+    assert stats(nothing, target=1)["Accuracy"] == ("not measured", "")
+
+
+def test_certification_decides_where_it_was_evaluated(sample: SampleRun) -> None:
+    (verdict, *_) = build_document(sample.report).verdicts
+    assert "1,600 certification rows" in stats(sample.report)["ΔNE"][1]
+    assert [bar.label for bar in verdict.bars] == ["ctr on certification"]
+
+
+def test_every_number_of_the_page_is_in_markdown(sample: SampleRun) -> None:
+    data = with_times(sample.report, "bf16", TIMES)
+    document = build_document(data)
+    markdown = " ".join(to_markdown(document).replace("\\", "").split())
+    for verdict in document.verdicts:
+        for stat in verdict.stats:
+            if stat.label.startswith("Speed"):
+                assert f"{stat.label}: {stat.shown.text} ({stat.note})" in markdown
+            assert stat.shown.text in markdown
+        for bar in verdict.bars:
+            assert bar.text in markdown
+
+
+def bar(lower: float, value: float, upper: float, budget: float = BUDGET) -> BudgetBar:
+    return BudgetBar("ctr", "", "within", Interval(value, lower, upper, 0.95, 10), budget, "")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [bar(-1e-4, 1e-5, 1e-4), bar(1e-5, 2e-5, 3e-5), bar(3e-4, 4e-4, 5e-3), bar(-3e-4, -2e-4, -1e-4)],
+    ids=["around 0", "inside", "beyond", "better"],
+)
+def test_a_bar_keeps_the_order_of_what_is_on_it(made: BudgetBar) -> None:
+    values = {
+        "zero": 0.0,
+        "limit": made.budget,
+        "lower": made.interval.lower,
+        "value": made.interval.value,
+        "upper": made.interval.upper,
+    }
+    places = {name: getattr(made, name) for name in values}
+    assert sorted(values, key=values.get) == sorted(places, key=places.get)
+    assert all(0 < place < 100 for place in places.values())
+
+
+def test_an_interval_without_an_end_is_not_drawn() -> None:
+    assert can_be_drawn(Interval(0.0, -1.0, 1.0, 0.95, 10))
+    assert not can_be_drawn(Interval(0.0, -1.0, float("inf"), 0.95, 10))
+
+
+def test_the_reason_is_named_where_it_was_not_merely_unmeasured(sample: SampleRun) -> None:
+    losers = tuple(
+        dataclasses.replace(loser, why=Why.NOT_MEASURED) for loser in sample.report.choice.targets[0].losers
+    )
+    note = stats(with_target(sample.report, losers=losers))["Speed over BF16"][1]
+    assert note == "cpu-onnxruntime-cpu-bf16"
