@@ -201,8 +201,10 @@ class _Measured:
         fastest, evidence = same[0], self.evidence
         if winner in same[1:]:
             reason = f"within noise of the fastest of {count}, '{fastest.plan}', and more exact"
-        else:
+        elif len(self.inside) > 1:
             reason = f"fastest of {count}"
+        else:
+            reason = "the only engine whose upper bound is inside the budget"
         fp8 = [e for e in self.inside if evidence.has_fp8(e)]
         if not fp8:
             return f"{reason}; none of them runs FP8"

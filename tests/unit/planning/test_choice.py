@@ -8,6 +8,7 @@ from choice_cases import (
     BF16,
     FASTEST,
     FP32,
+    ONLY,
     PLANS,
     UNDECIDED,
     WITHIN,
@@ -59,13 +60,13 @@ TABLE = {
     "beyond_outweighs_undecided": (
         (FP32, Candidate("fp8-all", 50, (UNDECIDED, BEYOND))),
         "fp32",
-        FASTEST.format(1) + "; none of them runs FP8",
+        ONLY + "; none of them runs FP8",
         {"fp8-all": "accuracy beyond the budget; faster by 87.5 %"},
     ),
     "only_fp32_inside": (
         (FP32, Candidate("bf16", 200, (BEYOND,)), Candidate("fp8-safe", 100, (BEYOND,))),
         "fp32",
-        FASTEST.format(1) + "; none of them runs FP8",
+        ONLY + "; none of them runs FP8",
         {
             "bf16": "accuracy beyond the budget; faster by 50.0 %",
             "fp8-safe": "accuracy beyond the budget; faster by 75.0 %",
@@ -80,7 +81,7 @@ TABLE = {
     "a_simulation_never_wins_on_speed": (
         (FP32, Candidate("fp8-all", 1, simulated=True), Candidate("fp8-safe", 1, (BEYOND,), simulated=True)),
         "fp32",
-        FASTEST.format(1) + "; none of them runs FP8",
+        ONLY + "; none of them runs FP8",
         {
             "fp8-all": "accuracy inside the budget; FP8 is simulated here, its speed never counts",
             "fp8-safe": "accuracy beyond the budget; FP8 is simulated here, its speed never counts",
@@ -89,7 +90,7 @@ TABLE = {
     "a_latency_that_does_not_count": (
         (FP32, Candidate("fp8-all", 1, counts=False)),
         "fp32",
-        FASTEST.format(1) + "; none of them runs FP8",
+        ONLY + "; none of them runs FP8",
         {
             "fp8-all": "accuracy inside the budget; timed on device, which is not the target: its speed does "
             "not count"
@@ -98,25 +99,25 @@ TABLE = {
     "no_latency": (
         (FP32, Candidate("fp8-all", None)),
         "fp32",
-        FASTEST.format(1) + "; none of them runs FP8",
+        ONLY + "; none of them runs FP8",
         {"fp8-all": "accuracy inside the budget; its speed on the target was not measured"},
     ),
     "never_evaluated": (
         (FP32, Candidate("fp8-all", None, (), detail="the first inference timed out")),
         "fp32",
-        FASTEST.format(1) + "; none of them runs FP8",
+        ONLY + "; none of them runs FP8",
         {"fp8-all": "not measured: the first inference timed out"},
     ),
     "failed": (
         (FP32, Candidate("fp8-all", None, (), BuildStatus.FAILED, detail="signal 11 (SIGSEGV)")),
         "fp32",
-        FASTEST.format(1) + "; none of them runs FP8",
+        ONLY + "; none of them runs FP8",
         {"fp8-all": "failed: signal 11 (SIGSEGV)"},
     ),
     "declined": (
         (FP32, Candidate("bf16", None, (), BuildStatus.DECLINED, detail="no BF16 products")),
         "fp32",
-        FASTEST.format(1) + "; none of them runs FP8",
+        ONLY + "; none of them runs FP8",
         {"bf16": "declined: no BF16 products"},
     ),
     "one_that_cannot_run_beside_one_that_can": (
@@ -125,7 +126,7 @@ TABLE = {
             Candidate("fp8-all", None, (), BuildStatus.BUILT_NOT_RUN, "rtx", "sm89", detail="no sm89 here"),
         ),
         "fp32",
-        FASTEST.format(1) + "; none of them runs FP8",
+        ONLY + "; none of them runs FP8",
         {"fp8-all": "not measured: no sm89 here"},
     ),
     "nothing_measured": (
