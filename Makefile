@@ -12,14 +12,16 @@ venv: $(STAMP)
 # pip 25.1 is the first that reads dependency groups. recbole is only read as data (MovieLens 100K), never
 # imported; its dependencies would drag in half of PyPI. tritonclient is a client in tests, and holds ml_dtypes
 # and protobuf back, which it works with as they are. TorchRec is for an example, and would bring a PyTorch of its own
-# choice; fbgemm-gpu-cpu 1.8 is the newest that loads beside PyTorch 2.13. TensorRT for RTX has wheels for Linux x86-64 and
+# choice; fbgemm-gpu-cpu 1.8 is the newest that loads beside PyTorch 2.13, and lies apart, because its import name is
+# that of a GPU package. TensorRT for RTX has wheels for Linux x86-64 and
 # Windows only, and Ray is late with wheels for a new Python: everything else works without them, but CI must
 # not lose them unseen.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -qq --upgrade 'pip>=25.1'
 	$(PIP) install -qq --constraint constraints.txt --editable '.[cpu,export,sign,serve,registry,mlflow]' --group dev --group docs
-	$(PIP) install -qq --constraint constraints.txt --no-deps recbole tritonclient $(TORCHREC)
+	$(PIP) install -qq --constraint constraints.txt --no-deps recbole tritonclient
+	$(PIP) install -qq --constraint constraints.txt --no-deps --upgrade --target .venv/torchrec $(TORCHREC)
 	$(PIP) install -qq --constraint constraints.txt --editable '.[tensorrt-rtx]' || { \
 	  test -z "$$CI" && echo "note: TensorRT for RTX cannot be installed here; its backend will say so"; }
 	$(PIP) install -qq --constraint constraints.txt --editable '.[ray]' || { \

@@ -108,12 +108,15 @@ def test_a_terminal_without_colours_gets_plain_lines() -> None:
 
 def test_ctrl_c_leaves_the_finished_stages_and_one_message(place: Workplace) -> None:
     session = start([BIN / "loka-onnx", "run", place.run_file])
-    assert session.read_until(lambda text: "build cpu" in text), session.text
+    assert session.read_until(lambda text: "3 of 13" in text), session.text
     session.type("\x03")
     assert session.end() == 130
     shown = [line for line in screen(session.text) if not line.startswith("^C")]
     assert shown[-1].startswith("interrupted; `run --resume`")
-    assert [line.split("  ")[0] for line in shown[:-1]] == [f"✓ {stage}" for stage in STAGES[:7]]
+    finished = [line.split("  ")[0] for line in shown[:-1]]
+    # A stage or two may have ended before the signal came.
+    assert 2 <= len(finished) < len(STAGES)
+    assert finished == [f"✓ {stage}" for stage in STAGES[: len(finished)]]
 
 
 @pytest.mark.parametrize("columns", [60, 100])
