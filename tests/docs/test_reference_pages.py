@@ -122,7 +122,7 @@ def test_files_of_the_root_lead_into_the_site(tmp_path: Path) -> None:
 
 
 def test_formulas_become_mathml(caplog: pytest.LogCaptureFixture) -> None:
-    mathematics = pytest.importorskip("docs_site.mathematics")
+    mathematics = pytest.importorskip("docs_site.mathematics", reason="needs latex2mathml: run `make venv`")
     page = r'<p>a <span class="arithmatex">\(x &lt; \log p\)</span></p>'
     page += r'<div class="arithmatex">\[\Delta = \frac{a}{b} \tag{1}\]</div>'
     found = mathematics.with_mathml(page, "page.md")

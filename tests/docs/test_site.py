@@ -135,7 +135,7 @@ def test_formulas_are_mathml_and_none_is_left(site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    sync_api = pytest.importorskip("playwright.sync_api")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: `make venv` installs it")
     if not CHROMIUM.is_file():
         pytest.fail(f"{CHROMIUM} is not there: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:

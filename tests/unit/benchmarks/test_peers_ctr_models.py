@@ -79,7 +79,7 @@ def test_a_checkpoint_is_of_its_options(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_librarys_models_answer_as_on_their_own_matrix(name: str) -> None:
     directory = os.environ.get(DEEPCTR_ENVIRONMENT)
     if not directory or not Path(directory).is_dir():
-        pytest.skip(f"${DEEPCTR_ENVIRONMENT} names no directory of DeepCTR-Torch")
+        pytest.skip(f"needs {DEEPCTR_ENVIRONMENT}: a directory with DeepCTR-Torch, as .ci/run makes one")
     model = build_ctr(name, DATA, import_library(Path(directory))).eval()
     with torch.no_grad():
         for parameter in model.parameters():
