@@ -47,7 +47,7 @@ from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 
 LEAST_SECONDS = 15.0
 """A build is not begun with less left than that."""
-FIRST_SECONDS, MODEL_SECONDS = 40.0, 5.0
+FIRST_SECONDS, MODEL_SECONDS = 100.0, 10.0
 """Kept back for timing: to load some two dozen engines of the first models, and then for each model."""
 TIMERS = 3
 """Models that load their engines at once; they have the device one after the other."""
