@@ -8,8 +8,9 @@ in a process of its own, judges what it wrote and writes the record. The table i
     python -m benchmarks.peers.compare --table
 
 A tool that fails has its row, with its message and the end of its log. ``--models`` measures these, and
-takes the figures of others from ``--work``. The graphs stay under ``WORK/models/<model>/<variant>/``, with
-2,048 rows of inputs beside them, for `on_device`, whose times ``--merge`` takes in.
+takes the figures of others from ``--work``; ``--variants`` does so with the rows of a model. The graphs stay
+under ``WORK/models/<model>/<variant>/``, with 2,048 rows of inputs beside them, for `on_device`, whose times
+``--merge`` takes in.
 
 Needs the files under ``$LOKA_ONNX_DATA`` (research use; nothing derived from them is kept but figures).
 """
@@ -24,7 +25,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -34,14 +35,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from benchmarks.peers.device_times import merged
-from benchmarks.peers.environments import PINS, EnvironmentFailed, python_of
-from benchmarks.peers.judging import SETTINGS, Clock, Judge, against_reference_evaluator, latencies
+from benchmarks.peers.environments import EnvironmentFailed, python_of
+from benchmarks.peers.judging import Clock, Judge, against_reference_evaluator, latencies
+from benchmarks.peers.peers_record import CTR, DEVICE, RECORD, WEIGHTS, ZOO, Entry, Settings, write
 from benchmarks.peers.processes import ChildLimits, ChildResult, run_job, tail_of
 from benchmarks.peers.rounding import narrow_types
 from benchmarks.peers.sites import quantized_sites
 from benchmarks.peers.table import markdown
-from benchmarks.peers.trimming import trimmed
 from benchmarks.peers.variants import (
     EXPORTED,
     EXPORTED_LABEL,
@@ -54,48 +54,22 @@ from benchmarks.peers.variants import (
 )
 from benchmarks.pipeline.movielens1m import MOST_ROWS, file_of
 from benchmarks.pipeline.site_effects import OUTPUT, exported, output_of, split_of
-from benchmarks.pipeline.training import GROUP, TRAINING
-from benchmarks.recording import BESIDE, RECORDS, write_record
+from benchmarks.recording import BESIDE, RECORDS
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.data.movielens1m import movielens_1m
 from loka_onnx.data.prepared import PreparedData
 from loka_onnx.errors import LokaError
 
-RECORD = "peers"
-ZOO = ("dlrm", "dcnv2", "wukong", "interformer")
-CTR = ("deepfm", "pnn", "nfm", "fibinet", "wdl")
 CALIBRATION_ROWS = 16_384
 BATCH = 512
 """Rows of a calibration batch."""
 DEVICE_ROWS = 2048
-WEIGHTS = "model.onnx"
-DESCRIPTION = "variant.json"
+KNOWN = frozenset({"", "ai.onnx", "com.microsoft"})
+"""Domains of operators that ONNX Runtime comes with."""
 LOG = "log.txt"
 
 Arrays = dict[str, npt.NDArray[Any]]
-Entry = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a comparison was asked for; all of it is in the record.
-
-    Attributes:
-        budget: Largest accepted relative loss, which this project's plan keeps to.
-        calibration_rows: Rows of the calibration split that every tool gets.
-        batch: Rows of a calibration batch.
-        most_rows: Most certification rows that are judged, by model; all where it is not named.
-        limits: Of a tool's process.
-        clock: How CPU latencies are taken.
-    """
-
-    budget: float
-    calibration_rows: int
-    batch: int
-    most_rows: Mapping[str, int]
-    limits: ChildLimits
-    clock: Clock
 
 
 class Comparison:
@@ -128,28 +102,42 @@ class Comparison:
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir(parents=True)
 
-    def figures(self, variants: tuple[Variant, ...]) -> Entry:
-        """Everything that the record holds of the model."""
+    def figures(self, variants: tuple[Variant, ...], before: Entry | None) -> Entry:
+        """Everything that the record holds of the model.
+
+        Args:
+            variants: What is measured.
+            before: Figures of the model from an earlier command, whose other rows stay; latencies are taken
+                again, of all rows in turns.
+        """
         model = self._exported
-        entries: dict[str, Entry] = {EXPORTED: self._as_exported()}
+        told = {"date": datetime.now(UTC).date().isoformat(), "meanwhile": os.environ.get(BESIDE, "")}
+        again = {name for v in variants for name in (v.name, v.narrow)}
+        entries: dict[str, Entry] = {}
+        if before is None:
+            entries[EXPORTED] = self._as_exported()
+        else:
+            entries = {name: entry for name, entry in before["variants"].items() if name not in again}
         for variant in variants:
             entries[variant.name] = self._run(variant)
             if variant.narrow and "failure" not in entries[variant.name]:
                 entries[variant.narrow] = self._narrow(variant, entries[variant.name])
+            for name in {variant.name, variant.narrow} & entries.keys() if before else ():
+                entries[name]["measured_later"] = told
             say(self.model, variant, entries[variant.name])
         graphs = {name: self._graph(name) for name, entry in entries.items() if "failure" not in entry}
-        times = latencies(graphs, self._rows, self.settings.clock)
-        for name, found in times.items():
+        for name, found in latencies(graphs, self._rows, self.settings.clock).items():
             entries[name]["cpu"] = found
         return {
-            "date": datetime.now(UTC).date().isoformat(),
-            "meanwhile": os.environ.get(BESIDE, ""),
+            **({key: before[key] for key in told} if before else told),
+            "latencies": told,
             "certification_rows": self._judge.rows,
             "linear_sites": len(model.linear_sites),
             "products": sum(site.n > 0 for site in model.sites),
             "fp8_able_flops_per_example": model.fp8_able_flops,
             "reference": self._judge.reference(),
             "variants": entries,
+            "settings": asdict(self.settings),
         }
 
     # What every tool is given --------------------------------------------------------------------------
@@ -259,6 +247,10 @@ class Comparison:
                 entry[key] = answer[key]
         try:
             model = onnx.load(str(path))
+            foreign = sorted({f"{n.domain}:{n.op_type}" for n in model.graph.node if n.domain not in KNOWN})
+            if foreign:
+                reason = f"it needs {', '.join(foreign)}, whose library is not loaded here"
+                return entry | {"failure": reason, "not_judged": True}
             entry["sites"] = asdict(quantized_sites(model, self._exported, answer.get("origins")))
             if answer.get("origins"):
                 # A mod may leave a part of a site behind in high precision: the plan has counted that.
@@ -310,69 +302,6 @@ def say(model: str, variant: Variant, entry: Entry) -> None:
     )
 
 
-# The record -----------------------------------------------------------------------------------------------
-
-
-def recorded(work: Path, environments: Path, settings: Settings) -> tuple[Entry, Entry]:
-    """Figures and settings of the record, from what every model left in the work directory."""
-    models = {name: work / "figures" / f"{name}.json" for name in (*ZOO, *CTR)}
-    found = {
-        name: json.loads(path.read_text(encoding="utf-8")) for name, path in models.items() if path.is_file()
-    }
-    order = [EXPORTED, *(n for v in VARIANTS for n in (v.name, v.narrow) if n)]
-    narrow = {variant.narrow: variant.name for variant in VARIANTS if variant.narrow}
-    # The longest first: the work directory may lie in the current one.
-    places = {str(work): "WORK", str(environments): "ENVIRONMENTS", str(Path.cwd()): "HERE"}
-    paths = dict(sorted(places.items(), key=lambda item: -len(item[0])))
-    found = {name: trimmed(figures, narrow, paths) for name, figures in found.items()}
-    return {"models": found}, {
-        # Rows are told model by model, which may have been measured by several commands.
-        **{key: value for key, value in asdict(settings).items() if key != "most_rows"},
-        "group": GROUP,
-        "accuracy": SETTINGS,
-        "order": {"models": list(found), "variants": order},
-        "training": {m: vars(TRAINING[m]) for m in found if m in TRAINING},
-        "pins": {
-            path.stem: path.read_text(encoding="utf-8").splitlines() for path in sorted(PINS.glob("*.txt"))
-        },
-        "labels_used": "this project's pipeline reads labels of the selection split to accept corrections; "
-        "no other tool reads labels",
-    }
-
-
-def describe(work: Path, figures: Entry, budget: float) -> None:
-    """Say beside each graph what it is, for `on_device`; a graph that failed here is not described.
-
-    Args:
-        work: Holds the graphs.
-        figures: Of the record.
-        budget: Largest accepted relative loss, held against the upper end of ΔNE.
-    """
-    for model, found in figures["models"].items():
-        for variant, entry in found["variants"].items():
-            path = work / "models" / model / variant / DESCRIPTION
-            path.unlink(missing_ok=True)
-            if "failure" in entry or not path.with_name(WEIGHTS).is_file():
-                continue
-            facts = {key: entry.get(key) for key in ("label", "peer", "precision", "sites")}
-            planned = found["variants"].get(entry.get("same_plan_as", variant), entry)
-            facts["plan"] = planned.get("plan")
-            upper = entry["accuracy"]["delta_ne_percent"][2]
-            facts |= {"model": model, "variant": variant, "inside_budget": upper <= 100 * budget}
-            serde.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", path)
-
-
-def write(work: Path, environments: Path, settings: Settings, directory: Path | None) -> Path:
-    """Write the record from what is in the work directory, with device times where they are there."""
-    figures, asked = recorded(work, environments, settings)
-    describe(work, figures, settings.budget)
-    times = work / "device.json"
-    if times.is_file():
-        document = json.loads(times.read_text(encoding="utf-8"))
-        figures, asked["device"] = merged(figures, document)
-    return write_record(RECORD, figures, asked, directory)
-
-
 def arguments() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
@@ -391,10 +320,23 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=1800.0, help="limit of one call of a tool")
     parser.add_argument("--memory-mib", type=float, default=12_000.0, help="limit of a tool's process")
     parser.add_argument(
-        "--merge", type=Path, help="take in the times that `on_device` wrote; measures nothing else"
+        "--merge",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="take in the times that `on_device` wrote, those of later runs after the first; measures "
+        "nothing else",
     )
     parser.add_argument("--table", action="store_true", help="print the record as Markdown; measures nothing")
     return parser
+
+
+def _figures_of(path: Path) -> Entry | None:
+    """What an earlier command left of a model; None where it left nothing."""
+    if not path.is_file():
+        return None
+    figures: Entry = json.loads(path.read_text(encoding="utf-8"))
+    return figures
 
 
 def main() -> None:
@@ -415,9 +357,12 @@ def main() -> None:
     )
     work, environments = options.work.absolute(), options.environments.absolute()
     (work / "figures").mkdir(parents=True, exist_ok=True)
-    if options.merge is not None:
-        if options.merge.absolute() != work / "device.json":
-            shutil.copyfile(options.merge, work / "device.json")
+    if options.merge:
+        given = [path.read_bytes() for path in options.merge]
+        for path in work.glob(DEVICE):
+            path.unlink()
+        for number, document in enumerate(given):
+            (work / DEVICE.replace("*", str(number))).write_bytes(document)
         print(write(work, environments, settings, options.out))
         return
     variants, data = chosen(options.variants), movielens_1m()
@@ -427,10 +372,12 @@ def main() -> None:
         if model in CTR and options.ctr_checkpoints is not None:
             place = options.ctr_checkpoints
         path = work / "figures" / f"{model}.json"
-        path.unlink(missing_ok=True)
+        before = _figures_of(path) if options.variants else None
+        if not options.variants:
+            path.unlink(missing_ok=True)
         try:
             comparison = Comparison(model, data, place.absolute(), work, environments, settings)
-            serde.write_text(json.dumps(comparison.figures(variants)) + "\n", path)
+            serde.write_text(json.dumps(comparison.figures(variants, before)) + "\n", path)
         # A model that cannot be exported or judged must not cost the others theirs.
         except Exception:
             traceback.print_exc()

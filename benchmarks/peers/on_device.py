@@ -10,8 +10,9 @@
 other in one process that has the device for itself. ``device.json`` is written after each model. When
 ``--seconds`` are nearly over, builds are ended and what there is is timed: an engine without a time says why.
 
-Every graph goes through the same lowering, kernels and choice of kernels; what is not FP8 is BF16, or what
-the tool wrote (`on_device_graphs`). `on_device_models` says which variants there are.
+Every graph goes through the same lowering; what is not FP8 is BF16, or what the tool wrote
+(`on_device_graphs`). This project's kernels, and their choice, are for every graph that a tool quantized and
+for this project's own, not for those of no tool. `on_device_models` says which variants there are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -47,8 +48,10 @@ from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 
 LEAST_SECONDS = 15.0
 """A build is not begun with less left than that."""
-FIRST_SECONDS, MODEL_SECONDS = 100.0, 10.0
-"""Kept back for timing: to load some two dozen engines of the first models, and then for each model."""
+FIRST_SECONDS, MODEL_SECONDS = 20.0, 3.0
+"""Kept back for timing: to load a dozen engines of the first models, and then for each model."""
+SESSIONS = 4.0
+"""Times as long it takes with the sessions of ONNX Runtime, which are twice as many."""
 TIMERS = 3
 """Models that load their engines at once; they have the device one after the other."""
 MEMORY_BYTES = 14 << 30
@@ -246,7 +249,7 @@ def entries_of(
             is_simulated = bool(each.info.get("fp8_in_graph"))
             entry["onnxruntime"] = {"simulated": is_simulated} | timed.get(f"{each.name}/onnxruntime", {})
         for times in entry.values():
-            if "microseconds" not in times:
+            if "microseconds" not in times and "instead" not in times:
                 times.setdefault("failure", "time was over before it was timed")
         found[each.name] = entry
     return found
@@ -254,6 +257,8 @@ def entries_of(
 
 def _inductor_entry(variant: Variant, builds: Builds, twin: str) -> dict[str, Any]:
     future = builds.futures.get((variant.model, variant.name))
+    if future is None and "instead" in variant.info:
+        return {"instead": variant.info["instead"]}
     if future is None:
         return {"failure": str(variant.info.get("not for inductor", "it has no graph for Inductor"))}
     keys = ("form", "base", "fp8_share", "products")
@@ -298,6 +303,7 @@ def time_all(directory: Path, asked: Asked, out: Path) -> Path:
     built = every if INDUCTOR in asked.backends else []
     timer, record = Timer(), Record(asked, out, {"facts": device_facts()})
     reserve = FIRST_SECONDS + MODEL_SECONDS * len(names)
+    reserve *= SESSIONS if "onnxruntime" in asked.backends else 1.0
     builds = Builds(built, asked, out, max(end - reserve, time.perf_counter() + asked.seconds / 2))
     tell(f"{len(names)} models, {len(every)} variants, {asked.jobs} builds at once")
     waiting, timing = list(names), dict[str, Future[dict[str, dict[str, Any]]]]()
@@ -330,6 +336,12 @@ def _short(text: str, most: int) -> str:
     line = " ".join(text.split())
     half = most // 2
     return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
+
+
+def _told(info: Mapping[str, Any]) -> str:
+    if "instead" in info:
+        return f"'{info['instead']}' goes in its place: the same plan with the rest in BF16"
+    return str(info.get("not for inductor") or "; ".join(info.get("form", ())))
 
 
 def _option(text: str) -> tuple[str, int]:
@@ -372,8 +384,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if options.verb == "pack":
         prepared = options.prepared or options.out / "prepared"
         for each in prepare(options.models, prepared, options.only):
-            reason = each.info.get("not for inductor")
-            tell(f"{each.model}/{each.name}: {reason or '; '.join(each.info.get('form', ()))}")
+            tell(f"{each.model}/{each.name}: {_told(each.info)}")
         for part in pack(prepared, options.out / "parts"):
             tell(f"{part}: {part.stat().st_size / 1e6:.1f} MB")
         return

@@ -12,12 +12,13 @@ its accuracy was judged elsewhere, and it may not be chosen), ``order`` (which e
 
 Each goes to Inductor in the form of `on_device_graphs`, and to ONNX Runtime as it was written. A variant of
 no tool is compiled as a user without this project would, without its kernels. Where a plan is there twice,
-with the rest in FP32 and (``…-bf16``) in BF16, Inductor gets the second. Two variants are added, which
-separate what a table row has together: ``bf16-kernels`` is the exported graph with this project's kernels and
-without mods, ``loka-wide`` the same with mods; neither has FP8.
+with the rest in FP32 and (``…-bf16``) in BF16, Inductor gets the second. One variant is added, which
+separates what ``loka-wide`` has together: ``bf16-kernels`` is the exported graph in BF16 with this project's
+kernels and without mods. Its accuracy is that of ``bf16``, whose graph it is.
 
-Beside each variant lie the logits of its own graph in ONNX Runtime on the CPU, where that runs it: an engine
-is held against them, because what a tool did to the accuracy is not the engine's doing.
+Beside each variant lie the logits of its own graph in ONNX Runtime on the CPU, in the form that its accuracy
+is judged in: an engine is held against them, because what a tool did to the accuracy is not the engine's
+doing.
 """
 
 from __future__ import annotations
@@ -28,38 +29,38 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import onnx
 
+from benchmarks.engines.plans import wide_plan
+from benchmarks.peers.fastest import NOBODY
+from benchmarks.peers.judging import as_run
 from benchmarks.peers.on_device_graphs import Form, described, formed, has_float8
+from benchmarks.peers.variants import KERNELS, OWN
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict, Wide
+from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.inductor.compile import FUSE
 from loka_onnx.engines.inductor.fusions import fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.errors import LokaError, ModelError
-from loka_onnx.graph.model import GraphModel
-from loka_onnx.graph.protected import logit_ends
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
-from loka_onnx.transforms.sequence import apply_mods
 
-OURS, NOBODY = "loka-onnx", ("none", "", None)
-"""`peer` of this project's variants, and of what no tool made."""
 ROWS, EXACT, VARIANT, MODEL = "rows.npz", "exact.npz", "variant.json", "model.onnx"
-OWN = "own.npz"
+LOGITS = "own.npz"
 """Logits of a variant's own graph."""
 INDUCTOR, ONNXRUNTIME = "inductor.onnx", "onnxruntime.onnx"
-KERNELS, WIDE, BLANKET = "bf16-kernels", "loka-wide", "blanket"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("bf16",),
-    ("loka-bf16", WIDE),
+    ("loka-bf16", "loka-wide"),
     ("blanket-bf16", "modelopt-best"),
-    ("loka-split-bf16", "modelopt-default"),
+    ("loka-split-bf16", "modelopt-default", "modelopt-linears"),
+    ("onnxruntime-channels", "quark-channels"),
     ("onnxruntime-linears", "quark-linears"),
     ("fp16", KERNELS),
     ("fp32", "modelopt-fp32", "onnxruntime-default", "quark-default"),
@@ -137,9 +138,9 @@ def prepare(models: Path, target: Path, only: Sequence[str] = ()) -> list[Varian
             rows = {name: arrays[name] for name in arrays.files}
         for each in given:
             _prepare(each, target / place.name, is_exact=each is exact)
-            _write_logits(each.directory / MODEL, rows, target / place.name / each.name / OWN)
-        wide = next((v.info for v in given if v.name == "bf16"), {})
-        _add_ours(exact, rows, target / place.name, wide.get("inside_budget"))
+            _write_logits(each.directory / MODEL, rows, target / place.name / each.name / LOGITS)
+        plain = next((v.info for v in given if v.name == "bf16"), {})
+        _add_kernels(exact, target / place.name, plain.get("inside_budget"))
         if not _write_logits(exact.directory / MODEL, rows, target / place.name / EXACT):
             raise ModelError(f"ONNX Runtime does not run the exported model '{place.name}'", where=str(place))
         shutil.copyfile(place / ROWS, target / place.name / ROWS)
@@ -171,7 +172,7 @@ def _prepare(given: Variant, target: Path, *, is_exact: bool) -> None:
         shutil.copyfile(source, place / ONNXRUNTIME)
         info["fp8_in_graph"] = has_float8(onnx.load(os.fspath(source)))
         if (narrow / MODEL).is_file():
-            info["not for inductor"] = f"the same plan with the rest in BF16 is '{narrow.name}'"
+            info["instead"] = narrow.name
         else:
             base = Precision.FP32 if is_exact else Precision.BF16
             info |= _write_form(formed(source, place / INDUCTOR, given.name, base), place)
@@ -195,37 +196,29 @@ def _write_form(form: Form, place: Path) -> dict[str, Any]:
     }
 
 
-def _add_ours(exact: Variant, rows: dict[str, Any], target: Path, inside: bool | None) -> None:
-    """BF16 by this project's kernels, without mods and with them.
+def _add_kernels(exact: Variant, target: Path, inside: bool | None) -> None:
+    """BF16 by this project's kernels, without mods.
 
-    Their accuracy was not judged: the verdict on BF16 as exported, `inside`, stands for it.
+    `inside` is the verdict on BF16 as exported: the graph is the same.
     """
-    places = {name: target / name for name in (KERNELS, WIDE)}
+    place = target / KERNELS
     source = described(onnx.load(os.fspath(exact.directory / MODEL)), exact.directory / MODEL)
-    modified = apply_mods(source, [rows], places[WIDE] / "modified.onnx").model
-    for name, model in ((KERNELS, source), (WIDE, modified)):
-        place = places[name]
-        ends = logit_ends(GraphModel.load(model.path)) if name == WIDE else ()
-        sites = {site.name for site in model.sites}
-        wide = tuple(Wide(end.node, end.reason) for end in ends if end.node not in sites)
-        decisions = tuple(
-            Decision(site.name, Precision.BF16, None, Verdict.NOT_JUDGED, "everything is")
-            for site in model.sites
-        )
-        plan = PrecisionPlan(name, model.digest, Precision.BF16, decisions, {}, 0.0, wide)
-        planned = apply_plan(model, plan, PlanForm(Precision.BF16), place / "planned.onnx")
-        form = formed(planned.path, place / INDUCTOR, name)
-        info = {"model": exact.model, "variant": name, "peer": OURS, "precision": "bf16", "added": True}
-        info |= {} if inside is None else {"inside_budget": inside}
-        _write(place, info | _write_form(form, place))
-        for path in ("planned.onnx", "modified.onnx"):
-            (place / path).unlink(missing_ok=True)
+    planned = apply_plan(
+        source, wide_plan(source, Precision.BF16), PlanForm(Precision.BF16), place / "planned.onnx"
+    )
+    form = formed(planned.path, place / INDUCTOR, KERNELS)
+    info = {"model": exact.model, "variant": KERNELS, "peer": OWN, "precision": "bf16", "added": True}
+    info |= {} if inside is None else {"inside_budget": inside}
+    _write(place, info | _write_form(form, place))
+    (place / "planned.onnx").unlink()
 
 
 def _write_logits(graph: Path, rows: dict[str, Any], target: Path) -> bool:
-    """Outputs of a graph in ONNX Runtime on the CPU; false where it does not run it, as most in BF16."""
+    """Outputs of a graph in ONNX Runtime on the CPU; false where it does not run it."""
     try:
-        logits = OnnxSession(graph, SessionOptions(optimize=False)).run(rows)
+        with TemporaryDirectory() as scratch:
+            path = as_run(graph, Path(scratch))
+            logits = OnnxSession(path, SessionOptions(optimize=False)).run(rows)
     except LokaError:
         return False
     np.savez(target, **logits)  # type: ignore[arg-type]  # allow_pickle is the other keyword

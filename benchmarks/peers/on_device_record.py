@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.on_device_models import BLANKET, NOBODY, OURS, Variant
+from benchmarks.peers.fastest import Timed, fastest
+from benchmarks.peers.on_device_models import Variant
 from benchmarks.peers.on_device_times import INDUCTOR
 from loka_onnx.core.serde import write_text
 from loka_onnx.pipeline.versions import library_versions
@@ -59,36 +60,19 @@ def compared(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """The fastest engine of each side at a batch size, of all and of those inside the budget.
 
-    This project's side is its choice: its fastest engine, FP8 or not; blanket FP8 is a side of its own.
-    Without a verdict on accuracy an engine is not among those inside; one that simulates FP8 is in neither.
+    Without a verdict on accuracy an engine is not among those inside.
 
     Returns:
         ``fastest`` and ``inside the budget``: by side its engine, and what that took over this project's.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {"fastest": {}, "inside the budget": {}}
-    for each in variants:
-        inside = bool(each.info.get("inside_budget"))
-        for backend, times in entries[each.name].items():
-            us = times.get("microseconds", {}).get(str(batch))
-            for kind, sides in found.items():
-                if us is None or times.get("simulated") or (kind != "fastest" and not inside):
-                    continue
-                least = sides.get(_side(each))
-                if least is None or us < least["us"]:
-                    sides[_side(each)] = {"us": us, "variant": each.name, "engine": backend}
-    for sides in found.values():
-        chosen = sides.get(OURS)
-        for side in sides.values():
-            if chosen is not None:
-                side["over_loka_onnx"] = side["us"] / chosen["us"]
-    return found
-
-
-def _side(variant: Variant) -> str:
-    if variant.name.startswith(BLANKET):
-        return "blanket FP8"
-    peer = variant.info.get("peer")
-    return "nothing quantized" if peer in NOBODY else str(peer)
+    rows = [
+        Timed(v.name, v.info.get("peer"), bool(v.info.get("inside_budget")), entries[v.name])
+        for v in variants
+    ]
+    return {
+        "fastest": fastest(rows, str(batch)),
+        "inside the budget": fastest((row for row in rows if row.inside), str(batch)),
+    }
 
 
 class Record:
@@ -105,12 +89,14 @@ class Record:
         self._models: dict[str, Any] = {}
         self._beside: dict[str, Any] = {}
         self._compared: dict[str, Any] = {}
+        self._digests: dict[str, Any] = {}
 
     def put(self, model: str, variants: Sequence[Variant], entries: dict[str, dict[str, Any]]) -> None:
         """Take in a model and write."""
         added = {each.name for each in variants if each.info.get("added")}
         self._models[model] = {name: entry for name, entry in entries.items() if name not in added}
         self._beside[model] = {name: entry for name, entry in entries.items() if name in added}
+        self._digests[model] = {v.name: v.info["digest"] for v in variants if v.info.get("digest")}
         self._compared[model] = {str(b): compared(variants, entries, b) for b in self._asked.batches}
         self.write()
 
@@ -131,5 +117,6 @@ class Record:
             "models": self._models,
             "beside": self._beside,
             "compared": self._compared,
+            "digests": self._digests,
         }
         write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", self._path)

@@ -2,17 +2,21 @@
 
 ``pipeline``: what `loka-onnx run` does up to its planned graphs (`RunOptions.until`), over the exported ONNX
 file. ``blanket``: ranges, and Q/DQ at every linear site. ``precision``: no FP8, everything in one type.
+``mods``: what a run makes of its plan ``bf16``, all mods and no FP8.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.engines.plans import float8_plan, high_precision_plans
+import numpy as np
+
+from benchmarks.engines.plans import float8_plan, high_precision_plans, wide_plan
 from benchmarks.peers.children.answering import answer
 from benchmarks.pipeline.training import GROUP
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
@@ -22,12 +26,15 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import Fusions, fusions_of
-from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.plan import PlanSet, PrecisionPlan, Wide
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data.movielens1m import movielens_1m
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.protected import logit_ends
 from loka_onnx.pipeline.run import RunOptions, Stage, run
+from loka_onnx.pipeline.steps import CHECK_ROWS
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
+from loka_onnx.transforms.sequence import apply_mods
 
 PLAN = "fp8-safe"
 ON_A_GPU = "inductor"
@@ -38,7 +45,7 @@ PROBING = frozenset({"calibrate", "recalibrate"})
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """Do one job."""
-    kinds = {"pipeline": pipeline, "blanket": blanket, "precision": precision}
+    kinds = {"pipeline": pipeline, "blanket": blanket, "precision": precision, "mods": mods}
     return kinds[job["kind"]](job)
 
 
@@ -125,6 +132,28 @@ def precision(job: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - began, "calibration_seconds": 0.0, "plan": described(plan)}
 
 
+def mods(job: dict[str, Any]) -> dict[str, Any]:
+    """The default mods, and BF16 everywhere but at the ends that a plan of ours keeps exact."""
+    artifact, output = serde.read(ModelArtifact, Path(job["artifact"])), Path(job["output"])
+    with np.load(job["data"], allow_pickle=False) as arrays:
+        rows = {name: arrays[name][:CHECK_ROWS] for name in arrays.files}
+    began = time.perf_counter()
+    with TemporaryDirectory() as scratch:
+        modified = apply_mods(artifact, [rows], Path(scratch) / "modified.onnx").model
+        sites = {site.name for site in modified.sites}
+        ends = logit_ends(GraphModel.load(modified.path))
+        wide = tuple(Wide(end.node, end.reason) for end in ends if end.node not in sites)
+        plan = replace(wide_plan(modified, Precision.BF16), wide=wide)
+        apply_plan(modified, plan, PlanForm(Precision.BF16), output)
+    origins = {site.name: list(site.merged_from or (site.name,)) for site in modified.linear_sites}
+    return {
+        "seconds": time.perf_counter() - began,
+        "calibration_seconds": 0.0,
+        "origins": origins,
+        "plan": described(plan),
+    }
+
+
 def described(plan: PrecisionPlan) -> dict[str, Any]:
     """What the record holds of a plan."""
     reasons = {d.site: f"{d.verdict}: {d.reason}" for d in plan.decisions}
@@ -137,8 +166,6 @@ def described(plan: PrecisionPlan) -> dict[str, Any]:
 
 
 def _placed(artifact: ModelArtifact, directory: Path) -> ModelArtifact:
-    from dataclasses import replace
-
     return replace(artifact, path=directory / artifact.path)
 
 

@@ -1,7 +1,9 @@
 """The tools that are compared, and what each is asked for.
 
-Every one is given the same ONNX file and the same calibration rows. Where a tool's defaults are not what its
-documentation recommends, it has two rows: as it comes, and at its best.
+Every one is given the same ONNX file and the same calibration rows. Beside its defaults a tool has rows with
+options that its documentation offers for such a model: products alone, a scale for each channel of a weight,
+and without the products that no kernel takes in FP8. Searches that a tool has for better plans were not
+tried.
 """
 
 from __future__ import annotations
@@ -61,11 +63,16 @@ class Variant:
             f"{spec.name}:{'x'.join(str(batch if size is None else size) for size in spec.shape)}"
             for spec in exported.inputs
         )
-        return {key: shapes if value == SHAPES else value for key, value in self.options.items()}
+        small = [site.name for site in exported.linear_sites if not site.is_fp8_able]
+        stands_for = {SHAPES: shapes, SMALL: small}
+        return {
+            key: stands_for[value] if isinstance(value, str) and value in stands_for else value
+            for key, value in self.options.items()
+        }
 
 
-SHAPES = "<input shapes>"
-"""In options: the shapes of the model's inputs, as Model Optimizer writes them."""
+SHAPES, SMALL = "<input shapes>", "<sites too small for FP8>"
+"""In options: shapes of the model's inputs, as Model Optimizer writes them; sites that are not FP8-able."""
 
 _FLOAT8 = "activation_type=QFLOAT8E4M3FN, weight_type=QFLOAT8E4M3FN"
 _STATIC = (
@@ -96,6 +103,13 @@ VARIANTS: tuple[Variant, ...] = (
         NONE,
         "every node in FP16",
         job={"kind": "precision", "precision": "fp16"},
+    ),
+    Variant(
+        "loka-wide",
+        "LoKA-ONNX (mods, nothing in FP8, BF16)",
+        OWN,
+        "the mods of a run by default, but smoothing, which serves FP8 alone; everything in BF16",
+        job={"kind": "mods"},
     ),
     Variant(
         "loka",
@@ -145,6 +159,14 @@ VARIANTS: tuple[Variant, ...] = (
         {**_BEST_OPTIONS, "high_precision_dtype": "fp32"},
     ),
     Variant(
+        "modelopt-linears",
+        "NVIDIA Model Optimizer, the same, MatMul and Gemm only, simplified",
+        "model-optimizer",
+        _MODELOPT.format(f'{_BEST}, op_types_to_quantize=["MatMul", "Gemm"], simplify=True'),
+        "quantize_model_optimizer.py",
+        {**_BEST_OPTIONS, "op_types_to_quantize": list(LINEAR_OPERATORS), "simplify": True},
+    ),
+    Variant(
         "onnxruntime-default",
         "ONNX Runtime quantize_static, default options",
         "onnxruntime",
@@ -158,6 +180,22 @@ VARIANTS: tuple[Variant, ...] = (
         "quant_pre_process(model, prepared); " + _STATIC.format(', op_types_to_quantize=["MatMul", "Gemm"]'),
         "quantize_onnxruntime.py",
         {"preprocess": True, "op_types_to_quantize": list(LINEAR_OPERATORS)},
+    ),
+    Variant(
+        "onnxruntime-channels",
+        "ONNX Runtime quantize_static, the same by channel, without small products",
+        "onnxruntime",
+        "quant_pre_process(model, prepared); "
+        + _STATIC.format(
+            ', op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, nodes_to_exclude=small'
+        ),
+        "quantize_onnxruntime.py",
+        {
+            "preprocess": True,
+            "op_types_to_quantize": list(LINEAR_OPERATORS),
+            "per_channel": True,
+            "nodes_to_exclude": SMALL,
+        },
     ),
     Variant(
         "quark-default",
@@ -175,6 +213,24 @@ VARIANTS: tuple[Variant, ...] = (
         {"op_types_to_quantize": list(LINEAR_OPERATORS)},
     ),
     Variant(
+        "quark-channels",
+        "AMD Quark, E4M3FN, the same by channel, biases exact, without small products",
+        "quark",
+        _QUARK.format(
+            _QUARK_E4M3.format(
+                ', op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, nodes_to_exclude=small, '
+                'extra_options={"QuantizeBias": False}'
+            )
+        ),
+        "quantize_quark.py",
+        {
+            "op_types_to_quantize": list(LINEAR_OPERATORS),
+            "per_channel": True,
+            "nodes_to_exclude": SMALL,
+            "extra_options": {"QuantizeBias": False},
+        },
+    ),
+    Variant(
         "quark-mxfp8",
         "AMD Quark, its preset MXFP8E4M3",
         "quark",
@@ -189,6 +245,8 @@ NARROW_LABELS = {
     "blanket-bf16": "Blanket FP8 (every linear site, no mods, rest BF16)",
 }
 """Rows that come with another: the same plan, as a GPU gets it."""
+KERNELS, SAME_GRAPH = "bf16-kernels", {"bf16-kernels": "bf16"}
+"""What `on_device` adds, and the row whose graph it is."""
 EXPORTED = "fp32"
 EXPORTED_LABEL = "FP32, as exported"
 

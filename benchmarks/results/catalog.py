@@ -146,7 +146,7 @@ ENTRIES = (
         accuracy.coverage,
         aims.coverage,
     ),
-    Entry("peers*", PEERS, "FP8 by other tools{}", "benchmarks.peers", peers.render),
+    Entry("peers*", PEERS, "FP8 by other tools{}", "benchmarks.peers.compare", peers.render),
     Entry(
         "peer_calibration",
         PEERS,

@@ -49,14 +49,14 @@ def peer_calibration(record: Record) -> str:
             for name, seconds in found["median_seconds"].items()
         ]
         sites += [
-            (model, name, f"{number(taken)} of {number(found['linear_sites'])}")
+            (model, name, f"{number(taken)}; {number(found['linear_sites'])} linear sites")
             for name, taken in found["sites_of_model_optimizer"].items()
         ]
     return "\n\n".join(
         (
             table(("model", "what", "median s", "over Model Optimizer's max"), rows, texts=2),
-            "Linear sites that Model Optimizer quantizes:",
-            table(("model", "call", "sites"), sites, texts=2),
+            "Products that Model Optimizer quantizes, interactions too, beside the number of linear sites:",
+            table(("model", "call", "products"), sites, texts=2),
         )
     )
 

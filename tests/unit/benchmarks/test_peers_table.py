@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.peers import compare
-from benchmarks.peers.compare import CTR, describe
 from benchmarks.peers.device_times import DeviceTimesDoNotFit, merged
 from benchmarks.peers.judging import SETTINGS
-from benchmarks.peers.table import markdown, table_of
+from benchmarks.peers.peers_record import CTR, Settings, describe
+from benchmarks.peers.table import fastest_table, markdown, table_of
 from benchmarks.peers.trimming import trimmed
-from benchmarks.peers.variants import EXPORTED, NARROW_LABELS, VARIANTS, chosen
+from benchmarks.peers.variants import EXPORTED, NARROW_LABELS, VARIANTS, Variant, chosen
 
 ORDER = ["fp32", "ours", "theirs", "crashed"]
 
@@ -49,7 +50,7 @@ def figures() -> dict[str, Any]:
         "seconds": 6.04,
         "cpu_seconds": 8.21,
         "peak_anonymous_mib": 479.4,
-        "cpu": {"microseconds": 70414.4, "simulated": True},
+        "cpu": {"microseconds": 70414.4, "iqr": [70001.0, 70999.6], "simulated": True},
     }
     theirs = {
         "label": "Theirs | by default",
@@ -64,7 +65,7 @@ def figures() -> dict[str, Any]:
         "label": "FP32",
         "accuracy": accuracy(0.0),
         "sites": sites(pairs=0),
-        "cpu": {"microseconds": 1961.0, "simulated": False},
+        "cpu": {"microseconds": 1961.0, "iqr": [1950.2, 1970.0], "simulated": False},
     }
     variants = {"crashed": crashed, "theirs": theirs, "ours": ours, "fp32": exact}
     return {
@@ -102,9 +103,9 @@ def test_cells_are_the_figures() -> None:
         "6.0",
         "8.2",
         "479",
-        "(70414 simulated)",
+        "(70414 [70001, 71000] simulated)",
     ]
-    assert cells_of(table, "FP32")[-1] == "1961"
+    assert cells_of(table, "FP32")[-1] == "1961 [1950, 1970]"
     assert cells_of(table, "Theirs")[-5:] == ["–", "31.6", "–", "307", "does not run"]
 
 
@@ -129,7 +130,7 @@ def device() -> dict[str, Any]:
                 "theirs": {"inductor": {"failure": "declined: why"}},
             }
         },
-        "beside": {"dcnv2": {"loka-wide": {"inductor": {"microseconds": {"256": 39.0}}}}},
+        "beside": {"dcnv2": {"bf16-kernels": {"inductor": {"microseconds": {"256": 39.0}}}}},
         "compared": {"dcnv2": {"256": {}}},
     }
 
@@ -142,9 +143,116 @@ def test_times_of_a_device_become_columns_and_failures_are_told() -> None:
     assert cells_of(table, "Ours")[-3:] == ["41.3", "80.0", "(912.0 simulated)"]
     assert cells_of(table, "Theirs")[-3:] == ["failed", "failed", "–"]
     assert cells_of(table, "FP32")[-3:] == ["–", "–", "–"]
-    assert cells_of(table, "LoKA-ONNX (mods and kernels, nothing in FP8, BF16)")[-3:] == ["39.0", "–", "–"]
+    assert cells_of(table, "LoKA-ONNX's kernels, no mods, BF16")[-3:] == ["39.0", "–", "–"]
     assert "- Theirs | by default, inductor: declined: why" in table
     assert rest == {"device": {"name": "a GPU"}}
+
+
+def test_times_of_an_added_graph_go_to_its_row_where_it_has_one() -> None:
+    known = {"models": {"dcnv2": figures()}}
+    known["models"]["dcnv2"]["variants"]["bf16-kernels"] = {"label": "As a row"}
+
+    found, _ = merged(known, device())
+
+    assert found["models"]["dcnv2"]["variants"]["bf16-kernels"]["device"]["inductor"]["microseconds"]
+    assert found["models"]["dcnv2"]["beside"] == {}
+
+
+def timed(peer: str, upper: float | None, us: float, **more: Any) -> dict[str, Any]:
+    entry: dict[str, Any] = {"peer": peer, "device": {"inductor": {"microseconds": {"256": us}, **more}}}
+    if upper is not None:
+        entry["accuracy"] = {"delta_ne_percent": [0.0, 0.0, upper]}
+    return entry
+
+
+def test_the_fastest_of_each_is_inside_the_budget_or_marked() -> None:
+    variants = {
+        "bf16": timed("none", 0.01, 40.0),
+        "fp16": timed("none", 0.0, 44.0),
+        "loka-bf16": timed("loka-onnx", 0.02, 20.0),
+        "loka-split-bf16": timed("loka-onnx", 0.03, 10.0),
+        "blanket-bf16": timed("loka-onnx", 0.5, 30.0),
+        "modelopt-best": timed("model-optimizer", 0.5, 15.0),
+        "modelopt-default": timed("model-optimizer", 0.02, 50.0),
+        "quark-linears": timed("quark", None, 60.0) | {"timed_later": True},
+        "onnxruntime-default": timed("onnxruntime", 0.0, 1.0, simulated=True),
+    }
+    added = {"bf16-kernels": {"inductor": {"microseconds": {"256": 25.0}}}}
+
+    table = fastest_table({"dcnv2": {"variants": variants, "beside": added}}, 0.0002)
+
+    row = "| DCNv2 | 256 | **20.0** (loka-bf16) | – | 40.0 (2.00 ×) | ✗ 30.0 (1.50 ×) | 50.0 (2.50 ×) "
+    assert f"{row}| – | ✗ 60.0† (3.00 ×) |" in table
+    # ONNX Runtime has no engine there that counts, so that nothing can be averaged.
+    assert "| geometric mean of 0 where all have one |  | 1 × |  | – | – | – | – | – |" in table
+    assert "at most 0.02 %" in table
+
+
+def test_means_are_of_the_cells_where_all_have_an_engine() -> None:
+    def all_of(scale: float) -> dict[str, Any]:
+        sides = {
+            "bf16": "none",
+            "blanket": "loka-onnx",
+            "a": "model-optimizer",
+            "b": "onnxruntime",
+            "c": "quark",
+        }
+        rows = {name: timed(peer, 0.5, 20.0 * scale) for name, peer in sides.items()}
+        return {"variants": rows | {"loka": timed("loka-onnx", 0.0, 10.0, fp8_products_engaged=2)}}
+
+    lacking = all_of(8.0)
+    del lacking["variants"]["c"]
+    outside = all_of(8.0)
+    outside["variants"]["loka"] = timed("loka-onnx", 0.5, 1.0)
+
+    table = fastest_table({"dlrm": all_of(1.0), "dcnv2": all_of(4.0), "pnn": lacking, "wdl": outside}, 0.0002)
+
+    assert "geometric mean of 2 where all have one |  | 1 × |  | 4.00 × | 4.00 × | 4.00 ×" in table
+    assert "| DLRM | 256 | **10.0** (loka) | 10.0 (1.00 ×) | ✗ 20.0 (2.00 ×)" in table
+    assert "| WDL | 256 | none inside | – | ✗ 160.0 | " in table
+
+
+def test_an_added_graph_has_the_verdict_of_the_row_whose_graph_it_is() -> None:
+    added = {"bf16-kernels": {"inductor": {"microseconds": {"256": 25.0}}}}
+    for upper, said in ((0.01, "**25.0** (bf16-kernels)"), (0.03, "none inside")):
+        variants = {"bf16": timed("none", upper, 40.0)}
+        table = fastest_table({"dcnv2": {"variants": variants, "beside": added}}, 0.0002)
+        assert f"| DCNv2 | 256 | {said} |" in table
+
+
+def test_without_times_of_a_device_there_is_no_table_of_the_fastest() -> None:
+    assert fastest_table({"dcnv2": figures()}, 0.0002) == ""
+
+
+def test_rows_that_are_not_measured_again_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "dcnv2.json"
+    assert compare._figures_of(path) is None
+    path.write_text(json.dumps(figures() | {"date": "2026-01-01", "meanwhile": "nothing"}))
+    comparison = object.__new__(compare.Comparison)
+    comparison.model, comparison.settings, comparison._home = "dcnv2", settings_of(), tmp_path
+    exported = SimpleNamespace(linear_sites=(), sites=(), fp8_able_flops=1)
+    judge = SimpleNamespace(rows=3, reference=lambda: {"ne": 1.0, "auc": 0.5})
+    given = {"_exported": exported, "_judge": judge, "_rows": {}}
+    comparison.__dict__ |= given
+    monkeypatch.setattr(compare, "say", lambda *_: None)
+    monkeypatch.setattr(
+        compare.Comparison, "_run", lambda self, variant: {"label": variant.label, "sites": sites()}
+    )
+    taken: list[set[str]] = []
+    monkeypatch.setattr(compare, "latencies", lambda graphs, *_: taken.append(set(graphs)) or {})
+    again = Variant("ours", "Ours again", "loka-onnx", "")
+
+    found = comparison.figures((again,), compare._figures_of(path))
+
+    rows = found["variants"]
+    assert set(rows) == set(ORDER) and rows["ours"]["label"] == "Ours again"
+    assert rows["theirs"]["label"] == "Theirs | by default" and "measured_later" not in rows["theirs"]
+    assert rows["ours"]["measured_later"]["date"] == found["latencies"]["date"] != found["date"]
+    assert taken == [{"fp32", "ours", "theirs"}], "all that did not fail, in turns"
+
+
+def settings_of() -> Settings:
+    return Settings(0.0002, 1, 1, {}, compare.ChildLimits(1.0, 1.0), compare.Clock())
 
 
 def test_merging_leaves_the_figures_alone() -> None:
@@ -161,11 +269,40 @@ def test_merging_leaves_the_figures_alone() -> None:
         ({"models": {}}, r"no times in the document; it has beside, compared, device, models"),
         ({"models": {"other": {}}}, r"times of model 'other', which was not compared here"),
         ({"models": {"dcnv2": {"new": {}}}}, r"times of 'new' of model 'dcnv2', which was not compared"),
+        ({"digests": {"dcnv2": {"ours": "b"}}}, r"times of 'ours' of model 'dcnv2' are of another graph: b"),
     ],
 )
 def test_times_of_something_else_are_refused(change: dict[str, Any], message: str) -> None:
+    known = {"models": {"dcnv2": figures()}}
+    known["models"]["dcnv2"]["variants"]["ours"]["digest"] = "a"
+
     with pytest.raises(DeviceTimesDoNotFit, match=message):
-        merged({"models": {"dcnv2": figures()}}, device() | change)
+        merged(known, device() | change)
+
+
+def test_times_of_a_second_document_are_marked_and_none_is_taken_twice() -> None:
+    found, _ = merged({"models": {"dcnv2": figures()}}, device())
+    later = {"models": {"dcnv2": {"fp32": {"inductor": {"microseconds": {"256": 50.0}}}}}}
+
+    both, _ = merged(found, later)
+
+    table = table_of("dcnv2", both["models"]["dcnv2"], ORDER)
+    assert cells_of(table, "FP32")[-3] == "50.0†" and cells_of(table, "Ours")[-3] == "41.3"
+    assert cells_of(table, "LoKA-ONNX's kernels, no mods, BF16")[-3] == "39.0"
+    with pytest.raises(DeviceTimesDoNotFit, match="'ours' of model 'dcnv2' has times already"):
+        merged(found, device())
+
+
+def test_products_that_an_engine_does_not_compute_in_fp8_are_told() -> None:
+    taken = device()
+    taken["models"]["dcnv2"]["ours"]["inductor"] |= {"fp8_products": 8, "fp8_products_engaged": 6}
+    taken["models"]["dcnv2"]["theirs"] = {"inductor": {"instead": "ours"}}
+
+    found, _ = merged({"models": {"dcnv2": figures()}}, taken)
+
+    table = table_of("dcnv2", found["models"]["dcnv2"], ORDER)
+    assert cells_of(table, "Ours")[-3] == "41.3 (6 of 8 in FP8)"
+    assert cells_of(table, "Theirs")[-3] == "rest BF16" and "- Theirs | by default, inductor" not in table
 
 
 def test_graphs_are_described_for_the_device_and_failed_ones_are_not(tmp_path: Path) -> None:
@@ -212,7 +349,8 @@ def test_one_command_writes_a_record_that_has_its_table(
     assert markdown(record) in printed
     assert SETTINGS in printed
     assert "(912.0 simulated)" in printed
-    assert record["settings"]["device"] == {"device": {"name": "a GPU"}}
+    assert record["settings"]["device_runs"] == [{"device": {"name": "a GPU"}}]
+    assert record["settings"]["device"] == ""
     assert "nvidia-modelopt[onnx]==0.47.0" in record["settings"]["pins"]["model-optimizer"]
 
 
