@@ -11,7 +11,8 @@ from rich.text import Text
 
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.terminal import terminal_of
-from loka_onnx.core.run_comparison import Change, RunComparison
+from loka_onnx.core.model_changes import Change
+from loka_onnx.core.run_comparison import RunComparison
 from loka_onnx.pipeline.compare_runs import compare_runs as compare
 from loka_onnx.report import render_comparison
 from loka_onnx.report.run_comparison import comparison_document
@@ -39,7 +40,7 @@ def compare_runs(
         "comparison"
     ),
     exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with 3 if another engine is emitted.")
+        bool, typer.Option("--exit-code", help="Exit with 3 if another engine answers any batch size.")
     ] = False,
 ) -> None:
     """Say what differs between two runs, from what their reports recorded, and write a report of it.

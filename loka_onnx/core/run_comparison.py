@@ -7,11 +7,21 @@ against one another what two runs recorded. Everything is new against old.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from itertools import pairwise
 from typing import ClassVar
 
 from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.core.intervals import Interval
+from loka_onnx.core.model_changes import (
+    Change,
+    PlanChange,
+    RewriteChange,
+    SiteChange,
+    SitePresence,
+    SiteReshape,
+    SplitChange,
+    ValueChange,
+)
 from loka_onnx.core.serde import STRICT
 
 
@@ -43,6 +53,44 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
+class OnHardware:
+    """Something about what is emitted for one piece of hardware.
+
+    Attributes:
+        target: Name of the target in the run file.
+        architecture: Which of its architectures, where the target has engines for several; else empty.
+    """
+
+    target: str
+    architecture: str
+
+    @property
+    def hardware(self) -> str:
+        """Target, and architecture where there are several: ``rtx (sm120)``."""
+        return named(self.target, self.architecture)
+
+
+def named(target: str, architecture: str) -> str:
+    """Target, and architecture where there are several: ``rtx (sm120)``."""
+    return f"{target} ({architecture})" if architecture else target
+
+
+@dataclass(frozen=True)
+class EmittedRoute:
+    """Which engine takes requests of some sizes.
+
+    Attributes:
+        batch: Largest number of rows that it takes; the last route takes larger requests too.
+        engine: Id of the engine.
+        plan: Its plan.
+    """
+
+    batch: int
+    engine: str
+    plan: str
+
+
+@dataclass(frozen=True)
 class EmittedEngine:
     """The engine that a run emits for a target; of several, the main one.
 
@@ -57,7 +105,7 @@ class EmittedEngine:
         simulated: Its FP8 is simulated.
         fp8_sites: Sites that its plan has in FP8.
         fp8_share: Their share of the FP8-able FLOPs.
-        routes: How many engines share the requests of the target, by batch size; 1 where one takes all.
+        routes: Which engine takes requests of which size, by ascending size; empty where this one takes all.
         reason: Why it was chosen.
         basis: What the choice rests on.
     """
@@ -72,33 +120,34 @@ class EmittedEngine:
     simulated: bool
     fp8_sites: int
     fp8_share: float
-    routes: int
+    routes: tuple[EmittedRoute, ...]
     reason: str
     basis: str
 
-
-class Change(StrEnum):
-    """What became of something from the old run to the new one."""
-
-    SAME = "the same"
-    CHANGED = "changed"
-    APPEARED = "appeared"
-    VANISHED = "vanished"
+    @property
+    def routing(self) -> tuple[tuple[int | None, str], ...]:
+        """Largest requests, None for the rest, and what takes them; sizes of one engine are joined."""
+        routes = self.routes or (EmittedRoute(0, self.engine, self.plan),)
+        ends = [
+            (route.batch, route.engine)
+            for route, following in pairwise(routes)
+            if route.engine != following.engine
+        ]
+        return (*ends, (None, routes[-1].engine))
 
 
 @dataclass(frozen=True)
-class TargetDifference:
+class TargetDifference(OnHardware):
     """What is emitted for one target.
 
     Attributes:
-        target: Its name.
-        change: Whether it is another engine: another backend, architecture or plan. An engine that was built
-            anew from the same plan is the same, though its digest may differ.
+        change: Whether it is another engine: another backend, architecture or plan, of any engine that takes
+            requests, or other sizes of requests that one takes. An engine that was built anew from the same
+            plan is the same, though its digest may differ.
         old: What the old run emits; None where it has no such target.
         new: What the new run emits.
     """
 
-    target: str
     change: Change
     old: EmittedEngine | None
     new: EmittedEngine | None
@@ -130,11 +179,12 @@ class JudgedOutput:
 
 
 @dataclass(frozen=True)
-class AccuracyChange:
+class AccuracyChange(OnHardware):
     """What an emitted engine costs, in both runs.
 
+    Where requests go to several engines by their size, there is one for each two that answer some size.
+
     Attributes:
-        target: Name of the target.
         output: Name of the output.
         split: On which split.
         old: In the old run; None where it was not measured.
@@ -142,17 +192,23 @@ class AccuracyChange:
         difference: New estimate less old one; None where one is missing, or they are not of one kind.
         overlap: Whether the intervals have a value in common; None where `difference` is None. Intervals of
             one and the same rows are not independent: where they overlap the costs may differ all the same.
+        is_same_basis: Whether both are costs against the same FP32 model on the same rows.
         remark: Why the two cannot be compared, or what they have not in common; empty for nothing.
     """
 
-    target: str
     output: str
     split: str
     old: JudgedOutput | None
     new: JudgedOutput | None
     difference: float | None
     overlap: bool | None
+    is_same_basis: bool
     remark: str = ""
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the new one costs more for certain."""
+        return self.is_same_basis and self.overlap is False and (self.difference or 0.0) > 0.0
 
 
 @dataclass(frozen=True)
@@ -166,6 +222,8 @@ class MedianLatency:
         p99_us: 99th percentile, microseconds.
         repeats: Measured requests.
         counts_for_choice: Whether it was measured on the target.
+        spread: The median over consecutive parts of the measurement, with the interval that their spread
+            leaves: how far the median wandered while it was measured. None where too few parts were kept.
     """
 
     engine: str
@@ -174,219 +232,54 @@ class MedianLatency:
     p99_us: float
     repeats: int
     counts_for_choice: bool
+    spread: Interval | None
 
 
 @dataclass(frozen=True)
-class LatencyChange:
+class LatencyChange(OnHardware):
     """Median latency at one batch size, in both runs.
 
     Attributes:
-        target: Name of the target.
         batch: Rows of a request.
         inputs: Where the inputs lay.
         old: In the old run; None where it was not measured.
         new: In the new run.
         ratio: New median over old one; None where they are not comparable. The two were measured at different
             times and not in turns, so that it has no interval.
+        is_slower: Whether the new one took longer by more than 1 % and than the medians wandered while they
+            were measured (`MedianLatency.spread`); None where there is no ratio. What differed between the
+            days of the two runs may still be the cause.
         remark: Why there is no ratio; empty where there is one.
     """
 
-    target: str
     batch: int
     inputs: InputPlace
     old: MedianLatency | None
     new: MedianLatency | None
     ratio: float | None
+    is_slower: bool | None
     remark: str = ""
 
 
 @dataclass(frozen=True)
-class GainChange:
+class GainChange(OnHardware):
     """How much faster each emitted engine is than one baseline of its own run, timed in turns with it.
 
+    Of several emitted engines it is the main one, over all batch sizes.
+
     Attributes:
-        target: Name of the target.
         baseline: Plan of the baseline; of several engines, the fastest.
         old: Latency of the baseline over that of the emitted engine, in the old run; None where not measured.
         new: The same in the new run.
         overlap: Whether the intervals have a value in common; None where one is missing.
+        remark: What the intervals have not in common; empty for nothing.
     """
 
-    target: str
     baseline: str
     old: Interval | None
     new: Interval | None
     overlap: bool | None
-
-
-@dataclass(frozen=True)
-class SiteDecision:
-    """What a plan decides on a site.
-
-    Attributes:
-        plan: Id of the plan.
-        precision: What the site runs in.
-        recipe: Id of the recipe; empty unless FP8.
-        verdict: Accuracy verdict.
-        reason: Why.
-    """
-
-    plan: str
-    precision: str
-    recipe: str
-    verdict: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class SiteChange:
-    """A site of both runs with another precision, recipe or verdict.
-
-    Attributes:
-        where: Which plans are compared: a plan that both have, or what is emitted for a target.
-        site: Name of the site.
-        old: In the old run.
-        new: In the new run.
-    """
-
-    where: str
-    site: str
-    old: SiteDecision
-    new: SiteDecision
-
-
-@dataclass(frozen=True)
-class SitePresence:
-    """A site that only one of both models has.
-
-    Attributes:
-        site: Its name.
-        change: `APPEARED` or `VANISHED`.
-        kind: What it computes.
-        k: Length of the contraction.
-        n: Columns of the product.
-        merged_from: Sites of the exported model that it replaces.
-    """
-
-    site: str
-    change: Change
-    kind: str
-    k: int
-    n: int
-    merged_from: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PlanSummary:
-    """One plan of one run.
-
-    Attributes:
-        base: Precision of what is not FP8.
-        fp8_sites: Sites in FP8.
-        fp8_share: Their share of the FP8-able FLOPs.
-    """
-
-    base: str
-    fp8_sites: int
-    fp8_share: float
-
-
-@dataclass(frozen=True)
-class PlanChange:
-    """A plan of either run.
-
-    Attributes:
-        plan: Its id.
-        old: In the old run; None where it has none of that id.
-        new: In the new run.
-        moved: Sites of both models with another precision in it; 0 where one has no such plan.
-    """
-
-    plan: str
-    old: PlanSummary | None
-    new: PlanSummary | None
-    moved: int
-
-
-@dataclass(frozen=True)
-class RewriteOutcome:
-    """What a transform did at a place.
-
-    Attributes:
-        outcome: ``applied``, ``declined`` or ``rolled back``.
-        what: What it did, or why not.
-    """
-
-    outcome: str
-    what: str
-
-
-@dataclass(frozen=True)
-class RewriteChange:
-    """A place that a transform treated differently.
-
-    Attributes:
-        sequence: Name of the sequence of transforms.
-        transform: Name of the transform.
-        at: Node, site or tensor.
-        old: In the old run; None where it was not looked at.
-        new: In the new run.
-    """
-
-    sequence: str
-    transform: str
-    at: str
-    old: RewriteOutcome | None
-    new: RewriteOutcome | None
-
-
-@dataclass(frozen=True)
-class SplitRows:
-    """Rows of one split.
-
-    Attributes:
-        name: What they were read from.
-        rows: How many.
-        digest: Digest of the rows, or of the file when `rule` says which of its rows.
-        rule: Which rows, in words.
-    """
-
-    name: str
-    rows: int
-    digest: str
-    rule: str
-
-
-@dataclass(frozen=True)
-class SplitChange:
-    """One split of the data.
-
-    Attributes:
-        split: Its name.
-        old: In the old run; None where it was not read.
-        new: In the new run.
-        is_same: Whether both are the same rows: the same digest and rule.
-    """
-
-    split: str
-    old: SplitRows | None
-    new: SplitRows | None
-    is_same: bool
-
-
-@dataclass(frozen=True)
-class ValueChange:
-    """A version or a setting that differs.
-
-    Attributes:
-        name: Name of the package; path of the setting in the run file.
-        old: In the old run, settings as JSON; None where it has none.
-        new: In the new run.
-    """
-
-    name: str
-    old: str | None
-    new: str | None
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -402,11 +295,13 @@ class RunComparison:
         gains: How much faster it is than the baselines of its own run.
         sites: Sites that are treated differently.
         presence: Sites that only one model has.
+        reshaped: Sites that both have, of another kind or size.
         plans: Every plan of either.
         rewrites: Places that transforms treated differently.
         splits: Whether the rows are the same.
         versions: Libraries of another version.
-        settings: Settings with another value.
+        settings: Settings with another value; None where they were not compared, because of one run only its
+            report was given.
         notes: What a reader must know, each a sentence without its full stop.
     """
 
@@ -421,16 +316,17 @@ class RunComparison:
     gains: tuple[GainChange, ...]
     sites: tuple[SiteChange, ...]
     presence: tuple[SitePresence, ...]
+    reshaped: tuple[SiteReshape, ...]
     plans: tuple[PlanChange, ...]
     rewrites: tuple[RewriteChange, ...]
     splits: tuple[SplitChange, ...]
     versions: tuple[ValueChange, ...]
-    settings: tuple[ValueChange, ...]
+    settings: tuple[ValueChange, ...] | None
     notes: tuple[str, ...] = ()
 
     @property
     def has_same_rows(self) -> bool:
-        """Whether every split has the same rows in both."""
+        """Whether every split is of the same rows in both, for certain."""
         return all(split.is_same for split in self.splits)
 
     def split(self, name: str) -> SplitChange | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -125,6 +126,17 @@ class Dataset(ABC):
 
     @functools.cached_property
     def digest(self) -> str:
+        """SHA-256, as hex, of the rows and of which columns each model input is made of.
+
+        All that a model sees of the data: what is measured on other columns of the same rows is another
+        result.
+        """
+        columns = {binding.input: binding.columns for binding in self.layout.bindings}
+        text = f"{self.rows_digest}:{json.dumps(columns, sort_keys=True)}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def rows_digest(self) -> str:
         """SHA-256, as hex, of the content of the file and of the selection."""
         text = f"{self.file_digest}:{self.selection.id}"
         return hashlib.sha256(text.encode()).hexdigest()

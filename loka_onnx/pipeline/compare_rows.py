@@ -158,7 +158,7 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
     described = ComparedRows(
         path=str(data),
         name=dataset.name,
-        digest=dataset.digest,
+        digest=dataset.rows_digest,
         rows=dataset.rows,
         group=group,
         slices=slices,

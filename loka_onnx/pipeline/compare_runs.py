@@ -90,7 +90,13 @@ def _refuse_others(file: Path, text: str) -> None:
             remedy=f"name a run directory or its {JSON_NAME}; `loka-onnx compare` is for bundles and models",
         )
     is_older = int(found.group(1)) < int(expected.rpartition("/")[2])
-    older = "write it again from its run: `loka-onnx report RUN.yaml`, which repeats no finished stage"
+    # Versions are part of the key of every stage (`RunDirectory.stage`): in its own directory the run would
+    # be measured anew, and its old figures would be gone.
+    older = (
+        "compare with the version that wrote it; or copy its run directory and write the report again there: "
+        "`loka-onnx report RUN.yaml --output COPY`, which runs every stage once more, and measures anew, "
+        "where the version of loka-onnx or of a library has changed"
+    )
     raise UserError(
         f"the report was written by {'an older' if is_older else 'a newer'} version of loka-onnx",
         where=str(file),
@@ -124,13 +130,14 @@ def differences_of(old: ReadRun, new: ReadRun) -> RunComparison:
         gains=tuple(differences.gains(a, b)),
         sites=tuple(differences.sites(a, b)),
         presence=tuple(differences.presence(a, b)),
+        reshaped=tuple(differences.reshaped(a, b)),
         plans=tuple(differences.plans(a, b)),
         rewrites=tuple(differences.rewrites(a, b)),
         splits=tuple(differences.splits(a, b)),
         versions=tuple(differences.values(a.versions, b.versions)),
         settings=tuple(differences.values(_settings(old), _settings(new)))
         if old.record is not None and new.record is not None
-        else (),
+        else None,
         notes=tuple(_notes(old, new)),
     )
 

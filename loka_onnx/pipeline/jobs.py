@@ -46,7 +46,7 @@ class SplitRows:
         rows: How many.
         batch_size: Rows of each batch but the last.
         batches: Reads them, in order; every call starts anew.
-        digest: Of the split.
+        digest: Of the split, and of the columns that inputs are made of.
     """
 
     split: str

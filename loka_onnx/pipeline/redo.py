@@ -30,7 +30,7 @@ class Measurement:
 
     Attributes:
         model: Digest of the model.
-        data: Digest of the calibration split.
+        data: Digest of the calibration split: of its rows, and of the columns that inputs are made of.
         rows: Rows that ranges are taken from.
         outputs: Judged outputs.
         recipes: Recipes of which a plan may take one.
@@ -75,7 +75,7 @@ def read_earlier(document: Path, now: Measurement) -> Profile:
     relative = {item.output: item.denominator for site in earlier.sites for item in site.sensitivities}
     for what, was, wanted in (
         ("model", earlier.model_digest, now.model),
-        ("calibration rows", earlier.data_digest, now.data),
+        ("calibration rows, or columns of them", earlier.data_digest, now.data),
         ("number of rows", earlier.rows, now.rows),
         ("outputs", sorted(earlier.baseline_loss), sorted(spec.name for spec in now.outputs)),
         ("labels", relative, {spec.name: LOSS if spec.label else ENTROPY for spec in now.outputs}),

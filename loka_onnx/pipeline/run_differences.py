@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isclose
 from typing import Any
 
 from loka_onnx.core.evaluation import Evaluation, InputPlace, Latency, OutputEvaluation, TargetChoice
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.plan import Decision, PrecisionPlan
-from loka_onnx.core.run_comparison import (
-    AccuracyChange,
+from loka_onnx.core.model_changes import (
     Change,
-    EmittedEngine,
-    GainChange,
-    JudgedOutput,
-    LatencyChange,
-    MedianLatency,
     PlanChange,
     PlanSummary,
     RewriteChange,
@@ -24,12 +19,28 @@ from loka_onnx.core.run_comparison import (
     SiteChange,
     SiteDecision,
     SitePresence,
+    SiteReshape,
+    SiteShape,
     SplitChange,
     SplitRows,
-    TargetDifference,
     ValueChange,
 )
+from loka_onnx.core.plan import Decision, PrecisionPlan
+from loka_onnx.core.run_comparison import (
+    AccuracyChange,
+    EmittedEngine,
+    EmittedRoute,
+    GainChange,
+    JudgedOutput,
+    LatencyChange,
+    MedianLatency,
+    TargetDifference,
+    named,
+)
 from loka_onnx.core.site import Site
+from loka_onnx.numerics.medians import median_interval
+from loka_onnx.pipeline.run_pairs import HardwarePair, hardware_pairs
+from loka_onnx.planning.choice import NOISE
 from loka_onnx.report import ReportData
 
 BASELINES = ("fp32", "bf16", "fp16")
@@ -38,13 +49,15 @@ BASELINES = ("fp32", "bf16", "fp16")
 
 def targets(old: ReportData, new: ReportData) -> Iterator[TargetDifference]:
     """What is emitted, of every target of either."""
-    for name in _target_names(old, new):
-        before, after = _emitted(old, name), _emitted(new, name)
-        yield TargetDifference(name, _change(_kind(before), _kind(after)), before, after)
+    for pair in hardware_pairs(old, new):
+        before, after = _emitted(old, pair.old), _emitted(new, pair.new)
+        change = _change(_kind(before), _kind(after))
+        yield TargetDifference(pair.target, pair.architecture, change, before, after)
 
 
-def _kind(engine: EmittedEngine | None) -> tuple[str, ...] | None:
-    return None if engine is None else (engine.backend, engine.architecture, engine.plan)
+def _kind(engine: EmittedEngine | None) -> tuple[object, ...] | None:
+    """What an engine is, and which requests go to which: an id names backend, architecture and plan."""
+    return None if engine is None else (engine.backend, engine.architecture, engine.plan, engine.routing)
 
 
 def _change(old: object, new: object) -> Change:
@@ -55,10 +68,8 @@ def _change(old: object, new: object) -> Change:
     return Change.SAME if old == new else Change.CHANGED
 
 
-def _emitted(data: ReportData, target: str) -> EmittedEngine | None:
-    choice, engine = _chosen(data, target), None
-    if choice is not None:
-        engine = data.engine(choice.engine)
+def _emitted(data: ReportData, choice: TargetChoice | None) -> EmittedEngine | None:
+    engine = None if choice is None else data.engine(choice.engine)
     if choice is None or engine is None:
         return None
     plan = data.plan(choice.plan)
@@ -73,39 +84,54 @@ def _emitted(data: ReportData, target: str) -> EmittedEngine | None:
         simulated=engine.simulated,
         fp8_sites=0 if plan is None else len(plan.fp8_sites),
         fp8_share=0.0 if plan is None else plan.fp8_share,
-        routes=max(len(choice.routes), 1),
+        routes=tuple(EmittedRoute(route.batch, route.engine, route.plan) for route in choice.routes),
         reason=choice.reason,
         basis=choice.basis,
     )
 
 
-def _chosen(data: ReportData, target: str) -> TargetChoice | None:
-    return next((choice for choice in data.choice.targets if choice.target == target), None)
+@dataclass(frozen=True)
+class _Basis:
+    """What costs of both runs rest on.
 
+    Attributes:
+        other_splits: Splits that are not the same for certain.
+        other_model: Whether the exported models differ.
+    """
 
-def _target_names(old: ReportData, new: ReportData) -> list[str]:
-    return list(dict.fromkeys(choice.target for data in (old, new) for choice in data.choice.targets))
+    other_splits: frozenset[str]
+    other_model: bool
+
+    def remarks(self, split: str) -> Iterator[str]:
+        """What costs on a split have not in common."""
+        if split in self.other_splits:
+            yield "measured on another file, another selection of rows or other columns of them"
+        if self.other_model:
+            yield "relative to another FP32 model"
 
 
 def accuracy(old: ReportData, new: ReportData) -> Iterator[AccuracyChange]:
     """What the emitted engines cost, by output and split."""
-    rows_differ = {split.split for split in splits(old, new) if not split.is_same}
-    for target in _target_names(old, new):
-        before, after = _judged(old, target), _judged(new, target)
-        for place in dict.fromkeys((*before, *after)):
-            yield _accuracy(target, place, (before.get(place), after.get(place)), rows_differ)
+    basis = _Basis(
+        frozenset(split.split for split in splits(old, new) if not split.is_same),
+        old.exported.digest != new.exported.digest,
+    )
+    for pair in hardware_pairs(old, new):
+        for first, second in pair.engines:
+            before, after = _judged(old, first), _judged(new, second)
+            for place in dict.fromkeys((*before, *after)):
+                yield _accuracy(pair, place, (before.get(place), after.get(place)), basis)
 
 
 _Place = tuple[str, str]
 """Output and split."""
 
 
-def _judged(data: ReportData, target: str) -> dict[_Place, JudgedOutput]:
-    choice = _chosen(data, target)
+def _judged(data: ReportData, engine: str | None) -> dict[_Place, JudgedOutput]:
     return {
         (output.output, evaluation.split): _judged_output(evaluation, output)
         for evaluation in data.evaluations.evaluations
-        if choice is not None and evaluation.engine == choice.engine
+        if evaluation.engine == engine
         for output in evaluation.outputs
     }
 
@@ -125,45 +151,72 @@ def _judged_output(evaluation: Evaluation, output: OutputEvaluation) -> JudgedOu
 
 
 def _accuracy(
-    target: str,
+    pair: HardwarePair,
     place: _Place,
     sides: tuple[JudgedOutput | None, JudgedOutput | None],
-    rows_differ: set[str],
+    basis: _Basis,
 ) -> AccuracyChange:
     (output, split), (old, new) = place, sides
+    remarks, difference, overlap = list(basis.remarks(split)), None, None
+    is_same_basis = not remarks
     if old is None or new is None or old.judged is None or new.judged is None:
         side = "old" if old is None or old.judged is None else "new"
-        remark = f"it was not measured in the {side} run"
-        return AccuracyChange(target, output, split, old, new, None, None, remark)
-    if old.name != new.name:
-        remark = f"the old run judges {old.name}, the new one {new.name}"
-        return AccuracyChange(target, output, split, old, new, None, None, remark)
-    remark = "measured on different rows" if split in rows_differ else ""
-    difference = new.judged.value - old.judged.value
-    overlap = _overlap(old.judged, new.judged)
-    return AccuracyChange(target, output, split, old, new, difference, overlap, remark)
+        remarks = [f"it was not measured in the {side} run"]
+    elif old.name != new.name:
+        remarks = [f"the old run judges {old.name}, the new one {new.name}"]
+    else:
+        difference = new.judged.value - old.judged.value
+        overlap = _overlap(old.judged, new.judged)
+        remarks += _other_confidence(old.judged, new.judged)
+    return AccuracyChange(
+        target=pair.target,
+        architecture=pair.architecture,
+        output=output,
+        split=split,
+        old=old,
+        new=new,
+        difference=difference,
+        overlap=overlap,
+        is_same_basis=is_same_basis,
+        remark="; ".join(remarks),
+    )
 
 
 def _overlap(old: Interval, new: Interval) -> bool:
     return old.lower <= new.upper and new.lower <= old.upper
 
 
+def _other_confidence(old: Interval, new: Interval) -> list[str]:
+    """That two intervals are not as wide for the same reason, where they are not."""
+    if isclose(old.confidence, new.confidence):
+        return []
+    return ["the intervals are of different confidence"]
+
+
 def latency(old: ReportData, new: ReportData) -> Iterator[LatencyChange]:
     """Median latencies of the emitted engines, by batch size."""
-    for target in _target_names(old, new):
-        before, after = _timed(old, target), _timed(new, target)
+    for pair in hardware_pairs(old, new):
+        before, after = _timed(old, pair.old), _timed(new, pair.new)
         for batch, inputs in sorted({*before, *after}):
-            sides = before.get((batch, inputs)), after.get((batch, inputs))
-            remark = _why_no_ratio(*sides)
-            ratio = None
-            if not remark and sides[0] is not None and sides[1] is not None:
-                ratio = sides[1].p50_us / sides[0].p50_us
-            yield LatencyChange(target, batch, inputs, *sides, ratio, remark)
+            was, now = before.get((batch, inputs)), after.get((batch, inputs))
+            remark, ratio, is_slower = _why_no_ratio(was, now), None, None
+            if not remark and was is not None and now is not None:
+                ratio, is_slower = now.p50_us / was.p50_us, _is_slower(was, now)
+            yield LatencyChange(
+                target=pair.target,
+                architecture=pair.architecture,
+                batch=batch,
+                inputs=inputs,
+                old=was,
+                new=now,
+                ratio=ratio,
+                is_slower=is_slower,
+                remark=remark,
+            )
 
 
-def _timed(data: ReportData, target: str) -> dict[tuple[int, InputPlace], MedianLatency]:
+def _timed(data: ReportData, choice: TargetChoice | None) -> dict[tuple[int, InputPlace], MedianLatency]:
     """Of the engine that takes requests of each size; simulations, whose speed says nothing, are left out."""
-    choice = _chosen(data, target)
     if choice is None:
         return {}
     found: dict[tuple[int, InputPlace], MedianLatency] = {}
@@ -176,7 +229,15 @@ def _timed(data: ReportData, target: str) -> dict[tuple[int, InputPlace], Median
 
 
 def _median(engine: str, item: Latency) -> MedianLatency:
-    return MedianLatency(engine, item.device, item.p50_us, item.p99_us, item.repeats, item.counts_for_choice)
+    return MedianLatency(
+        engine=engine,
+        device=item.device,
+        p50_us=item.p50_us,
+        p99_us=item.p99_us,
+        repeats=item.repeats,
+        counts_for_choice=item.counts_for_choice,
+        spread=median_interval(item.parts_us) if item.parts_us else None,
+    )
 
 
 def _why_no_ratio(old: MedianLatency | None, new: MedianLatency | None) -> str:
@@ -189,19 +250,38 @@ def _why_no_ratio(old: MedianLatency | None, new: MedianLatency | None) -> str:
     return ""
 
 
+def _is_slower(old: MedianLatency, new: MedianLatency) -> bool:
+    """Whether even the least of the new medians is above the largest of the old ones, and by more than noise.
+
+    Of a measurement whose parts were not kept, its median stands for all of them.
+    """
+    largest = old.p50_us if old.spread is None else max(old.p50_us, old.spread.upper)
+    least = new.p50_us if new.spread is None else min(new.p50_us, new.spread.lower)
+    return least > largest * (1.0 + NOISE)
+
+
 def gains(old: ReportData, new: ReportData) -> Iterator[GainChange]:
     """How much faster each emitted engine is than the baselines of its own run."""
-    for target in _target_names(old, new):
+    for pair in hardware_pairs(old, new):
         for baseline in BASELINES:
-            before, after = (_gain(data, target, baseline) for data in (old, new))
+            before, after = _gain(old, pair.old, baseline), _gain(new, pair.new, baseline)
             if before is None and after is None:
                 continue
-            overlap = None if before is None or after is None else _overlap(before, after)
-            yield GainChange(target, baseline, before, after, overlap)
+            overlap, remarks = None, list[str]()
+            if before is not None and after is not None:
+                overlap, remarks = _overlap(before, after), _other_confidence(before, after)
+            yield GainChange(
+                target=pair.target,
+                architecture=pair.architecture,
+                baseline=baseline,
+                old=before,
+                new=after,
+                overlap=overlap,
+                remark="; ".join(remarks),
+            )
 
 
-def _gain(data: ReportData, target: str, baseline: str) -> Interval | None:
-    choice = _chosen(data, target)
+def _gain(data: ReportData, choice: TargetChoice | None, baseline: str) -> Interval | None:
     losers = choice.losers if choice is not None else ()
     found = [
         loser.times
@@ -220,26 +300,35 @@ def sites(old: ReportData, new: ReportData) -> Iterator[SiteChange]:
     for place, before, after in _compared_plans(old, new):
         for site in names:
             was, now = _decision(before, site), _decision(after, site)
-            if was is not None and now is not None and _decided(was) != _decided(now):
+            if _decided(was) != _decided(now):
                 yield SiteChange(place, site, was, now)
 
 
 def _compared_plans(old: ReportData, new: ReportData) -> Iterator[tuple[str, PrecisionPlan, PrecisionPlan]]:
     for plan in new.plans.plans:
         before = old.plan(plan.id)
-        if before is not None and (plan.fp8_sites or before.fp8_sites):
+        if before is not None:
             yield f"plan {plan.id}", before, plan
-    for target in _target_names(old, new):
-        was, now = _chosen(old, target), _chosen(new, target)
-        if was is None or now is None or was.plan == now.plan:
-            continue
-        before, after = old.plan(was.plan), new.plan(now.plan)
-        if before is not None and after is not None:
-            yield f"emitted for {target}", before, after
+    for pair in hardware_pairs(old, new):
+        emitted = {
+            (before.id, after.id): (before, after)
+            for first, second in pair.engines
+            if (before := _plan_of(old, first)) is not None and (after := _plan_of(new, second)) is not None
+        }
+        place = f"emitted for {named(pair.target, pair.architecture)}"
+        for before, after in emitted.values():
+            if before.id != after.id:
+                both = f", {before.id} → {after.id}" if len(emitted) > 1 else ""
+                yield f"{place}{both}", before, after
 
 
-def _decided(decision: SiteDecision) -> tuple[str, ...]:
-    return decision.precision, decision.recipe, decision.verdict
+def _plan_of(data: ReportData, engine: str | None) -> PrecisionPlan | None:
+    found = None if engine is None else data.engine(engine)
+    return None if found is None else data.plan(found.plan)
+
+
+def _decided(decision: SiteDecision | None) -> tuple[str, ...]:
+    return () if decision is None else (decision.precision, decision.recipe, decision.verdict)
 
 
 def _decision(plan: PrecisionPlan, site: str) -> SiteDecision | None:
@@ -260,6 +349,19 @@ def presence(old: ReportData, new: ReportData) -> Iterator[SitePresence]:
 
 def _present(site: Site, change: Change) -> SitePresence:
     return SitePresence(site.name, change, site.kind.value, site.k, site.n, site.merged_from)
+
+
+def reshaped(old: ReportData, new: ReportData) -> Iterator[SiteReshape]:
+    """Sites of both models by their names that are not of one kind and size in both."""
+    before = {site.name: _shape(site) for site in old.modified.sites}
+    for site in new.modified.sites:
+        was, now = before.get(site.name), _shape(site)
+        if was is not None and was != now:
+            yield SiteReshape(site.name, was, now)
+
+
+def _shape(site: Site) -> SiteShape:
+    return SiteShape(site.kind.value, site.k, site.n)
 
 
 def plans(old: ReportData, new: ReportData) -> Iterator[PlanChange]:
@@ -304,7 +406,7 @@ def _outcomes(data: ReportData) -> dict[tuple[str, str, str], RewriteOutcome]:
 
 
 def splits(old: ReportData, new: ReportData) -> Iterator[SplitChange]:
-    """Every split of either, and whether both have the same rows."""
+    """Every split of either, and whether both have the same rows for certain."""
     before, after = _split_rows(old), _split_rows(new)
     for name in dict.fromkeys((*before, *after)):
         was, now = before.get(name), after.get(name)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from loka_onnx.core import serde
-from loka_onnx.core.evaluation import InputPlace
+from loka_onnx.core.evaluation import BudgetStatus, InputPlace
+from loka_onnx.core.model_changes import Change
 from loka_onnx.core.run_comparison import (
     AccuracyChange,
-    Change,
     LatencyChange,
+    OnHardware,
     RunComparison,
     TargetDifference,
 )
@@ -26,10 +28,13 @@ from loka_onnx.report.run_comparison_tables import (
     engines_section,
     plans_section,
     rewrites_section,
+    routes_text,
     sites_section,
     surroundings_section,
 )
 from loka_onnx.report.webpage import to_html
+
+_Change = TypeVar("_Change", bound=OnHardware)
 
 JSON_NAME = "comparison.json"
 MARKDOWN_NAME = "comparison.md"
@@ -91,33 +96,59 @@ def _banner(found: RunComparison) -> str:
 def _verdict(found: RunComparison, target: TargetDifference) -> Verdict:
     facts = (
         *_sides(target),
-        *(_cost(change) for change in found.accuracy if change.target == target.target),
-        *(_time(change) for change in found.latency if change.target == target.target),
+        *(_cost(change, is_routed=_is_routed(target)) for change in _of(found.accuracy, target)),
+        *(_time(change, is_routed=_is_routed(target)) for change in _of(found.latency, target)),
     )
     return Verdict(
-        target.target, _headline(target), facts, _tone(found, target), tuple(_stats(found, target))
+        target.hardware, _headline(target), facts, _tone(found, target), tuple(_stats(found, target))
     )
+
+
+def _of(changes: Sequence[_Change], target: TargetDifference) -> list[_Change]:
+    """What is said of one piece of hardware."""
+    return [change for change in changes if change.hardware == target.hardware]
+
+
+def _is_routed(target: TargetDifference) -> bool:
+    """Whether requests go to several engines in either run."""
+    return any(side is not None and side.routes for side in (target.old, target.new))
 
 
 def _headline(target: TargetDifference) -> str:
-    old, new = target.old, target.new
+    old, new, name = target.old, target.new, target.hardware
     if new is None:
-        return f"{target.target}: only the old run emits an engine"
+        return f"{name}: only the old run emits an engine"
     if old is None:
-        return f"{target.target}: only the new run emits an engine, {new.engine} (plan {new.plan})"
+        return f"{name}: only the new run emits an engine, {new.engine} (plan {new.plan})"
+    beside = " and others by the size of requests" if new.routes else ""
     if target.change is Change.SAME:
-        return f"{target.target}: both emit {new.engine} (plan {new.plan})"
-    return f"{target.target}: {new.engine} (plan {new.plan}) in place of {old.engine} (plan {old.plan})"
+        return f"{name}: both emit {new.engine} (plan {new.plan}){beside}"
+    if old.engine == new.engine:
+        return f"{name}: both emit {new.engine} (plan {new.plan}), and requests go to engines by another rule"
+    return f"{name}: {new.engine} (plan {new.plan}){beside} in place of {old.engine} (plan {old.plan})"
 
 
 def _tone(found: RunComparison, target: TargetDifference) -> Tone:
-    """A warning where something got worse for certain, or an engine is gone; green where nothing moved."""
-    costs = [c for c in found.accuracy if c.target == target.target]
-    is_worse = any(c.overlap is False and (c.difference or 0.0) > 0.0 for c in costs)
-    is_left = any(c.new is not None and c.new.status == "beyond" for c in costs)
-    if is_worse or is_left or target.change is Change.VANISHED:
+    """Bad where something got worse for certain or is gone; green only where all is seen to hold."""
+    costs, times = _of(found.accuracy, target), _of(found.latency, target)
+    is_left = any(c.new is not None and c.new.status == BudgetStatus.BEYOND for c in costs)
+    if is_left or any(c.is_worse for c in costs) or target.change is Change.VANISHED:
         return Tone.BAD
-    return Tone.GOOD if target.change is Change.SAME else Tone.WARN
+    holds = target.change is Change.SAME and all(map(_cost_holds, costs)) and all(map(_time_holds, times))
+    return Tone.GOOD if holds else Tone.WARN
+
+
+def _cost_holds(change: AccuracyChange) -> bool:
+    """Whether both costs are known, of the same rows and model, and stand alike to the budget."""
+    if change.old is None or change.new is None or change.difference is None:
+        return False
+    return change.is_same_basis and change.old.status == change.new.status
+
+
+def _time_holds(change: LatencyChange) -> bool:
+    """Whether no time that was known got longer by more than noise, or is not known any more."""
+    was_known = change.old is not None and change.old.counts_for_choice
+    return not change.is_slower if change.is_slower is not None else not was_known
 
 
 def _stats(found: RunComparison, target: TargetDifference) -> Iterator[Stat]:
@@ -125,11 +156,11 @@ def _stats(found: RunComparison, target: TargetDifference) -> Iterator[Stat]:
     if target.old is None or target.new is None:
         return
     yield Stat("Plan now", cell(target.new.plan), f"then {target.old.plan}")
-    costs = [c for c in found.accuracy if c.target == target.target and c.difference is not None]
+    costs = [c for c in _of(found.accuracy, target) if c.difference is not None]
     worst = max(costs, key=lambda c: (c.split == CERTIFICATION, _over_budget(c)), default=None)
     if worst is not None:
         yield _cost_stat(worst)
-    times = [c for c in found.latency if c.target == target.target and c.ratio is not None]
+    times = [c for c in _of(found.latency, target) if c.ratio is not None]
     if times:
         yield _time_stat(max(times, key=lambda c: (c.batch, c.inputs is InputPlace.HOST)))
 
@@ -153,24 +184,28 @@ def _time_stat(change: LatencyChange) -> Stat:
         shown(numbers.count, change, "batch"),
         change.inputs,
     )
-    return Stat("Time, new over old", cell(shown("{:.3f}×".format, change, "ratio")), note)
+    tone = Tone.WARN if change.is_slower else Tone.PLAIN
+    return Stat("Time, new over old", cell(shown("{:.3f}×".format, change, "ratio"), tone), note)
 
 
 def _sides(target: TargetDifference) -> Iterator[str]:
     for name, side in (("Old", target.old), ("New", target.new)):
-        if side is not None:
-            yield told(
-                "{}: {} of the FLOPs in FP8, sites: {}. Why: {}. Speed: {}.",
-                name,
-                shown(numbers.share, side, "fp8_share"),
-                shown(numbers.count, side, "fp8_sites"),
-                side.reason.rstrip("."),
-                side.basis,
-            )
+        if side is None:
+            continue
+        yield told(
+            "{}: {} of the FLOPs in FP8, sites: {}. Why: {}. Speed: {}.",
+            name,
+            shown(numbers.share, side, "fp8_share"),
+            shown(numbers.count, side, "fp8_sites"),
+            side.reason.rstrip("."),
+            side.basis,
+        )
+        if side.routes:
+            yield told("{}: requests by their size: {}.", name, routes_text(side))
 
 
-def _cost(change: AccuracyChange) -> str:
-    where = f"{change.output}, {change.split}"
+def _cost(change: AccuracyChange, *, is_routed: bool) -> str:
+    where = f"{change.output}, {change.split}{_engines(change) if is_routed else ''}"
     if change.old is None or change.new is None or change.old.judged is None or change.new.judged is None:
         return f"Cost ({where}): not compared, {change.remark}."
     old, new = change.old.judged, change.new.judged
@@ -188,12 +223,23 @@ def _cost(change: AccuracyChange) -> str:
     )
 
 
-def _time(change: LatencyChange) -> str:
-    where = told("batch {}, inputs on the {}", shown(numbers.count, change, "batch"), change.inputs)
+def _time(change: LatencyChange, *, is_routed: bool) -> str:
+    engines = _engines(change) if is_routed else ""
+    batch = shown(numbers.count, change, "batch")
+    where = told("batch {}, inputs on the {}{}", batch, change.inputs, engines)
     if change.old is None or change.new is None:
         return told("Latency p50 ({}): not compared, {}.", where, change.remark)
     sides = (shown(numbers.latency, change.old, "p50_us"), shown(numbers.latency, change.new, "p50_us"))
     if change.ratio is None:
         return told("Latency p50 ({}): {} then, {} now; {}.", where, *sides, change.remark)
     times = shown("{:.3f}×".format, change, "ratio")
-    return told("Latency p50 ({}): {} then, {} now, {} the time.", where, *sides, times)
+    slower = "; slower by more than either measurement wandered" if change.is_slower else ""
+    return told("Latency p50 ({}): {} then, {} now, {} the time{}.", where, *sides, times, slower)
+
+
+def _engines(change: AccuracyChange | LatencyChange) -> str:
+    """Which engines are compared: ``, a then, b now``."""
+    then, now = (None if side is None else side.engine for side in (change.old, change.new))
+    if then == now:
+        return f", {now}"
+    return "".join(f", {name} {when}" for name, when in ((then, "then"), (now, "now")) if name is not None)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.model_changes import (
+    Change,
+    PlanChange,
+    PlanSummary,
+    RewriteChange,
+    RewriteOutcome,
+    SiteChange,
+    SiteDecision,
+    SitePresence,
+    SiteReshape,
+    SplitChange,
+    SplitRows,
+    ValueChange,
+)
 from loka_onnx.core.run_comparison import (
     AccuracyChange,
-    Change,
     EmittedEngine,
     GainChange,
     JudgedOutput,
     LatencyChange,
     MedianLatency,
-    PlanChange,
-    PlanSummary,
-    RewriteChange,
-    RewriteOutcome,
     RunComparison,
-    SiteChange,
-    SiteDecision,
-    SitePresence,
-    SplitChange,
-    SplitRows,
     TargetDifference,
-    ValueChange,
 )
 from loka_onnx.report import numbers
 from loka_onnx.report.choice_tables import times_text
@@ -37,7 +44,7 @@ from loka_onnx.report.document import (
     table_of,
     text,
 )
-from loka_onnx.report.figures import Told, percent_interval, shown, told
+from loka_onnx.report.figures import Told, joined, percent_interval, shown, told
 
 _CHANGES = {
     Change.SAME: Tone.MUTED,
@@ -51,18 +58,19 @@ _BUDGETS = {"within": Tone.GOOD, "beyond": Tone.BAD, "undecided": Tone.WARN}
 def engines_section(found: RunComparison) -> Section:
     """What is emitted, what it costs and what it takes."""
     tables = [
-        table_of("What is emitted for each target", _TARGETS, found.targets),
-        table_of("What the emitted engines cost", _ACCURACY, found.accuracy, keys=3),
+        table_of("What is emitted for each target", _target_fields(found), found.targets),
+        table_of("What the emitted engines cost", _accuracy_fields(found), found.accuracy, keys=3),
         table_of("Latency of the emitted engines", _LATENCY, found.latency, keys=3),
     ]
     if found.gains:
-        tables.append(table_of("Gain over engines of the same run", _GAINS, found.gains, keys=2))
+        tables.append(table_of("Gain over engines of the same run", _gain_fields(found), found.gains, keys=2))
     paragraphs = (
         "Costs are those of each run's own engine against its own FP32 model. Intervals of the same rows are "
         "not independent: where they overlap, the costs may differ all the same. The command compare "
         "asks both deployments for the same rows.",
         "Latencies were measured at different times, not in turns, and neither the clock rate nor the load "
-        "of the machine is recorded; of a processor, not even its model. A ratio therefore has no interval. "
+        "of the machine is recorded; of a processor, not even its model. A ratio therefore has no interval; "
+        "slower is said where it took longer by more than 1 % and than the median wandered in either run. "
         "A gain over an engine of the same run was timed in turns with it, and bears the comparison better.",
     )
     return Section("engines", "Engines", paragraphs, tables=tuple(tables))
@@ -88,8 +96,38 @@ def _size(side: EmittedEngine | None) -> Told:
     return Told(numbers.NONE) if side is None or not side.digest else shown(numbers.size, side, "bytes")
 
 
+def routes_text(side: EmittedEngine | None) -> Told:
+    """Which engine takes which requests: ``up to 8 rows: a; up to 64 rows: b; more: c``."""
+    if side is None:
+        return Told(numbers.NONE)
+    if not side.routes:
+        return Told(f"all: {side.engine}")
+    *smaller, last = side.routes
+    parts = [told("up to {} rows: {}", shown(numbers.count, r, "batch"), r.engine) for r in smaller]
+    return joined("; ", [*parts, f"{'more' if parts else 'all'}: {last.engine}"])
+
+
+def _both_routes(item: TargetDifference) -> Told:
+    if not any(side is not None and side.routes for side in (item.old, item.new)):
+        return Told("")
+    return told("requests by their size, then: {}; now: {}", routes_text(item.old), routes_text(item.new))
+
+
+def _target_fields(found: RunComparison) -> tuple[Field[TargetDifference], ...]:
+    """With the engine of each size of requests, where any target has several."""
+    is_routed = any(_both_routes(item) for item in found.targets)
+    return (*_TARGETS, prose("Which requests go where", _both_routes)) if is_routed else _TARGETS
+
+
+def _level(intervals: Iterable[Interval | None]) -> str:
+    """``95 % interval``; every confidence that the intervals have, down to a tenth of a percent."""
+    found = sorted({interval.confidence for interval in intervals if interval is not None})
+    levels = dict.fromkeys(f"{math.floor(1000 * level + 1e-6) / 10:g} %" for level in found)
+    return f"{' or '.join(levels)} interval".lstrip()
+
+
 _TARGETS: tuple[Field[TargetDifference], ...] = (
-    text("Target", lambda item: item.target),
+    text("Target", lambda item: item.hardware),
     text("Engine", lambda item: cell(item.change, _CHANGES[item.change])),
     text("Old", lambda item: _engine(item.old)),
     text("New", lambda item: _engine(item.new)),
@@ -140,21 +178,31 @@ def _overlap(overlap: bool | None) -> Cell:
     return cell("yes", Tone.MUTED) if overlap else cell("no", Tone.WARN)
 
 
-_ACCURACY: tuple[Field[AccuracyChange], ...] = (
-    text("Target", lambda item: item.target),
-    text("Output", lambda item: item.output),
-    text("Split", lambda item: item.split),
-    text("Judged", _name),
-    number("Old cost [interval]", lambda item: _judged(item.old)),
-    number("New cost [interval]", lambda item: _judged(item.new)),
-    number("New less old", _difference),
-    text("Intervals overlap", lambda item: _overlap(item.overlap)),
-    text("Old budget", lambda item: _budget(item.old)),
-    text("New budget", lambda item: _budget(item.new)),
-    number("Old NE", lambda item: _entropy(item.old)),
-    number("New NE", lambda item: _entropy(item.new)),
-    prose("Remark", lambda item: item.remark),
-)
+def _engine_of(side: JudgedOutput | MedianLatency | None) -> str:
+    return numbers.NONE if side is None else side.engine
+
+
+def _accuracy_fields(found: RunComparison) -> tuple[Field[AccuracyChange], ...]:
+    """With the confidence of the intervals in the headings: it need not be the same in both runs."""
+    old = _level(item.old.judged for item in found.accuracy if item.old is not None)
+    new = _level(item.new.judged for item in found.accuracy if item.new is not None)
+    return (
+        text("Target", lambda item: item.hardware),
+        text("Output", lambda item: item.output),
+        text("Split", lambda item: item.split),
+        text("Old engine", lambda item: _engine_of(item.old)),
+        text("New engine", lambda item: _engine_of(item.new)),
+        text("Judged", _name),
+        number(f"Old cost [{old}]", lambda item: _judged(item.old)),
+        number(f"New cost [{new}]", lambda item: _judged(item.new)),
+        number("New less old", _difference),
+        text("Intervals overlap", lambda item: _overlap(item.overlap)),
+        text("Old budget", lambda item: _budget(item.old)),
+        text("New budget", lambda item: _budget(item.new)),
+        number("Old NE", lambda item: _entropy(item.old)),
+        number("New NE", lambda item: _entropy(item.new)),
+        prose("Remark", lambda item: item.remark),
+    )
 
 
 def _p50(side: MedianLatency | None) -> Told:
@@ -173,13 +221,22 @@ def _ratio(item: LatencyChange) -> Told:
     return shown("{:.3f}×".format, item, "ratio")
 
 
+def _slower(item: LatencyChange) -> Cell:
+    if item.is_slower is None:
+        return cell(numbers.NONE)
+    return cell("yes", Tone.WARN) if item.is_slower else cell("no", Tone.MUTED)
+
+
 _LATENCY: tuple[Field[LatencyChange], ...] = (
-    text("Target", lambda item: item.target),
+    text("Target", lambda item: item.hardware),
     number("Batch", lambda item: shown(numbers.count, item, "batch")),
     text("Inputs", lambda item: f"on the {item.inputs}"),
+    text("Old engine", lambda item: _engine_of(item.old)),
+    text("New engine", lambda item: _engine_of(item.new)),
     number("Old p50", lambda item: _p50(item.old)),
     number("New p50", lambda item: _p50(item.new)),
     number("New over old", _ratio),
+    text("Slower", _slower),
     number("Old p99", lambda item: _p99(item.old)),
     number("New p99", lambda item: _p99(item.new)),
     text("Old device", lambda item: _device(item.old)),
@@ -188,13 +245,15 @@ _LATENCY: tuple[Field[LatencyChange], ...] = (
 )
 
 
-_GAINS: tuple[Field[GainChange], ...] = (
-    text("Target", lambda item: item.target),
-    text("Over", lambda item: item.baseline),
-    number("Old gain [interval]", lambda item: times_text(item.old)),
-    number("New gain [interval]", lambda item: times_text(item.new)),
-    text("Intervals overlap", lambda item: _overlap(item.overlap)),
-)
+def _gain_fields(found: RunComparison) -> tuple[Field[GainChange], ...]:
+    return (
+        text("Target", lambda item: item.hardware),
+        text("Over", lambda item: item.baseline),
+        number(f"Old gain [{_level(i.old for i in found.gains)}]", lambda item: times_text(item.old)),
+        number(f"New gain [{_level(i.new for i in found.gains)}]", lambda item: times_text(item.new)),
+        text("Intervals overlap", lambda item: _overlap(item.overlap)),
+        prose("Remark", lambda item: item.remark),
+    )
 
 
 def sites_section(found: RunComparison) -> Section:
@@ -204,6 +263,8 @@ def sites_section(found: RunComparison) -> Section:
         tables.append(table_of("Sites with another precision or verdict", _SITES, found.sites, keys=2))
     if found.presence:
         tables.append(table_of("Sites of one model only", _PRESENCE, found.presence))
+    if found.reshaped:
+        tables.append(table_of("Sites of another kind or size", _RESHAPED, found.reshaped))
     paragraphs = [
         told(
             "The old model has {} sites, the new one {}.",
@@ -212,16 +273,28 @@ def sites_section(found: RunComparison) -> Section:
         )
     ]
     if not tables:
-        paragraphs.append(Told("Both models have the same sites, and every plan treats them alike."))
+        paragraphs.append(
+            Told(
+                "Both models have the same sites, of the same kinds and sizes, and every plan that both runs "
+                "have treats them alike."
+            )
+        )
     return Section("site-changes", "Sites", tuple(paragraphs), tables=tuple(tables))
 
 
-def _decision(decision: SiteDecision) -> str:
+def _decision(decision: SiteDecision | None) -> str:
+    if decision is None:
+        return "not decided"
     return f"{decision.precision} ({decision.recipe})" if decision.recipe else decision.precision
 
 
+def _verdict(decision: SiteDecision | None) -> str:
+    return numbers.NONE if decision is None else decision.verdict
+
+
 def _both_reasons(item: SiteChange) -> str:
-    return f"then: {item.old.reason.rstrip('.')}; now: {item.new.reason.rstrip('.')}"
+    sides = (("then", item.old), ("now", item.new))
+    return "; ".join(f"{name}: {side.reason.rstrip('.')}" for name, side in sides if side is not None)
 
 
 _SITES: tuple[Field[SiteChange], ...] = (
@@ -229,8 +302,8 @@ _SITES: tuple[Field[SiteChange], ...] = (
     text("Site", lambda item: item.site),
     text("Old precision", lambda item: _decision(item.old)),
     text("New precision", lambda item: _decision(item.new)),
-    text("Old verdict", lambda item: item.old.verdict),
-    text("New verdict", lambda item: item.new.verdict),
+    text("Old verdict", lambda item: _verdict(item.old)),
+    text("New verdict", lambda item: _verdict(item.new)),
     prose("Both reasons", _both_reasons),
 )
 
@@ -248,6 +321,17 @@ _PRESENCE: tuple[Field[SitePresence], ...] = (
     _size_of("k"),
     _size_of("n"),
     prose("Merged from", lambda item: ", ".join(item.merged_from)),
+)
+
+
+_RESHAPED: tuple[Field[SiteReshape], ...] = (
+    text("Site", lambda item: item.site),
+    text("Old kind", lambda item: item.old.kind),
+    text("New kind", lambda item: item.new.kind),
+    number("Old K", lambda item: shown(numbers.count, item.old, "k")),
+    number("New K", lambda item: shown(numbers.count, item.new, "k")),
+    number("Old N", lambda item: shown(numbers.count, item.old, "n")),
+    number("New N", lambda item: shown(numbers.count, item.new, "n")),
 )
 
 
@@ -316,7 +400,8 @@ def data_section(found: RunComparison) -> Section:
     said = (
         "Both runs read the same rows."
         if found.has_same_rows
-        else "The rows differ: costs on a split that differs are of different rows."
+        else "Not every split is the same: where it is not, the file, the selection of its rows or the "
+        "columns of the model's inputs differ, and costs may be of different rows."
     )
     return Section("data", "Data", (said,), tables=(table_of("Splits", _SPLITS, found.splits),))
 
@@ -335,13 +420,21 @@ def _sources(item: SplitChange) -> str:
     )
 
 
+def _sameness(item: SplitChange) -> Cell:
+    if item.is_same:
+        return cell("the same", Tone.GOOD)
+    if item.old is None or item.new is None:
+        return cell("read in one run only", Tone.WARN)
+    return cell("another file, selection or columns", Tone.WARN)
+
+
 _SPLITS: tuple[Field[SplitChange], ...] = (
     text("Split", lambda item: item.split),
-    text("Rows are", lambda item: cell("the same", Tone.GOOD) if item.is_same else cell("others", Tone.WARN)),
+    text("Rows", _sameness),
     number("Old rows", lambda item: _rows(item.old)),
     number("New rows", lambda item: _rows(item.new)),
-    text("Old SHA-256", lambda item: _rows_digest(item.old)),
-    text("New SHA-256", lambda item: _rows_digest(item.new)),
+    text("Old digest of what is read", lambda item: _rows_digest(item.old)),
+    text("New digest of what is read", lambda item: _rows_digest(item.new)),
     prose("Which rows", _sources),
 )
 
@@ -356,8 +449,12 @@ def surroundings_section(found: RunComparison) -> Section:
         for name, run in sides
     )
     tables = [_values("Versions that differ", "Package", found.versions)]
-    tables.append(_values("Settings that differ", "Setting", found.settings))
-    return Section("surroundings", "Models, versions and settings", items=items, tables=tuple(tables))
+    said: tuple[str, ...] = ()
+    if found.settings is None:
+        said = ("Settings were not compared: they stand in run directories, and not both were given.",)
+    else:
+        tables.append(_values("Settings that differ", "Setting", found.settings))
+    return Section("surroundings", "Models, versions and settings", said, items, tuple(tables))
 
 
 def _values(caption: str, name: str, found: tuple[ValueChange, ...]) -> Table:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic_runs import Workplace, call, make_columns, make_workplace, write_rows
+from synthetic_runs import WIDTH, Workplace, call, make_columns, make_workplace, write_rows
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
@@ -17,6 +17,9 @@ from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.pipeline.probing import EXPORTED
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
+
+SWAPPED = ",".join(f"d{i}" for i in (1, 0, *range(2, WIDTH)))
+"""Columns of `dense` with the first two exchanged."""
 
 
 def profile_at(place: Workplace, name: str = "calibration/exported.json") -> Profile:
@@ -78,6 +81,10 @@ def test_only_the_sites_asked_for_are_measured_again(
         (["--only", "fc1", "--set", "calibration.rows=1000"], "was measured with other number of rows"),
         (["--only", "fc1", "--set", "plan.format=E5M2"], "was measured with other recipes"),
         (["--only", "fc1", "--set", "data.split.seed=9"], "was measured with other calibration rows"),
+        (
+            ["--only", "fc1", "--set", f"data.inputs.dense=[{SWAPPED}]"],
+            "was measured with other calibration rows, or columns of them",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_profile_stays(
@@ -185,7 +192,7 @@ def test_rows_are_added_to_the_profile_and_later_stages_follow(
     before, lineage = profile_at(place), (place.output / "run.json").read_text()
     done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place))
     assert done.code == 0, done.err
-    assert "Calibration rows were added to those of the split: SHA-256 " in done.out
+    assert "Calibration rows were added to those of the split: digest " in done.out
     after = profile_at(place)
     assert after.rows == before.rows + 2000
     old, new = after.data_digest.split("+")

@@ -282,6 +282,22 @@ def test_a_second_run_takes_everything_over(place: Workplace) -> None:
 
 
 @pytest.mark.slow
+def test_nothing_that_was_measured_on_other_columns_is_taken_over(place: Workplace) -> None:
+    """A corrected `data.inputs` changes what the model sees of the same rows."""
+    columns = [f"d{i}" for i in range(WIDTH)]
+    swapped = [columns[1], columns[0], *columns[2:]]
+    place.write_run_file(data={"inputs": {"dense": swapped, "item": "item_id"}})
+    run(place.run_file)
+    wrong = findings(place.output)
+    place.write_run_file()
+    again = resumed(place)
+    assert [stage for stage in STAGES if again[stage]] == ["export"]
+    assert resumed(place) == dict.fromkeys(STAGES, True)
+    right = findings(place.output)
+    assert right["profile"] != wrong["profile"] and right["evaluations"] != wrong["evaluations"]
+
+
+@pytest.mark.slow
 def test_stage_verbs_share_the_run_directory(
     place: Workplace, finished: RunResult, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jsonschema
 import pytest
 from page_numbers import NUMBER, check_numbers, tables_of
-from synthetic_runs import call, make_workplace
+from synthetic_runs import call, make_workplace, tree
 
 from loka_onnx.core import serde
-from loka_onnx.core.run_comparison import Change, RunComparison
+from loka_onnx.core.model_changes import Change
+from loka_onnx.core.run_comparison import RunComparison
+from loka_onnx.pipeline import run as run_module
 from loka_onnx.pipeline.run import RunResult, run
 from loka_onnx.report import ReportData
 
@@ -66,12 +69,16 @@ def test_two_run_directories_are_compared(
     assert "cpu: both emit cpu-onnxruntime-cpu-fp32 (plan fp32)" in done.out
     assert "wrote" in done.out and "comparison.html" in done.out
     assert found.has_same_rows
+    assert found.settings is not None
     settings = {item.name: (item.old, item.new) for item in found.settings}
     assert settings["plan.keep"] == ("[]", '["fc2"]')
     assert settings["calibration.seed"] == ("0", "1")
     kept = [change for change in found.sites if change.site == "fc2"]
-    assert kept and all((c.old.precision, c.new.precision) == ("fp8", "bf16") for c in kept)
-    assert all(change.new.reason.startswith("kept in bf16 by 'fc2'") for change in kept)
+    assert kept
+    for change in kept:
+        assert change.old is not None and change.new is not None
+        assert (change.old.precision, change.new.precision) == ("fp8", "bf16")
+        assert change.new.reason.startswith("kept in bf16 by 'fc2'")
     # Outputs that the later run does not judge are not compared, and said to be so.
     by_output = {(c.output, c.split): c for c in found.accuracy}
     assert by_output["cvr", "selection"].remark == "it was not measured in the new run"
@@ -97,22 +104,32 @@ def test_two_run_directories_are_compared(
 
 @pytest.mark.slow
 def test_a_report_of_an_older_schema_is_written_again_from_its_run(
-    later: RunResult, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    later: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The remedy that `compare-runs` names works, though no fact of the run is another."""
-    file, run_file = later.directory / "report.json", later.directory.parents[1] / "RUN.yaml"
-    before = file.read_text()
+    """The remedy that `compare-runs` names works in a copy, though no fact of the run is another."""
+    copy = tmp_path / "copy"
+    shutil.copytree(later.directory, copy)
+    file, run_file = copy / "report.json", later.directory.parents[1] / "RUN.yaml"
+    before, original = file.read_text(), tree(later.directory)
     monkeypatch.setattr(ReportData, "SCHEMA", "report/1000")
     refused = call(capsys, "compare-runs", later.directory, later.directory)
     assert refused.code == 2
     assert "an older version of loka-onnx" in refused.err
-    assert "`loka-onnx report RUN.yaml`" in refused.err
-    assert call(capsys, "report", run_file).code == 0
+    assert "`loka-onnx report RUN.yaml --output COPY`" in refused.err
+    done = call(capsys, "report", run_file, "--output", copy)
+    assert done.code == 0
+    assert done.err.count("reused") > 5  # of one version, nothing is measured again
     after = file.read_text()
-    assert after.replace("report/1000", "report/6") == before
+    assert after.replace("report/1000", "report/6").replace(str(copy), str(later.directory)) == before
     monkeypatch.undo()
-    assert call(capsys, "report", run_file).code == 0
-    assert file.read_text() == before
+    assert call(capsys, "report", run_file, "--output", copy).code == 0
+    assert file.read_text().replace(str(copy), str(later.directory)) == before
+
+    # Of another version, every stage is run once more, and what the run itself left stays as it is.
+    monkeypatch.setattr(run_module, "library_versions", lambda: {"loka-onnx": "9.9.9"})
+    done = call(capsys, "report", run_file, "--output", copy)
+    assert done.code == 0 and "reused" not in done.err
+    assert tree(later.directory) == original
 
 
 def test_what_is_no_run_is_refused_in_one_message(

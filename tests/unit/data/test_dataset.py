@@ -175,6 +175,18 @@ def test_digest_follows_content_and_range(tmp_path):
     assert whole.digest != open_dataset(path, BINDINGS).digest
 
 
+def test_digest_follows_the_columns_of_the_inputs_and_nothing_else_of_the_layout(tmp_path):
+    path = write(tmp_path, columns())
+    whole = open_dataset(path, BINDINGS)
+    swapped = (dataclasses.replace(BINDINGS[0], columns=("y", "x")), *BINDINGS[1:])
+    other = open_dataset(path, swapped)
+    assert other.digest != whole.digest and other.rows_digest == whole.rows_digest
+    # Nor is it the same when two inputs change places.
+    assert open_dataset(path, (dataclasses.replace(BINDINGS[2], columns=("y",)),)).digest != whole.digest
+    # What labels and slices are read beside them is no part of what the model sees, nor is the order.
+    assert open_dataset(path, BINDINGS[::-1], ("label", "country")).digest == whole.digest
+
+
 # ---- bad input -------------------------------------------------------------------------------------------
 
 

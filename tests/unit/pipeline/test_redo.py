@@ -215,7 +215,7 @@ def test_a_profile_of_the_same_measurement_is_read(tmp_path: Path) -> None:
     ("now", "what", "evidence"),
     [
         (replace(NOW, model="n"), "model", "has m; the run file gives n"),
-        (replace(NOW, data="e"), "calibration rows", "has d; the run file gives e"),
+        (replace(NOW, data="e"), "calibration rows, or columns of them", "has d; the run file gives e"),
         (replace(NOW, rows=90), "number of rows", "has 100; the run file gives 90"),
         (replace(NOW, outputs=(replace(CTR, name="o"),)), "outputs", "has ['ctr']; the run file gives ['o']"),
         (

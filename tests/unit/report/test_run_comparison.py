@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 from page_numbers import NUMBER, check_numbers, tables_of
 from rich_run import rich
 from sample_run import SampleRun
+from two_runs import compared, costing, emitting, slower, write_run
 
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import EvaluationSet, InputPlace
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.lineage import RunRecord
+from loka_onnx.core.model_changes import Change
 from loka_onnx.core.plan import Verdict
 from loka_onnx.core.rewrite import Declined, RewriteLog
-from loka_onnx.core.run_comparison import Change, RunComparison
+from loka_onnx.core.run_comparison import RunComparison
 from loka_onnx.errors import UserError
 from loka_onnx.pipeline.compare_runs import compare_runs, read_run
 from loka_onnx.report import ReportData
@@ -34,33 +34,12 @@ def old(sample: SampleRun) -> ReportData:
     return rich(sample.report)
 
 
-def _slower(data: ReportData, factor: float, device: str = "cpu") -> ReportData:
-    """Latencies of every engine times a factor."""
-    evaluations = tuple(
-        dataclasses.replace(
-            e,
-            latencies=tuple(
-                dataclasses.replace(item, p50_us=item.p50_us * factor, device=device) for item in e.latencies
-            ),
-        )
-        for e in data.evaluations.evaluations
-    )
-    return dataclasses.replace(data, evaluations=EvaluationSet(evaluations))
-
-
-def _routed(data: ReportData, engine: str, plan: str) -> Any:
-    first, *rest = data.choice.targets
-    return dataclasses.replace(
-        data.choice, targets=(dataclasses.replace(first, engine=engine, plan=plan, routes=()), *rest)
-    )
-
-
 @pytest.fixture(scope="module")
 def new(old: ReportData) -> ReportData:
     """A later run: FP8 for the CPU, another model, other rows, other versions."""
-    data = _slower(old, 0.9)
+    data = slower(old, 0.9)
     engine = next(e for e in data.engines if e.plan == "fp8-safe" and e.target == "cpu")
-    choice = _routed(data, engine.id, "fp8-safe")
+    choice = emitting(data, engine.id, "fp8-safe").choice
     renamed = dataclasses.replace(data.modified.sites[2], name="over_arch.last", merged_from=("a", "b"))
     safe = data.plans.plan("fp8-safe")
     harmful = dataclasses.replace(
@@ -89,19 +68,6 @@ def new(old: ReportData) -> ReportData:
     )
 
 
-def write_run(directory: Path, data: ReportData, **config: object) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    serde.write(data, directory / "report.json")
-    serde.write(RunRecord({"name": "x", **config}, data.versions, (), directory), directory / "run.json")
-    return directory
-
-
-def compared(tmp_path: Path, old: ReportData, new: ReportData) -> RunComparison:
-    first = write_run(tmp_path / "old", old, calibration={"batch_size": 512, "seed": 0}, budget=0.001)
-    second = write_run(tmp_path / "new", new, calibration={"batch_size": 256, "seed": 0}, mods=["a"])
-    return compare_runs(first, second)
-
-
 @pytest.fixture
 def found(tmp_path: Path, old: ReportData, new: ReportData) -> RunComparison:
     return compared(tmp_path, old, new)
@@ -124,8 +90,11 @@ def test_another_engine_and_a_target_that_is_gone(found: RunComparison) -> None:
     cpu, rtx = found.targets
     assert (cpu.target, cpu.change) == ("cpu", Change.CHANGED)
     assert cpu.old is not None and cpu.new is not None
-    assert (cpu.old.plan, cpu.old.fp8_sites, cpu.old.routes) == ("fp32", 0, 3)
-    assert (cpu.new.plan, cpu.new.fp8_sites, cpu.new.routes) == ("fp8-safe", 1, 1)
+    assert (cpu.old.plan, cpu.old.fp8_sites) == ("fp32", 0)
+    assert [(route.batch, route.plan) for route in cpu.old.routes] == [
+        (8, "fp32"), (64, "fp8-safe"), (512, "fp8-all")
+    ]  # fmt: skip
+    assert (cpu.new.plan, cpu.new.fp8_sites, cpu.new.routes) == ("fp8-safe", 1, ())
     assert (rtx.target, rtx.change, rtx.new) == ("rtx", Change.VANISHED, None)
     headlines = [v.headline for v in comparison_document(found).verdicts]
     assert headlines[0] == (
@@ -144,23 +113,9 @@ def test_costs_are_set_side_by_side_and_the_overlap_is_that_of_the_intervals(
     tmp_path: Path, old: ReportData
 ) -> None:
     def with_cost(lower: float, upper: float) -> ReportData:
-        interval = Interval((lower + upper) / 2, lower, upper, 0.95, 2400)
-        evaluations = tuple(
-            dataclasses.replace(
-                e,
-                outputs=tuple(
-                    o
-                    if o.difference is None
-                    else dataclasses.replace(
-                        o, difference=dataclasses.replace(o.difference, delta_ne=interval)
-                    )
-                    for o in e.outputs
-                ),
-            )
-            for e in old.evaluations.evaluations
-        )
-        return dataclasses.replace(old, evaluations=EvaluationSet(evaluations))
+        return costing(unrouted, Interval((lower + upper) / 2, lower, upper, 0.95, 2400))
 
+    unrouted = emitting(old, "cpu-onnxruntime-cpu-fp32", "fp32")
     for name, bounds, overlap, difference in (
         ("inside", (0.0002, 0.0004), True, 0.0001),
         ("touching", (0.0003, 0.0005), True, 0.0002),
@@ -182,7 +137,7 @@ def test_costs_are_set_side_by_side_and_the_overlap_is_that_of_the_intervals(
 
 
 def test_what_was_not_measured_is_not_compared(found: RunComparison) -> None:
-    (certified,) = [c for c in found.accuracy if (c.target, c.split) == ("cpu", "certification")]
+    certified, *_ = [c for c in found.accuracy if (c.target, c.split) == ("cpu", "certification")]
     assert certified.new is None and certified.difference is None and certified.overlap is None
     assert certified.remark == "it was not measured in the new run"
     # FP8 on the CPU is simulated: what it takes says nothing.
@@ -191,8 +146,8 @@ def test_what_was_not_measured_is_not_compared(found: RunComparison) -> None:
 
 
 def test_latencies_have_a_ratio_on_one_device_only(tmp_path: Path, old: ReportData) -> None:
-    unrouted = dataclasses.replace(old, choice=_routed(old, "cpu-onnxruntime-cpu-fp32", "fp32"))
-    faster = compared(tmp_path / "faster", unrouted, _slower(unrouted, 0.8))
+    unrouted = emitting(old, "cpu-onnxruntime-cpu-fp32", "fp32")
+    faster = compared(tmp_path / "faster", unrouted, slower(unrouted, 0.8))
     places = [(c.batch, c.inputs) for c in faster.latency]
     assert places == [(8, InputPlace.HOST), (1024, InputPlace.DEVICE), (1024, InputPlace.HOST)]
     assert [c.ratio for c in faster.latency] == pytest.approx([0.8] * 3)
@@ -205,7 +160,7 @@ def test_latencies_have_a_ratio_on_one_device_only(tmp_path: Path, old: ReportDa
     assert stats["Time, new over old"] == ("0.800×", "of p50 at batch 1,024, inputs on the host; no interval")
     assert stats["Plan now"] == ("fp32", "then fp32")
     assert stats["ΔNE now"][1].endswith("; ctr on certification")
-    moved = compared(tmp_path / "moved", unrouted, _slower(unrouted, 0.8, "NVIDIA H100"))
+    moved = compared(tmp_path / "moved", unrouted, slower(unrouted, 0.8, "NVIDIA H100"))
     assert {c.ratio for c in moved.latency} == {None}
     assert {c.remark for c in moved.latency} == {"not comparable: measured on 'cpu' and on 'NVIDIA H100'"}
     elsewhere = EvaluationSet(
@@ -236,10 +191,12 @@ def test_gains_over_an_engine_of_the_same_run(tmp_path: Path, old: ReportData) -
 
 def test_sites_are_told_with_both_reasons(found: RunComparison) -> None:
     (change,) = [c for c in found.sites if c.where == "plan fp8-safe"]
+    assert change.old is not None and change.new is not None
     assert (change.old.verdict, change.new.verdict) == ("safe", "unsafe")
     assert change.old.reason == "KL is far inside the site's part of the budget"
     assert change.new.reason == "KL is now beyond its part"
-    (emitted,) = [c for c in found.sites if c.where == "emitted for cpu"]
+    (emitted,) = [c for c in found.sites if c.where == "emitted for cpu, fp32 → fp8-safe"]
+    assert emitted.old is not None and emitted.new is not None
     assert (emitted.old.plan, emitted.old.precision) == ("fp32", "fp32")
     assert (emitted.new.plan, emitted.new.precision) == ("fp8-safe", "fp8")
     gone, came = found.presence
@@ -263,6 +220,7 @@ def test_plans_rewrites_data_versions_and_settings(found: RunComparison) -> None
     assert [(v.name, v.old, v.new) for v in found.versions] == [
         ("onnxruntime", "1.31.1", "1.32.0"), ("torch", None, "2.13.0")
     ]  # fmt: skip
+    assert found.settings is not None
     assert [(v.name, v.old, v.new) for v in found.settings] == [
         ("budget", "0.001", None), ("calibration.batch_size", "512", "256"), ("mods", None, '["a"]')
     ]  # fmt: skip
@@ -325,11 +283,20 @@ def test_a_report_by_itself_has_no_settings_and_says_so(tmp_path: Path, old: Rep
     directory = write_run(tmp_path / "a", old, seed=1)
     other = write_run(tmp_path / "b", old, seed=2)
     found = compare_runs(directory / "report.json", other)
-    assert found.settings == ()
+    assert found.settings is None
+    *_, surroundings = comparison_document(found).sections
+    assert surroundings.paragraphs == (
+        "Settings were not compared: they stand in run directories, and not both were given.",
+    )
+    assert [table.caption for table in surroundings.tables] == ["Versions that differ"]
     assert any(
         "Settings are not compared: of the old run only its report was given" in n for n in found.notes
     )
-    assert compare_runs(directory, other).settings[0].name == "seed"
+    both = compare_runs(directory, other)
+    assert both.settings is not None and [item.name for item in both.settings] == ["seed"]
+    *_, surroundings = comparison_document(both).sections
+    assert surroundings.paragraphs == ()
+    assert [table.caption for table in surroundings.tables][1:] == ["Settings that differ"]
 
 
 def test_what_is_no_report_is_refused(tmp_path: Path, old: ReportData) -> None:
@@ -356,7 +323,9 @@ def test_what_is_no_report_is_refused(tmp_path: Path, old: ReportData) -> None:
     assert refused(file) == (
         f"{file}: the report was written by an older version of loka-onnx\n"
         f"  evidence: schema is 'loka-onnx/report/5', this version reads '{serde.schema_id(ReportData)}'\n"
-        "  remedy: write it again from its run: `loka-onnx report RUN.yaml`, which repeats no finished stage"
+        "  remedy: compare with the version that wrote it; or copy its run directory and write the report "
+        "again there: `loka-onnx report RUN.yaml --output COPY`, which runs every stage once more, and "
+        "measures anew, where the version of loka-onnx or of a library has changed"
     )
     file.write_text('{"schema": "loka-onnx/report/99", "value": {}}')
     assert "a newer version" in refused(file)
