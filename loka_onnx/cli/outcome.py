@@ -86,7 +86,7 @@ def _chosen(data: ReportData) -> Iterator[Text]:
     for choice in data.choice.targets:
         yield Text.assemble(
             (f"{choice.target}: ", "bold"),
-            (choice.plan, "bold green"),
+            (", ".join(choice.plans), "bold green"),
             f" — {choice.reason} (speed: {choice.basis})",
         )
 
@@ -103,12 +103,12 @@ def _undecided(data: ReportData) -> Iterator[Text]:
 
 
 def _harmed_slices(data: ReportData) -> Iterator[Text]:
-    for choice in data.choice.targets:
-        evaluation = data.evaluation(choice.engine, SPLIT)
+    for name in (name for choice in data.choice.targets for name in choice.engines):
+        evaluation = data.evaluation(name, SPLIT)
         for output in evaluation.outputs if evaluation is not None else ():
             if output.slices_of(BudgetStatus.BEYOND):
                 yield Text.assemble(
-                    ("! ", "red"), f"{choice.engine}, {output.output}, slices: {slices_sentence(output)}"
+                    ("! ", "red"), f"{name}, {output.output}, slices: {slices_sentence(output)}"
                 )
 
 

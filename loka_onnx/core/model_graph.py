@@ -71,6 +71,8 @@ class ModelGraph:
         edges: At most one between two nodes, by source and target.
         operators: Operators of the model, those that are folded included.
         folded: How many of the model's nodes are drawn as a part of a folded one.
+        in_runs: Whether they are folded in runs of consecutive nodes, because modules do not make the graph
+            small enough; else each is of one module.
 
     Raises:
         ValueError: An edge leads backwards or to a node that there is not.
@@ -82,6 +84,7 @@ class ModelGraph:
     edges: tuple[GraphEdge, ...]
     operators: int
     folded: int = 0
+    in_runs: bool = False
 
     def __post_init__(self) -> None:
         for edge in self.edges:
@@ -98,7 +101,8 @@ class ModelGraph:
 
     @property
     def note(self) -> str:
-        """What is folded, in words; empty where every node is shown."""
+        """What is folded and how, in words; empty where every node is shown."""
         if not self.folded:
             return ""
-        return f"To keep the drawing usable, {self.folded:,} nodes are drawn as {self.parts:,}, by module."
+        how = "in runs of consecutive nodes: no modules make it small enough" if self.in_runs else "by module"
+        return f"To keep the drawing usable, {self.folded:,} nodes are drawn as {self.parts:,}, {how}."

@@ -12,7 +12,7 @@ consecutive nodes are folded, which makes no cycle either.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -50,6 +50,7 @@ def describe_graph(graph: onnx.GraphProto, sites: Collection[str], most: int = M
         tuple(GraphEdge(source, target, name) for (source, target), name in sorted(drawn.edges.items())),
         operators,
         folded,
+        drawn.in_runs,
     )
 
 
@@ -57,6 +58,7 @@ def describe_graph(graph: onnx.GraphProto, sites: Collection[str], most: int = M
 class _Drawing:
     nodes: tuple[GraphNode, ...]
     edges: Mapping[tuple[int, int], str]
+    in_runs: bool = False
 
 
 def _whole(
@@ -130,7 +132,7 @@ def _fold(whole: _Drawing, most: int) -> _Drawing:
             few, many = (few, middle) if fits else (middle + 1, many)
         return _joined(whole, _parts(whole, paths, done | set(modules[:many])))
     length = -(-len(whole.nodes) // most)
-    return _joined(whole, [index // length for index in range(len(whole.nodes))])
+    return replace(_joined(whole, [index // length for index in range(len(whole.nodes))]), in_runs=True)
 
 
 def _parts(

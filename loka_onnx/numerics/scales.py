@@ -83,7 +83,7 @@ def _scales(amax: npt.NDArray[np.float64], format: Float8) -> npt.NDArray[np.flo
         raise CalibrationError(
             f"amax is {amax.ravel()[first]:g}: an FP8 scale needs a finite range",
             evidence=f"{int((~accepted).sum())} of {amax.size} ranges, the first is number {first}",
-            remedy="drop such rows with `data.max_abs`, or keep the site in BF16 with `plan.keep`",
+            remedy="drop those rows from the data, or keep the site in BF16 with `plan.keep`",
         )
     # The quotient is rounded, but never down onto the grid: above grid·limit, which is exact, the next
     # float64 moves the quotient by more than half an ulp, as no limit is a power of two.

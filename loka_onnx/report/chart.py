@@ -76,12 +76,14 @@ class _Axis:
         title: Of the axis.
         against: The same in the caption.
         places: Of each engine that has one, by its id.
+        batch: Rows per request, of an axis of latency; 0 where nothing was timed on its target.
     """
 
     kind: str
     title: str
     against: str
     places: dict[str, float]
+    batch: int = 0
 
 
 _FRONT_NOTE = ". The line joins those that no other one beats in both"
@@ -120,6 +122,7 @@ def _latency_chart(data: ReportData, split: str, output: str, target: str | None
         f"latency p50 at {at}, {unit}",
         f"{against}, {target}" if target else against,
         {name: scale * time for name, time in times.items()},
+        batch,
     )
     return _chart(data, (split, output), f"{output} on {target}" if target else output, engines, axis)
 
@@ -141,7 +144,10 @@ def _chart(
         if x is not None and judged is not None:
             points.append(_Point(engine, x, judged, data.chosen(engine.id) is not None))
         else:
-            left_out.append(f"{engine.id}: {_lacks(data, engine, x, judged)}")
+            parts = [_lacks_place(data, engine, axis)] if x is None else []
+            parts += ["accuracy not measured"] if judged is None else []
+            status = "" if engine.was_run else f" ({engine.status})"
+            left_out.append(f"{engine.id}: {', '.join(parts)}{status}")
     judged_name = _judged_name(data, split, output)
     level = confidence_text(data, split)
     caption = f"{judged_name} of {output} on {split} with its {level} interval against {axis.against}"
@@ -151,15 +157,20 @@ def _chart(
     return Chart(axis.kind, name, caption, figure, tuple(left_out))
 
 
-def _lacks(data: ReportData, engine: EngineArtifact, x: float | None, judged: OutputEvaluation | None) -> str:
-    parts = []
-    if x is None:
-        latency = latency_text(data, engine)
-        parts.append("not timed at this batch" if latency[0].isdigit() else f"latency {latency}")
-    if judged is None:
-        parts.append("accuracy not measured")
-    status = "" if engine.was_run else f" ({engine.status})"
-    return ", ".join(parts) + status
+def _lacks_place(data: ReportData, engine: EngineArtifact, axis: _Axis) -> str:
+    """Why an engine has no place on an axis."""
+    latency = latency_text(data, engine)
+    if not latency[0].isdigit():
+        return f"latency {latency}"
+    elsewhere = (
+        timed.device
+        for evaluation in data.evaluations.evaluations
+        if evaluation.engine == engine.id
+        for timed in evaluation.latencies
+        if not timed.counts_for_choice and axis.batch in (timed.batch, 0)
+    )
+    device = next(elsewhere, None)
+    return "not timed at this batch" if device is None else f"timed on {device}, not the target"
 
 
 def _judged(data: ReportData, engine: EngineArtifact, split: str, output: str) -> OutputEvaluation | None:

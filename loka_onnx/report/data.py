@@ -31,7 +31,8 @@ class SplitDescription:
         split: ``calibration``, ``selection`` or ``certification``.
         name: What the rows were read from.
         rows: How many.
-        digest: Digest of the rows, or of the file when `rule` says which of its rows.
+        digest: Made of the SHA-256 of the file and of what is read from it (`data.dataset.Dataset.digest`):
+            equal where the same is read. It is that of no file.
         rule: Which rows, in words.
     """
 

@@ -18,22 +18,27 @@ _CAPTIONS = {
 
 def latency_tables(data: ReportData) -> tuple[Table, ...]:
     """One table for each place that inputs lay in, and one of engines that failed while they were timed."""
-    timed = [
-        (evaluation.engine, latency)
-        for evaluation in data.evaluations.evaluations
-        for latency in evaluation.latencies
-        if not _is_simulated(data, evaluation.engine)
-    ]
+    timed = _timed(data)
     tables = tuple(
         table_of(f"Latency per batch size, {caption}", _fields(here), here)
         for place, caption in _CAPTIONS.items()
         if (here := [(engine, latency) for engine, latency in timed if latency.inputs is place])
     )
-    # Both splits have the same: an engine is timed once.
     failed = {e.engine: e for e in data.evaluations.evaluations if e.latency_failure}
     if not failed:
         return tables
     return (*tables, table_of("Engines that failed while they were timed", _FAILURES, failed.values()))
+
+
+def _timed(data: ReportData) -> list[_Timed]:
+    """Each measurement once: an engine is timed once, and its evaluation on every split has what it took."""
+    found: dict[tuple[str, int, InputPlace, str], _Timed] = {}
+    for evaluation in data.evaluations.evaluations:
+        if not _is_simulated(data, evaluation.engine):
+            for latency in evaluation.latencies:
+                key = (evaluation.engine, latency.batch, latency.inputs, latency.device)
+                found.setdefault(key, (evaluation.engine, latency))
+    return list(found.values())
 
 
 _FAILURES: tuple[Field[Evaluation], ...] = (

@@ -51,14 +51,14 @@ def interval_decimals(interval: Interval, budget: float | None = None) -> int:
 
 
 def _keeps_sides(ends: tuple[float, float], budget: float, decimals: int) -> bool:
-    limit = round(100 * budget, decimals)
-    if not math.isclose(limit, 100 * budget, rel_tol=1e-9):
-        return False
-    return all(_side(round(100 * end, decimals), limit) == _side(end, budget) for end in ends)
+    """Whether ends that are rounded stand to the budget, which is not, as they do unrounded."""
+    limit = 100 * budget
+    return all(_side(round(100 * end, decimals), limit) == _side(100 * end, limit) for end in ends)
 
 
 def _side(value: float, limit: float) -> int:
-    return (value > limit) - (value < limit)
+    # A percentage and the fraction that it was made of differ in the last bits.
+    return 0 if math.isclose(value, limit, rel_tol=1e-9) else (value > limit) - (value < limit)
 
 
 def budget_percent(value: float) -> str:

@@ -33,7 +33,7 @@ class Quadrant:
         sites: Their names, in the model's order.
         count: How many they are.
         predicted: How many of them have a speed that was predicted, not measured; empty for none.
-        flop_share: Their share of the FP8-able FLOPs of the model after mods.
+        flop_share: Their share of the FP8-able FLOPs of the model after mods, padding included.
     """
 
     accuracy: Verdict

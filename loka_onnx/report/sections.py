@@ -137,7 +137,7 @@ def _data_section(data: ReportData) -> Section:
         Column("Split"),
         Column("Source"),
         Column("Rows", numeric=True),
-        Column("SHA-256"),
+        Column("Digest of what is read"),
         Column("Which rows", prose=True),
     )
     rows = tuple(
@@ -156,7 +156,11 @@ def _data_section(data: ReportData) -> Section:
     ]
     if data.is_synthetic:
         items.insert(0, "The data is synthetic.")
-    return Section("data", "Data", items=tuple(items), tables=(Table("Splits", columns, rows),))
+    said = (
+        "The digest of a split is made of that of its file and of what is read from the file. It tells "
+        "whether two runs were measured on the same; it is not the digest of the file itself."
+    )
+    return Section("data", "Data", (said,), tuple(items), (Table("Splits", columns, rows),))
 
 
 def _model_section(data: ReportData) -> Section:

@@ -66,7 +66,8 @@ def sites_section(data: ReportData) -> Section:
     paragraphs = [
         "Relative error is that of the site's own output under the recipe. KL is the label-free part of the "
         "loss increase and labelled its first-order part, both relative to "
-        f"{_denominators(data)}, for this site alone. FLOP share is of the FP8-able FLOPs.",
+        f"{_denominators(data)}, for this site alone. FLOP share is of the FP8-able FLOPs of the model after "
+        "mods, what mods pad with zeros included; the FP8 share of a plan leaves that out.",
         "KL decides on a site, with the corrected bound that its reason gives. The labelled part is judged "
         "on whole plans: of one site it is mostly noise, and where it is not, it calls for another cure (a "
         "correction of the output, not more precision).",
@@ -113,7 +114,7 @@ def calibration_facts(profile: Profile) -> list[str]:
     digests = profile.data_digest.split("+")
     if len(digests) > 1:
         added = ", ".join(numbers.digest(digest) for digest in digests[1:])
-        facts.append(f"Calibration rows were added to those of the split: SHA-256 {added}")
+        facts.append(f"Calibration rows were added to those of the split: digest {added}")
     return facts
 
 
@@ -152,7 +153,7 @@ def shown_plan(data: ReportData) -> PrecisionPlan | None:
 
 
 def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
-    able = derive("fp8_able_flops", Place(data.exported, "sites"))
+    able = derive("fp8_able_flops", Place(data.modified, "sites"))
     known = _Known(
         {decision.site: decision for decision in plan.decisions},
         {profile.site: profile for profile in data.profile.sites},
@@ -219,7 +220,7 @@ def _recipe(decision: Decision | None, profile: SiteProfile | None) -> str | Non
 
 
 def _flop_share(site: Site, able: Figure) -> Told:
-    """Share of the FP8-able FLOPs of the exported model, which are the same for every site."""
+    """Share of the FP8-able FLOPs of the model whose sites are listed, as in the quadrants."""
     if not site.is_fp8_able or not able.value:
         return Told(numbers.NONE)
     return formed(numbers.share, derive("ratio", derive("flops", Place(site)), able))

@@ -10,7 +10,7 @@ from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Tone, Verdict
 from loka_onnx.report.figures import Place, Told, derive, formed, joined, percent_interval, shown, told
 from loka_onnx.report.slice_tables import slices_sentence
-from loka_onnx.report.verdict_stats import bars, speed_stats, stand_in, stats
+from loka_onnx.report.verdict_stats import Emitted, bars, emitted, speed_stats, stand_in, stats
 
 SIMULATED_LATENCY = "simulated: speed never counts"
 NO_LABELS = f"{KL_NAME}, no labels: the labelled first-order term is not seen"
@@ -54,27 +54,32 @@ def _why_open(output: OutputEvaluation) -> str:
 
 
 def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
-    plan = data.plan(choice.plan)
-    engine = data.engine(choice.engine)
-    has_fp8 = plan is not None and bool(plan.fp8_sites)
+    engines = emitted(choice)
+    has_fp8 = any(plan.fp8_sites for name in choice.plans if (plan := data.plan(name)) is not None)
     facts: list[str] = [f"Why: {choice.reason}"]
     if not has_fp8:
-        facts.insert(0, f"No FP8 engine is emitted for this target: it gets high precision ({choice.plan}).")
-    if engine is not None and engine.simulated:
-        facts.append("FP8 is simulated in this engine: its accuracy counts, its speed says nothing.")
-    facts += _costs(data, choice.engine)
-    facts += _stood_in(data, choice)
+        plans = ", ".join(choice.plans)
+        facts.insert(0, f"No FP8 engine is emitted for this target: it gets high precision ({plans}).")
+    for engine in engines:
+        if (built := data.engine(engine.engine)) is not None and built.simulated:
+            which = engine.engine if engine.apart else "this engine"
+            facts.append(f"FP8 is simulated in {which}: its accuracy counts, its speed says nothing.")
+        facts += _costs(data, engine)
+        facts += _stood_in(data, engine)
     facts += [told("{}: {} ({}).", s.label, s.shown.text, s.note) for s in speed_stats(data, choice)]
-    facts += _slices(data, choice.engine)
+    for engine in engines:
+        facts += _slices(data, engine)
     if choice.routes:
         served = [told("to {} rows {}", shown(numbers.count, r, "batch"), r.engine) for r in choice.routes]
         facts.append(told("By batch size: {}.", joined("; ", served)))
     facts.append(f"Speed: {choice.basis}.")
-    if engine is not None and engine.fallbacks:
-        fallbacks = formed(numbers.count, derive("count", Place(engine, "sites"), engaged=False))
-        facts.append(told("Sites that do not run as planned: {}; see Fallbacks.", fallbacks))
-    headline = f"{choice.target}: emit {choice.engine} (plan {choice.plan})"
-    is_good = has_fp8 and _is_within(data, choice.engine)
+    for engine in engines:
+        if (built := data.engine(engine.engine)) is not None and built.fallbacks:
+            fallbacks = formed(numbers.count, derive("count", Place(built, "sites"), engaged=False))
+            said = told("Sites{} that do not run as planned: {}; see Fallbacks.", engine.apart, fallbacks)
+            facts.append(said)
+    headline = f"{choice.target}: emit {' and '.join(f'{e.engine} (plan {e.plan})' for e in engines)}"
+    is_good = has_fp8 and all(_is_within(data, engine.engine) for engine in engines)
     tone = Tone.GOOD if is_good else Tone.WARN
     return Verdict(choice.target, headline, tuple(facts), tone, stats(data, choice), bars(data, choice))
 
@@ -93,42 +98,43 @@ def _beyond(evaluation: Evaluation) -> bool:
     return any(output.slices_of(BudgetStatus.BEYOND) for output in evaluation.outputs)
 
 
-def _slices(data: ReportData, engine: str) -> list[str]:
+def _slices(data: ReportData, engine: Emitted) -> list[str]:
     return [
-        told("Slices ({}, {}): {}.", output.output, evaluation.split, slices_sentence(output))
-        for evaluation in _evaluations(data, engine)
+        told("Slices{} ({}, {}): {}.", engine.apart, output.output, evaluation.split, slices_sentence(output))
+        for evaluation in _evaluations(data, engine.engine)
         for output in evaluation.outputs
         if output.slices
     ]
 
 
-def _costs(data: ReportData, engine: str) -> list[str]:
-    found = _evaluations(data, engine)
+def _costs(data: ReportData, engine: Emitted) -> list[str]:
+    found = _evaluations(data, engine.engine)
     if not found:
-        return [f"Cost: {numbers.NOT_MEASURED}."]
-    return [_cost(evaluation, output) for evaluation in found for output in evaluation.outputs] or [
-        f"Cost: {numbers.NOT_MEASURED} ({found[0].status})."
+        return [f"Cost{engine.apart}: {numbers.NOT_MEASURED}."]
+    measured = [(evaluation, output) for evaluation in found for output in evaluation.outputs]
+    return [_cost(evaluation, output, engine.apart) for evaluation, output in measured] or [
+        f"Cost{engine.apart}: {numbers.NOT_MEASURED} ({found[0].status})."
     ]
 
 
-def _stood_in(data: ReportData, choice: TargetChoice) -> list[str]:
+def _stood_in(data: ReportData, engine: Emitted) -> list[str]:
     """What an engine that was not run is expected to cost: that of another one of its plan."""
-    found = stand_in(data, choice)
+    found = stand_in(data, engine)
     if found is None:
         return []
-    engine = data.engine(found.engine)
-    how = "simulated" if engine is not None and engine.simulated else "measured"
+    other = data.engine(found.engine)
+    how = "simulated" if other is not None and other.simulated else "measured"
+    plan = f"plan {engine.plan}" if engine.apart else "this plan"
     return [
-        told("Of this plan, {} by {}: {}", how, found.engine, _cost(found, output))
-        for output in found.outputs
+        told("Of {}, {} by {}: {}", plan, how, found.engine, _cost(found, output)) for output in found.outputs
     ]
 
 
-def _cost(evaluation: Evaluation, output: OutputEvaluation) -> str:
+def _cost(evaluation: Evaluation, output: OutputEvaluation, apart: str = "") -> str:
     rows = shown(numbers.count, evaluation, "rows")
     where = told("{}, {} {} rows", output.output, rows, evaluation.split)
     if output.difference is None:
-        return told("Cost ({}): none, it is the reference.", where)
+        return told("Cost{} ({}): none, it is the reference.", apart, where)
     interval = percent_interval(output.difference.judged, output.budget)
     name = output.difference.judged_name
-    return told("Cost ({}): {} {}, {}.", where, name, interval, budget_sentence(output))
+    return told("Cost{} ({}): {} {}, {}.", apart, where, name, interval, budget_sentence(output))

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import isfinite
 
 from loka_onnx.core.evaluation import Evaluation, Loser, OutputEvaluation, TargetChoice, Why
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
+from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.report import numbers
 from loka_onnx.report.budget_bar import BudgetBar, can_be_drawn
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Stat, Tone, cell
-from loka_onnx.report.figures import Place, at, derive, ends, formed, percent_interval, shown, told
+from loka_onnx.report.figures import Place, at, derive, ends, formed, joined, percent_interval, shown, told
 
 BASELINES = ("fp32", "bf16", "fp16")
 """Ids of the plans that a gain is told over, where an engine of them competed."""
 _TONES = {"within": Tone.GOOD, "beyond": Tone.BAD, "undecided": Tone.WARN}
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """An engine that is emitted.
+
+    Attributes:
+        engine: Its id.
+        plan: Its plan.
+        apart: ``of`` and its id where a target has several, to stand behind what is said of it; else empty.
+    """
+
+    engine: str
+    plan: str
+    apart: str = ""
+
+
+def emitted(choice: TargetChoice) -> tuple[Emitted, ...]:
+    """All engines that a target gets, the main one first."""
+    plans = {choice.engine: choice.plan} | {route.engine: route.plan for route in choice.routes}
+    several = len(plans) > 1
+    return tuple(Emitted(name, plan, f" of {name}" if several else "") for name, plan in plans.items())
 
 
 def stats(data: ReportData, choice: TargetChoice) -> tuple[Stat, ...]:
@@ -30,15 +54,12 @@ def stats(data: ReportData, choice: TargetChoice) -> tuple[Stat, ...]:
 
 
 def bars(data: ReportData, choice: TargetChoice) -> tuple[BudgetBar, ...]:
-    """What was judged on the deciding split, by output; of an engine of the same plan, where this one was not
-    run.
+    """What was judged on the deciding split, by engine and output; of an engine of the same plan, where this
+    one was not run.
     """
-    evaluation = _deciding(data, choice)
-    if evaluation is None:
-        return ()
     return tuple(
         BudgetBar(
-            label=f"{output.output} on {evaluation.split}",
+            label=f"{output.output} on {evaluation.split}{engine.apart}",
             text=told(
                 "{} {}",
                 output.difference.judged_name,
@@ -49,6 +70,8 @@ def bars(data: ReportData, choice: TargetChoice) -> tuple[BudgetBar, ...]:
             budget=output.budget,
             budget_text=shown(numbers.budget_percent, output, "budget"),
         )
+        for engine in emitted(choice)
+        if (evaluation := _deciding(data, engine)) is not None
         for output in evaluation.outputs
         if output.difference is not None
         and can_be_drawn(output.difference.judged)
@@ -57,31 +80,40 @@ def bars(data: ReportData, choice: TargetChoice) -> tuple[BudgetBar, ...]:
 
 
 def speed_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
-    """The gain over the best engine of each baseline, as measured in turns; in words where there is none."""
+    """The gain of the main engine over the best one of each baseline, as measured in turns; in words where
+    there is none.
+    """
+    main = emitted(choice)[0]
     is_simulated = _is_simulated(data, choice.engine)
     for plan in BASELINES:
         label = f"Speed over {plan.upper()}"
         if plan == choice.plan:
-            yield Stat(label, cell("none", Tone.MUTED), "this is the engine of that plan itself")
+            what = "the main engine is" if main.apart else "this is the engine"
+            yield Stat(label, cell("none", Tone.MUTED), f"{what} of that plan itself")
             continue
         losers = [loser for loser in choice.losers if _plan_of(data, loser.engine) == plan]
         measured = [loser for loser in losers if loser.times is not None]
         if is_simulated and losers:
             yield Stat(label, cell("simulated", Tone.MUTED), "its speed says nothing")
         elif measured:
-            yield _gain(label, min(measured, key=_times))
+            yield _gain(label, min(measured, key=_times), main)
         elif losers:
             yield Stat(label, cell(numbers.NOT_MEASURED, Tone.MUTED), _why_not(losers[0]))
 
 
-def _gain(label: str, baseline: Loser) -> Stat:
+def _gain(label: str, baseline: Loser, main: Emitted) -> Stat:
     assert baseline.times is not None
     times = baseline.times
     is_known = times.lower < times.upper
     tone = Tone.GOOD if times.lower > 1 else Tone.WARN
     value, lower, upper = ends(times)
     interval = told("[{}, {}], ", formed("{:.3f}".format, lower), formed("{:.3f}".format, upper))
-    note = told("{}measured, over {}", interval if is_known else "", baseline.engine)
+    note = told(
+        "{}measured{}, over {}",
+        interval if is_known else "",
+        main.apart and f",{main.apart}",
+        baseline.engine,
+    )
     return Stat(label, cell(formed("{:.3f}×".format, value), tone), note)
 
 
@@ -94,14 +126,18 @@ def _why_not(loser: Loser) -> str:
 
 
 def _plan_stat(data: ReportData, choice: TargetChoice) -> Stat:
-    plan = data.plan(choice.plan)
-    if plan is None:
-        return Stat("Plan", cell(choice.plan))
+    notes = [(name, _fp8_of(plan)) for name in choice.plans if (plan := data.plan(name)) is not None]
+    if len(choice.plans) == 1:
+        return Stat("Plan", cell(choice.plan), notes[0][1] if notes else "")
+    note = joined("; ", [told("{}: {}", name, fp8) for name, fp8 in notes])
+    return Stat("Plans", cell(", ".join(choice.plans)), note)
+
+
+def _fp8_of(plan: PrecisionPlan) -> str:
     if not plan.fp8_sites:
-        return Stat("Plan", cell(choice.plan), "no FP8")
+        return "no FP8"
     sites = formed(numbers.count, derive("count", Place(plan, "decisions"), precision=Precision.FP8.value))
-    note = told("sites in FP8: {}, {} of the FLOPs", sites, shown(numbers.share, plan, "fp8_share"))
-    return Stat("Plan", cell(choice.plan), note)
+    return told("sites in FP8: {}, {} of the FLOPs", sites, shown(numbers.share, plan, "fp8_share"))
 
 
 def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:
@@ -111,23 +147,30 @@ def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:
     found = [
         latency
         for evaluation in data.evaluations.evaluations
-        if evaluation.engine == choice.engine
         for latency in evaluation.latencies
+        if evaluation.engine == choice.route(latency.batch)
     ]
     if not found:
         return Stat(label, cell(numbers.NOT_MEASURED, Tone.MUTED), choice.basis)
     largest = max(found, key=lambda latency: latency.batch)
     elsewhere = "" if largest.counts_for_choice else ", which is not the target"
-    note = told("batch {}, on {}{}", shown(numbers.count, largest, "batch"), largest.device, elsewhere)
+    by = f", by {choice.route(largest.batch)}" if choice.routes else ""
+    note = told("batch {}, on {}{}{}", shown(numbers.count, largest, "batch"), largest.device, elsewhere, by)
     return Stat(label, cell(shown(numbers.latency, largest, "p50_us")), note)
 
 
 def _cost_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
-    evaluation = _deciding(data, choice)
-    worst = max(evaluation.outputs, key=_over_budget, default=None) if evaluation is not None else None
-    if evaluation is None or worst is None:
+    """Of all that is emitted, what is the worst against its budget."""
+    judged_outputs = [
+        (engine, evaluation, output)
+        for engine in emitted(choice)
+        if (evaluation := _deciding(data, engine)) is not None
+        for output in evaluation.outputs
+    ]
+    if not judged_outputs:
         yield Stat("Accuracy", cell(numbers.NOT_MEASURED, Tone.MUTED))
         return
+    engine, evaluation, worst = max(judged_outputs, key=lambda found: _over_budget(found[2]))
     if worst.difference is None:
         yield Stat("Accuracy", cell("reference", Tone.MUTED), "every engine is compared with it")
         return
@@ -145,7 +188,7 @@ def _cost_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
             of,
             rows,
             evaluation.split,
-            _whose(data, choice, evaluation),
+            _whose(data, engine, evaluation),
         ),
     )
     yield Stat("Budget", cell(shown(numbers.budget_percent, worst, "budget")), _held(worst, judged))
@@ -158,23 +201,24 @@ def _held(output: OutputEvaluation, judged: Interval) -> str:
     return told("{}; the upper end is at {} of it", output.budget_status, formed(numbers.error_percent, part))
 
 
-def _whose(data: ReportData, choice: TargetChoice, evaluation: Evaluation) -> str:
-    """Whose accuracy it is, where the emitted engine was not run."""
-    if evaluation.engine == choice.engine:
-        return ", simulated FP8" if _is_simulated(data, choice.engine) else ""
+def _whose(data: ReportData, engine: Emitted, evaluation: Evaluation) -> str:
+    """Whose accuracy it is, where there are several engines or the emitted one was not run."""
+    whose = engine.apart and f",{engine.apart}"
+    if evaluation.engine == engine.engine:
+        return f"{whose}, simulated FP8" if _is_simulated(data, engine.engine) else whose
     how = "simulated" if _is_simulated(data, evaluation.engine) else "measured"
-    return f"; {how} by {evaluation.engine}, this engine was not run"
+    return f"{whose}; {how} by {evaluation.engine}, this engine was not run"
 
 
-def stand_in(data: ReportData, choice: TargetChoice) -> Evaluation | None:
+def stand_in(data: ReportData, engine: Emitted) -> Evaluation | None:
     """The worst evaluation of another engine of the same plan; None where the emitted engine has its own."""
-    if _own(data, choice) is not None:
+    if _own(data, engine) is not None:
         return None
     for split in reversed(data.splits):
         same = [
             evaluation
             for evaluation in data.evaluations.evaluations
-            if (evaluation.split, evaluation.plan) == (split, choice.plan)
+            if (evaluation.split, evaluation.plan) == (split, engine.plan)
             and evaluation.outputs
             and data.engine(evaluation.engine) is not None
         ]
@@ -183,13 +227,13 @@ def stand_in(data: ReportData, choice: TargetChoice) -> Evaluation | None:
     return None
 
 
-def _deciding(data: ReportData, choice: TargetChoice) -> Evaluation | None:
-    return _own(data, choice) or stand_in(data, choice)
+def _deciding(data: ReportData, engine: Emitted) -> Evaluation | None:
+    return _own(data, engine) or stand_in(data, engine)
 
 
-def _own(data: ReportData, choice: TargetChoice) -> Evaluation | None:
+def _own(data: ReportData, engine: Emitted) -> Evaluation | None:
     """That of the last split which the emitted engine was run on: certification, where there is one."""
-    found = (data.evaluation(choice.engine, split) for split in reversed(data.splits))
+    found = (data.evaluation(engine.engine, split) for split in reversed(data.splits))
     return next((evaluation for evaluation in found if evaluation is not None and evaluation.outputs), None)
 
 

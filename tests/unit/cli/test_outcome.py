@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
+from test_outcome_tables import BF16, GPU, SAFE, WITHIN, evaluated, report
 
-from loka_onnx.cli.outcome import first_line
+from loka_onnx.cli.outcome import first_line, print_outcome
+from loka_onnx.cli.terminal import Terminal
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import BudgetStatus, Route, SliceDifference, TargetChoice
+from loka_onnx.core.intervals import Interval
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.pipeline.run import RunResult
+from loka_onnx.report import DataDescription
 
 WAITS = "no nvidia-h100 on this host; `loka-onnx build --job jobs/x` builds it on a host with nvidia-h100"
 
@@ -34,3 +46,27 @@ def test_a_job_is_named_as_seen_from_here(
 
 def test_other_details_are_told_as_they_are(tmp_path: Path) -> None:
     assert first_line(waiting("  declined: jobs/x\nmore"), tmp_path) == "declined: jobs/x"
+
+
+def test_a_slice_that_any_emitted_engine_harms_is_told(tmp_path: Path) -> None:
+    harm = Interval(0.0006, 0.0003, 0.0009, 0.999, 100)
+    harmed = SliceDifference("country", "BR", 100, 100, harm, harm, harm, BudgetStatus.BEYOND)
+    sliced = dataclasses.replace(WITHIN, slices=(harmed,))
+    routes = (Route(256, BF16.id, "bf16"), Route(1024, SAFE.id, "fp8-safe"))
+    choice = TargetChoice(GPU, BF16.id, "bf16", "fastest", "measured", (), routes)
+    real: Any = SimpleNamespace(synthetic=False)
+    data = dataclasses.replace(
+        report([evaluated(BF16, WITHIN), evaluated(SAFE, sliced)], [choice], BF16, SAFE),
+        data=DataDescription((), "clicks", False),
+        profile=real,
+        plans=PlanSet(()),
+    )
+    stream = io.StringIO()
+    console = Console(file=stream, width=120)
+    print_outcome(Terminal(console, console), RunResult(tmp_path, report=data))
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("! ")] == [
+        f"! {SAFE.id}, ctr, slices: 1 of 1 judged beyond the budget of 0.02 %; "
+        "worst country = BR: +0.060 % [+0.030 %, +0.090 %]"
+    ]
+    assert f"{GPU}: bf16, fp8-safe — fastest (speed: measured)" in lines

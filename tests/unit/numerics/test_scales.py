@@ -77,7 +77,7 @@ def test_a_range_without_a_scale_is_refused(amax):
     assert str(caught.value) == (
         f"amax is {amax:g}: an FP8 scale needs a finite range\n"
         "  evidence: 1 of 1 ranges, the first is number 0\n"
-        "  remedy: drop such rows with `data.max_abs`, or keep the site in BF16 with `plan.keep`"
+        "  remedy: drop those rows from the data, or keep the site in BF16 with `plan.keep`"
     )
 
 

@@ -262,7 +262,7 @@ def evaluate(engine: EngineArtifact, split: str, pair: tuple, labels: np.ndarray
         split,
         len(labels),
         (output,),
-        latencies if split == "selection" else (),
+        latencies,
         "measured",
     )
 

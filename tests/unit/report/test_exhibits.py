@@ -20,6 +20,7 @@ from loka_onnx.report.exhibits import NOTHING_DRAWN, exhibits
 from loka_onnx.report.histograms import activation_table, histogram_data
 from loka_onnx.report.provenance import Pointers
 from loka_onnx.report.quadrants import SPEEDS, quadrants, speed_texts
+from loka_onnx.report.site_tables import sites_section
 
 
 def speed(site: str, verdict: SpeedVerdict, device: str = "gpu", measured: bool = True) -> SiteSpeed:
@@ -64,6 +65,21 @@ def test_shares_of_all_quadrants_make_a_whole(sample: SampleRun) -> None:
     shares = {q.sites: q.flop_share for row in found.rows for q in row if q.sites}
     expected = [f"{100 * f / sum(flops):.1f} %" for f in flops]
     assert list(shares.values()) == [*expected, "0.0 %"]
+
+
+def test_shares_are_those_of_one_model_whatever_mods_padded(sample: SampleRun) -> None:
+    first, *rest = sample.report.modified.sites
+    padded = dataclasses.replace(sample.report.modified, sites=(dataclasses.replace(first, k=20), *rest))
+    data = dataclasses.replace(sample.report, modified=padded)
+    flops = [2 * site.k * site.n for site in padded.sites[:2]]
+    expected = [f"{100 * f / sum(flops):.1f} %" for f in flops]
+    section = sites_section(data)
+    (table,) = (t for t in section.tables if t.caption.startswith("Sites in plan"))
+    place = [column.title for column in table.columns].index("FLOP share")
+    assert [row[place].text for row in table.rows] == [*expected, "–"]
+    (found,) = quadrants(data)
+    assert {q.flop_share for row in found.rows for q in row if q.sites} == {*expected, "0.0 %"}
+    assert "of the model after mods" in " ".join(section.paragraphs)
 
 
 def test_norms_are_no_question_of_fp8(sample: SampleRun) -> None:
@@ -172,6 +188,30 @@ def test_points_stand_at_their_latency_and_change(sample: SampleRun) -> None:
     assert len(found) == 3
     emitted = next(trace for trace in chart.figure["data"] if trace["name"] == "emitted")
     assert emitted["y"] == [0.0]
+
+
+def test_what_was_timed_on_another_device_only_says_where(sample: SampleRun) -> None:
+    data = timed(sample.report)
+    there = "cpu-onnxruntime-cpu-fp8-all"
+
+    def left_out(batch: int, *elsewhere: str) -> list[str]:
+        evaluations = tuple(
+            dataclasses.replace(
+                e, latencies=(Latency(batch if e.engine == there else 64, 9.0, 9.0, 9.0, 9, "H200", False),)
+            )
+            if e.engine in elsewhere
+            else e
+            for e in data.evaluations.evaluations
+        )
+        changed = dataclasses.replace(data, evaluations=EvaluationSet(evaluations))
+        chart = next(c for c in charts(changed) if c.name == "ctr on cpu")
+        return [line for line in chart.left_out if line.startswith(there)]
+
+    assert left_out(64, there) == [f"{there}: timed on H200, not the target"]
+    assert left_out(8, there) == [f"{there}: not timed at this batch"]
+    # Nothing was timed on the target: there is no batch that it could have been timed at.
+    every = {e.engine for e in data.evaluations.evaluations}
+    assert left_out(8, *every) == [f"{there}: timed on H200, not the target"]
 
 
 def test_long_latencies_are_in_milliseconds(sample: SampleRun) -> None:

@@ -38,6 +38,16 @@ def test_each_place_of_inputs_has_a_table_of_its_own(data: ReportData) -> None:
     assert [row[place].text for row in device.rows] == ["0.5 µs"]
 
 
+def test_what_was_timed_stands_once_though_it_is_in_the_evaluations_of_both_splits(data: ReportData) -> None:
+    certified = {e.engine for e in data.evaluations.evaluations if e.split == "certification" and e.latencies}
+    selected = {e.engine for e in data.evaluations.evaluations if e.split == "selection" and e.latencies}
+    assert certified & selected
+    (table,) = latency_tables(data)
+    assert [[item.text for item in row[:4]] for row in table.rows] == [
+        [engine, "cpu", "1,024", "123.4 µs"] for engine in sorted(certified | selected)
+    ]
+
+
 def test_the_device_is_named_and_another_one_said_not_to_count(data: ReportData) -> None:
     elsewhere = replace(FIRST, device="NVIDIA H200", counts_for_choice=False)
     (table,) = latency_tables(timed(data, latencies=(FIRST, elsewhere)))

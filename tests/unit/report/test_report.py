@@ -14,6 +14,7 @@ from sample_run import SampleRun
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import BudgetStatus, Choice, EvaluationSet
 from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers, render, summary_table
+from loka_onnx.report.sections import build_document
 from loka_onnx.report.verdict import budget_sentence
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -103,6 +104,15 @@ def test_both_texts_say_the_same(texts):
     ):
         assert sentence in page
         assert sentence in flat
+
+
+def test_the_digest_of_a_split_is_not_passed_off_as_that_of_a_file(sample, texts):
+    """A user who holds it against `sha256sum` of the data would find another one."""
+    (section,) = (s for s in build_document(sample.report).sections if s.anchor == "data")
+    assert "Digest of what is read" in [column.title for column in section.tables[0].columns]
+    said = "it is not the digest of the file itself"
+    assert said in " ".join(texts[MARKDOWN_NAME].split())
+    assert "SHA-256" not in " ".join((*section.paragraphs, *section.items))
 
 
 def test_the_verdict_comes_first(sample, texts):

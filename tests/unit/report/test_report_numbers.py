@@ -33,10 +33,21 @@ def test_rounding_never_lays_an_end_on_the_budget(upper):
     assert shown != 0.02
 
 
+def test_a_budget_that_is_no_short_decimal_takes_no_more_digits_than_another():
+    interval = between(0.0003, 0.0008, 0.0013102576)
+    for budget in (None, 0.0002, 0.002 / 3, 0.0004 / 7):
+        assert numbers.percent_interval(interval, budget) == "+0.080 % [+0.030 %, +0.131 %]"
+    # The upper end lies just beyond: as many digits as tell it from the budget, and no more.
+    near = between(0.0003, 0.0005, 0.002 / 3 + 4e-8)
+    assert numbers.percent_interval(near, 0.002 / 3) == "+0.050 % [+0.030 %, +0.067 %]"
+    near = between(0.0003, 0.0005, 0.002 / 3 - 4e-8)
+    assert numbers.percent_interval(near, 0.002 / 3) == "+0.05000 % [+0.03000 %, +0.06666 %]"
+
+
 @given(
     value=st.floats(-0.01, 0.01),
     half=st.floats(1e-6, 0.01),
-    budget=st.sampled_from([0.0002, 0.0005, 0.001]),
+    budget=st.sampled_from([0.0002, 0.0005, 0.001, 0.002 / 3, 0.0004 / 7]),
 )
 def test_what_is_read_off_an_interval_is_the_verdict(value, half, budget):
     interval = between(value - half, value, value + half)

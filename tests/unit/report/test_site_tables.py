@@ -149,7 +149,7 @@ def test_sites_that_stayed_undecided_are_named(sample) -> None:
             },
             [
                 "Ranges: 4,000 rows; errors: 4,000 rows; sensitivities: 4,000 rows",
-                "Calibration rows were added to those of the split: SHA-256 bbbbbbbbbbbbbbbb",
+                "Calibration rows were added to those of the split: digest bbbbbbbbbbbbbbbb",
             ],
         ),
     ],

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from decided_run import decided
 from sample_run import BUDGET, SampleRun
 
-from loka_onnx.core.evaluation import Choice, EvaluationSet, Why
+from loka_onnx.core.evaluation import Choice, EvaluationSet, Route, SliceDifference, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.report import ReportData
 from loka_onnx.report.budget_bar import BudgetBar, can_be_drawn
-from loka_onnx.report.document import Tone
+from loka_onnx.report.document import Tone, Verdict
 from loka_onnx.report.markdown import to_markdown
 from loka_onnx.report.sections import build_document
 
@@ -131,3 +132,77 @@ def test_the_reason_is_named_where_it_was_not_merely_unmeasured(sample: SampleRu
     )
     note = stats(with_target(sample.report, losers=losers))["Speed over BF16"][1]
     assert note == "cpu-onnxruntime-cpu-bf16"
+
+
+MAIN, ROUTED = "gpu-onnxruntime-sm90-bf16", "gpu-onnxruntime-sm90-fp8-safe"
+HARM = Interval(0.0006, 0.0003, 0.0009, 0.999, 100)
+
+
+def routed(base: ReportData, plan: str = "fp8-safe") -> ReportData:
+    """The main engine is BF16; requests of more than 256 rows go to one in FP8."""
+    routes = (Route(256, MAIN, "bf16"), Route(1024, f"gpu-onnxruntime-sm90-{plan}", plan, TIMES))
+    return with_target(decided(base), engine=MAIN, plan="bf16", routes=routes)
+
+
+def first_verdict(data: ReportData) -> Verdict:
+    return build_document(data).verdicts[0]
+
+
+def test_an_fp8_engine_for_some_sizes_is_an_fp8_engine_that_is_emitted(sample: SampleRun) -> None:
+    verdict = first_verdict(routed(sample.report))
+    assert verdict.headline == f"gpu: emit {MAIN} (plan bf16) and {ROUTED} (plan fp8-safe)"
+    assert not any("No FP8 engine" in fact for fact in verdict.facts)
+    assert verdict.tone is Tone.GOOD
+    costs = [fact.partition(" (")[0] for fact in verdict.facts if fact.startswith("Cost")]
+    assert costs == [f"Cost of {MAIN}", f"Cost of {ROUTED}", f"Cost of {ROUTED}"]
+    plans, note = stats(routed(sample.report))["Plans"]
+    assert plans == "bf16, fp8-safe"
+    assert note.startswith("bf16: no FP8; fp8-safe: sites in FP8: 1, ")
+
+
+def test_several_engines_without_fp8_are_high_precision(sample: SampleRun) -> None:
+    facts = first_verdict(routed(sample.report, "fp32")).facts
+    assert facts[0] == ("No FP8 engine is emitted for this target: it gets high precision (bf16, fp32).")
+
+
+def test_the_latency_is_that_of_the_engine_that_takes_the_size(sample: SampleRun) -> None:
+    data = routed(sample.report)
+    assert stats(data)["Latency p50"] == ("117.0 µs", f"batch 1,024, on H100, by {ROUTED}")
+    assert stats(decided(sample.report))["Latency p50"] == ("117.0 µs", "batch 1,024, on H100")
+
+
+def test_of_several_engines_the_worst_against_its_budget_is_on_top(sample: SampleRun) -> None:
+    data = routed(sample.report, "fp8-all")
+    shown, note = stats(data)["ΔNE"]
+    assert shown == "+0.0900 %" and note.endswith("2,400 selection rows, of gpu-onnxruntime-sm90-fp8-all")
+    verdict = first_verdict(data)
+    assert verdict.tone is Tone.WARN
+    assert [bar.label for bar in verdict.bars] == [
+        f"ctr on selection of {MAIN}",
+        "ctr on selection of gpu-onnxruntime-sm90-fp8-all",
+    ]
+
+
+def test_a_slice_that_an_engine_of_some_sizes_harms_is_told(sample: SampleRun) -> None:
+    data = routed(sample.report)
+    harmed = SliceDifference("country", "BR", 100, 100, HARM, HARM, HARM, "beyond")
+    evaluations = tuple(
+        dataclasses.replace(e, outputs=tuple(dataclasses.replace(o, slices=(harmed,)) for o in e.outputs))
+        if (e.engine, e.split) == (ROUTED, "certification")
+        else e
+        for e in data.evaluations.evaluations
+    )
+    verdict = first_verdict(dataclasses.replace(data, evaluations=EvaluationSet(evaluations)))
+    assert verdict.tone is Tone.WARN
+    (fact,) = (fact for fact in verdict.facts if fact.startswith("Slices"))
+    assert fact.startswith(
+        f"Slices of {ROUTED} (ctr, certification): 1 of 1 judged beyond the budget of 0.02 %; "
+        "worst country = BR"
+    )
+
+
+def test_a_gain_beside_routes_says_whose_it_is(sample: SampleRun) -> None:
+    data = routed(sample.report)
+    note = stats(data)["Speed over FP32"][1]
+    assert note == f"[2.050, 2.161], measured, of {MAIN}, over gpu-onnxruntime-sm90-fp32"
+    assert stats(data)["Speed over BF16"] == ("none", "the main engine is of that plan itself")
