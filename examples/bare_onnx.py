@@ -104,7 +104,7 @@ def main(directory: Path) -> None:
         },
         directory,
     )
-    result = loka_onnx.run(config)
+    result = loka_onnx.run(config, loka_onnx.RunOptions(force=True))  # starts over where it ran before
     for name in ("exported", "modified"):
         model = getattr(result.report, name)
         print(f"{name}: {', '.join(site.name for site in model.sites)}")

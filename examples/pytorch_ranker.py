@@ -116,7 +116,7 @@ def main(directory: Path) -> None:
         },
         directory,
     )
-    result = loka_onnx.run(config)
+    result = loka_onnx.run(config, loka_onnx.RunOptions(force=True))  # starts over where it ran before
     for target in result.choice.targets:
         print(f"{target.target}: plan {target.plan}, {target.reason}")
     for evaluation in result.report.evaluations.evaluations:

@@ -160,7 +160,8 @@ def main(directory: Path) -> None:
     write_run_file(directory / "RUN.yaml")
     sys.path.insert(0, str(Path(__file__).parent))  # where the run file's `torchrec_model:build` is found
 
-    result = loka_onnx.run(directory / "RUN.yaml")
+    # Starts over where it ran before.
+    result = loka_onnx.run(directory / "RUN.yaml", loka_onnx.RunOptions(force=True))
     for target in result.choice.targets:
         print(f"{target.target}: plan {target.plan}, {target.reason}")
     for evaluation in result.report.evaluations.evaluations:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The release as a user gets it: built from the tracked files, checked, installed into a clean environment
-# without this checkout, and the demo run there. Needs python3 (with venv) and git; leaves nothing behind.
+# The release as a user gets it: built from the tracked files, checked, then installed into a clean environment by
+# the very commands of docs/index.md, and the demo run there. Needs python3 (with venv), git, a package index, and
+# this checkout's .venv (`make venv`), whose build and twine it uses; leaves nothing behind.
 #
 #   tests/release.sh            # builds into a temporary place
 #   tests/release.sh DIST       # takes the wheel that `make release` has left in DIST
@@ -24,19 +25,19 @@ else
 fi
 "$root/.venv/bin/twine" check --strict "$dist"/*
 
-# The environment has nothing of .venv; versions are those that CI tests.
+# The environment has nothing of .venv; versions are those that CI tests. The wheel stands in for what an index would
+# send: it is there already when the first command asks for the package, and that adds what it needs.
 "$PYTHON" -m venv "$work/venv"
-wheel=$(echo "$dist"/*.whl)
-"$work/venv/bin/pip" install -qq --constraint "$root/constraints.txt" "$wheel[cpu,export]"
-# MovieLens 100K lies in this package; it is read as data, and its dependencies are not wanted.
-"$work/venv/bin/pip" install -qq --constraint "$root/constraints.txt" --no-deps recbole
+"$work/venv/bin/pip" install -qq --no-deps "$dist"/*.whl
+commands=$(sed -n '/^```console title="not run:.*release\.sh/,/^```$/s/^\$ //p' "$root/docs/index.md")
+test -n "$commands"
 
 # From a place without a checkout, so that only what is installed can be imported.
 cd "$work"
 unset PYTHONPATH
-export LOKA_ONNX_CACHE=$work/cache
-"$work/venv/bin/loka-onnx" --version
-"$work/venv/bin/loka-onnx" doctor
-"$work/venv/bin/loka-onnx" demo
-"$work/venv/bin/loka-onnx" bundle verify runs/demo/bundle
+export LOKA_ONNX_CACHE=$work/cache PATH=$work/venv/bin:$PATH
+PIP_CONSTRAINT=$root/constraints.txt PIP_QUIET=2 bash -euxo pipefail -c "$commands"
+loka-onnx --version
+loka-onnx doctor
+loka-onnx bundle verify runs/demo/bundle
 test -s runs/demo/report.html

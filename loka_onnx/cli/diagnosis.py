@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from loka_onnx.errors import LokaError
 from loka_onnx.export.onnx_model import tensor_spec
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.sites import find_sites
+from loka_onnx.pipeline.splits import bind_columns
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -73,7 +75,7 @@ class ModelFacts:
         outputs: Graph outputs.
         sites: Number of sites.
         fp8_able: How many of them are linear with K, N ≥ 16.
-        problems: Why a run would refuse it.
+        problems: Why a run would refuse it, as far as the file alone shows it.
     """
 
     path: str
@@ -141,7 +143,7 @@ _PACKAGES = (
         "engines for NVIDIA data-centre GPUs",
         "pip install 'loka-onnx[tensorrt]'",
     ),
-    ("recbole", ("recbole",), "", "the demo's data (only read)", "pip install --no-deps recbole"),
+    ("recbole", ("recbole",), "", "the demo's data (only read)", "pip install --no-deps recbole==1.2.1"),
 )
 
 
@@ -168,13 +170,10 @@ def describe_model(path: Path) -> ModelFacts:
     canonical = canonicalize(path)
     graph = canonical.model
     sites = find_sites(graph)
-    problems = [] if sites else ["it has no sites: no MatMul or Gemm of an activation"]
+    is_product = any(site.n for site in sites)
+    problems = [] if is_product else ["it has no product to quantize: no MatMul or Gemm of an activation"]
     inputs = tuple(tensor_spec(tensor) for tensor in graph.inputs)
-    problems += [
-        f"input '{spec.name}' has no dynamic batch: its shape is {list(spec.shape)}"
-        for spec in inputs
-        if not spec.shape or spec.shape[0] is not None
-    ]
+    problems += [problem for spec in inputs for problem in _problems_of(spec)]
     try:
         OnnxSession(path, SessionOptions(threads=1, optimize=False))
     except LokaError as error:
@@ -189,6 +188,17 @@ def describe_model(path: Path) -> ModelFacts:
         fp8_able=sum(site.is_fp8_able for site in sites),
         problems=tuple(problems),
     )
+
+
+def _problems_of(spec: TensorSpec) -> Iterator[str]:
+    """Why a run would refuse an input, whichever columns feed it."""
+    if not spec.shape or spec.shape[0] is not None:
+        yield f"input '{spec.name}' has no dynamic batch: its shape is {list(spec.shape)}"
+    if spec.shape:
+        try:
+            bind_columns({}, [spec])
+        except LokaError as error:
+            yield f"{error.what} ({error.evidence}): {error.remedy}"
 
 
 def _machine() -> Machine:

@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from loka_onnx.core.plan import SpeedVerdict
 from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.judging import units_of
-from loka_onnx.planning.search import Item, Problem, Sites, neighbours, solve
+from loka_onnx.planning.search import SECONDS, Item, Problem, Sites, Solution, neighbours, search
 from loka_onnx.planning.site_speed import SiteSpeeds
 
 REFINEMENTS = 4
@@ -74,8 +74,21 @@ class FastSearch:
     @cached_property
     def best(self) -> Sites:
         """The sites that save the most time; those that were forced, alone, where they exceed the budget."""
-        found = solve(self.problem, self._fixed)
-        return self._forced if found is None else found
+        return self._forced if self._found is None else self._found.sites
+
+    @cached_property
+    def _found(self) -> Solution | None:
+        return search(self.problem, self._fixed)
+
+    @property
+    def note(self) -> str:
+        """What the reader must know of `best`; empty where it is proven to save the most."""
+        if self._found is None or self._found.is_proven:
+            return ""
+        return (
+            f"the search for {self.speeds.device} ended at its limit of {SECONDS:g} s: other sites inside of "
+            "the budget may save more time"
+        )
 
     @property
     def saves(self) -> bool:

@@ -190,10 +190,14 @@ class _Planner:
         for known in self.options.devices:
             if not known.timings:
                 self._leave_out(f"no kernel timings for device {known.device}; run `loka-onnx tune`")
-            elif not (search := self._searches[known.device]).saves:
-                self._leave_out(search.why_nothing())
-            else:
+                continue
+            search = self._searches[known.device]
+            if search.note:
+                self.left_out.append(f"plan {FAST}: {search.note}")
+            if search.saves:
                 yield self._fast_plan(self._fast_id(known.device), search, search.best)
+            else:
+                self._leave_out(search.why_nothing())
 
     def _leave_out(self, reason: str) -> None:
         self.left_out.append(f"plan {FAST} is left out: {reason}")

@@ -15,7 +15,8 @@ among them, were measured together; `costs`), and is a function of the whole sub
 
     maximize Σ z·saved − Σ y·quantize   subject to   Σ z·cost ≤ room,   Σ_{z of one unit} ≤ 1,
 
-which HiGHS solves exactly (`scipy.optimize.milp`, gap 0). A unit of more than `LARGEST_UNIT` sites has
+which HiGHS solves exactly (`scipy.optimize.milp`, gap 0), or as far as it gets in `SECONDS`: `Solution` says
+which. A unit of more than `LARGEST_UNIT` sites has
 a variable for each site and one for all of them: (Σ√c)² ≤ |S|·Σc (Cauchy, Schwarz) bounds what
 a part costs.
 """
@@ -23,7 +24,7 @@ a part costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from math import fsum, sqrt
@@ -42,6 +43,8 @@ LARGEST_UNIT = 8
 """Sites of a unit up to which each of its subsets has a variable: 255 of them."""
 SECONDS = 30.0
 """Time limit of one search; what was found by then stands."""
+_LIMIT_REACHED = 1
+"""Status of `scipy.optimize.milp`: it ran into its time limit."""
 _ROUNDING = 1e-12
 """By how much sums of parts may exceed the room, relative to it."""
 _VALUE_SCALE = 1e4
@@ -125,8 +128,27 @@ class Problem:
         return self.spent(chosen) <= self.room * (1.0 + _ROUNDING)
 
 
+@dataclass(frozen=True)
+class Solution:
+    """What a search found.
+
+    Attributes:
+        sites: The sites that run in FP8.
+        is_proven: Whether nothing inside the budget saves more; False where `SECONDS` ended the search.
+    """
+
+    sites: Sites
+    is_proven: bool = True
+
+
 def solve(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Sites | None:
-    """The sites that save the most time inside the budget.
+    """The sites of `search`, or None."""
+    found = search(problem, fixed)
+    return None if found is None else found.sites
+
+
+def search(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Solution | None:
+    """The sites that save the most time inside the budget, as far as `SECONDS` go.
 
     Args:
         problem: What is to be chosen.
@@ -141,10 +163,10 @@ def solve(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Sites | 
     room = problem.room
     # The solver accepts a constraint that is off by 1e-6: where that let too much in, the room is narrowed.
     for _ in range(8):
-        chosen = _solve_once(problem, columns, fixed, room)
-        if chosen is None or problem.fits(chosen):
-            return None if chosen is None else _without_idle(problem, chosen, fixed)
-        room -= 2.0 * (problem.spent(chosen) - problem.room)
+        found = _solve_once(problem, columns, fixed, room)
+        if found is None or problem.fits(found.sites):
+            return found and replace(found, sites=_without_idle(problem, found.sites, fixed))
+        room -= 2.0 * (problem.spent(found.sites) - problem.room)
     raise InternalError("the search does not stay inside of the budget")
 
 
@@ -244,7 +266,7 @@ def _columns(problem: Problem) -> list[_Column]:
 
 def _solve_once(
     problem: Problem, columns: Sequence[_Column], fixed: Mapping[str, bool], room: float
-) -> Sites | None:
+) -> Solution | None:
     tensors = [tensor for tensor in problem.readers if problem.quantize.get(tensor, 0.0) > 0.0]
     rows = _Rows(len(columns) + len(tensors))
     with_site = {
@@ -252,8 +274,11 @@ def _solve_once(
         for item in problem.items
     }
     for number, unit in enumerate(problem.units):
+        mine = {at: 1.0 for at, column in enumerate(columns) if column.unit == number}
         if len(unit) <= LARGEST_UNIT:
-            rows.add({at: 1.0 for at, column in enumerate(columns) if column.unit == number}, 0.0, 1.0)
+            rows.add(mine, 0.0, 1.0)
+        else:  # all of them cost what they were measured to cost together, not what the parts add up to
+            rows.add({at: 1.0 for at in mine if columns[at].sites != unit}, 0.0, len(unit) - 1.0)
     for site, places in with_site.items():
         least = 1.0 if fixed.get(site) is True else 0.0
         rows.add(dict.fromkeys(places, 1.0), least, 0.0 if fixed.get(site) is False else 1.0)
@@ -269,7 +294,7 @@ def _solve_once(
     values = np.array([*(-value for value in saved), *(problem.quantize[tensor] for tensor in tensors)])
     scale = _VALUE_SCALE / max(float(np.abs(values).max(initial=0.0)), 1e-30)
     if not columns:
-        return None if any(fixed.values()) else frozenset()
+        return None if any(fixed.values()) else Solution(frozenset())
     result = milp(
         values * scale,
         integrality=np.array([1] * len(columns) + [0] * len(tensors)),
@@ -277,10 +302,12 @@ def _solve_once(
         constraints=rows.constraint(),
         options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
     )
+    is_proven = result.status != _LIMIT_REACHED
     if result.x is None:
-        return None
+        forced = frozenset(site for site, is_in in fixed.items() if is_in)
+        return Solution(forced, is_proven) if not is_proven and problem.fits(forced) else None
     picked = (column for at, column in enumerate(columns) if result.x[at] > 0.5)
-    return frozenset(site for column in picked for site in column.sites)
+    return Solution(frozenset(site for column in picked for site in column.sites), is_proven)
 
 
 def _without_idle(problem: Problem, chosen: Sites, fixed: Mapping[str, bool]) -> Sites:

@@ -79,6 +79,15 @@ def test_commands_go_on_until_their_quotes_close() -> None:
         ("ΔNE  +0.130 %  within", "ΔNE +0.142 % within", True),
         ("ΔNE +0.130 % within", "ΔNE +0.142 % beyond", False),
         ("ΔNE +0.130 %", "ΔNE +1.30 %", False),
+        ("ΔNE +0.009 %", "ΔNE -0.030 %", False),
+        ("ΔNE +0.009 %", "ΔNE +0.010 %", True),
+        ("ΔNE +0.009 % [-0.008 %, +0.027 %]", "ΔNE +0.017 % [+0.000 %, +0.034 %]", True),
+        ("ΔNE +0.009 % [-0.008 %, +0.027 %]", "ΔNE +0.021 % [+0.004 %, +0.039 %]", False),
+        ("[-0.008, +0.027]", "[-0.001, +0.035]", True),
+        ("[-0.008, +0.027]", "[-0.031, +0.050]", False),
+        ("[0.004 0.17]", "[0.04 0.18]", True),
+        ("[+0.00, +0.00]", "[-0.01, +0.01]", True),
+        ("[+0.00, +0.00]", "[-0.04, +0.04]", False),
         ("4 of 4 sites", "3 of 4 sites", False),
         ("plan fp8-all", "plan fp16-all", False),
         ("5,396,397 bytes", "5,100,000 bytes", True),
@@ -93,9 +102,18 @@ def test_words_are_exact_and_figures_near(shown: str, printed: str, expected: bo
 
 
 def test_lines_must_come_in_the_order_that_is_shown() -> None:
+    assert missing_lines([], "a\n") == []
     assert missing_lines(["a", "…", "c"], "a\nb\nc\n") == []
     assert missing_lines(["c", "a"], "a\nb\nc\n") == ["a"]
     assert missing_lines(["a", "a"], "a\n") == ["a"], "each line stands for one"
+
+
+def test_an_estimate_is_held_by_the_width_of_the_interval_below_it() -> None:
+    shown = ["fp8-safe +0.009 % 1 of 1", "         [-0.008, +0.027]"]
+    assert missing_lines(shown, "fp8-safe +0.016 % 1 of 1\n [-0.001, +0.034]\n") == []
+    assert missing_lines(shown, "fp8-safe +0.025 % 1 of 1\n [-0.001, +0.034]\n") == shown[:1]
+    assert missing_lines(shown[:1], "fp8-safe +0.016 % 1 of 1\n") == shown[:1], "no interval is shown"
+    assert missing_lines(shown, "fp8-safe +0.011 % 1 of 1\n [-0.050, +0.060]\n") == shown[1:]
 
 
 def test_the_blocks_of_a_page_share_files_shell_and_names(tmp_path: Path) -> None:

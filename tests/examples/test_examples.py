@@ -71,6 +71,20 @@ def test_a_bare_onnx_file_without_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_example_runs_again_where_it_ran_before(tmp_path: Path) -> None:
+    first, second = (run_example("bare_onnx.py", tmp_path) for _ in range(2))
+    assert first == second
+    the_bundle(tmp_path)
+
+
+def test_no_example_is_refused_by_what_it_left() -> None:
+    """Each takes half a minute: that it may run twice is run for one, and read of the others."""
+    for path in EXAMPLES.glob("*.py"):
+        (call,) = re.findall(r"loka_onnx\.run\((.*)\)", path.read_text(encoding="utf-8"))
+        assert "loka_onnx.RunOptions(force=True)" in call, path.name
+
+
+@pytest.mark.slow
 def test_a_torchrec_model(tmp_path: Path) -> None:
     if not (TORCHREC / "torchrec").is_dir():
         pytest.skip("needs torchrec: `make venv` installs it beside the other packages")

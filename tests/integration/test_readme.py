@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def test_the_example_runs_as_printed(tmp_path: Path) -> None:
         for plan in ("fp32", "fp8-all", "fp8-safe")
     }
     assert inside == {"fp32": True, "fp8-all": False, "fp8-safe": True}, "what the README says of it"
+
+
+def test_the_way_to_the_demo_is_the_one_that_the_release_is_tested_by() -> None:
+    """`tests/release.sh` takes its commands out of docs/index.md; the README has the same ones."""
+    from loka_onnx.data import movielens100k
+
+    index = ROOT / "docs" / "index.md"
+    script = (ROOT / "tests" / "release.sh").read_text(encoding="utf-8")
+    (extraction,) = re.findall(r"^commands=\$\((sed .*) \"\$root/docs/index\.md\"\)$", script, re.M)
+    taken = subprocess.run(
+        ["bash", "-c", f"{extraction} '{index}'"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for page in (README, index):
+        (block,) = [each for each in blocks_of(page) if "release.sh" in (each.reason_not_to_run or "")]
+        assert [command.text for command in commands_of(block)] == taken, page.name
+    assert taken[0] == "pip install 'loka-onnx[cpu,export]'" and taken[-1] == "loka-onnx demo"
+    remedies = re.findall(r'remedy="(pip install [^"]*)"', Path(movielens100k.__file__).read_text("utf-8"))
+    assert set(remedies) == set(taken[1:-1]), "what the demo asks for where it is missing"
 
 
 def test_commands_that_are_named_exist() -> None:

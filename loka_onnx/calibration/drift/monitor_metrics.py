@@ -133,7 +133,7 @@ def _tensors(report: DriftReport) -> Iterable[Family]:
     mean = Family(
         PREFIX + "tensor_mean_shift", Kind.GAUGE, "Shift of the mean in standard deviations of the elements."
     )
-    growth = Family(PREFIX + "tensor_range_growth", Kind.GAUGE, "Largest magnitude over that of the profile.")
+    peak = Family(PREFIX + "tensor_range_ratio", Kind.GAUGE, "Largest magnitude over that of the profile.")
     index = Family(
         PREFIX + "tensor_stability_index", Kind.GAUGE, "Population stability index of magnitudes by octave."
     )
@@ -141,9 +141,9 @@ def _tensors(report: DriftReport) -> Iterable[Family]:
         if tensor.shifts:
             rms.add(1.0 + tensor.effect("rms"), tensor=tensor.tensor)
             mean.add(tensor.effect("mean"), tensor=tensor.tensor)
-        growth.add(tensor.range.growth, tensor=tensor.tensor)
+        peak.add(tensor.range.growth, tensor=tensor.tensor)
         index.add(tensor.stability_index, tensor=tensor.tensor)
-    yield from (rms, mean, growth, index)
+    yield from (rms, mean, peak, index)
     yield from _columns(report)
 
 

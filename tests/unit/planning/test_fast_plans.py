@@ -22,8 +22,10 @@ from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
+from loka_onnx.planning import fast
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
+from loka_onnx.planning.search import search
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds, expected_us
 from loka_onnx.planning.timings import shipped_timings
 
@@ -201,6 +203,20 @@ def test_a_plan_that_saves_nothing_is_left_out(model: ModelArtifact) -> None:
     )
     unsafe = plans_of(model, (timings({"fc0": (5.0, 3.0, 1.0)}),), {"fc0": kl_of(2 * ALLOWED)})
     assert unsafe.notes[0].endswith("of 1 sites with known times 1 is fast, none of them fits the budget")
+
+
+def test_a_plan_whose_search_was_cut_short_has_a_note(
+    model: ModelArtifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = plans_of(model, (timings(ONE_FAST),))
+    assert exact.notes == ()
+    monkeypatch.setattr(fast, "search", lambda *given: replace(search(*given), is_proven=False))
+    cut = plans_of(model, (timings(ONE_FAST),))
+    assert cut.plan("fp8-fast").fp8_sites == exact.plan("fp8-fast").fp8_sites
+    assert cut.notes == (
+        "plan fp8-fast: the search for nvidia-h100 ended at its limit of 30 s: other sites inside of the "
+        "budget may save more time",
+    )
 
 
 def test_sites_without_times_are_not_guessed(model: ModelArtifact) -> None:

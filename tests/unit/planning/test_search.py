@@ -126,6 +126,15 @@ def test_a_large_unit_is_taken_as_a_whole_at_what_it_was_measured_to_cost() -> N
     assert len(found) == 2
 
 
+def test_a_large_unit_that_costs_more_than_its_parts_is_not_pieced_together() -> None:
+    """Upper ends of what was measured together may exceed what upper ends of the parts say."""
+    sites = [f"s{number}" for number in range(search.LARGEST_UNIT + 1)]
+    unit = frozenset(sites)
+    alone, saved = dict.fromkeys(sites, 0.001), dict.fromkeys(sites, 1.0)
+    found = solve(problem_of(saved, alone, units=(unit,), together={unit: 1.014}))
+    assert found is not None and len(found) == len(sites) - 1
+
+
 def test_a_shared_quantize_step_is_paid_once() -> None:
     saved, tensors = {"a": 2.0, "b": 2.0, "c": 2.0}, {"a": "x", "b": "x", "c": "y"}
     found = solve(problem_of(saved, tensors=tensors, quantize={"x": 3.0, "y": 3.0}))
@@ -180,6 +189,25 @@ def test_a_site_in_two_units_is_a_bug() -> None:
     unit = frozenset({"a"})
     with pytest.raises(InternalError, match="every site must be in exactly one unit"):
         problem_of({"a": 1.0}, units=(unit, unit))
+
+
+def hard() -> Problem:
+    """Sixty sites of which each costs a little over what it saves: a bound alone proves nothing."""
+    saved = {f"s{number}": 1.0 + (37 * number % 61) / 1000 for number in range(60)}
+    return problem_of(
+        saved, {site: us / 7.5 + (17 * n % 13) / 3e4 for n, (site, us) in enumerate(saved.items())}
+    )
+
+
+def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    easy = problem_of({"a": 1.0, "b": -1.0})
+    assert search.search(easy) == search.Solution(frozenset({"a"}), is_proven=True)
+    monkeypatch.setattr(search, "SECONDS", 0.0)
+    found = search.search(hard())
+    assert found is not None and not found.is_proven
+    assert hard().fits(found.sites)
+    forced = search.search(hard(), {"s0": True})
+    assert forced is not None and "s0" in forced.sites and not forced.is_proven
 
 
 # Neighbours -------------------------------------------------------------------------------------------

@@ -1,0 +1,75 @@
+"""`doctor --model`: what it says of a model must be what a run does with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from loka_onnx.cli.diagnosis import describe_model
+from loka_onnx.cli.main import main
+from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.errors import ModelError
+from loka_onnx.export.onnx_model import import_onnx
+from loka_onnx.pipeline.splits import bind_columns
+
+SPEC = OutputSpec("y", OutputKind.LOGIT, None)
+
+
+def saved(path: Path, *, node: str, shape: list[str | int]) -> Path:
+    """A model of one product or one norm, of an input of this shape."""
+    constants = {"w": np.ones((16, 16), np.float32), "scale": np.ones(16, np.float32)}
+    used = {"MatMul": "w", "LayerNormalization": "scale"}[node]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x", "y")]
+    made = helper.make_node(node, ["x", used], ["y"], "block/op")
+    values = [numpy_helper.from_array(constants[used], used)]
+    graph = helper.make_graph([made], "g", ends[:1], ends[1:], values)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    return path
+
+
+def told(capsys: pytest.CaptureFixture[str], model: Path) -> str:
+    """The part of what `doctor` prints that is about the model."""
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--model", str(model)])
+    assert not ended.value.code
+    return capsys.readouterr().out.partition("\nModel ")[2]
+
+
+def test_no_problem_is_all_that_the_file_alone_can_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path / "plain.onnx", node="MatMul", shape=["n", 16])
+    assert describe_model(model).problems == ()
+    assert "  ✓ no problem found; the run file and its rows decide the rest\n" in told(capsys, model)
+    artifact = import_onnx(model, tmp_path / "taken.onnx", (SPEC,))
+    assert bind_columns({}, artifact.inputs)
+
+
+def test_an_input_that_no_table_feeds_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path / "sequence.onnx", node="MatMul", shape=["n", 3, 16])
+    artifact = import_onnx(model, tmp_path / "taken.onnx", (SPEC,))
+    with pytest.raises(ModelError, match="input 'x' has 3 axes"):
+        bind_columns({}, artifact.inputs)
+    page = told(capsys, model)
+    assert "  ✗ input 'x' has 3 axes (shape (None, 3, 16)): a table feeds inputs of shape (batch,) or" in page
+    assert "✓" not in page
+
+
+def test_norms_alone_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = saved(tmp_path / "norms.onnx", node="LayerNormalization", shape=["n", 16])
+    with pytest.raises(ModelError, match="has no sites"):
+        import_onnx(model, tmp_path / "taken.onnx", (SPEC,))
+    page = told(capsys, model)
+    assert "  ✗ it has no product to quantize: no MatMul or Gemm of an activation\n" in page
+    assert "✓" not in page
+
+
+def test_a_batch_that_is_fixed_is_told_once(tmp_path: Path) -> None:
+    model = saved(tmp_path / "fixed.onnx", node="MatMul", shape=[4, 16])
+    assert describe_model(model).problems == ("input 'x' has no dynamic batch: its shape is [4, 16]",)
