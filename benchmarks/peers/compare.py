@@ -7,6 +7,12 @@ in a process of its own, judges what it wrote and writes the record. The table i
     python -m benchmarks.peers.compare --work runs/bench-peers --merge device.json
     python -m benchmarks.peers.compare --table
 
+Times on a GPU come from one run there (`on_device`)::
+
+    python -m benchmarks.peers.on_device pack runs/bench-peers/models packed
+    python -m benchmarks.peers.on_device unpack packed/parts models                 # there
+    python -m benchmarks.peers.on_device time --models models --target nvidia-h100 --out results
+
 A tool that fails has its row, with its message and the end of its log. ``--models`` measures these, and
 takes the figures of others from ``--work``; ``--variants`` does so with the rows of a model. The graphs stay
 under ``WORK/models/<model>/<variant>/``, with 2,048 rows of inputs beside them, for `on_device`, whose times

@@ -183,6 +183,8 @@ def _short(value: object) -> str:
         return (
             ", ".join(f"{key}: {_short(held)}" for key, held in value.items() if key != "device") or NOTHING
         )
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        return "; ".join(f"({number}) {_short(each)}" for number, each in enumerate(value, 1))
     return generic.scalar(value) if generic.is_scalar(value) else str(value)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.results import catalog, engines
+from benchmarks.results import catalog, engines, pages
 from benchmarks.results.catalog import entry_of
 from benchmarks.results.formats import FIXED, Bar, chart, interval, number, percent, spread, table
 from benchmarks.results.generic import nested
@@ -220,3 +220,8 @@ def test_what_is_told_of_a_benchmark_is_its_own_docstring() -> None:
         if entry.pattern != "report_size":
             assert docstring(entry.module), entry.module
     assert docstring("benchmarks.nothing.here") == ""
+
+
+def test_settings_that_are_lists_of_mappings_are_told_in_words() -> None:
+    runs = [{"cores": 16, "device": {"facts": "x"}, "settings": {"jobs": 15}}, {"cores": 8}]
+    assert pages._short(runs) == "(1) cores: 16, settings: jobs: 15; (2) cores: 8"
