@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,27 @@ def open_page(browser: Any, path: Path, **context: Any) -> Opened:
     return opened
 
 
+def picture(locator: Any, expression: str) -> Any:
+    """Of what a reader sees of an element, in pixels.
+
+    Args:
+        locator: The element.
+        expression: JavaScript over `data` (red, green, blue, opacity of each pixel), `width` and `height`.
+    """
+    script = """async url => {
+        const image = new Image();
+        image.src = url;
+        await image.decode();
+        const context = new OffscreenCanvas(image.width, image.height).getContext('2d');
+        context.drawImage(image, 0, 0);
+        const { data, width, height } = context.getImageData(0, 0, image.width, image.height);
+        return EXPRESSION;
+    }""".replace("EXPRESSION", expression)
+    return locator.page.evaluate(
+        script, f"data:image/png;base64,{base64.b64encode(locator.screenshot()).decode()}"
+    )
+
+
 def written(data: ReportData, directory: Path) -> Path:
     """The page of a run."""
     render(data, directory)
@@ -62,11 +84,12 @@ def written(data: ReportData, directory: Path) -> Path:
 
 
 def checked_numbers(page: Any, facts: Any) -> int:
-    """How many numbers of tables were found in the facts; each must be."""
+    """How many numbers of the page were found in the facts: those of tables, and all that name a source."""
     checked = 0
     for cell in page.evaluate(_READ):
         text = " ".join(cell["text"].split())
         if cell["numeric"] and NUMBER.search(text):
             assert cell["source"] and cell["value"] is not None, text
+        if cell["source"]:
             checked += check_numbers(facts, text, cell["source"], cell["value"])
     return checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from browser_pages import PHONE, written
+from browser_pages import PHONE, picture, written
 from sample_run import make_run
 
 from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKind
@@ -132,7 +132,12 @@ def test_the_wheel_scrolls_the_page_until_the_reader_turns_to_the_drawing(page):
     page.mouse.wheel(0, -40)
     page.locator(f"{ROOT} .graph-hint").wait_for()
     assert scale(page) == before
-    page.wait_for_function(f"scrollY < {top}")
+    # The page's policy forbids what `wait_for_function` does.
+    for _ in range(100):
+        if page.evaluate("scrollY") < top:
+            break
+        page.wait_for_timeout(20)
+    assert page.evaluate("scrollY") < top
     x, y = on_screen(page, "over_arch.fc0")
     page.mouse.click(x, y)
     page.mouse.wheel(0, -200)
@@ -205,6 +210,76 @@ def test_the_search_finds_sites_and_operators_and_goes_through_them(page):
     assert output.inner_text() == "none"
 
 
+def test_the_search_finds_a_verdict_and_names_the_site_to_the_page(page):
+    page.evaluate("window.heard = []; document.addEventListener('loka:site', e => heard.push(e.detail.site))")
+    query, output = page.locator("#graph-query"), page.locator(f"{ROOT} output")
+    query.fill("unsafe")
+    assert (output.inner_text(), page.evaluate("heard")) == ("1 of 1", ["over_arch.fc1"])
+    assert "over_arch.fc1: unsafe" in page.locator("#site-reason").inner_text()
+    # "safe" is a verdict, and no part of "unsafe".
+    query.fill("safe")
+    assert output.inner_text() == "1 of 1"
+    assert page.evaluate("heard.at(-1)") == "over_arch.fc0"
+    query.fill("fp8")
+    assert output.inner_text() == "1 of 1"
+
+
+def test_the_keyboard_chooses_and_goes_along_the_data(page):
+    page.evaluate("window.heard = []; document.addEventListener('loka:site', e => heard.push(e.detail.site))")
+    page.locator("#graph-query").fill("fc0")
+    page.locator("#graph-query").press("Tab")
+    selected = lambda: page.locator(ROOT).get_attribute("data-selected")  # noqa: E731
+    page.locator(STAGE).focus()
+    # What the keys do is said to whoever comes by keyboard.
+    assert "Enter chooses" in page.locator(f"{ROOT} .graph-hint").inner_text()
+    page.keyboard.press("n")
+    after = selected()
+    assert after != "over_arch.fc0"
+    page.keyboard.press("p")
+    settle(page)
+    assert (selected(), middle(page)) == ("over_arch.fc0", drawn(page)["over_arch.fc0"][:2])
+    # A neighbour is a button below the drawing, which leads back into it.
+    detail = page.locator(f"{ROOT} .graph-detail")
+    assert "read by" in detail.inner_text()
+    detail.get_by_role("button", name=after, exact=True).focus()
+    page.keyboard.press("Enter")
+    settle(page)
+    assert (selected(), middle(page)) == (after, drawn(page)[after][:2])
+    assert page.evaluate("document.activeElement.className") == "graph-stage"
+    # Enter chooses what the arrow keys have brought to the middle.
+    page.locator("#graph-query").fill("fc1")
+    page.locator("#graph-query").fill("fc2")
+    page.evaluate("heard.length = 0")
+    settle(page)
+    x, y = drawn(page)["over_arch.fc1"][:2]
+    page.locator(STAGE).focus()
+    for key, way in (("Arrow" + ("Left" if x < middle(page)[0] else "Right"), 0), ("ArrowUp", 1)):
+        for _ in range(60):
+            settle(page)
+            if abs(middle(page)[way] - (x, y)[way]) <= 30 / scale(page):
+                break
+            page.keyboard.press(key)
+    page.keyboard.press("Enter")
+    assert (selected(), page.evaluate("heard")) == ("over_arch.fc1", ["over_arch.fc1"])
+
+
+def test_whoever_comes_by_keyboard_sees_that_the_drawing_has_the_focus(page):
+    stage = page.locator(STAGE)
+
+    def framed() -> int:
+        """Pixels in the accent colour in the middle of each side, at most 3 px inside."""
+        return picture(
+            stage,
+            "[[2, height >> 1], [width - 3, height >> 1], [width >> 1, 2], [width >> 1, height - 4]]"
+            ".filter(([x, y]) => '29,95,196' === [0, 1, 2].map(i => data[4 * (y * width + x) + i]).join())"
+            ".length",
+        )
+
+    assert framed() == 0
+    stage.focus()
+    assert framed() == 4
+
+
 def test_pointing_and_clicking_tell_operator_verdict_precision_and_reason(page):
     x, y = on_screen(page, "over_arch.fc1")
     page.mouse.move(x, y)
@@ -215,12 +290,14 @@ def test_pointing_and_clicking_tell_operator_verdict_precision_and_reason(page):
         page.mouse.move(x + 1, y)
         tip.wait_for()
         told = [line for line in place.inner_text().splitlines() if line]
-        assert told == [
+        assert told[:4] == [
             "over_arch.fc1",
             "MatMul · in over_arch",
             "unsafe · fp32",
             "KL alone would take the budget",
         ]
+        # Where the data comes from and goes to, below the drawing only: a hint that moves has no buttons.
+        assert [line.split()[0] for line in told[4:]] == ([] if place is tip else ["reads", "read"])
     page.mouse.move(0, 0)
     tip.wait_for(state="hidden")
 
@@ -282,6 +359,37 @@ def test_paper_gets_the_whole_graph_on_white(visit, report, tmp_path):
     assert scale(page) == pytest.approx(1.25)
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert max(colors(page).items(), key=lambda item: item[1])[0] == "16,19,23"
+
+
+def test_paper_keeps_the_proportions_of_the_graph(browser, report):
+    """On a sheet that is higher than wide, for which no script is asked once more."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    context.add_init_script("window.ResizeObserver = class { observe() {} }")
+    page = context.new_page()
+    page.goto(report.as_uri())
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 700, "height": 1000})
+    # The frame of the box of the one safe site.
+    width, height = picture(
+        page.locator(f"{STAGE} canvas"),
+        """(() => {
+            const xs = [], ys = [];
+            for (let i = 0; i < width * height; i += 1) {
+                const [r, g, b] = data.subarray(4 * i, 4 * i + 3);
+                if (Math.abs(r - 20) + Math.abs(g - 122) + Math.abs(b - 72) > 30) continue;
+                xs.push(i % width);
+                ys.push(Math.floor(i / width));
+            }
+            return [Math.max(...xs) - Math.min(...xs), Math.max(...ys) - Math.min(...ys)];
+        })()""",
+    )
+    box = (
+        drawn(page)["over_arch.fc0"][2],
+        page.evaluate("() => JSON.parse(document.getElementById('graph-data').textContent).height"),
+    )
+    assert width / height == pytest.approx(box[0] / box[1], rel=0.2)
+    context.close()
 
 
 def test_a_phone_shows_it_all_and_nothing_sticks_out(visit, report):

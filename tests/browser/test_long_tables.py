@@ -45,12 +45,38 @@ def names(page) -> list[str]:
 
 def test_rows_come_while_a_reader_scrolls(page) -> None:
     assert (laid_out(page), notes_laid_out(page)) == (FIRST, FIRST)
-    assert counted(page) == "1000 of 1000 shown"
+    assert counted(page) == "1000 of 1000 match, first 100 shown"
     for _ in range(12):
         page.evaluate(f"() => {{ const r = document.querySelector('{SITES} .wide'); r.scrollTop = 1e6 }}")
         page.evaluate("() => new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
     assert laid_out(page) == 1000
     assert names(page)[-1] == "tower.099.fc9"
+    assert counted(page) == "1000 of 1000 shown"
+    assert not page.locator(f"{SITES} .more").is_visible()
+
+
+def test_a_button_brings_every_row_to_a_reader_without_a_mouse(page) -> None:
+    button = page.locator(f"{SITES} .more button")
+    rows = page.locator(f"{SITES} table")
+    assert button.inner_text() == "Show all 1000 rows"
+    # Each with the note below it, and the head.
+    assert rows.get_attribute("aria-rowcount") == "2001"
+    page.locator(f"{SITES} select[data-choice='verdict']").select_option("unsafe")
+    assert counted(page) == "333 of 1000 match, first 100 shown"
+    assert button.inner_text() == "Show all 333 rows"
+    assert rows.get_attribute("aria-rowcount") == "667"
+    # It stands before the table: whoever goes through the rows by Tab gets more of them, and no end.
+    page.locator(f"{SITES} .tools select").last.focus()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Show all 333 rows"
+    page.keyboard.press("Enter")
+    assert (laid_out(page), counted(page)) == (333, "333 of 1000 shown")
+    assert button.is_hidden()
+    assert rows.get_attribute("aria-rowcount") is None
+    # The reader goes on where the rows went on.
+    assert page.evaluate("document.activeElement.textContent") == names(page)[FIRST]
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate("document.activeElement.textContent") == names(page)[FIRST - 1]
 
 
 def test_a_filter_finds_and_counts_what_was_not_laid_out(page) -> None:
@@ -58,7 +84,7 @@ def test_a_filter_finds_and_counts_what_was_not_laid_out(page) -> None:
     assert names(page) == [f"tower.099.fc{i}" for i in range(10)]
     assert counted(page) == "10 of 1000 shown"
     page.locator(f"{SITES} .tools input").fill("")
-    assert (laid_out(page), counted(page)) == (FIRST, "1000 of 1000 shown")
+    assert (laid_out(page), counted(page)) == (FIRST, "1000 of 1000 match, first 100 shown")
 
 
 def test_the_first_rows_of_an_order_are_laid_out(page) -> None:

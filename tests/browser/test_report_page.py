@@ -24,6 +24,16 @@ def site_rows(page) -> list[str]:
     return texts(page.locator("#sites details.table").first.locator("tbody th:visible"))
 
 
+def noted(table) -> dict[str, str]:
+    """The note below each row, by the row's name."""
+    notes = table.evaluate(
+        "t => [...t.querySelectorAll('tbody tr.note')].map(note => {"
+        "let row = note; while (!row.querySelector('th')) row = row.previousElementSibling;"
+        "return [row.querySelector('th').textContent, note.textContent] })"
+    )
+    return dict(notes)
+
+
 def background(page) -> str:
     return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
@@ -133,6 +143,8 @@ def test_tables_sort_by_mouse_and_by_keyboard(visit, report):
     page = visit(report).page
     table = page.locator("#sites details.table").first.locator("table")
     unsorted = site_rows(page)
+    reasons = noted(table)
+    assert len(reasons) == len(unsorted) and len(set(reasons.values())) > 1
     head = table.locator("th", has_text=re.compile("^K$"))
     column = [cell.inner_text() for cell in table.locator("thead th").all()].index(head.inner_text())
     head.locator("button").click()
@@ -147,9 +159,9 @@ def test_tables_sort_by_mouse_and_by_keyboard(visit, report):
         int(row.locator("th, td").nth(column).inner_text()) for row in table.locator("tbody tr:has(th)").all()
     ]
     assert again == shown[::-1]
-    # The reason stays below its row.
-    notes = texts(table.locator("tbody tr:has(th) + tr.note"))
-    assert len(notes) == len(unsorted)
+    assert site_rows(page) != unsorted
+    # Every reason stays below its own row.
+    assert noted(table) == reasons
     head.locator("button").press("Space")
     assert head.get_attribute("aria-sort") == "none"
     assert site_rows(page) == unsorted
@@ -168,6 +180,31 @@ def test_units_are_sorted_as_what_they_are(visit, report):
     assert found == sorted(found) and len(found) >= len(LATENCIES_US)
     # What was not measured stands last.
     assert all("µs" in cell for cell in cells[: len(found)])
+
+
+def test_infinite_values_stand_at_their_end_and_not_with_what_has_none(visit, report):
+    page = visit(report).page
+    table = page.locator("#engines details.table").first.locator("table")
+    head = table.locator("th", has_text="Latency p50")
+    column = [cell.inner_text() for cell in table.locator("thead th").all()].index(head.inner_text())
+    # As Python writes them; two of a kind, whose difference is no number.
+    table.evaluate(
+        "(t, [column, values]) => [...t.tBodies[0].rows].filter(r => r.querySelector('th'))"
+        ".forEach((row, i) => {"
+        "row.cells[column].textContent = row.cells[column].dataset.value = values[i] ?? 'nan' })",
+        [column, ["inf", "7", "-inf", "inf", "5"]],
+    )
+
+    def cells() -> list[str]:
+        return [
+            row.locator("th, td").nth(column).inner_text()
+            for row in table.locator("tbody tr:has(th)").all()[:5]
+        ]
+
+    head.locator("button").click()
+    assert cells() == ["-inf", "5", "7", "inf", "inf"]
+    head.locator("button").click()
+    assert cells() == ["inf", "inf", "7", "5", "-inf"]
 
 
 def test_sites_are_filtered_and_counted(visit, report, data: ReportData):
@@ -398,10 +435,10 @@ def test_a_thousand_sites_stay_quick(visit, large_report):
     opened = visit(large_report)
     page = opened.page
     table = page.locator("#sites details.table").first
-    assert table.locator("output").inner_text() == "1000 of 1000 shown"
+    assert table.locator("output").inner_text() == "1000 of 1000 match, first 100 shown"
     loaded = time.perf_counter() - started
     table.locator("select[data-choice='verdict']").select_option("unsafe")
-    assert table.locator("output").inner_text() == "333 of 1000 shown"
+    assert table.locator("output").inner_text() == "333 of 1000 match, first 100 shown"
     took = page.evaluate(
         "() => { const b = document.querySelector('#sites details.table thead th:nth-child(3) button');"
         "const t = performance.now(); b.click(); document.body.offsetHeight; return performance.now() - t }"

@@ -49,6 +49,8 @@
     } catch (error) {
       place.textContent = TOO_OLD;
       place.classList.add("failed");
+      // It is a sentence now, which the name of a picture would hide.
+      for (const name of ["role", "aria-label", "aria-busy"]) place.removeAttribute(name);
       throw error;
     }
   }
@@ -63,7 +65,7 @@
 
   function drawWaiting(place) {
     const figure = waiting.get(place);
-    if (!figure || place.offsetParent === null) return null;
+    if (!figure || !isLaidOut(place)) return null;
     waiting.delete(place);
     seen.unobserve(place);
     return draw(place, figure());
@@ -75,6 +77,10 @@
     },
     { rootMargin: "300px" },
   );
+
+  function isLaidOut(place) {
+    return place.offsetParent !== null;
+  }
 
   async function drawAll() {
     for (const place of [...waiting.keys()]) await drawWaiting(place);
@@ -91,11 +97,16 @@
     }
     const select = group.querySelector("select");
     if (!select) continue;
+    select.closest("label").hidden = false;
     select.addEventListener("change", () => {
       charts.forEach((chart, index) => {
         chart.hidden = index !== Number(select.value);
       });
-      for (const place of group.querySelectorAll(".plot")) drawWaiting(place);
+      for (const place of group.querySelectorAll(".plot")) {
+        drawWaiting(place);
+        // What was hidden while the window changed has the width of before.
+        if (drawn.has(place) && isLaidOut(place)) window.Plotly.Plots.resize(place);
+      }
     });
   }
 
@@ -106,12 +117,14 @@
 
   // Charts are as wide as the window; paper is narrower.
   const PAPER_PX = 900;
+  let onPaper = [];
   window.addEventListener("beforeprint", () => {
-    for (const place of drawn.keys()) {
+    onPaper = [...drawn.keys()].filter(isLaidOut);
+    for (const place of onPaper) {
       window.Plotly.relayout(place, { width: Math.min(PAPER_PX, place.clientWidth), autosize: false });
     }
   });
   window.addEventListener("afterprint", () => {
-    for (const place of drawn.keys()) window.Plotly.relayout(place, { width: null, autosize: true });
+    for (const place of onPaper) window.Plotly.relayout(place, { width: null, autosize: true });
   });
 })();

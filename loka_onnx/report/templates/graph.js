@@ -21,6 +21,7 @@ const MARGIN = 24;
 const CELL = 256;
 const BUNDLED_FROM = 40; // Lines that meet in one node, from which each is drawn faintly.
 const NEAR = 7; // How far beside a mark a finger or a pointer may be, px.
+const MOST_NEIGHBOURS = 24; // That are named below the drawing, of either side.
 const COLORS = {
   page: "var(--page, #fff)", card: "var(--card, #f6f7f9)", ink: "var(--ink, #16191d)",
   soft: "var(--soft, #545c68)", accent: "var(--accent, #1d5fc4)", safe: "var(--graph-safe)",
@@ -172,10 +173,7 @@ function centerOn(node) {
 
 function resize() {
   const middle = { x: (size.width / 2 - view.x) / view.scale, y: (size.height / 2 - view.y) / view.scale };
-  const ratio = Math.min(window.devicePixelRatio || 1, 2);
-  size = { width: stage.clientWidth, height: stage.clientHeight, ratio };
-  canvas.width = Math.max(Math.round(size.width * ratio), 1);
-  canvas.height = Math.max(Math.round(size.height * ratio), 1);
+  measure(stage.clientWidth, stage.clientHeight);
   if (isFitted) {
     fit();
   } else {
@@ -183,6 +181,13 @@ function resize() {
     view.y = size.height / 2 - view.scale * middle.y;
   }
   draw();
+}
+
+function measure(width, height) {
+  const ratio = Math.min(window.devicePixelRatio || 1, 2);
+  size = { width, height, ratio };
+  canvas.width = Math.max(Math.round(width * ratio), 1);
+  canvas.height = Math.max(Math.round(height * ratio), 1);
 }
 
 function redraw() {

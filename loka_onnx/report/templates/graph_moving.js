@@ -32,6 +32,32 @@ function write(element, node) {
   element.replaceChildren(head, ...lines);
 }
 
+function readBy(node) {
+  return [...new Set(node.wire?.branches.map(({ target }) => target))];
+}
+
+function readsFrom(node) {
+  return [...new Set(node.into.map(({ wire }) => wire.source))];
+}
+
+// Buttons, so that a reader without a mouse can go along the data.
+function neighbours(words, others) {
+  const paragraph = document.createElement("p");
+  paragraph.append(`${words} `);
+  for (const other of others.slice(0, MOST_NEIGHBOURS)) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = other.name;
+    button.addEventListener("click", () => {
+      stage.focus({ preventScroll: true });
+      go(other);
+    });
+    paragraph.append(button);
+  }
+  if (others.length > MOST_NEIGHBOURS) paragraph.append(`and ${others.length - MOST_NEIGHBOURS} more`);
+  return paragraph;
+}
+
 // Choosing -----------------------------------------------------------------------------------------------
 
 function nodeAt(x, y) {
@@ -59,8 +85,14 @@ function nodeAt(x, y) {
 function select(node) {
   selected = node;
   root.dataset.selected = node ? node.name : "";
-  if (node) write(detail, node);
-  else detail.replaceChildren();
+  if (node) {
+    write(detail, node);
+    const [before, after] = [readsFrom(node), readBy(node)];
+    if (before.length) detail.append(neighbours("reads from", before));
+    if (after.length) detail.append(neighbours("read by", after));
+  } else {
+    detail.replaceChildren();
+  }
   redraw();
 }
 
@@ -71,6 +103,25 @@ function choose(node) {
     document.dispatchEvent(new CustomEvent("loka:site", { detail: { site: node.sites[0].name } }));
     isOwn = false;
   }
+}
+
+function go(node) {
+  choose(node);
+  centerOn(node);
+}
+
+// What an arrow key has brought to the middle.
+function nearestMiddle() {
+  const x = (size.width / 2 - view.x) / view.scale;
+  const y = (size.height / 2 - view.y) / view.scale;
+  const far = (node) =>
+    Math.hypot(Math.max(Math.abs(x - node.x) - node.width / 2, 0), Math.max(Math.abs(y - node.y) - height / 2, 0));
+  return nodes.reduce((best, node) => (far(node) < far(best) ? node : best));
+}
+
+function step(others) {
+  const [next] = selected ? others(selected) : [nearestMiddle()];
+  if (next) go(next);
 }
 
 let isOwn = false;
@@ -90,7 +141,7 @@ function search(isNext) {
     found.textContent = "";
     return;
   }
-  const matches = nodes.filter((node) => textOf(node).includes(text));
+  const matches = nodes.filter((node) => textOf(node).includes(text) || isJudged(node, text));
   if (!matches.length) {
     found.textContent = "none";
     return;
@@ -98,12 +149,16 @@ function search(isNext) {
   const place = matches.indexOf(selected);
   const next = isNext ? (place + 1) % matches.length : Math.max(place, 0);
   found.textContent = `${next + 1} of ${matches.length}`;
-  select(matches[next]);
-  centerOn(matches[next]);
+  go(matches[next]);
 }
 
 function textOf(node) {
   return [node.name, node.op, node.module, ...node.sites.map((site) => site.name)].join("\n").toLowerCase();
+}
+
+// From its first letter on: "safe" is no part of "unsafe" here.
+function isJudged(node, text) {
+  return node.sites.some((site) => site.verdict.startsWith(text) || site.precision.startsWith(text));
 }
 
 query.addEventListener("input", () => search(false));
@@ -128,6 +183,7 @@ stage.addEventListener("pointerdown", (event) => {
   pointers.set(event.pointerId, at(event));
   stage.setPointerCapture(event.pointerId);
   tip.hidden = true;
+  hint.hidden = true;
 });
 
 stage.addEventListener("pointermove", (event) => {
@@ -187,7 +243,17 @@ function point(place) {
 }
 
 // A wheel over the drawing scrolls the page, unless the reader has turned to the drawing.
+const HOW = "Arrows move, + and − zoom, 0 shows all, Enter chooses what is in the middle, N and P go along the data";
 let hintTimer = 0;
+stage.addEventListener("focus", () => {
+  if (!stage.matches(":focus-visible")) return;
+  clearTimeout(hintTimer);
+  hint.textContent = HOW;
+  hint.hidden = false;
+});
+stage.addEventListener("blur", () => {
+  hint.hidden = true;
+});
 stage.addEventListener("wheel", (event) => {
   if (!event.ctrlKey && !event.metaKey && document.activeElement !== stage) {
     hint.textContent = "Click the drawing to zoom with the wheel, or hold Ctrl";
@@ -212,11 +278,14 @@ const KEYS = {
   "+": ACTIONS.in, "=": ACTIONS.in, "-": ACTIONS.out, 0: fit, Escape: () => stage.blur(),
   ArrowLeft: () => pan(STEP, 0), ArrowRight: () => pan(-STEP, 0),
   ArrowUp: () => pan(0, STEP), ArrowDown: () => pan(0, -STEP),
+  Enter: () => choose(nearestMiddle()), n: () => step(readBy), p: () => step(readsFrom),
 };
 stage.addEventListener("keydown", (event) => {
-  if (!KEYS[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+  const action = KEYS[event.key] ?? KEYS[event.key.toLowerCase()];
+  if (!action || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
-  KEYS[event.key]();
+  start();
+  action();
 });
 for (const button of root.querySelectorAll("[data-act]")) {
   button.addEventListener("click", () => {
@@ -235,18 +304,22 @@ function recolor() {
 document.addEventListener("loka:theme", recolor);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolor);
 
-// Paper is light, and shows the whole graph.
+// Paper is light, and shows the whole graph. The page is laid out for it only after the event: what an A4 sheet
+// across leaves between its margins, 16 cm high (graph.css), is drawn for.
+const PAPER_PX = { width: 1032, height: 604 };
 const onScreen = {};
 addEventListener("beforeprint", () => {
   start();
   Object.assign(onScreen, view, { isFitted });
   root.style.colorScheme = "light";
   readColors();
+  measure(PAPER_PX.width, PAPER_PX.height);
   fit();
   draw();
 });
 addEventListener("afterprint", () => {
   root.style.colorScheme = "";
+  measure(stage.clientWidth, stage.clientHeight);
   ({ isFitted } = onScreen);
   Object.assign(view, { scale: onScreen.scale, x: onScreen.x, y: onScreen.y });
   recolor();

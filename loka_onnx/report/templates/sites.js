@@ -34,11 +34,13 @@
     if (!rows.has(name)) rows.set(name, []);
     // Of the quadrants, which name several sites in a row, the name itself.
     rows.get(name).push(row?.closest("table.data") ? row : cell);
+    cell.setAttribute("aria-pressed", "false");
   }
 
   function mark(name, isChosen) {
     for (const row of rows.get(name) ?? []) {
       row.classList.toggle("selected", isChosen);
+      (row.querySelector("button.site") ?? row).setAttribute("aria-pressed", String(isChosen));
       if (isChosen) row.setAttribute("aria-current", "true");
       else row.removeAttribute("aria-current");
       if (isChosen && row.matches("tr")) bringIntoView(row);
@@ -92,7 +94,8 @@
     return value < 0.001 ? "< 0.001 %" : `${Number(value.toPrecision(3))} %`;
   }
 
-  function figureOf(activation) {
+  // What the bins tell of an activation, and where the ranges of its format lie.
+  function readOff(activation) {
     const tensor = data.tensors[activation.tensor];
     const bins = tensor.counts.map((count, index) => ({
       low: edge(tensor.first + index),
@@ -104,6 +107,13 @@
     const range = [Math.min(...ends, ...bounds) - 1.5, Math.max(...ends, ...bounds) + 1.5];
     const limits = bounds.length ? [range[0], ...bounds, range[1]] : [];
     const below = limits.map((limit) => shareBelow(bins, limit));
+    // What saturates was counted, and stands in the facts; a bin that the bound divides cannot tell.
+    const shares = bounds.map((_, i) => below[i + 1] - below[i]);
+    return { bins, range, limits, shares };
+  }
+
+  function figureOf(activation) {
+    const { bins, range, limits, shares } = readOff(activation);
     const isNarrow = window.innerWidth < 640;
     const shapes = [];
     const annotations = [];
@@ -112,8 +122,7 @@
         type: "rect", layer: "below", yref: "paper", x0: limits[i], x1: limits[i + 1], y0: 0, y1: 1,
         fillcolor: REGIONS[i].color, line: { width: 0 },
       });
-      // What saturates was counted, and stands in the facts; a bin that the bound divides cannot tell.
-      const share = i < 3 ? `<br>${percent(below[i + 1] - below[i])}` : "";
+      const share = i < shares.length ? `<br>${percent(shares[i])}` : "";
       annotations.push({
         xref: "x", yref: "paper", x: (limits[i] + limits[i + 1]) / 2, y: 1, yanchor: "bottom",
         showarrow: false, text: `${REGIONS[i].name}${share}`, textangle: 0,
@@ -151,7 +160,7 @@
           title: { text: "magnitude" }, range, tickvals: ticks, zeroline: false,
           ticktext: ticks.map((k) => `2<sup>${k}</sup>`),
         },
-        yaxis: { title: { text: "% per octave" }, type: logarithmic.checked ? "log" : "linear" },
+        yaxis: { title: { text: "% of elements per octave" }, type: logarithmic.checked ? "log" : "linear" },
       },
     };
   }
@@ -171,11 +180,24 @@
     const facts = document.getElementById("site-facts");
     facts.replaceChildren();
     for (const [name, value] of activation?.facts ?? []) term(facts, name, value);
-    const hasBins = Boolean(activation && data.tensors[activation.tensor].counts.length);
+    const tensor = activation && data.tensors[activation.tensor];
+    const hasBins = Boolean(tensor?.counts.length);
     plot.hidden = !hasBins;
-    document.getElementById("site-none").hidden = hasBins;
+    const none = document.getElementById("site-none");
+    none.hidden = hasBins;
+    none.textContent = tensor?.total
+      ? "Every sampled element of this activation is zero, so there is nothing to draw."
+      : "No histogram was kept of this site.";
     document.getElementById("site-no-format").hidden = !hasBins || Boolean(activation.bounds);
-    if (hasBins) window.loka.drawWhenSeen(plot, () => figureOf(activation));
+    if (!hasBins) return;
+    readOff(activation).shares.forEach((share, i) => {
+      term(facts, `Sampled elements: ${REGIONS[i].name}`, percent(share));
+    });
+    // Without the role it holds a sentence (charts.js).
+    if (plot.hasAttribute("role")) {
+      plot.setAttribute("aria-label", `Histogram of the magnitudes of ${activation.tensor}, read by ${current.name}`);
+    }
+    window.loka.drawWhenSeen(plot, () => figureOf(activation));
   }
 
   function show(name) {
@@ -186,7 +208,7 @@
     mark(name, true);
     choice.value = String(data.sites.indexOf(site));
     document.getElementById("site-reason").textContent =
-      `${site.verdict}, ${site.precision}${site.reason ? `: ${site.reason}` : ""}`;
+      `${site.name}: ${site.verdict}, ${site.precision}${site.reason ? `: ${site.reason}` : ""}`;
     tensorChoice.replaceChildren(
       ...site.activations.map((activation, index) => new Option(activation.tensor, String(index))),
     );

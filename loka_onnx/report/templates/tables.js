@@ -1,6 +1,6 @@
 "use strict";
 // Sorts and filters tables. A row and the notes below it are one entry and move together. Of a long table only
-// the first entries are laid out (`tr.later`); more come when a reader nears the last of them.
+// the first entries are laid out (`tr.later`); more come when a reader nears the last of them, or asks for all.
 (() => {
   const UNITS = {
     ns: 1e-3, "µs": 1, ms: 1e3, s: 1e6, min: 6e7,
@@ -10,6 +10,7 @@
   const DIRECTIONS = ["none", "ascending", "descending"];
   const MORE = 200;
   const NEAR_PX = 800;
+  const RING_PX = 4;
   const order = new Intl.Collator("en", { numeric: true }).compare;
 
   function entriesOf(body) {
@@ -25,7 +26,8 @@
     const text = cell.textContent.trim();
     if (!isNumeric) return text === "–" ? null : text;
     if (cell.dataset.value !== undefined) {
-      const value = Number(cell.dataset.value);
+      // Python writes "inf", JavaScript reads "Infinity".
+      const value = Number(cell.dataset.value.replace(/^([-+]?)inf$/, "$1Infinity"));
       return Number.isNaN(value) ? null : value;
     }
     const found = NUMBER.exec(text);
@@ -45,7 +47,27 @@
         row.classList.toggle("later", shown > most);
       }
     }
-    return shown;
+    tell(table, shown);
+  }
+
+  // How many entries there are, beside those that are laid out: in words, and to a screen reader.
+  function tell(table, shown) {
+    const { lokaMost: most, lokaCount: count, lokaMore: more } = table;
+    const isAll = shown <= most;
+    const total = table.lokaEntries.length;
+    if (count) {
+      count.textContent = isAll ? `${shown} of ${total} shown` : `${shown} of ${total} match, first ${most} shown`;
+    }
+    if (!more) return;
+    more.parentElement.hidden = isAll;
+    more.textContent = `Show all ${shown} rows`;
+    if (isAll) {
+      table.removeAttribute("aria-rowcount");
+    } else {
+      const found = table.lokaEntries.filter((entry) => entry.isShown);
+      const rows = found.reduce((sum, entry) => sum + entry.rows.length, table.tHead.rows.length);
+      table.setAttribute("aria-rowcount", String(rows));
+    }
   }
 
   function makeLong(table) {
@@ -53,10 +75,26 @@
     table.lokaFirst = table.lokaEntries.filter((entry) => !entry.rows[0].classList.contains("later")).length;
     table.lokaMost = table.lokaFirst;
     if (table.lokaFirst === table.lokaEntries.length) return;
+    const more = document.createElement("button");
+    more.type = "button";
+    more.addEventListener("click", () => showAll(table));
+    const place = document.createElement("p");
+    place.className = "more";
+    place.append(more);
+    region.before(place);
+    table.lokaMore = more;
+    tell(table, table.lokaEntries.length);
     region.addEventListener("scroll", () => {
       const isNear = region.scrollTop + region.clientHeight > region.scrollHeight - NEAR_PX;
       if (isNear && table.lokaMost < table.lokaEntries.length) show(table, table.lokaMost + MORE);
     });
+  }
+
+  // The button goes away: the reader goes on at the first row that it brought.
+  function showAll(table) {
+    const next = table.lokaOrder.find((entry) => entry.isShown && entry.rows[0].classList.contains("later"));
+    show(table, table.lokaEntries.length);
+    (next?.rows[0].querySelector("button") ?? table.closest(".wide")).focus();
   }
 
   // For whoever leads to a row.
@@ -82,7 +120,8 @@
       keyed.sort((a, b) => {
         // What has no value stands last, in either direction.
         if (a.key === null || b.key === null) return (a.key === null) - (b.key === null);
-        return sign * (isNumeric ? a.key - b.key : order(a.key, b.key));
+        // Not by subtraction: infinity less infinity is no number.
+        return sign * (isNumeric ? (a.key > b.key) - (a.key < b.key) : order(a.key, b.key));
       });
       sorted = keyed.map(({ entry }) => entry);
     }
@@ -126,6 +165,7 @@
     const heads = [...table.tHead.rows[0].cells];
     const entries = table.lokaEntries;
     const count = tools.querySelector("output");
+    table.lokaCount = count;
     const input = document.createElement("input");
     input.type = "search";
     input.placeholder = "name, kind, reason";
@@ -153,8 +193,7 @@
               !select.value || entry.cells[column].textContent.trim() === select.value,
           );
       }
-      const shown = show(table, table.lokaFirst);
-      count.textContent = `${shown} of ${entries.length} shown`;
+      show(table, table.lokaFirst);
     }
 
     input.addEventListener("input", apply);
@@ -162,6 +201,32 @@
     tools.hidden = false;
     apply();
   }
+
+  // The head and the first column stay while the rest is scrolled: a focus is brought out from under them. Browsers
+  // take what is seen in part for seen, and what lies below another element, too.
+  function uncover(table, control) {
+    const region = table.closest(".wide");
+    const [box, frame] = [control.getBoundingClientRect(), region.getBoundingClientRect()];
+    const corner = table.tHead.rows[0].cells[0];
+    if (!control.closest("thead")) {
+      const above = box.top - (frame.top + corner.offsetHeight);
+      const below = box.bottom - (frame.top + region.clientHeight);
+      region.scrollTop += above < 0 ? above - RING_PX : Math.max(below + RING_PX, 0);
+    }
+    if (control.closest("th, td").cellIndex > 0) {
+      const before = box.left - (frame.left + corner.offsetWidth);
+      const after = box.right - (frame.left + region.clientWidth);
+      region.scrollLeft += before < 0 ? before - RING_PX : Math.max(after + RING_PX, 0);
+    }
+  }
+
+  document.querySelector("main").addEventListener("focusin", ({ target }) => {
+    const table = target.closest("table.data");
+    // Not of a click: what is under the pointer stays there.
+    if (!table || !target.matches(":focus-visible")) return;
+    // The browser itself scrolls first.
+    requestAnimationFrame(() => uncover(table, target));
+  });
 
   for (const table of document.querySelectorAll("main table.data")) {
     table.lokaEntries = entriesOf(table.tBodies[0]);

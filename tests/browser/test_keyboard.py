@@ -1,0 +1,107 @@
+"""A reader without a mouse: every stop of the Tab key is seen, and is where it should be."""
+
+from __future__ import annotations
+
+import pytest
+from browser_pages import picture
+
+_STOP = """() => {
+  const element = document.activeElement;
+  const box = element.getBoundingClientRect();
+  // A tall region is seen in part: of it, what lies in the window counts.
+  const clip = (low, high, end) => (Math.max(low, 0) + Math.min(high, end)) / 2;
+  const x = clip(box.left, box.right, innerWidth);
+  const seen = element.matches('.wide, .graph-stage')
+    ? [[x, clip(box.top, box.bottom, innerHeight)]]
+    : [[box.left + 1, box.top + 2], [x, (box.top + box.bottom) / 2], [box.right - 1, box.bottom - 2]];
+  const covers = seen
+    .map(([x, y]) => document.elementFromPoint(x, y))
+    .filter(top => !top || !(element.contains(top) || top.contains(element)));
+  return {
+    what: element === document.body ? 'body' : element.matches('button.site') ? `site ${element.dataset.site}`
+      : element.matches('.sort') ? `sort ${element.textContent}` : element.id ? `#${element.id}`
+      : element.matches('.bar a') ? element.getAttribute('href') : element.className || element.localName,
+    box: [box.left, box.top, box.right, box.bottom].map(Math.round).join(' '),
+    section: element.closest('section')?.id ?? '',
+    covered: covers.map(top => top ? top.outerHTML.slice(0, 80) : 'outside of the window'),
+  };
+}"""
+
+
+def stop(page) -> dict:
+    """What has the focus, and what lies over it."""
+    # A scroll of the page that follows the focus is over with the next frames.
+    page.evaluate("() => new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
+    return page.evaluate(_STOP)
+
+
+def test_the_tab_key_leads_through_the_page_and_nothing_covers_where_it_is(visit, report):
+    opened = visit(report)
+    page = opened.page
+    met = []
+    for _ in range(400):
+        page.keyboard.press("Tab")
+        now = stop(page)
+        assert now["covered"] == [], now
+        met.append(now["what"])
+        if now["what"] == "graph-stage":
+            break
+    # In the order of the page: sections, theme, filter, heads, rows, the search of the graph, the graph.
+    wanted = [
+        "#verdict",
+        "#sites",
+        "#theme",
+        "sort Site",
+        "site over_arch.fc0",
+        "site over_arch.fc1",
+        "#graph-query",
+        "graph-stage",
+    ]
+    assert [what for what in dict.fromkeys(met) if what in wanted] == sorted(wanted, key=met.index)
+    assert set(wanted) <= set(met)
+    page.keyboard.press("Escape")
+    assert stop(page)["what"] == "body"
+    # On from where the reader was, and not from the top.
+    page.keyboard.press("Tab")
+    assert stop(page)["section"] not in {"", "verdict"}
+    opened.check(report)
+
+
+@pytest.mark.slow
+def test_the_head_of_a_table_does_not_cover_what_shift_tab_leads_to(visit, large_report):
+    page = visit(large_report).page
+    buttons = page.locator("#sites details.table:has(.tools) tbody button.site")
+    buttons.nth(40).focus()
+    for index in range(39, -1, -1):
+        page.keyboard.press("Shift+Tab")
+        assert page.evaluate("document.activeElement.dataset.site") == buttons.nth(index).inner_text()
+        assert stop(page)["covered"] == []
+
+
+@pytest.mark.slow
+def test_the_heads_of_a_table_that_is_scrolled_to_its_side_are_not_covered(visit, large_report):
+    page = visit(large_report, size=(900, 700)).page
+    region = page.locator("#sites details.table:has(.tools) .wide")
+    heads = region.locator("thead .sort")
+    heads.last.focus()
+    assert region.evaluate("e => e.scrollLeft") > 0
+    for _ in range(heads.count() - 1):
+        page.keyboard.press("Shift+Tab")
+        assert stop(page)["covered"] == []
+    # A head that stays where it is scrolls nothing.
+    region.evaluate("e => { e.scrollLeft = 50; e.scrollTop = 300 }")
+    heads.nth(3).focus()
+    assert region.evaluate("e => e.scrollTop") == 300
+
+
+def test_the_ring_of_a_section_link_is_whole(visit, report):
+    page = visit(report).page
+    page.keyboard.press("Tab")
+    link = page.locator(".bar a").first
+    assert link.evaluate("e => e === document.activeElement")
+    sides = picture(
+        link,
+        "[[1, height >> 1], [width - 2, height >> 1], [width >> 1, 1], [width >> 1, height - 2]]"
+        ".map(([x, y]) => [0, 1, 2].map(i => data[4 * (y * width + x) + i]).join())",
+    )
+    assert sides == ["29,95,196"] * 4
