@@ -26,6 +26,18 @@ from loka_onnx.report import ReportData
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 
+IN_THE_FAST_TIER = "test_it_loads_draws_and_fetches_nothing"
+"""The one test here that both tiers run: a page costs a second or two."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What opens pages belongs to the full tier."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.parent == here and not item.name.startswith(IN_THE_FAST_TIER):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium as the system has it; Playwright's own downloads are not used."""

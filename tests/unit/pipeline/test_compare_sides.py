@@ -197,6 +197,7 @@ def test_each_pair_of_engines_is_judged_in_requests_that_it_answers(place: Place
 # Latency -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_both_are_timed_in_turns_at_the_sizes_that_they_record(place: Place) -> None:
     found = compare(place.a, place.b, place.rows, options(latency=True)).latency
     assert found is not None and found.failures == {} and found.says_nothing == ()
@@ -239,6 +240,7 @@ def test_more_rows_than_the_data_have_are_filled_up(place: Place) -> None:
     assert found is not None and [each.batch for each in found.batches] == [64]
 
 
+@pytest.mark.slow
 def test_a_slower_engine_is_slower(place: Place, tmp_path: Path) -> None:
     """A batch 64 times as large through the same engine, as two deployments, would be; here a heavy one."""
     import onnx
@@ -264,6 +266,7 @@ def test_a_slower_engine_is_slower(place: Place, tmp_path: Path) -> None:
     assert back.overall.interval.upper < 0.7
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_while_it_is_timed_is_an_error(place: Place, tmp_path: Path) -> None:
     """It answers 3000 rows, which accuracy is judged on, and no 4."""
     import onnx

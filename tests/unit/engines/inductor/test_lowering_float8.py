@@ -347,6 +347,7 @@ def test_channel_scales_in_the_product_or_behind_it(place: ChannelScales, tmp_pa
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=2**-8, atol=2**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("place", [ChannelScales.ROW_WISE, ChannelScales.BEHIND])
 def test_channel_scales_compile(place: ChannelScales, tmp_path: Path) -> None:
