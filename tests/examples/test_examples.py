@@ -17,6 +17,8 @@ EXAMPLES = ROOT / "examples"
 TORCHREC = ROOT / ".venv" / "torchrec"
 """Where `make venv` puts it: fbgemm-gpu-cpu has the import name of a GPU package that tests stand in for."""
 CHANGE = r"[+-]?\d\S*%"
+BUDGET, LAST_DIGIT = 0.1, 0.001
+"""Of the example, and of what it prints: %."""
 
 
 def run_example(name: str, directory: Path, packages: str = "") -> str:
@@ -54,7 +56,13 @@ def test_a_pytorch_ranker_with_two_outputs(tmp_path: Path) -> None:
     assert {(plan, output) for plan, output, *_ in judged} == {
         (plan, output) for plan in ("fp8-all", "fp8-safe") for output in ("ctr", "cvr")
     }
-    assert all(status == "within" for plan, *_, status in judged if plan == "fp8-safe")
+    # PyTorch trains to other digits each time, so that a verdict may be open; it follows from the interval.
+    for plan, output, _, *ends, status in judged:
+        lower, upper = (float(end.rstrip("%")) for end in ends)
+        if min(abs(lower - BUDGET), abs(upper - BUDGET)) > LAST_DIGIT:
+            expected = "within" if upper < BUDGET else "beyond" if lower > BUDGET else "undecided"
+            assert status == expected, (plan, output, lower, upper)
+        assert (plan, status) != ("fp8-safe", "beyond")
     assert len(re.findall(r"^(?:ctr|cvr) \[.*\]$", printed, re.M)) == 2
     the_bundle(tmp_path)
 
