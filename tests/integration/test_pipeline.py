@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import random
 import shutil
-import signal
-import socket
-import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from run_findings import STAGES, findings, resumed
 from scipy.special import expit
-from synthetic_runs import ITEMS, WIDTH, Workplace, call, finish, make_workplace, scores, start, tree
+from synthetic_runs import ITEMS, WIDTH, Workplace, call, make_workplace, scores, tree
 
 import loka_onnx
 from loka_onnx.cli import stages
@@ -25,55 +20,11 @@ from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet, OutputEvaluation
 from loka_onnx.data import SplitRule, split_file
-from loka_onnx.errors import ConfigError, OutputError
-from loka_onnx.pipeline.directory import Outcome
-from loka_onnx.pipeline.lock import DirectoryLock
+from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
 
-STAGES = [
-    "export",
-    "calibrate",
-    "mods",
-    "recalibrate",
-    "plan",
-    "correct",
-    "build",
-    "evaluate",
-    "choose",
-    "report",
-    "bundle",
-]
 # What a run leaves beside its record: everything in it must come from a recorded stage, except scratch.
 UNRECORDED = ("run.json", "calibration/instrumented/", "calibration/sample.npz")
-
-
-def resumed(place: Workplace) -> dict[str, bool]:
-    """Whether each stage was taken over by one more run."""
-    seen: dict[str, bool] = {}
-
-    def note(stage: str, outcome: Outcome | None) -> None:
-        if outcome is not None and stage in STAGES:
-            seen[stage] = outcome.reused
-
-    run(place.run_file, RunOptions(resume=True, on_stage=note))
-    return seen
-
-
-def findings(directory: Path) -> dict[str, Any]:
-    """Everything that a run found and that does not depend on how fast the machine was."""
-    evaluations = json.loads((directory / "evaluation.json").read_text())["value"]["evaluations"]
-    engines = json.loads((directory / "engines.json").read_text())["value"]["engines"]
-    profile = json.loads((directory / "profile.json").read_text())["value"]
-    manifest = json.loads((directory / "bundle" / "manifest.json").read_text())["value"]
-    return {
-        "evaluations": [{k: v for k, v in e.items() if k != "latencies"} for e in evaluations],
-        "engines": [(e["plan"], e["status"], e["digest"], e["sites"]) for e in engines],
-        "profile": {k: v for k, v in profile.items() if k != "seconds"},
-        "plans": (directory / "plan.json").read_text(),
-        "choice": (directory / "choice.json").read_text().replace(str(directory), ""),
-        "bundle": [(e["id"], e["digest"], e["tolerance"]) for e in manifest["engines"]],
-        "sample": (directory / "bundle" / "sample.npz").read_bytes(),
-    }
 
 
 # What a run leaves ---------------------------------------------------------------------------------
@@ -354,122 +305,6 @@ def test_force_starts_over(place: Workplace) -> None:
     )
     assert ("export", False) in seen
     assert sorted(path.name for path in place.output.iterdir()) == ["model", "notes.txt", "run.json"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_that_is_killed_resumes_to_the_same_results(
-    place: Workplace, finished: RunResult, seed: int
-) -> None:
-    moments = random.Random(seed)
-    after = []
-    for attempt in range(4):
-        process = start("run", place.run_file, *(["--resume"] if attempt else []))
-        after.append(moments.uniform(0.5, 5))
-        time.sleep(after[-1])
-        process.kill()
-        process.communicate()
-    done = finish(start("run", place.run_file, "--resume"))
-    assert done.code == 0, (after, done.err)
-    assert findings(place.output) == findings(finished.directory), after
-    loka_onnx.verify_bundle(place.output / "bundle")
-    assert not [path for path in place.output.rglob("*") if "building-" in path.name], after
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_build_is_cleaned_up(place: Workplace, number: signal.Signals, code: int) -> None:
-    # Another test may have built the same engines: an engine from the cache is not interrupted.
-    process = start("run", place.run_file, "--set", "build.cache_gb=0")
-    deadline = time.monotonic() + 60
-    while not list(place.output.glob("engines/.*.building-*")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    done = finish(process)
-    assert done.code == code
-    assert done.err.splitlines()[-1] == (
-        "interrupted; `run --resume` and every stage verb go on from the last finished stage"
-    )
-    assert "Traceback" not in done.err
-    assert not [path for path in place.output.rglob("*") if "building-" in path.name]
-    assert resumed(place)["calibrate"]
-
-
-def test_a_run_killed_while_it_replaces_another_gives_it_back(place: Workplace, tmp_path: Path) -> None:
-    """SIGKILL between setting the earlier run aside and accepting the new input."""
-    run(place.run_file, RunOptions(until=Stage.PLAN))
-    before = tree(place.output)
-    aside = place.output / ".earlier-run"
-    aside.mkdir()
-    for name in ("plan.json", "model", "run.json"):
-        (place.output / name).rename(aside / name)
-    (place.output / "model").mkdir()
-    (place.output / "model" / "half.onnx").write_bytes(b"?")
-    run(place.run_file, RunOptions(resume=True, until=Stage.EXPORT))
-    assert tree(place.output) == before
-
-
-# Two runs in one directory -------------------------------------------------------------------------
-
-
-def test_a_second_run_is_kept_out_as_long_as_the_first_lives(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = start("run", place.run_file)
-    deadline = time.monotonic() + 60
-    while not (place.output / "model" / "exported.json").exists():
-        assert time.monotonic() < deadline and first.poll() is None
-        time.sleep(0.01)
-    first.send_signal(signal.SIGSTOP)
-    before = tree(place.output)
-    for options in (["run"], ["run", "--resume"], ["run", "--force"], ["plan"]):
-        done = call(capsys, options[0], place.run_file, "--quiet", *options[1:])
-        assert (done.code, done.out) == (2, "")
-        assert done.err == (
-            f"error: the output directory '{place.output}' is in use by another run\n"
-            f"  evidence: process {first.pid} on '{socket.gethostname()}' holds the lock on '.run.lock'\n"
-            "  remedy: wait until that run has ended, or choose another directory with --output\n"
-        )
-    assert tree(place.output) == before
-    # SIGKILL: nothing of the first run's own could let go of the lock.
-    first.kill()
-    first.communicate()
-    assert (place.output / ".run.lock").exists()
-    assert call(capsys, "plan", place.run_file, "--quiet").code == 0
-    assert not (place.output / ".run.lock").exists()
-
-
-def test_the_lock_ends_with_the_run_however_it_ends(place: Workplace) -> None:
-    def fail(stage: str, outcome: Outcome | None) -> None:
-        if stage == "calibrate":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(place.run_file, RunOptions(on_stage=fail))
-    assert not (place.output / ".run.lock").exists()
-    assert run(place.run_file, RunOptions(resume=True, until=Stage.EXPORT)).directory == place.output
-
-
-def test_a_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last run removes the file between a second one's opening and locking it."""
-    flock, taken = fcntl.flock, []
-
-    def remove_first(descriptor: int, operation: int) -> None:
-        if not taken:
-            (tmp_path / ".run.lock").unlink()
-        taken.append(descriptor)
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", remove_first)
-    with DirectoryLock(tmp_path):
-        assert len(taken) == 2
-        with pytest.raises(OutputError, match="is in use by another run"):
-            DirectoryLock(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-# Options -------------------------------------------------------------------------------------------
 
 
 def test_require_fp8(place: Workplace, finished: RunResult, capsys: pytest.CaptureFixture[str]) -> None:

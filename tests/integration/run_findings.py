@@ -1,0 +1,55 @@
+"""What a finished run found, and which of its stages one more run takes over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from synthetic_runs import Workplace
+
+from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.pipeline.run import RunOptions, run
+
+STAGES = [
+    "export",
+    "calibrate",
+    "mods",
+    "recalibrate",
+    "plan",
+    "correct",
+    "build",
+    "evaluate",
+    "choose",
+    "report",
+    "bundle",
+]
+
+
+def resumed(place: Workplace) -> dict[str, bool]:
+    """Whether each stage was taken over by one more run."""
+    seen: dict[str, bool] = {}
+
+    def note(stage: str, outcome: Outcome | None) -> None:
+        if outcome is not None and stage in STAGES:
+            seen[stage] = outcome.reused
+
+    run(place.run_file, RunOptions(resume=True, on_stage=note))
+    return seen
+
+
+def findings(directory: Path) -> dict[str, Any]:
+    """Everything that a run found and that does not depend on how fast the machine was."""
+    evaluations = json.loads((directory / "evaluation.json").read_text())["value"]["evaluations"]
+    engines = json.loads((directory / "engines.json").read_text())["value"]["engines"]
+    profile = json.loads((directory / "profile.json").read_text())["value"]
+    manifest = json.loads((directory / "bundle" / "manifest.json").read_text())["value"]
+    return {
+        "evaluations": [{k: v for k, v in e.items() if k != "latencies"} for e in evaluations],
+        "engines": [(e["plan"], e["status"], e["digest"], e["sites"]) for e in engines],
+        "profile": {k: v for k, v in profile.items() if k != "seconds"},
+        "plans": (directory / "plan.json").read_text(),
+        "choice": (directory / "choice.json").read_text().replace(str(directory), ""),
+        "bundle": [(e["id"], e["digest"], e["tolerance"]) for e in manifest["engines"]],
+        "sample": (directory / "bundle" / "sample.npz").read_bytes(),
+    }
