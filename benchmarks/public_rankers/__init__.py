@@ -1,0 +1,1 @@
+"""Rankers of public libraries, exported as their users export them, each through `loka-onnx run`."""

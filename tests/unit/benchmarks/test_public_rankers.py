@@ -1,0 +1,199 @@
+"""The sweep over public rankers: its rows, its shares, its table, and three rankers from export to a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from benchmarks.public_rankers.catalog import RANKERS, Inputs, Library
+from benchmarks.public_rankers.libraries import LIBRARIES_ENVIRONMENT, is_installed
+from benchmarks.public_rankers.prepare import prepare
+from benchmarks.public_rankers.rows import LENGTH, Rows, histories
+from benchmarks.public_rankers.shares import products_of
+from benchmarks.public_rankers.sweep import events_of, run_one
+from benchmarks.public_rankers.table import is_certified_at_once, markdown, recorded, result_of, shares
+
+
+def test_the_list_is_as_wide_as_the_issue_asks() -> None:
+    assert len({ranker.name for ranker in RANKERS}) == len(RANKERS) >= 20
+    assert {ranker.library for ranker in RANKERS} == set(Library)
+    assert {ranker.inputs for ranker in RANKERS} == set(Inputs)
+    assert sum(len(ranker.outputs) > 1 for ranker in RANKERS) >= 2
+
+
+def test_a_history_is_of_the_user_and_never_the_rows_own_item() -> None:
+    rng = np.random.default_rng(0)
+    users, items = rng.integers(0, 40, 900), rng.integers(0, 50, 900)
+    positives = np.flatnonzero((users != 7) & (rng.random(900) < 0.5))
+    found = histories(users, items, positives, rng)
+    assert found.shape == (900, LENGTH)
+    for row in range(900):
+        there = found[row][found[row] > 0]
+        assert not found[row][len(there) :].any()  # padded behind the last
+        own = items[[at for at in positives if users[at] == users[row]]] + 1
+        assert set(there) <= set(own) - {items[row] + 1}
+    assert not found[users == 7].any()
+    assert (found[users != 7] > 0).sum(axis=1).min() > 0
+
+
+def _model(path: Path, nodes: list[Any], inputs: dict[str, list[Any]], weights: dict[str, Any]) -> Path:
+    graph = helper.make_graph(
+        nodes,
+        "products",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [onnx.numpy_helper.from_array(np.asarray(w, np.float32), name) for name, w in weights.items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("node", "shape", "weight", "expected"),
+    [
+        (helper.make_node("MatMul", ["x", "w"], ["y"], "p"), [2, 5, 7], (7, 3), 2 * 5 * 7 * 3),
+        (helper.make_node("Gemm", ["x", "w"], ["y"], "p", transB=1), [2, 7], (3, 7), 2 * 7 * 3),
+        (helper.make_node("Conv", ["x", "w"], ["y"], "p", group=2), [2, 6, 9], (4, 3, 2), 2 * 4 * 8 * 3 * 2),
+        (helper.make_node("Einsum", ["x", "w"], ["y"], "p", equation="bij,jk->bik"), [2, 5, 7], (7, 3), 210),
+        # Nothing is summed: a product of elements is no product of matrices.
+        (helper.make_node("Einsum", ["x", "w"], ["y"], "p", equation="bi,i->bi"), [2, 5], (5,), 0),
+    ],
+)
+def test_operations_of_a_product_are_those_of_the_formula(
+    tmp_path: Path, node: Any, shape: list[int], weight: tuple[int, ...], expected: int
+) -> None:
+    path = _model(tmp_path / "m.onnx", [node], {"x": ["N", *shape[1:]]}, {"w": np.ones(weight)})
+    (product,) = products_of(path, {"x": np.ones(shape, np.float32)})
+    assert (product.node, product.flops) == ("p", expected)
+
+
+def test_operations_of_a_recurrent_cell_are_those_of_its_gates(tmp_path: Path) -> None:
+    node = helper.make_node("GRU", ["x", "w", "r"], ["", "y"], "p", hidden_size=4)
+    weights = {"w": np.ones((1, 12, 6)), "r": np.ones((1, 12, 4))}
+    path = _model(tmp_path / "m.onnx", [node], {"x": [5, "N", 6]}, weights)
+    (product,) = products_of(path, {"x": np.ones((5, 2, 6), np.float32)})
+    assert product.flops == 5 * 3 * 2 * 4 * (6 + 4)
+
+
+def _outputs(status: str) -> dict[str, Any]:
+    return {"rows": 10, "outputs": {"ctr": {"status": status, "delta_ne": [1e-5, -1e-5, 3e-5]}}}
+
+
+def _run(selection: str = "within", certification: str = "within", **changes: Any) -> dict[str, Any]:
+    plan = {"share": 0.5, "fp8_sites": 2} | {
+        "selection": _outputs(selection),
+        "certification": _outputs(certification),
+    }
+    return {
+        "ranker": RANKERS[0].name,
+        "seed": 0,
+        "exit_code": 0,
+        "wall_seconds": 9.0,
+        "cpu_seconds": 8.0,
+        "error": None,
+        "able_flops": 80,
+        "products": {"Gemm": 100, "Conv": 60},
+        "plans": {"fp32": {"share": 0.0, "fp8_sites": 0}, "fp8-safe": plan},
+        "emitted": [["fp32", "faster"]],
+    } | changes
+
+
+def test_shares_are_of_a_plan_that_was_certified() -> None:
+    assert shares(_run()) == (0.5, 0.25)
+    assert shares(_run(certification="undecided")) == (0.0, 0.0)
+    assert shares({**_run(), "plans": {}}) == (0.0, 0.0)
+
+
+def test_a_plan_that_selection_admits_and_certification_does_not_is_a_second_attempt() -> None:
+    assert is_certified_at_once(_run())
+    assert not is_certified_at_once(_run(certification="beyond"))
+    both = _run(selection="undecided", certification="undecided")
+    assert not is_certified_at_once(both)  # nothing was tried
+
+
+def test_a_refusal_is_told_from_a_failure_by_its_time_and_its_exit_code() -> None:
+    error = {"message": "operator 'RandomNormalLike' is random\n  remedy: ...", "kind": "ModelError"}
+    assert result_of(_run()) == "finished"
+    assert result_of(_run(exit_code=2, error=error)).startswith("refused after 9 s: operator")
+    assert result_of(_run(exit_code=2, error=error, cpu_seconds=300.0)).startswith("failed")
+    assert result_of(_run(exit_code=1, error=error)).startswith("failed")
+
+
+def test_the_table_counts_a_ranker_that_did_not_finish_as_nothing() -> None:
+    refused = _run(ranker=RANKERS[1].name, exit_code=2, error={"message": "no"}, plans={})
+    text = markdown([_run(), refused])
+    assert len([line for line in text.splitlines() if line.startswith("|")]) == 4
+    assert f"2 of {len(RANKERS)} listed rankers were run: 1 finished, 1 refused, 0 failed." in text
+    assert "median over all: 25 % of the FP8-able FLOPs, 12 % of all products" in text
+    assert "first attempt: 1 of 1 runs" in text
+
+
+def test_a_record_names_no_directory_of_the_machine() -> None:
+    error = {
+        "message": "'/home/me/runs/model.onnx' fails\n  log: /home/me/log",
+        "kind": "E",
+        "traceback": "/home",
+    }
+    found = recorded(_run(exit_code=1, error=error))
+    assert found["error"] == {"kind": "E", "message": "model.onnx' fails"}
+    assert recorded(_run()) == _run()
+
+
+def test_stages_and_the_error_are_read_from_the_log() -> None:
+    lines = [
+        {"event": "stage_ended", "stage": "export", "seconds": 1.5},
+        {"event": "error", "kind": "ModelError", "message": "no", "traceback": None},
+    ]
+    found = events_of("\n".join(["a library's own line", *map(json.dumps, lines)]))
+    assert found["stages"] == {"export": 1.5}
+    assert found["error"]["kind"] == "ModelError"
+    assert events_of("killed")["error"]["message"] == "killed"
+
+
+def _few_rows(size: int = 6000) -> Rows:
+    """Rows of a stated formula, with the columns of the real ones and smaller tables."""
+    rng = np.random.default_rng(0)
+    tables = {"user_id": 300, "gender": 2, "age_bucket": 7, "occupation": 21, "zip3": 40, "item_id": 90}
+    tables |= {"year5": 18, "genre1": 19, "genre2": 19, "genre3": 19, "title_word": 30}
+    numbers = ("log_user_cnt", "log_item_cnt", "year", "age")
+    columns: dict[str, np.ndarray] = {name: rng.integers(0, rows, size) for name, rows in tables.items()}
+    columns |= {name: rng.standard_normal(size).astype(np.float32) for name in numbers}
+    score = columns["year"] + 0.5 * columns["age"] - 0.5 + 0.8 * (columns["gender"] > 0)
+    columns["clicked"] = (rng.random(size) < 1 / (1 + np.exp(-score))).astype(np.float32)
+    columns["bought"] = columns["clicked"] * (rng.random(size) < 0.4).astype(np.float32)
+    columns["item"], columns["item_genre"] = columns["item_id"] + 1, columns["genre1"] + 1
+    columns["history"] = histories(columns["user_id"], columns["item_id"], np.arange(size // 2), rng)
+    columns["history_genre"] = np.where(columns["history"] > 0, columns["history"] % 19 + 1, 0)
+    columns["ids"] = np.stack([columns[name] for name in tables], axis=1)
+    half = size // 3
+    parts = ({name: v[:half] for name, v in columns.items()}, {name: v[half:] for name, v in columns.items()})
+    return Rows(*parts, tables, numbers)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the libraries and of what they import
+@pytest.mark.parametrize("name", ["rechub-edcn", "deepctr-ccpm", "fuxictr-finalmlp"])
+def test_a_public_ranker_runs_from_its_librarys_constructor(name: str, tmp_path: Path) -> None:
+    (ranker,) = (one for one in RANKERS if one.name == name)
+    directory = os.environ.get(LIBRARIES_ENVIRONMENT)
+    if not directory or not is_installed(ranker.library, Path(directory)):
+        pytest.skip(f"needs {LIBRARIES_ENVIRONMENT}: a directory of libraries, as .ci/run makes one")
+    prepare(ranker, tmp_path, Path(directory), _few_rows(), steps=3)
+    found = run_one(ranker, tmp_path, 0, tmp_path / "runs", Path(__file__).parents[3])
+    assert found["exit_code"] == 0, found["error"]
+    assert found["able_flops"] > 0
+    assert found["plans"]["fp8-all"]["selection"]["outputs"]
+    assert found["cpu_seconds"] > 0
+    assert not list((tmp_path / "runs").iterdir())
