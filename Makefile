@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 JOBS ?= 2
 TORCHREC := torchrec fbgemm-gpu-cpu tensordict pyre-extensions pyvers typing-inspect
 
-.PHONY: venv demo test test-fast lint docs release bench clean
+.PHONY: venv demo test test-fast test-pythons lint docs release bench clean
 
 venv: $(STAMP)
 
@@ -37,6 +37,10 @@ test: venv
 
 test-fast: venv
 	$(BIN)/pytest -m "not slow" -n $(JOBS)
+
+# The fast tier on other versions of Python; needs nothing of .venv.
+test-pythons:
+	JOBS=$(JOBS) tests/pythons.sh
 
 lint: venv
 	$(BIN)/ruff check .

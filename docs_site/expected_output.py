@@ -2,7 +2,8 @@
 
 Every line that is shown must be printed, in this order; other lines may be printed in between. `…` stands for
 any text. White space counts once. Words and small counts are the same; other numbers may be off by a quarter
-or by .05, because a page shows what one machine printed and training differs from machine to machine.
+or by .05, because a page shows what one machine printed, and others have times and sums of their own. No page
+trains: digits of training are not the same on every processor.
 
 Percentages, and the ends of an interval, have no such .05: a loss change is a few hundredths of a percent.
 They may be off by a quarter, or by a unit of their last digit and a quarter of the width of the interval that

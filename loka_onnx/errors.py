@@ -32,6 +32,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+MOST_CHARACTERS = 1500
+"""Length of each part of a message: names and values in it come from files."""
+
+
+def shortened(text: str) -> str:
+    """A text without its middle where it is too long for a message."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    head = MOST_CHARACTERS * 2 // 3
+    return f"{text[:head]} … {len(text) - MOST_CHARACTERS} characters … {text[head - MOST_CHARACTERS :]}"
+
 
 class LokaError(Exception):
     """Base of everything raised on purpose.
@@ -47,6 +58,7 @@ class LokaError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, what: str, *, where: str = "", evidence: str = "", remedy: str = "") -> None:
+        what, where, evidence, remedy = map(shortened, (what, where, evidence, remedy))
         self.what, self.where, self.evidence, self.remedy = what, where, evidence, remedy
         lines = [f"{where}: {what}" if where else what]
         lines += [f"  evidence: {evidence}"] if evidence else []

@@ -7,6 +7,7 @@ reason that does not begin with one of `EXPECTED_SKIPS`, because a test that CI 
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -19,6 +20,9 @@ import pytest
 # take every core slow one another down many times over.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+
+# A mod that fails on a model is left out of a user's run; here it is a defect.
+os.environ.setdefault("LOKA_ONNX_STRICT_MODS", "1")
 
 # No test reads or leaves anything in the user's own cache; the workers of xdist share one.
 if "LOKA_ONNX_CACHE" not in os.environ:
@@ -34,6 +38,12 @@ EXPECTED_SKIPS = (
     "needs tensorflow",
     # Only where `data_root` finds the variable unset; a wrong path is a failure.
     "needs LOKA_ONNX_DATA",
+)
+# Packages that tests/pythons.sh runs without: it names them, and here it is looked up that they are missing.
+EXPECTED_SKIPS += tuple(
+    f"needs {name}"
+    for name in os.environ.get("LOKA_ONNX_WITHOUT", "").split()
+    if importlib.util.find_spec(name) is None
 )
 
 # Pytest turns warnings into errors. These come from libraries, say nothing about our use of them, and are

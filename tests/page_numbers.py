@@ -76,6 +76,12 @@ def _able(sites: list[dict[str, Any]]) -> int:
     return sum(_flops(s) for s in sites if s["kind"] == "linear" and s["k"] >= 16 and s["n"] >= 16)
 
 
+def _products(sites: list[dict[str, Any]], others: list[dict[str, Any]]) -> int:
+    return sum(_flops(s) for s in sites if s["kind"] != "norm") + sum(
+        o["flops_per_example"] or 0 for o in others
+    )
+
+
 def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -108,6 +114,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "largest_magnitude": lambda values: max(abs(v) for v in values),
     "flops": _flops,
     "fp8_able_flops": _able,
+    "product_flops": _products,
     "relative_error": lambda e: math.sqrt(_parts(e["noise"]) / _parts(e["signal"])),
     "interval_value": _interval("value"),
     "interval_lower": _interval("lower"),

@@ -53,6 +53,7 @@ from loka_onnx.engines.inductor.compile import torch_device
 from loka_onnx.engines.inductor.fusions.attention import LEAST, OP, is_short
 from loka_onnx.engines.inductor.lowering.model import lower
 from loka_onnx.engines.registry import get_backend
+from loka_onnx.numerics.medians import is_tie
 from loka_onnx.sessions.runner import Resident
 from loka_onnx.zoo.spec import config_of
 
@@ -241,10 +242,10 @@ def _fused_by_the_compiler() -> int:
 
 def verdict(times: Mapping[str, Mapping[str, float]]) -> str:
     """``faster`` or ``slower`` where the quartiles of both forms are apart, else ``even``."""
-    fused, written = times[FUSED], times[WRITTEN]
-    if fused["high_us"] < written["low_us"]:
-        return "faster"
-    return "slower" if fused["low_us"] > written["high_us"] else "even"
+    fused, written = ((times[form]["low_us"], times[form]["high_us"]) for form in (FUSED, WRITTEN))
+    if is_tie(fused, written):
+        return "even"
+    return "faster" if fused < written else "slower"
 
 
 def crossover(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

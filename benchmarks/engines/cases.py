@@ -108,7 +108,7 @@ class WithHistory(PreparedData):
     @property
     def bindings(self) -> tuple[InputBinding, ...]:
         """As of every model of the zoo, and `history`."""
-        ids = (IDS,) * len(self.history)
+        ids = (range(IDS),) * len(self.history)
         return (*super().bindings, InputBinding("history", self.history, "int64", 2, ids))
 
 

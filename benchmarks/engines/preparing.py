@@ -254,7 +254,8 @@ def modified_model(
     mods: list[Mod[Any]] = [kind() for kind in DEFAULT_MODS]
     if split_channels:
         profile = calibrated(model.exported, model.spec, data, counts)
-        left = errors_to_leave(model.exported, profile, (model.spec,), PlanOptions())
+        judged = {split: data.open(split).rows for split in ("selection", "certification")}
+        left = errors_to_leave(model.exported, profile, (model.spec,), RECIPES, PlanOptions(), judged)
         mods.append(SplitLoudChannels(left, [rows], directory))
     return apply_mods(model.exported, [rows], directory / "modified.onnx", mods).model
 

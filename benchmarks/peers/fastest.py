@@ -63,6 +63,7 @@ def fastest(rows: Iterable[Timed], batch: str) -> dict[str, dict[str, Any]]:
             least = found.get(row.side)
             if least is None or us < least["us"]:
                 least = {"us": us, "variant": row.variant, "engine": engine, "later": row.later}
+                least["quartiles"] = times.get("quartiles", {}).get(batch)
                 found[row.side] = least
     ours = found.get(OWN)
     if ours is not None:

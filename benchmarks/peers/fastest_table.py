@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.peers.fastest import BLANKET_SIDE, PLAIN, Timed, fastest
 from benchmarks.peers.variants import OWN, SAME_GRAPH
+from loka_onnx.numerics.medians import is_tie
 
 NAMES = {
     "dlrm": "DLRM",
@@ -117,8 +118,16 @@ def _side(inside: Mapping[str, Any] | None, every: Mapping[str, Any] | None, our
     if found is None:
         return UNKNOWN
     mark = "" if inside else "✗ "
-    ratio = f" ({found['us'] / ours['us']:.2f} ×)" if ours else ""
+    ratio = f" ({_over(found, ours)})" if ours else ""
     return f"{mark}{found['us']:.1f}{LATER if found['later'] else ''}{ratio}"
+
+
+def _over(found: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """A ratio of medians; a tie where their quartiles overlap."""
+    quartiles = found.get("quartiles"), ours.get("quartiles")
+    if found is not ours and all(quartiles) and is_tie(*(tuple(each) for each in quartiles if each)):
+        return "tie"
+    return f"{found['us'] / ours['us']:.2f} ×"
 
 
 def row(cells: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.public_rankers.table import markdown
 from benchmarks.results.formats import (
     Bar,
     chart,
@@ -15,6 +16,11 @@ from benchmarks.results.formats import (
 from benchmarks.results.records import Record
 
 BUDGETS_SHOWN = 4
+
+
+def public_rankers(record: Record) -> str:
+    """A row for each ranker, and what is said of all of them."""
+    return markdown(record.figures["runs"])
 
 
 def movielens(record: Record) -> str:
@@ -163,3 +169,36 @@ def coverage(record: Record) -> str:
             table(head, stopping),
         )
     )
+
+
+def tails(record: Record) -> str:
+    """One row for each tail, sizes and number of groups: misses, and the bounds of KL compared."""
+    rows = [
+        (
+            name,
+            number(cell["truth_above_upper_end_percent"]["delta_ne"]),
+            *(number(cell["bounds_of_kl"][bound]["misses_percent"]) for bound in _BOUNDS),
+            number(cell["truth_above_upper_end_percent"]["kl"]),
+            number(cell["upper_end_of_kl_over_truth"]),
+            "yes" if cell["can_be_said"] else "no",
+        )
+        for name, cell in record.figures["cells"].items()
+    ]
+    head = (
+        "tail, sizes of groups, groups",
+        "ΔNE, %",
+        *(f"KL by {bound}, %" for bound in _BOUNDS),
+        "KL as taken, %",
+        "its upper end over the truth",
+        "can be within",
+    )
+    power = record.figures["power"]
+    said = (
+        "Samples whose upper end lies below the truth. Within is said in "
+        f"{number(power['within_percent'])} % where the change is half the budget and the interval a quarter "
+        "of it wide."
+    )
+    return f"{said}\n\n{table(head, rows)}"
+
+
+_BOUNDS = ("student", "hall", "one more", "bernstein")

@@ -146,6 +146,28 @@ ENTRIES = (
         accuracy.coverage,
         aims.coverage,
     ),
+    Entry("demo_table", ACCURACY, "The demo's table", "benchmarks.pipeline.demo_table"),
+    Entry(
+        "public_rankers*",
+        ACCURACY,
+        "Rankers of public libraries{}",
+        "benchmarks.public_rankers.table",
+        accuracy.public_rankers,
+    ),
+    Entry(
+        "interval_tails",
+        ACCURACY,
+        "Ends of intervals where tails are heavy or groups few",
+        "benchmarks.pipeline.interval_tails",
+        accuracy.tails,
+    ),
+    Entry(
+        "choice_errors",
+        ENGINES,
+        "Equal engines, and engines that truly differ",
+        "benchmarks.engines.choice_errors",
+        engines.choice_errors,
+    ),
     Entry("peers*", PEERS, "FP8 by other tools{}", "benchmarks.peers.compare", peers.render),
     Entry(
         "peer_calibration",
@@ -212,6 +234,7 @@ ENTRIES = (
     Entry(
         "drift_alarms", FLEET, "Alarms of drift", "benchmarks.pipeline.drift_alarms", costs.drift, aims.drift
     ),
+    Entry("mutants", OTHERS, "Small defects that the tests see", "benchmarks.micro.mutants"),
     Entry(
         "compare_with_itself",
         FLEET,

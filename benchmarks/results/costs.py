@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.results.formats import Bar, chart, number, percent, quartiles, spread, table, times
+from benchmarks.results.formats import (
+    Bar,
+    chart,
+    number,
+    percent,
+    quartile_ends,
+    quartiles,
+    spread,
+    table,
+    times,
+)
 from benchmarks.results.generic import nested
 from benchmarks.results.records import Record
 
@@ -115,7 +125,7 @@ def overhead(record: Record) -> str:
         batches = sorted(sizes, key=int)
         ways = [way for way in sizes[batches[0]] if "median_us" in sizes[batches[0]][way]]
         bars = [
-            Bar(f"batch {batch}", held["median_us"], number(held["median_us"]), _quartile_ends(held))
+            Bar(f"batch {batch}", held["median_us"], number(held["median_us"]), quartile_ends(held))
             for batch in batches
             for held in [sizes[batch]["metrics on"]]
         ]
@@ -124,10 +134,6 @@ def overhead(record: Record) -> str:
         head = ("µs, median (quartiles)", *(f"batch {batch}" for batch in batches))
         parts += [chart(title, bars, mark=limit), table(head, rows)]
     return "\n\n".join(parts)
-
-
-def _quartile_ends(held: Mapping[str, float]) -> tuple[float, float]:
-    return held["quartile_low_us"], held["quartile_high_us"]
 
 
 def drift(record: Record) -> str:

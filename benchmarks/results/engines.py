@@ -14,12 +14,14 @@ from benchmarks.results.formats import (
     microseconds,
     number,
     percent,
+    quartile_ends,
     quartiles,
     signed,
     table,
     times,
 )
 from benchmarks.results.records import Record
+from loka_onnx.numerics.medians import is_tie
 
 BUDGETS_SHOWN = 4
 """The axis of an accuracy chart ends at so many budgets."""
@@ -41,7 +43,7 @@ def speed(record: Record) -> str:
                 (
                     _starred(name, found["chosen"]),
                     quartiles(taken),
-                    times(found["times"][found["chosen"]]["median_us"] and _over_chosen(found, name)),
+                    _over_chosen(found, name),
                     percent(engine.get("fp8_share")),
                     ", ".join(engine.get("fallbacks", ())) or NOTHING,
                 )
@@ -96,7 +98,7 @@ def trained(record: Record) -> str:
             _floors(found),
         ]
         rows = [
-            (_starred(name, found["chosen"]), quartiles(taken), times(_over_chosen(found, name)))
+            (_starred(name, found["chosen"]), quartiles(taken), _over_chosen(found, name))
             for name, taken in _fastest_first(found["times"])
         ]
         parts.append(table(("engine", "µs (quartiles)", "over the chosen"), rows))
@@ -297,8 +299,12 @@ def _certified(engine: Mapping[str, Any]) -> Mapping[str, Any]:
     return engine.get("certification") or {}
 
 
-def _over_chosen(found: Mapping[str, Any], name: str) -> float:
-    return float(found["times"][name]["median_us"] / found["times"][found["chosen"]]["median_us"])
+def _over_chosen(found: Mapping[str, Any], name: str) -> str:
+    """A ratio of medians; a tie where their quartiles overlap."""
+    ours, chosen = found["times"][name], found["times"][found["chosen"]]
+    if name != found["chosen"] and is_tie(quartile_ends(ours), quartile_ends(chosen)):
+        return "tie"
+    return times(ours["median_us"] / chosen["median_us"])
 
 
 def _fastest_first(taken: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -321,3 +327,33 @@ def _short(engine: str) -> str:
 
 def _or_nothing(value: Any) -> str:
     return number(value)
+
+
+def choice_errors(record: Record) -> str:
+    """How often equal engines were told apart, and engines that truly differ, by engines and deviation of
+    loads.
+    """
+    rows = [
+        (
+            name,
+            number(cell["equal_told_apart_percent"]),
+            number(cell["equal_costs_precision_percent"]),
+            number(cell["three_percent_told_apart_percent"]),
+            number(cell["mean_loads_of_an_engine"]),
+        )
+        for name, cell in record.figures["simulated"].items()
+    ]
+    head = (
+        "engines, deviation from load to load",
+        "equal, told apart, %",
+        "equal, costs precision, %",
+        "truly apart, told apart, %",
+        "loads of an engine",
+    )
+    found = record.figures["real"]
+    said = (
+        f"One file as two engines in ONNX Runtime on the CPU, {found['pairs']} pairs: "
+        f"{found['told_apart']} were told apart (median deviation from load to load "
+        f"{number(found['median_load_to_load_deviation_percent'])} %)."
+    )
+    return f"{table(head, rows)}\n\n{said}"

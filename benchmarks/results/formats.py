@@ -82,9 +82,14 @@ def spread(value: Mapping[str, float], unit: str = "") -> str:
 
 def quartiles(value: Mapping[str, float]) -> str:
     """A median in µs with its quartiles."""
-    low = value.get("low_us", value.get("quartile_low_us"))
-    high = value.get("high_us", value.get("quartile_high_us"))
+    low, high = quartile_ends(value)
     return f"{number(value['median_us'], DIGITS + 1)} ({_range(low, high, DIGITS + 1)})"
+
+
+def quartile_ends(value: Mapping[str, float]) -> tuple[float, float]:
+    """Lower and upper quartile of a time, µs, by either name that records give them."""
+    low = value["low_us"] if "low_us" in value else value["quartile_low_us"]
+    return low, value["high_us"] if "high_us" in value else value["quartile_high_us"]
 
 
 def _range(low: float | None, high: float | None, digits: int = DIGITS) -> str:

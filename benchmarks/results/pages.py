@@ -94,8 +94,10 @@ def _first(shown: list[Shown]) -> str:
             "`make bench` "
             "measures again what the machine at hand can. Nothing here is a promise about other devices.",
             "## Engines that were chosen",
-            "Ratios of request times: larger is better for the chosen engine. Each section says on "
-            "which device.",
+            "Ratios of times: larger is better for the chosen engine. Plans are made by the benchmark, among "
+            "those that a run makes and others; the dense part is timed, without embedding lookups, inputs "
+            "on the device. What a run chooses, and requests from host memory: "
+            "[the whole product on the zoo](engines.md#zoo-engines). Each section says on which device.",
             table(head, rows),
             "## What was missed",
             f"{number(len(every) - len(missed))} of {number(len(every))} aims are met. These are not:",

@@ -73,7 +73,7 @@ def _measured(evaluation: Evaluation | None) -> Iterator[str]:
         yield (
             f"            {output.output}: {output.difference.judged_name} {judged.value:.3g} "
             f"[{judged.lower:.3g}, {judged.upper:.3g}] on {evaluation.rows} rows of {evaluation.split}; "
-            f"budget {output.budget:.3g}: {output.budget_status}"
+            f"budget {output.budget:.3g}: {output.verdict}"
         )
     for latency in evaluation.latencies:
         yield (

@@ -169,6 +169,11 @@ def _measured(evaluation: Evaluation) -> Iterator[tuple[str, float]]:
             yield f"{output.output}/{name}", judged.value
             yield f"{output.output}/{name}_lower", judged.lower
             yield f"{output.output}/{name}_upper", judged.upper
+            for guard in output.guards:
+                measured = difference.guarded(guard.name)
+                if measured is not None:
+                    yield f"{output.output}/{guard.name}_upper", measured.upper
+                    yield f"{output.output}/{guard.name}", guard.limit
         yield f"{output.output}/budget", output.budget
         for name in ("normalized_entropy", "auc", "prediction_ratio"):
             value = getattr(output.metrics, name)

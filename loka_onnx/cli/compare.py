@@ -161,7 +161,8 @@ def _beyond(item: BeyondBudget, budget: float) -> str:
     output = f"output '{item.output}' of {item.engine_b}"
     if item.judged is None:
         return f"{output} is not judged: {item.reason}"
-    return f"{output}: {item.name} {numbers.percent_interval(item.judged, budget)}"
+    reason = f" ({item.reason})" if item.reason else ""
+    return f"{output}: {item.name} {numbers.percent_interval(item.judged, budget)}{reason}"
 
 
 def _kinds(given: list[str]) -> dict[str, OutputKind]:

@@ -102,9 +102,11 @@ def _accuracy(pair: AccuracyDifference, found: Comparison) -> Iterator[Text]:
 def _judged(output: OutputEvaluation, change: PairedDifference, found: Comparison) -> Iterator[Text]:
     verdict = Text.assemble(
         "  ",
-        (output.budget_status, _STYLES[output.budget_status]),
+        (output.verdict, _STYLES[output.budget_status]),
         f" (budget {numbers.budget_percent(output.budget)}, {found.budget_source})",
     )
+    for remark in output.remarks:
+        yield Text.assemble(("    ! ", "yellow"), remark)
     if change.delta_ne is None:
         line = _line("KL", numbers.percent_interval(change.kl, output.budget))
         yield line.append_text(verdict).append(f"; {NO_LABELS}")

@@ -6,6 +6,7 @@ for did not hold; 130 and 143 interrupted.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -134,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, _end)
     _received.clear()
     if given.log != LogFormat.JSON or COMPLETING in os.environ:
-        sys.exit(_run(given, None))
+        _leave(_run(given, None))
     with json_log() as log:
         _logs.append(log)
         try:
@@ -143,6 +144,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             log.ended(code)
         finally:
             _logs.pop()
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process; that what was printed cannot be written is an error, and no traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # The interpreter would try again, and say so in its own way.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not code:
+            ending = _Ending.of(error, is_debug=False)
+            ending.tell(None)
+            code = ending.exit_code
     sys.exit(code)
 
 
@@ -244,6 +259,11 @@ class _Ending:
             return cls(str(error), kind, error.exit_code, "error: ", trace if is_debug else "")
         if isinstance(error, _UsageError):
             return cls(error.format_message(), "Usage", error.exit_code)
+        lacking = _lacking(error)
+        if lacking:
+            return cls(
+                f"{lacking}\n  evidence: {kind}: {error}", kind, 1, "error: ", trace if is_debug else ""
+            )
         said = str(error) if isinstance(error, InternalError) else f"{kind}: {error}"
         return cls(said, kind, 1, "internal error, please report: ", trace)
 
@@ -262,6 +282,25 @@ class _Ending:
             exit_code=self.exit_code,
             traceback=self.trace or None,
         )
+
+
+_LACKING = {
+    errno.ENOSPC: "the disk, or what the output goes to, is full",
+    errno.EDQUOT: "the quota of the disk is used up",
+    errno.EMFILE: "this process may open no more files (`ulimit -n`)",
+    errno.ENFILE: "this host may open no more files",
+    errno.ENOMEM: "there is not enough memory",
+    errno.EAGAIN: "this host gives out no more threads or processes (`ulimit -u`)",
+}
+
+
+def _lacking(error: Exception) -> str:
+    """What the host ran out of; empty where the error is of another kind."""
+    if isinstance(error, MemoryError):
+        return _LACKING[errno.ENOMEM]
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return _LACKING[errno.EAGAIN]
+    return _LACKING.get(error.errno or 0, "") if isinstance(error, OSError) else ""
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from loka_onnx.report.slice_tables import slices_sentence
 from loka_onnx.report.verdict import budget_sentence
 
 SPLIT = "certification"
-DISPENSABLE = ("FP8 FLOPs", "FP8 sites", "size", "AUC", "NE")
+DISPENSABLE = ("FP8 FLOPs", "FP8 sites", "size", "AUC", "NE", "ΔAUC", "KL")
 """What a narrow terminal shows of candidates only where there is room, the first to go first."""
 
 
@@ -96,7 +96,7 @@ def _undecided(data: ReportData) -> Iterator[Text]:
         if evaluation.split != SPLIT:
             continue
         for output in evaluation.outputs:
-            if output.budget_status == BudgetStatus.UNDECIDED:
+            if output.budget_status == BudgetStatus.UNDECIDED or output.remarks:
                 yield Text.assemble(
                     ("? ", "yellow"), f"{evaluation.engine}, {output.output}: {budget_sentence(output)}"
                 )

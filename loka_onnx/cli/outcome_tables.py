@@ -12,8 +12,10 @@ from rich.text import Text
 
 from loka_onnx.core.evaluation import KL_NAME, BudgetStatus, Latency, OutputEvaluation, TargetChoice
 from loka_onnx.core.formats import Precision
+from loka_onnx.numerics.medians import is_tie, quartiles
 from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.data import CERTIFICATION, confidence_text
+from loka_onnx.report.summary import beside, on_two_lines
 
 _STYLES = {BudgetStatus.WITHIN: "green", BudgetStatus.BEYOND: "red", BudgetStatus.UNDECIDED: "yellow"}
 _UNBOUNDED = 10_000
@@ -118,14 +120,14 @@ class _Row:
         batch: Rows per request.
         plan: Plan of the engine that takes requests of this size.
         latency: What it takes; None where that was not measured on the target.
-        references: Shortest median latency by plan, over the engines that were timed beside it, microseconds.
+        references: Shortest latency by plan, over the engines that were timed beside it.
     """
 
     target: str
     batch: int
     plan: str
     latency: Latency | None
-    references: dict[str, float]
+    references: dict[str, Latency]
 
 
 def _timed(data: ReportData, choice: TargetChoice) -> Iterator[_Row]:
@@ -136,34 +138,43 @@ def _timed(data: ReportData, choice: TargetChoice) -> Iterator[_Row]:
             found.setdefault(evaluation.engine, {}).update(counts)
     plans = {engine.id: engine.plan for engine in data.engines}
     for batch in sorted({batch for latencies in found.values() for batch in latencies}):
-        references: dict[str, float] = {}
+        references: dict[str, Latency] = {}
         for engine, latencies in found.items():
             plan = plans.get(engine, "")
             if plan in REFERENCES and batch in latencies:
-                us = latencies[batch].p50_us
-                references[plan] = min(us, references.get(plan, us))
+                known = references.get(plan, latencies[batch])
+                references[plan] = min(known, latencies[batch], key=lambda latency: latency.p50_us)
         engine = choice.route(batch)
         chosen = found.get(engine, {}).get(batch)
         yield _Row(choice.target, batch, plans.get(engine, choice.plan), chosen, references)
 
 
 def _times(row: _Row, plan: str) -> str:
-    """Latency of the plan over that of the chosen engine; a dash where one of them was not measured."""
+    """Latency of the plan over that of the chosen engine; a dash where one of them was not measured.
+
+    A tie where the quartiles of their loads overlap.
+    """
     if row.latency is None or plan not in row.references:
         return numbers.NONE
-    return f"{row.references[plan] / row.latency.p50_us:.2f}×"
+    other, ours = row.references[plan], row.latency
+    if other.loads_us and ours.loads_us and is_tie(quartiles(other.loads_us), quartiles(ours.loads_us)):
+        return "1×" if other == ours else "tie"
+    return f"{other.p50_us / ours.p50_us:.2f}×"
 
 
 def _judged(output: OutputEvaluation) -> tuple[Text, Text, Text]:
+    """What is judged with KL and the change of AUC below it, the budget, and the verdict."""
     style = _STYLES.get(output.budget_status, "")
-    if output.difference is None:
-        return Text("reference"), Text(numbers.budget_percent(output.budget)), Text(numbers.NONE)
-    interval = numbers.percent_interval(output.difference.judged, output.budget)
-    value, _, ends = interval.partition(" [")
-    # On two lines and with the unit said once, so that the table fits a narrow terminal.
-    name = "KL " if output.difference.judged_name == KL_NAME else ""
-    judged = Text(f"{name}{value}\n[{ends.replace(' %', '')}", style=style)
-    return judged, Text(numbers.budget_percent(output.budget)), Text(output.budget_status, style=style)
+    budget, change = Text(numbers.budget_percent(output.budget)), output.difference
+    if change is None:
+        return Text("reference"), budget, Text(numbers.NONE)
+    name = "KL " if change.judged_name == KL_NAME else ""
+    judged = name + on_two_lines(numbers.percent_interval(change.judged, output.budget))
+    kl, auc = beside(output)
+    below = [f"KL {kl}"] if not name else []
+    below += [f"ΔAUC {auc}"] if change.delta_auc is not None else []
+    cost = Text(judged, style=style).append("".join(f"\n{line}" for line in below))
+    return cost, budget, Text(output.verdict, style=style)
 
 
 def _table(title: str) -> Table:

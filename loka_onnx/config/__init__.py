@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from loka_onnx.config.choices import Backend, Executor, PlanId, ScaleRule, SplitBy, WeightGranularity
+from loka_onnx.config.choices import (
+    Backend,
+    Executor,
+    NullGroups,
+    PlanId,
+    ScaleRule,
+    SplitBy,
+    WeightGranularity,
+)
 from loka_onnx.config.data_sections import BatchConfig, DataConfig, OutputConfig, SplitConfig, SplitFractions
 from loka_onnx.config.loading import build_run_config, load_run_file, parse_overrides
 from loka_onnx.config.mod_sections import ModsConfig
@@ -19,6 +27,7 @@ __all__ = [
     "Executor",
     "ModelConfig",
     "ModsConfig",
+    "NullGroups",
     "OutputConfig",
     "PlanConfig",
     "PlanId",

@@ -55,6 +55,14 @@ class ScaleRule(StrEnum):
     """Per site, the one whose measured error is smallest."""
 
 
+class NullGroups(StrEnum):
+    """What becomes of rows without a group."""
+
+    REFUSE = "refuse"
+    UNGROUP = "ungroup"
+    """Each is a group of its own."""
+
+
 class SplitBy(StrEnum):
     """How one file is divided."""
 

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from loka_onnx.config.choices import SplitBy
-from loka_onnx.config.fields import Columns, Count, Fraction, ResolvedPath, Seed, Strict, Text, fault
+from loka_onnx.config.choices import NullGroups, SplitBy
+from loka_onnx.config.fields import Batch, Columns, Fraction, ResolvedPath, Seed, Strict, Text, fault
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 
 
@@ -25,8 +25,19 @@ class OutputConfig(Strict):
         "entropy of the predictions, and the labelled first-order part is not seen"
     )
     weight: Text | None = Field(None, description="column of the data that holds a weight for each row")
-    budget: Annotated[float, Field(gt=0.0)] = Field(
+    budget: Annotated[float, Field(gt=0.0, le=1e3)] = Field(
         0.0002, description="largest accepted relative increase of the loss; 0.0002 is 0.02 %"
+    )
+    max_kl: Annotated[float, Field(gt=0.0, le=1e4)] | None = Field(
+        None,
+        description="largest accepted KL, the part of the loss increase that needs no label, over the FP32 "
+        "loss (over the mean entropy without labels); held against the upper end of its interval, so that a "
+        "lucky labelled part does not hide large changes; null for 5 times `budget`",
+    )
+    max_auc_drop: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        None,
+        description="largest accepted decrease of AUC, held against the end of its interval that is worse; "
+        "0.0001 is .01 points; null accepts any, and warns where the whole interval lies beyond .01 points",
     )
     clip: Annotated[float, Field(gt=0.0, lt=0.5)] = Field(
         1e-7, description="a probability is clipped to [clip, 1-clip] before it is turned into a logit"
@@ -55,10 +66,38 @@ class OutputConfig(Strict):
             )
         return self
 
+    @model_validator(mode="after")
+    def _limits_have_a_use(self) -> Self:
+        for key in ("max_kl", "max_auc_drop"):
+            if getattr(self, key) is not None and self.kind is OutputKind.REGRESSION:
+                raise fault(
+                    f"`{key}` belongs to an output of kind 'logit' or 'probability'",
+                    at=(key,),
+                    evidence=f"output '{self.name}' is a regression",
+                    remedy=f"remove `{key}`, or correct `kind`",
+                )
+        if self.max_auc_drop is not None and self.label is None:
+            raise fault(
+                f"`max_auc_drop` needs a label, and output '{self.name}' has none",
+                at=("max_auc_drop",),
+                evidence="AUC ranks rows by their labels",
+                remedy="name the column of its label, or remove `max_auc_drop`",
+            )
+        return self
+
     @property
     def spec(self) -> OutputSpec:
         """The same as the core type."""
-        return OutputSpec(self.name, self.kind, self.label, self.weight, self.budget, self.clip)
+        return OutputSpec(
+            self.name,
+            self.kind,
+            self.label,
+            self.weight,
+            self.budget,
+            self.clip,
+            self.max_kl,
+            self.max_auc_drop,
+        )
 
 
 class SplitFractions(Strict):
@@ -127,6 +166,11 @@ class DataConfig(Strict):
     group: Text | None = Field(
         None, description="column whose equal values belong together (a request, a user)"
     )
+    null_groups: NullGroups = Field(
+        NullGroups.REFUSE,
+        description="rows whose group is null, NaN or an empty string: 'refuse' them, or 'ungroup', which "
+        "takes each of them as a group of its own",
+    )
     slices: tuple[Text, ...] = Field(
         (),
         description="columns whose values (countries, devices) accuracy is reported for separately, each of "
@@ -185,11 +229,11 @@ def _listed(names: list[str]) -> str:
 class BatchConfig(Strict):
     """Batch sizes of the engines, in rows."""
 
-    min: Count = Field(1, description="smallest batch an engine must take")
-    serve: tuple[Count, ...] = Field(
+    min: Batch = Field(1, description="smallest batch an engine must take")
+    serve: tuple[Batch, ...] = Field(
         (256, 1024, 2048), min_length=1, description="batch sizes that latency is measured and optimized at"
     )
-    max: Count = Field(4096, description="largest batch an engine must take")
+    max: Batch = Field(4096, description="largest batch an engine must take")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -16,6 +17,8 @@ from pydantic import (
     WithJsonSchema,
 )
 from pydantic_core import PydanticCustomError
+
+from loka_onnx.core.serde import MOST_NAME_BYTES, MOST_PATH_BYTES
 
 FAULT = "loka_fault"
 """Type of the validation errors that `fault` makes."""
@@ -40,7 +43,20 @@ def fault(what: str, *, at: tuple[str | int, ...] = (), evidence: str = "", reme
 
 def _resolve(path: Path, info: ValidationInfo) -> Path:
     base = (info.context or {}).get("directory", Path())
-    return Path(base, path.expanduser()).absolute()
+    try:
+        found = Path(base, path.expanduser()).absolute()
+    except RuntimeError as error:
+        raise fault("the home directory of a path is not known", evidence=str(error)) from error
+    for what, length, most in (
+        ("path", len(os.fsencode(found)), MOST_PATH_BYTES),
+        ("file name", max(len(os.fsencode(part)) for part in found.parts), MOST_NAME_BYTES),
+    ):
+        if length > most:
+            evidence = f"it has {length} bytes, of at most {most}"
+            raise fault(f"the {what} is longer than Linux allows", evidence=evidence, remedy="shorten it")
+    if "\0" in str(found):
+        raise fault("a path holds the character NUL", remedy="write the path without it")
+    return found
 
 
 def _one_or_more(value: Any) -> Any:
@@ -58,8 +74,16 @@ def _one_or_more(value: Any) -> Any:
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 ResolvedPath = Annotated[Path, AfterValidator(_resolve)]
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+MOST_ROWS = 1 << 20
+"""Rows of one batch: every stage holds all activations of a batch at once."""
+CLOSEST = 1e-6
+"""How near a share may come to 0 or 1. Beyond, a split has no rows, and an interval no end."""
+Count = Annotated[int, Field(ge=1, le=1 << 50)]
+Batch = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+Threads = Annotated[int, Field(ge=1, le=4096)]
+Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]
+Gigabytes = Annotated[float, Field(ge=0.0, le=1e6)]
+Fraction = Annotated[float, Field(ge=CLOSEST, le=1.0 - CLOSEST)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Columns = Annotated[
     tuple[Text, ...],

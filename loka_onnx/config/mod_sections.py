@@ -22,9 +22,10 @@ class ModsConfig(Strict):
     )
 
     split_channels: bool = Field(
-        False,
-        description="whether the few input channels that make most of the error of an unsafe site are split "
-        "off as a product of their own, so that the rest is safe; every plan then pays for one more product",
+        True,
+        description="whether the few input channels that make most of the error of a site are split off as a "
+        "product of their own, so that the rest can run in FP8; in a plan where it does not, they are one "
+        "product again",
     )
 
     @model_validator(mode="after")

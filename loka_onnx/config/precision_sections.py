@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from loka_onnx.config.choices import Executor, PlanId, ScaleRule, WeightGranularity
-from loka_onnx.config.fields import Count, ResolvedPath, Seed, Strict, Text, fault
+from loka_onnx.config.fields import CLOSEST, Batch, Count, ResolvedPath, Seed, Strict, Text, fault
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import Protection
 
@@ -15,7 +15,7 @@ from loka_onnx.core.plan import Protection
 class CalibrationConfig(Strict):
     """How ranges, errors and sensitivities are measured."""
 
-    batch_size: Count = Field(512, description="rows in one calibration batch")
+    batch_size: Batch = Field(512, description="rows in one calibration batch")
     rows: Count | None = Field(None, description="rows that are used at all, the first ones; null for all")
     range_rows: Count | None = Field(
         None,
@@ -33,7 +33,7 @@ class CalibrationConfig(Strict):
         description="whether that ends before, when the verdict of every site is reached; verdicts then rest "
         "on intervals that hold at any number of rows, which are wider than those at a fixed one",
     )
-    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = Field(
+    confidence: Annotated[float, Field(gt=0.5, le=1.0 - CLOSEST)] = Field(
         0.95, description="of the intervals that verdicts rest on, all of them together"
     )
     draws: Annotated[int, Field(ge=1, le=8)] = Field(
@@ -41,7 +41,7 @@ class CalibrationConfig(Strict):
         description="draws of the rounding noise, 1 to 8: some rows are measured again under scales that "
         "were moved a little, and a site counts as the worst of its draws; 1 for no other",
     )
-    error_precision: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+    error_precision: Annotated[float, Field(ge=CLOSEST, lt=1.0)] | None = Field(
         0.02,
         description="relative precision of each site's own error at which no further rows are taken for it; "
         "null to take it from all rows",

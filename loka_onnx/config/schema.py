@@ -11,9 +11,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, JsonValue, PrivateAttr, StringConstraints, ValidationInfo, model_validator
 
-from loka_onnx.config.choices import Backend, Executor
+from loka_onnx.config.choices import Backend, Executor, NullGroups
 from loka_onnx.config.data_sections import BatchConfig, DataConfig, OutputConfig
-from loka_onnx.config.fields import Count, ResolvedPath, Strict, Text, fault
+from loka_onnx.config.fields import Gigabytes, ResolvedPath, Seconds, Strict, Text, Threads, fault
 from loka_onnx.config.mod_sections import ModsConfig
 from loka_onnx.config.precision_sections import CalibrationConfig, PlanConfig
 from loka_onnx.config.serving_sections import RefineConfig, ServingConfig
@@ -40,6 +40,12 @@ class ModelConfig(Strict):
         "the bundle carries a lookup model beside them; a model that cannot be cut stays whole, and the "
         "report says why",
     )
+    require_independent_rows: bool = Field(
+        True,
+        description="true refuses a model that gives the same row another output among other rows, in "
+        "another batch size, or each time (random operators, norms over the batch, Dropout in training); "
+        "false goes on, and the report says so",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -64,7 +70,7 @@ class ModelConfig(Strict):
 class TargetConfig(Strict):
     """A device to build for."""
 
-    device: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]*$")] = Field(
+    device: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=60)] = Field(
         description="name of the device, for example cpu, nvidia-h100 or nvidia-rtx-ada; lower-case letters, "
         "digits and hyphens, because it names a directory"
     )
@@ -97,13 +103,13 @@ class TargetConfig(Strict):
 class BuildConfig(Strict):
     """How engines are built: limits of each build, how many at once, and where."""
 
-    timeout_seconds: Annotated[float, Field(gt=0.0)] = Field(
+    timeout_seconds: Seconds = Field(
         900.0, description="a build that takes longer is stopped and counts as failed"
     )
-    memory_gb: Annotated[float, Field(gt=0.0)] = Field(
+    memory_gb: Annotated[Gigabytes, Field(gt=0.0)] = Field(
         16.0, description="a build that holds more memory is stopped and counts as failed (10⁹ bytes)"
     )
-    parallel: Count | None = Field(
+    parallel: Threads | None = Field(
         None,
         description="most builds at once; null for half of the cores. Never more than the free memory "
         "allows, each at its memory limit",
@@ -113,7 +119,7 @@ class BuildConfig(Strict):
         description="directory of engines that were built before, taken over where everything that they "
         "depend on is the same; null for `engines` in $LOKA_ONNX_CACHE or in the user's cache directory",
     )
-    cache_gb: Annotated[float, Field(ge=0.0)] = Field(
+    cache_gb: Gigabytes = Field(
         20.0,
         description="size of that directory beyond which what was not used for longest is removed "
         "(10⁹ bytes); 0 keeps no engines",
@@ -141,7 +147,7 @@ class BuildConfig(Strict):
 class RunConfig(Strict):
     """A run file, checked, its paths absolute."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[\w][\w.-]*$")] = Field(
+    name: Annotated[str, StringConstraints(pattern=r"^[\w][\w.-]*$", max_length=60)] = Field(
         description="name of the run, of letters, digits, '_', '-' and '.'; the run file's own name "
         "without its suffix by default"
     )
@@ -164,7 +170,7 @@ class RunConfig(Strict):
         default_factory=ServingConfig,
         description="engines by batch size, and the load that throughput is measured under",
     )
-    threads: Count | None = Field(None, description="CPU threads; null for all cores")
+    threads: Threads | None = Field(None, description="CPU threads; null for all cores")
     output: ResolvedPath = Field(description="the run directory; runs/<name> by default")
 
     _directory: Path = PrivateAttr(default_factory=Path.cwd)
@@ -189,12 +195,16 @@ class RunConfig(Strict):
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns wanted beside the inputs: labels, weights, group and slices, each once."""
-        return tuple(dict.fromkeys([*self._numbers_and_group, *self.data.slices]))
+        group = [self.data.group] if self.data.group is not None else []
+        return tuple(dict.fromkeys([*self._numbers, *group, *self.data.slices]))
 
     @property
     def nullable_columns(self) -> frozenset[str]:
-        """Those of `columns` in which a null is a value: slices that serve for nothing else."""
-        return frozenset(self.data.slices) - set(self._numbers_and_group)
+        """Those of `columns` in which a null is a value: slices, and a group whose nulls are told apart."""
+        strict = set(self._numbers)
+        if self.data.group is not None and self.data.null_groups is NullGroups.UNGROUP:
+            return (frozenset(self.data.slices) | {self.data.group}) - strict
+        return frozenset(self.data.slices) - strict - {self.data.group}
 
     @property
     def column_keys(self) -> dict[str, str]:
@@ -208,10 +218,10 @@ class RunConfig(Strict):
         return {name: key for name, key in reversed(named) if name is not None}
 
     @property
-    def _numbers_and_group(self) -> list[str]:
+    def _numbers(self) -> list[str]:
         named = [output.label for output in self.outputs]
         named += [output.weight for output in self.outputs]
-        return [name for name in (*named, self.data.group) if name is not None]
+        return [name for name in named if name is not None]
 
 
 def _refuse_repeats(values: list[str], key: str, field: str) -> None:

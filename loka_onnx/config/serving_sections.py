@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from loka_onnx.config.fields import Count, Seed, Strict
+from loka_onnx.config.fields import Seconds, Seed, Strict
 from loka_onnx.core.evaluation import InputPlace
 
 
@@ -18,8 +18,10 @@ class RefineConfig(Strict):
         description="most rounds of building, timing and judging more plans, where a device here runs FP8; "
         "0 for none",
     )
-    plans: Count = Field(3, description="most plans that are built in one round")
-    seconds: Annotated[float, Field(gt=0.0)] = Field(
+    plans: Annotated[int, Field(ge=1, le=100)] = Field(
+        3, description="most plans that are built in one round"
+    )
+    seconds: Seconds = Field(
         600.0, description="no round begins after so much time in rounds, for each device"
     )
 
@@ -43,7 +45,7 @@ class ServingConfig(Strict):
         "device and back; device for servers that put them there themselves, which times the engine alone "
         "(an engine that cannot take them there is timed from the host, and the report says so)",
     )
-    p99_ms: Annotated[float, Field(gt=0.0)] | None = Field(
+    p99_ms: Annotated[float, Field(ge=1e-6, le=1e9)] | None = Field(
         None,
         description="limit on the 99th percentile of latency, in milliseconds, at which requests per second "
         "are measured for the chosen engine and the best one without FP8; null measures none",
@@ -51,7 +53,5 @@ class ServingConfig(Strict):
     streams: Annotated[int, Field(ge=1, le=64)] = Field(
         2, description="copies of an engine that answer at once under that load"
     )
-    trial_seconds: Annotated[float, Field(gt=0.0)] = Field(
-        2.0, description="time of one trial of that load; about ten make a result"
-    )
+    trial_seconds: Seconds = Field(2.0, description="time of one trial of that load; about ten make a result")
     seed: Seed = Field(0, description="seed of the arrivals")

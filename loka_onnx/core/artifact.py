@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
 
-from loka_onnx.core.serde import STRICT
+from loka_onnx.core.products import OtherProduct, product_flops
+from loka_onnx.core.serde import STRICT, is_inside
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import ConfigError, UserError
 
 
 class OutputKind(StrEnum):
@@ -18,6 +19,10 @@ class OutputKind(StrEnum):
     LOGIT = "logit"
     PROBABILITY = "probability"
     REGRESSION = "regression"
+
+
+KL_PER_BUDGET = 5.0
+"""KL accepted, in budgets, where `OutputSpec.max_kl` does not say: the labelled part may hide harm."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,11 @@ class OutputSpec:
         weight: Column of per-row weights, or None.
         budget: Largest accepted relative loss increase (0.0002 is 0.02 %).
         clip: Clipping of probabilities.
+        max_kl: Largest accepted KL over the FP32 loss (or entropy); None for `KL_PER_BUDGET` budgets.
+        max_auc_drop: Largest accepted decrease of AUC (0.0001 is .01 points); None for any.
 
     Raises:
-        ConfigError: A regression has no label.
+        ConfigError: A regression has no label, or a limit that only a log loss has.
     """
 
     name: str
@@ -45,8 +52,23 @@ class OutputSpec:
     weight: str | None = None
     budget: float = 0.0002
     clip: float = 1e-7
+    max_kl: float | None = None
+    max_auc_drop: float | None = None
+
+    @property
+    def kl_limit(self) -> float | None:
+        """Largest accepted KL; None for a regression, whose squared change is no divergence."""
+        if self.kind is OutputKind.REGRESSION:
+            return None
+        return KL_PER_BUDGET * self.budget if self.max_kl is None else self.max_kl
 
     def __post_init__(self) -> None:
+        if self.kind is OutputKind.REGRESSION and (self.max_kl, self.max_auc_drop) != (None, None):
+            raise ConfigError(
+                f"`max_kl` and `max_auc_drop` are of a log loss, and output '{self.name}' is a regression",
+                evidence="a regression has neither a divergence of probabilities nor an AUC",
+                remedy="remove them, or correct `kind`",
+            )
         if self.label is None and self.kind is OutputKind.REGRESSION:
             raise ConfigError(
                 f"a regression needs a label, and output '{self.name}' has none",
@@ -93,7 +115,7 @@ class ModelArtifact:
     """An ONNX model with named sites.
 
     Attributes:
-        path: The ``.onnx`` file, relative to the run directory.
+        path: The ``.onnx`` file, relative to the run directory in its document; absolute in a report.
         digest: SHA-256 over the graph and its external data.
         opset: Version of the default operator set.
         inputs: Graph inputs.
@@ -102,9 +124,10 @@ class ModelArtifact:
         producer: What wrote the original model.
         parity: Agreement with the torch module; None when the model entered as ONNX.
         notes: What was converted on the way in.
+        other_products: What multiplies matrices and is no site.
     """
 
-    SCHEMA: ClassVar[str] = "model/1"
+    SCHEMA: ClassVar[str] = "model/2"
     __pydantic_config__ = STRICT
 
     path: Path
@@ -116,6 +139,19 @@ class ModelArtifact:
     producer: str
     parity: Parity | None = None
     notes: tuple[str, ...] = field(default=())
+    other_products: tuple[OtherProduct, ...] = ()
+
+    def placed(self, directory: Path) -> ModelArtifact:
+        """The model of a document in a run directory, by its path there.
+
+        Raises:
+            UserError: It would lie elsewhere.
+        """
+        if not is_inside(self.path):
+            raise UserError(
+                "a document names a model outside of its run directory", evidence=f"'{self.path}'"
+            )
+        return replace(self, path=directory / self.path)
 
     def site(self, name: str) -> Site:
         """The site of that name.
@@ -137,3 +173,8 @@ class ModelArtifact:
     def fp8_able_flops(self) -> int:
         """2·M·N·K per example over the linear sites with K, N ≥ 16."""
         return sum(s.flops_per_example for s in self.sites if s.is_fp8_able)
+
+    @property
+    def product_flops(self) -> int:
+        """2·M·N·K per example over every product, site or not, as far as shapes say."""
+        return product_flops(self.sites, self.other_products)

@@ -168,7 +168,8 @@ class PlanCorrections:
         bias: Biases that were fitted, kept or not.
         left_alone: Why a site in FP8 has none, by its name.
         outputs: One entry for each judged output.
-        failure: Why the plan could not be simulated, and has no corrections; empty where it could.
+        failure: Why the plan has no corrections: it could not be simulated, or is too far beyond the budget;
+            empty where they were tried.
     """
 
     plan: str

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import ClassVar
 
-from loka_onnx.core.serde import STRICT
+from loka_onnx.core.serde import STRICT, Component, InsidePath
 from loka_onnx.core.split import Part
 
 
@@ -71,13 +70,13 @@ class EngineArtifact:
     SCHEMA: ClassVar[str] = "engine/2"
     __pydantic_config__ = STRICT
 
-    backend: str
-    plan: str
-    target: str
-    architecture: str
+    backend: Component
+    plan: Component
+    target: Component
+    architecture: Component
     status: BuildStatus
     simulated: bool
-    path: Path | None
+    path: InsidePath | None
     bytes: int
     digest: str
     backend_version: str

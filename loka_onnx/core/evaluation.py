@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -68,6 +68,15 @@ class PairedDifference:
         """What is held against the budget: ΔNE, or KL where there are no labels."""
         return self.kl if self.delta_ne is None else self.delta_ne
 
+    def guarded(self, guard: Because) -> Interval | None:
+        """What a guard is held against: KL, or the decrease of AUC; None where there is no AUC."""
+        if guard is Because.MAX_KL:
+            return self.kl
+        drop = self.delta_auc
+        if drop is None:
+            return None
+        return Interval(-drop.value, -drop.upper, -drop.lower, drop.confidence, drop.rows)
+
     @property
     def judged_name(self) -> str:
         """What `judged` is, in words."""
@@ -88,6 +97,14 @@ class BudgetStatus:
     """Only of a slice: too few rows for an interval that could be trusted."""
 
 
+def worst(statuses: Collection[str]) -> str:
+    """Of values of `BudgetStatus`: beyond on one outweighs undecided on another."""
+    for status in (BudgetStatus.BEYOND, BudgetStatus.UNDECIDED):
+        if status in statuses:
+            return status
+    return BudgetStatus.WITHIN
+
+
 @dataclass(frozen=True)
 class SliceDifference:
     """An engine against the FP32 reference on the rows where a column has one value.
@@ -105,7 +122,7 @@ class SliceDifference:
         kl: Its label-free part; None where the slice is not judged.
         labelled: Its labelled part; None without labels, and where the slice is not judged.
         status: A value of `BudgetStatus`.
-        reason: Why it is not judged; empty where it is.
+        reason: Why it is not judged, or which guard keeps it from ``within``; else empty.
     """
 
     column: str
@@ -124,6 +141,55 @@ class SliceDifference:
         return self.kl if self.delta_ne is None else self.delta_ne
 
 
+class Because(StrEnum):
+    """What apart from the budget keeps an output from being within."""
+
+    MAX_KL = "max_kl"
+    MAX_AUC_DROP = "max_auc_drop"
+    FEW_UNITS = "few units"
+    """Too few groups, or rows, for an interval that could be trusted."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A limit that an output is held against beside its budget.
+
+    Attributes:
+        name: `Because.MAX_KL` or `Because.MAX_AUC_DROP`.
+        limit: Largest accepted KL, or decrease of AUC.
+        status: A value of `BudgetStatus`.
+    """
+
+    name: Because
+    limit: float
+    status: str
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What the intervals of an output rest on.
+
+    Attributes:
+        units: Independent units with weight: groups, or rows where nothing groups them.
+        is_grouped: Whether units are groups.
+        largest: Name of the largest group; empty where nothing groups the rows.
+        largest_share: Its share of the rows, by weight; of one row where nothing groups them.
+        top_share: Share of KL that the hundredth of the rows with the largest KL holds.
+        tail_index: Hill's tail index of KL over these rows; None where they are alike.
+        skewness: Of the influences of units on KL, over the root of their number.
+        is_heavy: Whether Student's t cannot be trusted for KL: its interval is then empirical Bernstein's.
+    """
+
+    units: int
+    is_grouped: bool
+    largest: str
+    largest_share: float
+    top_share: float
+    tail_index: float | None
+    skewness: float
+    is_heavy: bool
+
+
 @dataclass(frozen=True)
 class OutputEvaluation:
     """One output of one engine on one split.
@@ -134,14 +200,20 @@ class OutputEvaluation:
         metrics: Quality of the engine.
         difference: Against the FP32 reference; None for the reference itself.
         budget: Largest accepted relative loss increase.
-        budget_status: ``within`` when the upper bound is inside the budget, ``beyond`` when the lower
-            bound is outside, else ``undecided``.
+        budget_status: ``within`` when the upper bound is inside the budget and inside of every guard,
+            ``beyond`` when the lower bound of one is outside, else ``undecided``; ``undecided`` as well where
+            the intervals cannot be trusted.
         rows_to_decide: Rows that would settle an undecided verdict if the estimate stayed; None when
             decided, when nothing is known of the spread, or when the estimate lies on the budget: not even
             `MOST_TIMES` as many rows would tell on which side.
         slices: The difference on each slice, the surest harm first (falling lower end), then those that are
             not judged. They do not enter `budget_status`.
         slices_left_out: For each column with more values than are looked at, how many were left out.
+        because: What apart from the budget keeps `budget_status` from ``within``.
+        guards: Limits beside the budget.
+        basis: What the intervals rest on; None for the reference itself.
+        remarks: Why a guard or the basis keeps it from ``within``, and what a reader of the intervals must
+            know, each a sentence without its full stop.
     """
 
     output: str
@@ -153,6 +225,35 @@ class OutputEvaluation:
     rows_to_decide: int | None
     slices: tuple[SliceDifference, ...] = ()
     slices_left_out: dict[str, int] = field(default_factory=dict)
+    because: tuple[Because, ...] = ()
+    guards: tuple[Guard, ...] = ()
+    basis: Basis | None = None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """The status, with what apart from the budget it is due to: ``beyond: max_kl``."""
+        return f"{self.budget_status}: {', '.join(self.because)}" if self.because else self.budget_status
+
+    @property
+    def upper(self) -> float | None:
+        """The worst upper end over its limit, guards included: at most 1 where all hold."""
+        return max((found.upper / limit for found, limit in self._held() if limit > 0.0), default=None)
+
+    def is_within(self, factor: float = 1.0) -> bool:
+        """Whether it is within, also with intervals that are so many times as wide."""
+        within = self.budget_status == BudgetStatus.WITHIN
+        return within and all(found.widened(factor).upper <= limit for found, limit in self._held())
+
+    def _held(self) -> Iterator[tuple[Interval, float]]:
+        """Each interval with what it is held against."""
+        if self.difference is None:
+            return
+        yield self.difference.judged, self.budget
+        for guard in self.guards:
+            measured = self.difference.guarded(guard.name)
+            if measured is not None:
+                yield measured, guard.limit
 
     def slices_of(self, status: str) -> tuple[SliceDifference, ...]:
         """Slices of a status, in their order."""
@@ -183,8 +284,8 @@ class Latency:
             device of the architecture.
         lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, which the other figures leave out;
             None for an engine that takes ids.
-        parts_us: Medians of consecutive parts of the requests, in order; the i-th parts of engines that were
-            timed in turns were timed together. Empty where they were not kept.
+        loads_us: Median of each load of the engine, in order; the i-th loads of engines that were timed in
+            turns were timed together. Empty where they were not kept.
         inputs: Where the inputs of the requests lay.
         job: Build job that it was timed in, by its candidate; empty where the run itself timed it, in turns
             with all engines of its target that it could run.
@@ -198,7 +299,7 @@ class Latency:
     device: str
     counts_for_choice: bool
     lookup_p50_us: float | None = None
-    parts_us: tuple[float, ...] = ()
+    loads_us: tuple[float, ...] = ()
     inputs: InputPlace = InputPlace.HOST
     job: str = ""
 
@@ -238,15 +339,26 @@ class Evaluation:
 
     @property
     def is_within_budget(self) -> bool:
-        """Whether every output was measured and its upper bound is inside its budget."""
-        return bool(self.outputs) and all(o.budget_status == BudgetStatus.WITHIN for o in self.outputs)
+        """Whether every output was measured and is within: see `OutputEvaluation.budget_status`."""
+        return bool(self.outputs) and self.worst_status == BudgetStatus.WITHIN
+
+    @property
+    def worst_status(self) -> str:
+        """How the engine stands to the budget: the worst of its outputs."""
+        return worst([output.budget_status for output in self.outputs])
+
+    @property
+    def upper(self) -> float | None:
+        """The worst of its outputs: see `OutputEvaluation.upper`; None where nothing was measured."""
+        found = [output.upper for output in self.outputs if output.upper is not None]
+        return max(found, default=None)
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
     """Every evaluation of a run."""
 
-    SCHEMA: ClassVar[str] = "evaluations/4"
+    SCHEMA: ClassVar[str] = "evaluations/5"
     __pydantic_config__ = STRICT
 
     evaluations: tuple[Evaluation, ...]
@@ -335,6 +447,9 @@ class TargetChoice:
         losers: Every other candidate.
         routes: Which engine takes requests of which size, by ascending size; empty where one takes all. A
             request between two sizes goes to the engine of the larger.
+        missed: Ids of the engines that were held against certification before and missed, in order: each has
+            fewer sites in FP8 than the one before it. With the emitted one they are the attempts that share
+            certification's error.
     """
 
     target: str
@@ -344,6 +459,7 @@ class TargetChoice:
     basis: str
     losers: tuple[Loser, ...]
     routes: tuple[Route, ...] = ()
+    missed: tuple[str, ...] = ()
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -404,7 +520,7 @@ class Choice:
         not_predicted: Why kernel times do not tell what an engine takes, by its id.
     """
 
-    SCHEMA: ClassVar[str] = "choice/2"
+    SCHEMA: ClassVar[str] = "choice/3"
     __pydantic_config__ = STRICT
 
     targets: tuple[TargetChoice, ...]

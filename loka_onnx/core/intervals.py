@@ -28,3 +28,8 @@ class Interval:
         return Interval(
             self.value * factor, self.lower * factor, self.upper * factor, self.confidence, self.rows
         )
+
+    def widened(self, factor: float) -> Interval:
+        """With ends that are so many times as far from the estimate (factor ≥ 1)."""
+        lower, upper = ((end - self.value) * factor + self.value for end in (self.lower, self.upper))
+        return Interval(self.value, lower, upper, self.confidence, self.rows)

@@ -7,7 +7,6 @@ directory ``result/`` in it, closed-world as well, whose ``result.json`` names t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
 from loka_onnx.core import serde
@@ -15,7 +14,7 @@ from loka_onnx.core.digests import digest_json
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.core.serde import STRICT
+from loka_onnx.core.serde import STRICT, Component, InsideFile, InsidePath
 from loka_onnx.core.site import Site
 from loka_onnx.core.split import Part
 
@@ -48,10 +47,10 @@ class JobRows:
         inputs: ``.npy`` file of each input of the engine, rows on axis 0; relative to the job.
     """
 
-    split: str
+    split: Component
     rows: int
     batch_size: int
-    inputs: dict[str, str]
+    inputs: dict[str, InsideFile]
 
 
 @dataclass(frozen=True)
@@ -86,23 +85,23 @@ class BuildJob:
     __pydantic_config__ = STRICT
 
     run: str
-    candidate: str
+    candidate: Component
     backend: str
     target: str
     architecture: str
     plan: PrecisionPlan
     sites: tuple[Site, ...]
     part: Part
-    model: Path
+    model: InsidePath
     model_digest: str
-    sample: Path
+    sample: InsidePath
     batch: JobBatch
     timeout_seconds: float
     memory_bytes: int
     options: dict[str, int]
     outputs: tuple[str, ...]
     rows: tuple[JobRows, ...]
-    files: dict[str, str]
+    files: dict[InsideFile, str]
     version: str
     timed: JobRows | None = None
     inputs: InputPlace = InputPlace.HOST
@@ -137,14 +136,14 @@ class JobResult:
     __pydantic_config__ = STRICT
 
     job: str
-    candidate: str
+    candidate: Component
     plan: str
     model_digest: str
     artifact: EngineArtifact
     latencies: tuple[Latency, ...]
-    outputs: dict[str, str]
+    outputs: dict[str, InsideFile]
     failure: str
     host: str
     devices: tuple[str, ...]
     versions: dict[str, str]
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[InsideFile, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from loka_onnx.core.serde import STRICT
+from loka_onnx.core.serde import STRICT, InsideFile
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StageRecord:
     stage: str
     key: str
     parents: dict[str, str]
-    files: dict[str, str]
+    files: dict[InsideFile, str]
     seconds: float
 
 

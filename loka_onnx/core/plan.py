@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Recipe
-from loka_onnx.core.serde import STRICT
+from loka_onnx.core.serde import STRICT, Component
 
 
 class Verdict(StrEnum):
@@ -128,12 +128,14 @@ class PrecisionPlan:
         breaks_up: By device, of the sites in FP8 that the engine maker computes inside of a larger kernel
             where they are not, that kernel. Its parts are not timed: `predicted_us` may be held against that
             of a plan with the same ones only.
+        instead_of: Plan that was selected and missed on certification, of which this one has fewer sites in
+            FP8; empty for one that competes.
     """
 
-    SCHEMA: ClassVar[str] = "plan/3"
+    SCHEMA: ClassVar[str] = "plan/4"
     __pydantic_config__ = STRICT
 
-    id: str
+    id: Component
     model_digest: str
     base: Precision
     decisions: tuple[Decision, ...]
@@ -144,6 +146,7 @@ class PrecisionPlan:
     device: str = ""
     predicted_us: dict[str, dict[str, float]] = field(default_factory=dict)
     breaks_up: dict[str, dict[str, str]] = field(default_factory=dict)
+    instead_of: str = ""
 
     @property
     def fp8_sites(self) -> tuple[str, ...]:
@@ -170,14 +173,17 @@ class PlanSet:
         plans: In the order they compete.
         notes: What was asked for and no plan follows, each a sentence without its full stop.
         speeds: What FP8 saves at each linear site, on each device that plans were made for.
+        able_share: Part of the operations of all products, sites or not, that FP8-able sites make: times its
+            `fp8_share`, the share of all products that a plan runs in FP8. None where it is not known.
     """
 
-    SCHEMA: ClassVar[str] = "plans/3"
+    SCHEMA: ClassVar[str] = "plans/4"
     __pydantic_config__ = STRICT
 
     plans: tuple[PrecisionPlan, ...]
     notes: tuple[str, ...] = ()
     speeds: tuple[SiteSpeed, ...] = ()
+    able_share: float | None = None
 
     def plan(self, plan_id: str) -> PrecisionPlan:
         """The plan of that id.

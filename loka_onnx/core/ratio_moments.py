@@ -95,6 +95,17 @@ class RatioMoments:
         squares = self.aa.value - 2.0 * ratio * self.ab.value + ratio**2 * self.bb.value
         return math.sqrt(max(squares, 0.0) * self.units / (self.units - 1)) / abs(self.b.value)
 
+    @property
+    def is_carried_by_few(self) -> bool:
+        """Whether few units carry ΣA: intervals of a sum of what is never negative then end too low.
+
+        By Cauchy and Schwarz a share s of ΣA in the hundredth of units with the largest values makes
+        units·ΣA²/(ΣA)² at least 100·s². At s = .4 the upper ends of confidence sequences missed the truth
+        in a
+        fifth of simulated runs.
+        """
+        return self.units * self.aa.value > 16.0 * self.a.value**2
+
     def interval(self, confidence: float = CONFIDENCE) -> Interval:
         """Two-sided interval for a number of rows that was fixed beforehand."""
         half = math.inf

@@ -29,7 +29,7 @@ class Declined:
     """One place that a transform looked at and left alone.
 
     Attributes:
-        at: Node, site or tensor.
+        at: Node, site or tensor; empty for the whole model.
         reason: Why.
     """
 
@@ -48,7 +48,7 @@ class RewriteRecord:
         max_abs: Largest change of any output on the check rows; None when it was not checked (precision
             transforms change the output on purpose).
         tolerance: What `max_abs` was held against.
-        rolled_back: Whether the result was discarded because it moved the output too far.
+        rolled_back: Whether the result was discarded: it moved the output too far, or the transform failed.
         seconds: Wall time of matching and rewriting.
         check_seconds: Wall time of the check on data.
     """

@@ -222,8 +222,8 @@ class MedianLatency:
         p99_us: 99th percentile, microseconds.
         repeats: Measured requests.
         counts_for_choice: Whether it was measured on the target.
-        spread: The median over consecutive parts of the measurement, with the interval that their spread
-            leaves: how far the median wandered while it was measured. None where too few parts were kept.
+        spread: The median over loads of the engine, with the interval that their spread leaves. None where
+            there were too few loads.
     """
 
     engine: str

@@ -3,6 +3,10 @@
 A document is ``{"schema": "loka-onnx/<kind>/<version>", "value": {...}}``. Reading is strict: an unknown
 schema, key or type is refused. Documents are written atomically and byte for byte the same for equal
 values, so that their digests can serve as cache keys.
+
+Documents travel between hosts. A field of type `InsidePath`, `InsideFile` or `Component` is refused on
+reading where it would lead out of the directory that it is relative to; links inside of that directory are
+looked for where it is opened (`pipeline.directory.refuse_links`).
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from loka_onnx.errors import OutputError, UserError
 
@@ -21,6 +25,49 @@ T = TypeVar("T")
 
 STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 """Assign to `__pydantic_config__` of a dataclass that is a document."""
+
+MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4096
+"""Longest file name and path of Linux; the system calls refuse more, each in its own way."""
+
+
+def _inside(value: Path) -> Path:
+    _inside_file(str(value))
+    return value
+
+
+def _inside_file(value: str) -> str:
+    path = PurePosixPath(value)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(f"the path {value[:80]!r} leads out of the directory of its document")
+    if "\0" in value or len(os.fsencode(value)) > MOST_PATH_BYTES:
+        raise ValueError(f"the path {value[:80]!r} is no name of a file")
+    for part in path.parts:
+        if len(os.fsencode(part)) > MOST_NAME_BYTES:
+            raise ValueError(f"the file name {part[:80]!r} has more than {MOST_NAME_BYTES} bytes")
+    return value
+
+
+def is_inside(path: Path) -> bool:
+    """Whether a path is relative and stays in the directory that it is relative to."""
+    try:
+        _inside(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _component(value: str) -> str:
+    if "/" in value or _inside_file(value) == ".":
+        raise ValueError(f"{value[:80]!r} is no name of a file")
+    return value
+
+
+InsidePath = Annotated[Path, AfterValidator(_inside)]
+"""A path relative to the directory of a document (of a run, a job, a result), which it does not leave."""
+InsideFile = Annotated[str, AfterValidator(_inside_file)]
+"""The same as text, ``/`` between components; `list_files` writes it."""
+Component = Annotated[str, AfterValidator(_component)]
+"""A name that files and directories are named after."""
 
 
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
@@ -79,7 +126,7 @@ def loads(kind: type[T], text: str, *, where: str = "document") -> T:
             remedy="write the file again with this version of loka-onnx",
         )
     try:
-        return cast(T, _adapter(kind).validate_json(json.dumps(document["value"])))
+        return cast(T, _adapter(kind).validate_json(json.dumps(document["value"]), strict=True))
     except RecursionError as error:
         # What `json.loads` reads may be nested deeper than what `json.dumps` writes.
         raise UserError("not a JSON document", where=where, evidence=str(error)) from error
@@ -103,6 +150,9 @@ def read(kind: type[T], path: Path) -> T:
         UserError: The file is missing or is not such a document.
     """
     try:
+        # A pipe or a device would be read for ever.
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(

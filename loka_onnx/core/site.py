@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+
+LEAST_FP8 = 16
+"""Least K and N of a product that counts in "FP8-able FLOPs"."""
+LOUD = ".loud"
+"""Ends the name of the product that the loudest channels of a site became (`split_loud_channels`)."""
 
 
 class SiteKind(StrEnum):
@@ -83,4 +89,10 @@ class Site:
     @property
     def is_fp8_able(self) -> bool:
         """Whether it counts in "FP8-able FLOPs": linear with K, N ≥ 16 (DESIGN, Words)."""
-        return self.kind is SiteKind.LINEAR and min(self.k, self.n) >= 16
+        return self.kind is SiteKind.LINEAR and min(self.k, self.n) >= LEAST_FP8
+
+
+def loud_parts(sites: Iterable[Site]) -> dict[str, str]:
+    """Sites whose loudest channels are a product of their own, each with the name of that product."""
+    names = {site.name for site in sites}
+    return {name: f"{name}{LOUD}" for name in sorted(names) if f"{name}{LOUD}" in names}

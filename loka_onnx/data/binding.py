@@ -19,8 +19,8 @@ class InputBinding:
             of lists of L values gives (rows, L).
         dtype: NumPy name of the input's type, for example "float32" or "int64".
         rank: 1 for (rows,), 2 for (rows, width).
-        upper: Exclusive upper bound of the ids of each column, which is the number of rows of its
-            embedding table; None where a column holds no ids.
+        ids: Ids that each column may hold (`graph.id_bounds`); for one column of lists, those of each value
+            in a row, or of all of them. None where there is no bound.
 
     Raises:
         ConfigError: When the fields contradict one another.
@@ -30,7 +30,7 @@ class InputBinding:
     columns: tuple[str, ...]
     dtype: str
     rank: int
-    upper: tuple[int | None, ...] | None = None
+    ids: tuple[range | None, ...] | None = None
 
     def __post_init__(self) -> None:
         where = f"input '{self.input}'"
@@ -48,12 +48,13 @@ class InputBinding:
                 evidence=f"rank {self.rank} with {len(self.columns)} columns",
                 remedy="give a rank-1 input exactly one column, and a rank-2 input at least one",
             )
-        if self.upper is not None and len(self.upper) != len(self.columns):
+        is_list = self.rank == 2 and len(self.columns) == 1
+        if self.ids is not None and len(self.ids) != len(self.columns) and not is_list:
             raise ConfigError(
-                "`upper` needs one bound for each column",
+                "`ids` needs one range for each column",
                 where=where,
-                evidence=f"{len(self.upper)} bounds for {len(self.columns)} columns",
-                remedy="list the embedding table's rows for each column, or null where it holds no ids",
+                evidence=f"{len(self.ids)} ranges for {len(self.columns)} columns",
+                remedy="list the ids of each column, or None where it holds none",
             )
         try:
             kind: str = np.dtype(self.dtype).kind
@@ -66,7 +67,3 @@ class InputBinding:
                 evidence=f"dtype is '{self.dtype}'",
                 remedy="use float32, float16, float64, int64, int32 or bool",
             )
-
-    def upper_of(self, column: int) -> int | None:
-        """Exclusive upper bound of the ids of a column given by its position, or None."""
-        return None if self.upper is None else self.upper[column]

@@ -12,6 +12,8 @@ from loka_onnx.errors import DataError
 
 Mask = npt.NDArray[np.bool_]
 
+_NAMED_RANGES = 3
+
 
 @dataclass(frozen=True)
 class RawColumn:
@@ -33,15 +35,16 @@ class ColumnRule:
     Attributes:
         column: Name in the file.
         dtype: NumPy name of the type to convert to; None keeps the stored type.
-        upper: Exclusive upper bound of ids for each of the values in a row, or one bound for all of
-            them; None where the column holds no ids.
+        ids: Ids that each of the values in a row may be, or all of them; None where there is no bound.
         nullable: Whether nulls and numbers that are not finite are values like any other, as in a slice.
+        if_null: What the reader can do about a null, where that is more than to drop or to fill it.
     """
 
     column: str
     dtype: str | None = None
-    upper: tuple[int | None, ...] = (None,)
+    ids: tuple[range | None, ...] = (None,)
     nullable: bool = False
+    if_null: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,12 @@ def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | No
     """
     if rule.nullable:
         return None
-    # A null string is read as an empty one.
-    if raw.nulls is not None and raw.nulls.any() and raw.values.dtype.kind != "U":
-        return _fault(rule, raw, raw.nulls, file_rows, "holds nulls", "drop the rows or fill the values")
-    values = raw.values
+    values, if_null = raw.values, rule.if_null or "drop the rows or fill the values"
+    if values.dtype.kind == "U" and (empty := values == "").any():
+        # A null string is read as an empty one; strings are ids of groups, and this is none.
+        return _fault(rule, raw, empty, file_rows, "holds nulls or empty strings", if_null)
+    if raw.nulls is not None and raw.nulls.any():
+        return _fault(rule, raw, raw.nulls, file_rows, "holds nulls", if_null)
     if values.dtype.kind == "f":
         finite = np.isfinite(values)
         if not finite.all():
@@ -112,7 +117,7 @@ def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | No
                 bad,
                 file_rows,
                 f"holds {'NaN' if nan else 'infinity'}",
-                "drop or fill the rows; model inputs and labels must be finite",
+                rule.if_null or "drop or fill the rows; model inputs and labels must be finite",
             )
     if rule.dtype is None:
         return None
@@ -153,25 +158,45 @@ def _conversion_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fau
 
 
 def _id_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
-    bounds = [bound for bound in rule.upper if bound is not None]
-    if not bounds:
+    bounds = rule.ids
+    known = list(dict.fromkeys(ids for ids in bounds if ids is not None))
+    if not known:
         return None
-    limit = np.array([np.iinfo(np.int64).max if b is None else b for b in rule.upper])
-    checked = np.array([b is not None for b in rule.upper])
-    if raw.values.ndim == 1:
-        limit, checked = limit[:1].reshape(()), checked[:1].reshape(())
-    outside = ((raw.values < 0) | (raw.values >= limit)) & checked
+    values = raw.values if raw.values.ndim == 2 else raw.values[:, np.newaxis]
+    if len(bounds) not in {1, values.shape[1]}:
+        return _fault(
+            rule,
+            raw,
+            np.ones(len(values), np.bool_),
+            file_rows,
+            f"holds {values.shape[1]} values a row, where the model takes {len(bounds)}",
+            "export the model for rows of this length, or pad or cut them when the data are prepared",
+        )
+    least = np.array([0 if ids is None else ids.start for ids in bounds])
+    end = np.array([0 if ids is None else ids.stop for ids in bounds])
+    outside = ((values < least) | (values >= end)) & np.array([ids is not None for ids in bounds])
     if not outside.any():
         return None
-    tables = " or ".join(sorted({f"{bound} rows (ids 0 to {bound - 1})" for bound in bounds}))
-    return _fault(
+    ranges = [_text(ids) for ids in known[:_NAMED_RANGES]]
+    others = f", and {len(known) - len(ranges)} other ranges" if len(known) > len(ranges) else ""
+    fault = _fault(
         rule,
         raw,
-        _per_row(outside, all_of=False),
+        outside.any(axis=1),
         file_rows,
-        f"holds ids outside its embedding table of {tables}",
+        f"holds ids outside its embedding table, which takes {' or '.join(ranges)}{others}",
         "map unknown ids to a reserved row when the data are prepared, or export a model with a larger table",
     )
+    if raw.values.ndim == 1:
+        return fault
+    row, position = divmod(int(np.argmax(outside)), outside.shape[1])
+    allowed = bounds[position if len(bounds) > 1 else 0]
+    evidence = f"{values[row, position]} at position {position}, which takes {_text(allowed)}"
+    return replace(fault, value=evidence)
+
+
+def _text(ids: range | None) -> str:
+    return "any" if ids is None else f"{ids.start} to {ids.stop - 1}"
 
 
 def _per_row(mask: Mask, *, all_of: bool) -> Mask:

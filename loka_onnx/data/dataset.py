@@ -22,8 +22,10 @@ from loka_onnx.errors import ConfigError, DataError
 
 # Rows read from the file at once when the batch is smaller: enough to make per-chunk work vanish.
 _CHUNK_ROWS = 8192
+_IF_NO_GROUP = "give every row its group, or take each that has none as its own: `data.null_groups: ungroup`"
 _KIND_NAMES = {
     "U": "strings",
+    "S": "byte strings",
     "O": "Python objects",
     "M": "timestamps",
     "m": "durations",
@@ -203,15 +205,16 @@ class Dataset(ABC):
         """The rule of each column that is read; checks names and types."""
         nullable = self.layout.nullable
         rules = {
-            name: self._typed(ColumnRule(name, nullable=name in nullable)) for name in self.layout.columns
+            name: self._typed(ColumnRule(name, nullable=name in nullable, if_null=self._if_null(name)))
+            for name in self.layout.columns
         }
         self._refuse_lists(name for name in self.layout.columns if name in nullable)
         for binding in self.layout.bindings:
             sources = self._sources(binding)
             for position, name in enumerate(sources):
-                whole = len(sources) < len(binding.columns)
-                upper = (binding.upper or (None,)) if whole else (binding.upper_of(position),)
-                rules[name] = self._typed(ColumnRule(name, binding.dtype, upper))
+                ids = binding.ids or (None,) * len(binding.columns)
+                own = ids if len(sources) == 1 else ids[position : position + 1]
+                rules[name] = self._typed(ColumnRule(name, binding.dtype, own))
                 self._fits(binding, name, len(sources))
         if isinstance(self.selection, HashRows):
             self._typed(ColumnRule(self.selection.column))
@@ -223,6 +226,9 @@ class Dataset(ABC):
                 remedy="bind the model's inputs, or name columns",
             )
         return rules
+
+    def _if_null(self, name: str) -> str:
+        return _IF_NO_GROUP if self.layout.keys.get(name) == "data.group" else ""
 
     def _typed(self, rule: ColumnRule) -> ColumnRule:
         info = self._known.get(rule.column)
@@ -256,10 +262,11 @@ class Dataset(ABC):
     def _refuse_lists(self, names: Iterable[str]) -> None:
         for name in names:
             if self._known[name].width != 0:
+                key = self.layout.keys.get(name, "data.slices")
                 raise DataError(
                     f"column '{name}' of '{self.path.name}' holds lists, where one value a row is wanted",
                     evidence=f"its stored type is {self._known[name].stored}",
-                    remedy="name a column of numbers, strings or timestamps under `data.slices`",
+                    remedy=f"name a column of numbers, strings or timestamps under `{key}`",
                 )
 
     def _fits(self, binding: InputBinding, name: str, sources: int) -> None:

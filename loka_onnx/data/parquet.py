@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from loka_onnx.errors import DataError
 
 # Bytes read ahead for each column; without a limit pyarrow holds the column chunks of a whole row group.
 _READ_AHEAD = 1 << 20
+_OF_THE_HOST = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+"""Errors that say nothing of the file."""
 
 
 class ParquetDataset(Dataset):
@@ -26,6 +30,14 @@ class ParquetDataset(Dataset):
     def _describe(self) -> tuple[int, Mapping[str, ColumnInfo]]:
         with self._open() as file:
             schema: Any = file.schema_arrow
+            twice = [name for name, count in Counter(schema.names).items() if count > 1]
+            if twice:
+                raise DataError(
+                    f"{len(twice)} columns of the file have the name of another",
+                    where=str(self.path),
+                    evidence=f"'{twice[0]}' stands {schema.names.count(twice[0])} times",
+                    remedy="write the file again with a name for each column",
+                )
             return int(file.metadata.num_rows), {field.name: _info(field.type) for field in schema}
 
     def _open(self) -> Any:
@@ -38,6 +50,11 @@ class ParquetDataset(Dataset):
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: Exception) -> DataError:
+        # Arrow's own errors of memory and threads are of the types that it has for a broken file.
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) in _OF_THE_HOST:
+            raise error
+        if "Resource temporarily unavailable" in str(error):
+            raise OSError(errno.EAGAIN, str(error)) from error
         return DataError(
             "the file is not a whole Parquet file",
             where=str(self.path),
@@ -74,6 +91,12 @@ class ParquetDataset(Dataset):
                     f"column '{name}' of '{self.path.name}' holds lists of different lengths",
                     evidence=f"lengths {lengths.min()} to {lengths.max()} within {lengths.size} rows",
                     remedy="pad or cut the lists to one length when the data are prepared",
+                )
+            if not lengths.all():
+                raise DataError(
+                    f"column '{name}' of '{self.path.name}' holds empty lists",
+                    evidence=f"all {lengths.size} that were read are empty",
+                    remedy="write at least one value in each row, or do not bind the column",
                 )
             rows, width, column = len(column), int(lengths[0]), column.flatten()
             values, nulls = _to_numpy(column)
@@ -123,7 +146,8 @@ def _info(kind: Any) -> ColumnInfo:
     width: int | None = 0
     if _is_list(kind):
         width = kind.list_size if pa.types.is_fixed_size_list(kind) else None
-        kind = kind.value_type
+        # Of width 0 there is nothing to read.
+        kind = pa.null() if width == 0 else kind.value_type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
@@ -138,7 +162,7 @@ def _info(kind: Any) -> ColumnInfo:
 
 
 def _to_numpy(column: Any) -> tuple[Array, Array | None]:
-    """Values and the mask of nulls; null strings become empty strings, a group of their own."""
+    """Values and the mask of nulls; null strings become empty strings."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         column = column.dictionary_decode()

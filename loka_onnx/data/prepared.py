@@ -59,7 +59,7 @@ class PreparedData:
                 tuple(name for name, _ in self.categorical),
                 "int64",
                 2,
-                tuple(cardinality for _, cardinality in self.categorical),
+                tuple(range(cardinality) for _, cardinality in self.categorical),
             ),
         )
 

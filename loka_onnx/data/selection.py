@@ -120,3 +120,14 @@ def stable_hash(keys: Array, seed: int = 0) -> UInt64:
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         result: UInt64 = mixed ^ (mixed >> np.uint64(31))
     return result
+
+
+def without_id(keys: Array) -> npt.NDArray[np.bool_]:
+    """(rows,) where a key is null: None, NaN, NaT or an empty string, as Parquet's null strings are read."""
+    if keys.dtype.kind in "fmM":
+        return np.asarray(np.isnan(keys) if keys.dtype.kind == "f" else np.isnat(keys))
+    if keys.dtype.kind in "US":
+        return np.asarray(keys == keys.dtype.type())
+    if keys.dtype.kind != "O":
+        return np.zeros(keys.shape, dtype=np.bool_)
+    return np.array([key is None or key == "" or key != key for key in keys], dtype=np.bool_)  # noqa: PLR0124

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file, digest_files
+from loka_onnx.core.distributions import versions_of
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
@@ -69,6 +70,8 @@ class Backend(ABC):
     """Architectures of each device that a run file can name."""
     options: ClassVar[Mapping[str, range]] = {}
     """Settings that `BuildRequest.options` may hold, and their values."""
+    modules: ClassVar[tuple[str, ...]] = ()
+    """Modules whose libraries decide what it builds, by the names that are imported."""
     times_kernels: ClassVar[bool] = False
     """Whether `compile` times kernels on the device: then it has the device for itself."""
 
@@ -103,6 +106,14 @@ class Backend(ABC):
     @abstractmethod
     def load(self, engine: Path, architecture: str) -> Runner:
         """Hook: load an engine of this backend that can run here."""
+
+    def versions(self) -> dict[str, str]:
+        """Versions that decide what it builds, of the distributions that its modules come from.
+
+        The version that its library tells stands under the backend's name, where no distribution has it.
+        """
+        found, own = versions_of(self.modules), self.availability().version
+        return {**found, self.name: own} if own and own not in found.values() else found
 
     def read_remarks(self, log: str) -> tuple[str, ...]:
         """What the maker left out that it does elsewhere, from what the build printed; nothing by default.

@@ -26,7 +26,9 @@ FLOAT8_NAMES: dict[int, str] = {
 }
 LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 """Ops that move values without changing them; an optimizer may put one between a DQ and its product."""
-PRODUCT_OPS = frozenset({"MatMul", "Gemm", "FusedMatMul", "FusedGemm", "TransposeMatMul"})
+PRODUCT_OPS = frozenset(
+    {"MatMul", "Gemm", "FusedMatMul", "FusedGemm", "TransposeMatMul", "Conv", "FusedConv"}
+)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from loka_onnx.core.devices import CPU, SLICE, device_called
+from loka_onnx.core.distributions import versions_of
 from loka_onnx.errors import ConfigError, MissingPackage
 
 CUDA = "cuda"
@@ -103,13 +104,8 @@ def device_name(torch_device: str = CUDA) -> str:
 
 def library_versions() -> dict[str, str]:
     """Versions of what runs the kernels."""
-    found = {"python": platform.python_version()}
-    for name in ("loka-onnx", "torch", "triton"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    own = {"python": platform.python_version(), "loka-onnx": version("loka-onnx")}
+    return own | versions_of(("torch", "triton"))
 
 
 def clocks() -> str:

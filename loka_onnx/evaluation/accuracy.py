@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.evaluation import BudgetStatus, OutputEvaluation, PairedDifference, TaskMetrics
+from loka_onnx.core.evaluation import Basis, BudgetStatus, OutputEvaluation, PairedDifference, TaskMetrics
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import EvaluationError
-from loka_onnx.evaluation.budget import budget_status, rows_to_decide
+from loka_onnx.evaluation.budget import judge
 from loka_onnx.evaluation.columns import (
+    Groups,
     Rows,
     Scores,
     Truth,
-    group_ids,
     read_scores,
     read_truth,
     refuse_no_rows,
@@ -49,12 +49,17 @@ class Units:
     """What the rows of a split belong to.
 
     Attributes:
-        groups: (rows,) ids of rows that belong together; None for independent rows.
+        grouping: Rows that belong together; None for independent rows.
         slices: Columns whose values are judged apart.
     """
 
-    groups: npt.NDArray[np.intp] | None = None
+    grouping: Groups | None = None
     slices: tuple[SliceColumn, ...] = ()
+
+    @property
+    def groups(self) -> npt.NDArray[np.intp] | None:
+        """(rows,) numbers of the groups; None for independent rows."""
+        return None if self.grouping is None else self.grouping.ids
 
     @classmethod
     def of(cls, columns: Mapping[str, Array], group: str | None, slices: Sequence[str] = ()) -> Units:
@@ -63,7 +68,29 @@ class Units:
         Raises:
             DataError: A slice column is missing.
         """
-        return cls(group_ids(columns[group] if group else None), read_slices(columns, slices))
+        grouping = Groups.of(group, columns[group]) if group else None
+        return cls(grouping, read_slices(columns, slices))
+
+    def basis(self, paired: PairedRows) -> Basis:
+        """What intervals over rows of these units rest on.
+
+        Args:
+            paired: Changes of all rows.
+        """
+        weight, tail = np.ones(paired.base.size) if paired.weights is None else paired.weights, paired.tail
+        if self.grouping is not None:
+            weight = np.bincount(self.grouping.ids, weights=weight).astype(np.float64)
+        largest = int(np.argmax(weight))
+        return Basis(
+            units=int(np.count_nonzero(weight)),
+            is_grouped=self.grouping is not None,
+            largest="" if self.grouping is None else self.grouping.name(largest),
+            largest_share=float(weight[largest] / weight.sum()),
+            top_share=tail.top_share,
+            tail_index=tail.index if math.isfinite(tail.index) else None,
+            skewness=tail.skewness,
+            is_heavy=tail.is_heavy,
+        )
 
 
 def evaluate_reference(
@@ -117,9 +144,7 @@ def evaluate_outputs(
     """
     units = units or Units()
     return tuple(
-        _against(
-            spec, reference, candidate, read_truth(columns, spec, units.groups), units.slices, confidence
-        )
+        _against(spec, reference, candidate, read_truth(columns, spec, units.groups), units, confidence)
         for spec in specs
     )
 
@@ -148,7 +173,7 @@ def _against(
     reference: Mapping[str, Array],
     candidate: Mapping[str, Array],
     truth: Truth,
-    slices: tuple[SliceColumn, ...],
+    units: Units,
     confidence: float,
 ) -> OutputEvaluation:
     before = _reference_scores(spec, reference, truth)
@@ -157,17 +182,23 @@ def _against(
     if weighted_mean(paired.base, paired.weights) == 0.0:
         raise _nothing_to_relate_to(spec, paired)
     difference = _difference(spec, before, after, truth, paired, confidence)
-    table = slice_differences(paired, slices, spec.budget, confidence)
+    table = slice_differences(paired, units.slices, spec, confidence)
+    basis = units.basis(paired)
+    judgement = judge(spec, difference, basis)
     return OutputEvaluation(
         output=spec.name,
         kind=spec.kind,
         metrics=_metrics(spec, after, truth),
         difference=difference,
         budget=spec.budget,
-        budget_status=budget_status(difference.judged, spec.budget),
-        rows_to_decide=rows_to_decide(difference.judged, spec.budget),
+        budget_status=judgement.budget_status,
+        rows_to_decide=judgement.rows_to_decide,
         slices=table.slices,
         slices_left_out=dict(table.left_out),
+        because=judgement.because,
+        guards=judgement.guards,
+        basis=basis,
+        remarks=judgement.remarks,
     )
 
 

@@ -1,14 +1,146 @@
-"""An interval held against a budget."""
+"""Intervals held against a budget and the guards beside it: the one place that says what is within.
+
+ΔNE has a labelled part of either sign, which may hide large changes on the rows at hand. So two guards stand
+beside the budget: KL, which has no such part, and, where it is asked for, the decrease of AUC. Of each the
+worse end of its interval counts. What rests on too few units is undecided, whatever the interval says.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from scipy.special import ndtri
 
-from loka_onnx.core.evaluation import MOST_TIMES, BudgetStatus
+from loka_onnx.core.artifact import OutputSpec
+from loka_onnx.core.evaluation import (
+    MOST_TIMES,
+    Basis,
+    Because,
+    BudgetStatus,
+    Guard,
+    PairedDifference,
+    worst,
+)
 from loka_onnx.core.intervals import Interval
 from loka_onnx.numerics.intervals import required_rows
+
+LEAST_UNITS = 100
+"""Groups, or rows, that an interval takes to be trusted: with 30 one of 95 % covers 91 to 94 %."""
+ENOUGH_UNITS = 1000
+"""Groups, or rows, below which a verdict carries a warning."""
+LARGE_SHARE = 0.1
+"""Share of the rows beyond which one group makes the interval unreliable: at one half it covers 89 %."""
+AUC_WARNING = 1e-4
+"""Decrease of AUC, .01 points, that is warned of where the whole interval lies beyond it."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on one output; the fields are those of `OutputEvaluation`."""
+
+    budget_status: str
+    because: tuple[Because, ...]
+    guards: tuple[Guard, ...]
+    rows_to_decide: int | None
+    remarks: tuple[str, ...]
+
+
+def judge(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> Judgement:
+    """Hold what was measured of one output against its budget and its guards.
+
+    Args:
+        spec: The output, with its limits.
+        difference: The engine against the FP32 reference.
+        basis: What its intervals rest on.
+    """
+    guards = tuple(_guards(spec, difference))
+    remarks = [*_guard_remarks(guards, difference), *_basis_remarks(difference.judged.rows, basis)]
+    missed = tuple(guard for guard in guards if guard.status != BudgetStatus.WITHIN)
+    if basis.units < LEAST_UNITS:
+        because = (Because.FEW_UNITS, *(guard.name for guard in missed))
+        return Judgement(BudgetStatus.UNDECIDED, because, guards, None, tuple(remarks))
+    status = worst([budget_status(difference.judged, spec.budget), *(guard.status for guard in guards)])
+    return Judgement(
+        status,
+        tuple(guard.name for guard in missed),
+        guards,
+        _rows_to_decide(spec, difference, guards) if status == BudgetStatus.UNDECIDED else None,
+        tuple(remarks),
+    )
+
+
+def too_few(rows: int, units: int, *, is_grouped: bool) -> str:
+    """Why an interval over these rows cannot be trusted; empty where it can."""
+    if units >= LEAST_UNITS:
+        return ""
+    named = f"{rows} rows in {units} groups" if is_grouped else f"{rows} rows"
+    return f"{named}, an interval needs {LEAST_UNITS} {'groups' if is_grouped else 'rows'}"
+
+
+def _guards(spec: OutputSpec, difference: PairedDifference) -> Iterator[Guard]:
+    for name, limit in ((Because.MAX_KL, spec.kl_limit), (Because.MAX_AUC_DROP, spec.max_auc_drop)):
+        if limit is not None:
+            measured = difference.guarded(name)
+            held = BudgetStatus.UNDECIDED if measured is None else budget_status(measured, limit)
+            yield Guard(name, limit, held)
+
+
+def _guard_remarks(guards: Sequence[Guard], difference: PairedDifference) -> Iterator[str]:
+    for guard in guards:
+        measured = difference.guarded(guard.name)
+        if guard.status == BudgetStatus.WITHIN:
+            continue
+        if measured is None:
+            yield f"there is no AUC to hold against `{guard.name}`: one class has no row"
+        elif guard.name is Because.MAX_KL:
+            yield f"KL is at most {measured.upper:.3%}, and `{guard.name}` accepts {guard.limit:.3%}"
+        else:
+            yield (
+                f"AUC falls by at most {100 * measured.upper:.3f} points, and `{guard.name}` accepts "
+                f"{100 * guard.limit:.3f}"
+            )
+    drop = difference.guarded(Because.MAX_AUC_DROP)
+    if drop is not None and drop.lower > AUC_WARNING:
+        yield f"AUC falls by {100 * drop.value:.3f} points [{100 * drop.lower:.3f}, {100 * drop.upper:.3f}]"
+
+
+def _basis_remarks(rows: int, basis: Basis) -> Iterator[str]:
+    unit = "groups" if basis.is_grouped else "rows"
+    if few := too_few(rows, basis.units, is_grouped=basis.is_grouped):
+        yield few
+    elif basis.units < ENOUGH_UNITS:
+        yield f"the intervals rest on {basis.units} {unit}: below {ENOUGH_UNITS} they may be too narrow"
+    if basis.is_grouped and basis.largest_share > LARGE_SHARE:
+        yield (
+            f"{basis.largest} has {100 * basis.largest_share:.0f} % of the rows: intervals over groups are "
+            f"unreliable where one has more than {100 * LARGE_SHARE:.0f} %"
+        )
+
+    if basis.is_heavy:
+        index = "" if basis.tail_index is None else f"tail index {basis.tail_index:.1f}, "
+        yield (
+            f"1 % of the rows hold {100 * basis.top_share:.0f} % of KL ({index}skewness "
+            f"{basis.skewness:.2f}): its interval is that for heavy tails"
+        )
+
+
+def _rows_to_decide(spec: OutputSpec, difference: PairedDifference, guards: Sequence[Guard]) -> int | None:
+    """Rows that settle whatever is undecided; None where that is not known of some of it."""
+    held = [(difference.judged, spec.budget)]
+    for guard in guards:
+        measured = difference.guarded(guard.name)
+        if measured is None:
+            return None
+        held.append((measured, guard.limit))
+    needed = [
+        rows_to_decide(measured, limit)
+        for measured, limit in held
+        if budget_status(measured, limit) == BudgetStatus.UNDECIDED
+    ]
+    known = [rows for rows in needed if rows is not None]
+    return max(known) if known and len(known) == len(needed) else None
 
 
 def budget_status(change: Interval, budget: float) -> str:

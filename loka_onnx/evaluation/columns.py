@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.data.selection import without_id
 from loka_onnx.errors import ConfigError, DataError, EvaluationError, InternalError
 from loka_onnx.numerics.task_metrics import logits_from_probabilities, probabilities_from_logits
 
@@ -55,9 +56,38 @@ class Scores:
     predictions: Rows
 
 
-def group_ids(groups: Array | None) -> npt.NDArray[np.intp] | None:
-    """Number the groups, so that no statistic has to sort strings again."""
-    return None if groups is None else np.unique(groups, return_inverse=True)[1].reshape(-1)
+@dataclass(frozen=True)
+class Groups:
+    """Rows that belong together, by number, so that no statistic has to sort strings again.
+
+    Attributes:
+        column: Name of the column that they come from.
+        ids: (rows,) number of each row's group. A row whose group is null is a group of its own.
+        values: The distinct groups in the order of their numbers; those of one row without an id come behind.
+    """
+
+    column: str
+    ids: npt.NDArray[np.intp]
+    values: Array
+
+    @classmethod
+    def of(cls, column: str, stored: Array) -> Groups:
+        """From a column as stored."""
+        stored = stored.reshape(-1)
+        missing = without_id(stored)
+        known = stored[~missing]
+        if known.dtype.kind == "O":
+            known = np.array(known.tolist())
+        values, inverse = np.unique(known, return_inverse=True)
+        ids = np.empty(stored.size, dtype=np.intp)
+        ids[~missing] = inverse.reshape(-1)
+        ids[missing] = np.arange(values.size, values.size + int(missing.sum()))
+        return cls(column, ids, values)
+
+    def name(self, group: int) -> str:
+        """``user_id 17``."""
+        value = str(self.values[group]) if group < self.values.size else "null"
+        return f"{self.column} {value}"
 
 
 def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArray[np.intp] | None) -> Truth:

@@ -6,19 +6,20 @@ them: each request is handed over before the clock starts, and the engine alone 
 
 Several engines are timed in turns, one request each, so that a machine that slows down slows them all: clock
 drift and neighbours cancel from the comparison. The order turns by one engine every round, so that none
-always runs in the cache that the same other one left behind. Requests fall into consecutive parts, and the
-median of each is kept: what two engines took in the same part compares under the same conditions, and how the
-comparison differs from part to part says how sure it is.
+always runs in the cache that the same other one left behind. How sure a comparison is, one load of an engine
+does not say, however many requests it answers: the same engine differs from load to load. `over_loads` puts
+several together; each is a unit.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,6 @@ Prepare = Callable[[Mapping[str, Array]], Request]
 """Makes a request of its inputs; not timed."""
 MakeInputs = Callable[[int], Mapping[str, Array]]
 """Model inputs for a number of rows."""
-
-PARTS = 10
-"""Parts that the requests of one batch size are divided into; an interval of a median takes 6 at least."""
 
 
 def from_host(run: Run) -> Prepare:
@@ -199,6 +197,33 @@ def measure_interleaved(
     return Interleaved(latencies, failures)
 
 
+def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
+    """What one engine took over all loads, at the batch sizes that it finished in each.
+
+    Args:
+        loads: Latencies of each load.
+
+    Returns:
+        Medians over loads, whose medians are kept; by ascending batch size.
+    """
+    by_batch = [{latency.batch: latency for latency in load} for load in loads]
+    common = set.intersection(*map(set, by_batch)) if by_batch else set()
+    found = []
+    for batch in sorted(common):
+        each = [load[batch] for load in by_batch]
+        found.append(
+            replace(
+                each[0],
+                p50_us=median(load.p50_us for load in each),
+                p90_us=median(load.p90_us for load in each),
+                p99_us=median(load.p99_us for load in each),
+                repeats=sum(load.repeats for load in each),
+                loads_us=tuple(load.p50_us for load in each),
+            )
+        )
+    return tuple(found)
+
+
 @dataclass
 class _Turns:
     """What one batch size gave: request times of the engines still in, errors of those that failed."""
@@ -211,7 +236,6 @@ class _Turns:
         """What an engine took."""
         times_us = np.asarray(self.nanoseconds[engine], dtype=np.float64) / 1e3
         p50, p90, p99 = np.percentile(times_us, [50, 90, 99])
-        parts = tuple(float(np.median(part)) for part in np.array_split(times_us, min(PARTS, times_us.size)))
         return Latency(
             batch,
             float(p50),
@@ -220,7 +244,7 @@ class _Turns:
             times_us.size,
             device,
             counts_for_choice,
-            parts_us=parts,
+            loads_us=(float(p50),),
             inputs=self.inputs[engine],
         )
 

@@ -11,6 +11,7 @@ model has less entropy than loss, which makes the ratio too large: the verdict t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.sensitivity import ENTROPY, LOSS
 from loka_onnx.evaluation.columns import Scores, Truth
-from loka_onnx.numerics.intervals import CONFIDENCE, ratio_interval
+from loka_onnx.numerics.intervals import CONFIDENCE, Ends, Tail, ratio_interval, tail_of
 from loka_onnx.numerics.loss_change import kl_rows, loss_change
 from loka_onnx.numerics.task_metrics import entropy_rows, log_loss_rows, squared_error_rows
 
@@ -78,16 +79,26 @@ class PairedRows:
             None if self.probabilities is None else self.probabilities[rows],
         )
 
+    @cached_property
+    def tail(self) -> Tail:
+        """How much of KL few rows carry; needs a base that does not sum to 0."""
+        weight = 1.0 if self.weights is None else self.weights
+        return tail_of(weight * self.kl, weight * self.base, self.groups)
+
     def relative(self, confidence: float = CONFIDENCE) -> RelativeChange:
         """The changes with two-sided intervals; needs a base that does not sum to 0."""
+        # The labelled part has both signs and most of the spread: the rows that carry KL need not carry the
+        # loss change.
+        ends = Ends.BY_SKEWNESS
+        of_kl = Ends.BERNSTEIN if self.tail.is_heavy else Ends.ONE_MORE
 
-        def over_base(rows: Rows) -> Interval:
-            return ratio_interval(rows, self.base, self.weights, self.groups, confidence)
+        def over_base(rows: Rows, ends: Ends) -> Interval:
+            return ratio_interval(rows, self.base, self.weights, self.groups, confidence, ends)
 
         if self.labelled is None:
-            return RelativeChange(None, over_base(self.kl), None)
-        whole = over_base(self.kl + self.labelled)
-        return RelativeChange(whole, over_base(self.kl), over_base(self.labelled))
+            return RelativeChange(None, over_base(self.kl, of_kl), None)
+        whole = over_base(self.kl + self.labelled, ends)
+        return RelativeChange(whole, over_base(self.kl, of_kl), over_base(self.labelled, ends))
 
 
 def paired_rows(spec: OutputSpec, before: Scores, after: Scores, truth: Truth) -> PairedRows:

@@ -10,7 +10,7 @@ between them (a row is in one slice of every column).
 estimate does not push in front of a large one with a certain loss. Where harm cannot be excluded is said by
 the status: ``undecided``.
 
-**Which are judged.** The `LARGEST` most frequent values of a column. Among them, those with `LEAST_UNITS`
+**Which are judged.** The `LARGEST` most frequent values of a column. Among them, those with 100
 independent units (groups, or rows) and, for a log loss, `LEAST_EVENTS` rows of the rarer class expected
 under the FP32 model. Below, Student's t at these confidences claims more than it holds: on simulated logits
 with FP8-like noise, at 2 % clicks, m = 50 and 300 rows (6 clicks) a tail was missed 16 times as often as
@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.evaluation import BudgetStatus, SliceDifference
+from loka_onnx.core.artifact import OutputSpec
+from loka_onnx.core.evaluation import BudgetStatus, SliceDifference, worst
 from loka_onnx.errors import DataError
-from loka_onnx.evaluation.budget import budget_status
+from loka_onnx.evaluation.budget import budget_status, too_few
 from loka_onnx.evaluation.paired import PairedRows
 from loka_onnx.numerics.intervals import CONFIDENCE
 
 LARGEST = 50
 """Values of one column that are looked at; a column of ids has no more slices than this."""
-LEAST_UNITS = 100
 LEAST_EVENTS = 50
 
 Array = npt.NDArray[Any]
@@ -95,10 +95,8 @@ class _Slice:
     def why_not_judged(self) -> str:
         """Why no interval could be trusted; empty where one can."""
         size = self.paired.base.size
-        if self.units < LEAST_UNITS:
-            named = f"{size} rows" if self.paired.groups is None else f"{size} rows in {self.units} groups"
-            kind = "rows" if self.paired.groups is None else "groups"
-            return f"{named}, an interval needs {LEAST_UNITS} {kind}"
+        if few := too_few(size, self.units, is_grouped=self.paired.groups is not None):
+            return few
         if self.paired.probabilities is not None:
             expected = float(self.paired.probabilities.sum())
             events = min(expected, size - expected)
@@ -136,14 +134,14 @@ def read_slices(columns: Mapping[str, Array], names: Sequence[str]) -> tuple[Sli
 
 
 def slice_differences(
-    paired: PairedRows, columns: Sequence[SliceColumn], budget: float, together: float = CONFIDENCE
+    paired: PairedRows, columns: Sequence[SliceColumn], spec: OutputSpec, together: float = CONFIDENCE
 ) -> SliceTable:
     """The difference on each slice, with intervals that hold together.
 
     Args:
         paired: Changes of one output, row by row.
         columns: (rows,) values of each slice column.
-        budget: Largest accepted relative loss increase.
+        spec: The output, with its budget and the guard of KL.
         together: Confidence of all intervals together.
 
     Returns:
@@ -153,7 +151,7 @@ def slice_differences(
     reasons = [item.why_not_judged for item in found]
     judged = [item for item, reason in zip(found, reasons, strict=True) if not reason]
     confidence = 1.0 - (1.0 - together) / max(len(judged), 1)
-    differences = [_difference(item, confidence, budget) for item in judged]
+    differences = [_difference(item, confidence, spec) for item in judged]
     others = [_not_judged(item, reason) for item, reason in zip(found, reasons, strict=True) if reason]
     left_out = {c.name: len(c.values) - LARGEST for c in columns if len(c.values) > LARGEST}
     # Sorting keeps the order of ties: that of the columns, then of falling number of rows.
@@ -193,9 +191,10 @@ def _slice(paired: PairedRows, column: SliceColumn, code: int, rows: npt.NDArray
     return _Slice(column.name, column.values[code], rows, paired.take(counted))
 
 
-def _difference(item: _Slice, confidence: float, budget: float) -> SliceDifference:
-    change = item.paired.relative(confidence)
+def _difference(item: _Slice, confidence: float, spec: OutputSpec) -> SliceDifference:
+    change, limit = item.paired.relative(confidence), spec.kl_limit
     judged = change.kl if change.delta_ne is None else change.delta_ne
+    guard = BudgetStatus.WITHIN if limit is None else budget_status(change.kl, limit)
     return SliceDifference(
         item.column,
         item.value,
@@ -204,7 +203,8 @@ def _difference(item: _Slice, confidence: float, budget: float) -> SliceDifferen
         change.delta_ne,
         change.kl,
         change.labelled,
-        budget_status(judged, budget),
+        worst([budget_status(judged, spec.budget), guard]),
+        "" if guard == BudgetStatus.WITHIN else f"KL is at most {change.kl.upper:.3%}: {guard} `max_kl`",
     )
 
 

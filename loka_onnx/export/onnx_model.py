@@ -11,6 +11,7 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity, TensorSpe
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.model import GraphModel, Tensor, element_type
+from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -59,6 +60,7 @@ def import_onnx(
         producer=canonical.producer,
         parity=parity,
         notes=canonical.notes,
+        other_products=other_products(model),
     )
 
 

@@ -128,8 +128,7 @@ def _is_float(tensor: Tensor) -> bool:
 def _only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
     if model.is_output(tensor) or len(tensor.outputs) != 1:
         return None
-    reader: Node = tensor.outputs[0]
-    return reader
+    return consumers(tensor)[0]
 
 
 def expose_scores(model: GraphModel, kinds: Mapping[str, OutputKind]) -> dict[str, str]:

@@ -16,10 +16,13 @@ import onnx.inliner
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import ModelError
+from loka_onnx.graph.floats import to_dense, to_float32
 from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.naming import module_path, name_sites
+from loka_onnx.graph.parts import Typed, is_no_constant
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
-from loka_onnx.graph.storage import check_external_files, read_proto
+from loka_onnx.graph.soundness import check_message, check_sound, parsing
+from loka_onnx.graph.storage import read_external, read_proto, with_subgraphs
 
 OPSET = 21
 """Lowest operator set written: FP8 Q/DQ is complete there in every engine."""
@@ -29,6 +32,17 @@ decomposed, and are fused by mods."""
 GROUP_SCALES_END = 21
 """Operator set from which GroupNormalization has a scale for each channel, before it for each group."""
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
+QUANTIZING = frozenset(
+    {
+        "QuantizeLinear",
+        "DynamicQuantizeLinear",
+        "QLinearMatMul",
+        "QLinearConv",
+        "MatMulInteger",
+        "ConvInteger",
+    }
+)
+"""Operators that round activations. A DequantizeLinear alone is a way to store weights."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +64,32 @@ def canonicalize(path: Path) -> Canonical:
     """Read a foreign model.
 
     Raises:
-        ModelError: Truncated, too old, with custom operators, or not convertible.
+        ModelError: Truncated, unsound, too old or too new, with custom operators, quantized already, with
+            ends that are no tensors, or not convertible.
     """
     proto = read_proto(path)
-    check_external_files(proto, path)
+    check_message(proto, path)
     notes: list[str] = []
+    _read_attributes(proto, path.parent)
     if proto.functions:
-        proto = onnx.inliner.inline_local_functions(proto)
+        with parsing(path, "cleared of its functions"):
+            proto = onnx.inliner.inline_local_functions(proto)
         notes.append("model-local functions inlined")
     _check_operators(proto, path)
+    check_sound(proto, path)
     _name_nodes(proto.graph)
     original = _opset(proto)
     proto = _convert(proto, path)
     if _opset(proto) != original:
         notes.append(f"converted from opset {original} to {_opset(proto)}")
-    model = GraphModel.from_proto(proto, path.parent)
-    before = len(model.nodes)
-    model.graph.fold_constants(error_ok=True).cleanup(remove_unused_graph_inputs=False)
+    with parsing(path, "read as a graph"):
+        notes += to_dense(proto)
+        notes += to_float32(proto, path)
+        model = GraphModel.from_proto(proto, path.parent)
+        _check_ends(model, path)
+        before = len(model.nodes)
+        model.graph.fold_constants(error_ok=True, should_exclude_node=is_no_constant)
+        model.graph.cleanup(remove_unused_graph_inputs=False)
     folded = before - len(model.nodes)
     if folded:
         notes.append(f"{folded} constant nodes folded")
@@ -74,6 +97,36 @@ def canonicalize(path: Path) -> Canonical:
     if spread:
         notes.append(f"the scales of {spread} GroupNormalizations repeated, from groups to channels")
     return Canonical(model, f"{proto.producer_name} {proto.producer_version}".strip(), tuple(notes))
+
+
+def _read_attributes(proto: onnx.ModelProto, directory: Path) -> None:
+    """Load what attributes of nodes keep outside; large weights are initializers."""
+    bodies = (function.node for function in proto.functions)
+    graphs = (graph.node for graph in with_subgraphs(proto.graph))
+    for attribute in (a for nodes in (*graphs, *bodies) for node in nodes for a in node.attribute):
+        for tensor in (attribute.t, *attribute.tensors):
+            if uses_external_data(tensor):
+                read_external(tensor, directory)
+
+
+def _check_ends(model: GraphModel, path: Path) -> None:
+    for kind, ends in (("input", model.inputs), ("output", model.outputs)):
+        for value in ends:
+            if isinstance(value, Typed):
+                raise ModelError(
+                    f"{kind} '{value.name}' of '{path}' is no tensor",
+                    where=f"{kind} '{value.name}'",
+                    evidence=f"it is a {value.proto.WhichOneof('value').removesuffix('_type')}",
+                    remedy="take it out of the model: rows are tensors with the batch on axis 0",
+                )
+    for tensor in model.outputs:
+        if tensor.shape is not None and not len(tensor.shape):
+            raise ModelError(
+                f"output '{tensor.name}' of '{path}' has no batch",
+                where=f"output '{tensor.name}'",
+                evidence="it is one value for all rows",
+                remedy="take it out of the model: requests are divided and joined by rows",
+            )
 
 
 def _opset(proto: onnx.ModelProto) -> int:
@@ -89,6 +142,12 @@ def _check_operators(proto: onnx.ModelProto, path: Path) -> None:
             evidence=f"opsets {OLDEST_OPSET} and up are converted to {OPSET}",
             remedy=f"export the model again with opset_version={OPSET}",
         )
+    if version > onnx.defs.onnx_opset_version():
+        raise ModelError(
+            f"'{path}' uses opset {version}",
+            evidence=f"onnx {onnx.__version__} knows opsets up to {onnx.defs.onnx_opset_version()}",
+            remedy=f"export the model again with opset_version={OPSET}, or install a newer onnx",
+        )
     pending = [proto.graph]
     while pending:
         graph = pending.pop()
@@ -100,6 +159,13 @@ def _check_operators(proto: onnx.ModelProto, path: Path) -> None:
                     where=f"node '{node.name}'",
                     evidence="no standard operator set defines it, so its FP8 error cannot be measured",
                     remedy="export it as standard operators, or cut it off in front of the model",
+                )
+            if node.op_type in QUANTIZING:
+                raise ModelError(
+                    f"'{path}' is quantized already",
+                    where=f"node '{node.name or node.output[0]}' ({node.op_type})",
+                    evidence="errors and budgets are relative to the model before it is quantized",
+                    remedy="give the FP32 model; it is quantized here, where that is accurate",
                 )
 
 
@@ -166,15 +232,8 @@ def _convert(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
         light.graph.input.append(
             onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
         )
-    try:
+    with parsing(path, f"converted from opset {_opset(proto)} to {OPSET}"):
         converted = onnx.version_converter.convert_version(light, OPSET)
-    except Exception as error:
-        # the converter is a C++ extension that raises RuntimeError and its own ConvertError.
-        raise ModelError(
-            f"'{path}' cannot be converted from opset {_opset(proto)} to {OPSET}",
-            evidence=str(error).splitlines()[0][:300],
-            remedy=f"export the model again with opset_version={OPSET}",
-        ) from error
     remaining = [i for i in converted.graph.input if i.name not in heavy]
     del converted.graph.input[:]
     converted.graph.input.extend(remaining)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
@@ -20,16 +19,16 @@ from loka_onnx.errors import InternalError
 from loka_onnx.graph.exported import Exported
 from loka_onnx.graph.garbage import collector_paused
 from loka_onnx.graph.held import Array
+from loka_onnx.graph.parts import keep_types, mark_branches, reader, write_types
 from loka_onnx.graph.shapes import STRIP_BYTES, add_inferred_shapes
+from loka_onnx.graph.soundness import parsing
 from loka_onnx.graph.storage import (
     all_initializers,
-    check_external_files,
     names_in_subgraphs,
     read_external,
     read_proto,
     stored_bytes,
     take_tables,
-    with_subgraphs,
 )
 from loka_onnx.graph.weights import attach, copied, held_back, take_weights
 
@@ -80,8 +79,8 @@ class GraphModel:
             ModelError: The file is missing, truncated or not an ONNX model, or its external data are.
         """
         proto = read_proto(path)
-        check_external_files(proto, path)
-        return cls.from_proto(proto, path.parent)
+        with parsing(path, "read as a graph"):
+            return cls.from_proto(proto, path.parent)
 
     @classmethod
     def from_proto(cls, proto: onnx.ModelProto, directory: Path) -> GraphModel:
@@ -113,7 +112,8 @@ class GraphModel:
                 read_external(tensor, directory)
         # It writes to standard output that NumPy has no FP8 types; the tensors keep their ONNX type.
         with collector_paused(), G_LOGGER.suppress(G_LOGGER.ERROR):
-            graph = gs.import_onnx(light)
+            graph = mark_branches(gs.import_onnx(light))
+            keep_types(graph, light.graph)
             attach(graph, weights)
         return cls(graph, tables)
 
@@ -152,22 +152,9 @@ class GraphModel:
         """The model as it stands, without its tables."""
         with collector_paused(), held_back(self.graph) as held:
             proto = gs.export_onnx(self.graph, do_type_check=False)
-        self._mend_types(proto.graph)
+        write_types(self.graph, proto.graph)
         _set_oldest_ir(proto)
         return Exported(proto, held, ())
-
-    def _mend_types(self, graph: onnx.GraphProto) -> None:
-        """Write the type of E4M3FNUZ tensors, which onnx-graphsurgeon 0.6.1 exports as E4M3FN."""
-        fnuz = np.dtype(ml_dtypes.float8_e4m3fnuz)
-        parts = (self.graph, *self.graph.subgraphs(recursive=True))
-        names = {name for part in parts for name, tensor in part.tensors().items() if tensor.dtype == fnuz}
-        for inner in with_subgraphs(graph):
-            for tensor in inner.initializer:
-                if tensor.name in names:
-                    tensor.data_type = onnx.TensorProto.FLOAT8E4M3FNUZ
-            for info in inner.value_info:
-                if info.name in names:
-                    info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT8E4M3FNUZ
 
     def copy(self) -> GraphModel:
         """A deep copy that shares the weights."""
@@ -266,7 +253,10 @@ class GraphModel:
     def fresh_name(self, base: str) -> str:
         """A tensor or node name that is not in use."""
         if not self._names:
-            self._names = set(self.graph.tensors()) | {node.name for node in self.graph.nodes}
+            # A branch sees the names of the graph around it, and may not have them twice.
+            parts = (self.graph, *self.graph.subgraphs(recursive=True))
+            self._names = {name for part in parts for name in part.tensors()}
+            self._names |= {node.name for node in self.graph.nodes}
         name, count = base, 0
         while name in self._names:
             count += 1
@@ -468,5 +458,5 @@ def producer(tensor: Tensor) -> Node | None:
 
 
 def consumers(tensor: Tensor) -> list[Node]:
-    """The nodes that read a tensor, each once."""
-    return list({id(node): node for node in tensor.outputs}.values())
+    """The nodes of the main graph that read a tensor, each once; for a branch, the node that holds it."""
+    return list({id(node): node for node in map(reader, tensor.outputs)}.values())

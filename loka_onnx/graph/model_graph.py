@@ -18,7 +18,7 @@ from pathlib import Path
 import onnx
 
 from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKind
-from loka_onnx.graph.storage import names_in_subgraphs, read_proto
+from loka_onnx.graph.storage import names_in_subgraphs, parse_proto
 
 MOST_NODES = 5000
 """So many still move smoothly in a browser (benchmarks/records/report_size.json)."""
@@ -35,7 +35,7 @@ def read_model_graph(path: Path, sites: Collection[str], most: int = MOST_NODES)
     Raises:
         ModelError: The file cannot be read.
     """
-    return describe_graph(read_proto(path).graph, sites, most)
+    return describe_graph(parse_proto(path).graph, sites, most)
 
 
 def describe_graph(graph: onnx.GraphProto, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:

@@ -23,6 +23,7 @@ CLASS_HIERARCHY = "pkg.torch.onnx.class_hierarchy"
 
 _WEIGHT_SUFFIX = re.compile(r"[./](weight|kernel|W)(:0)?$")
 _MOST_NAMED = 4
+_MOST_METADATA = 10_000
 _GENERATED = re.compile(r"^(onnx::|node_)?[A-Za-z]+(_\d+)+$|^n\d+$|^\d+$")
 
 
@@ -62,8 +63,8 @@ def name_sites(graph: onnx.GraphProto, is_site: Mapping[int, bool]) -> dict[int,
 def module_path(node: onnx.NodeProto) -> str:
     """Path of the innermost module that the node came from; empty when nothing tells it."""
     metadata = {entry.key: entry.value for entry in node.metadata_props}
-    if NAME_SCOPES in metadata:
-        scopes = [str(scope) for scope in ast.literal_eval(metadata[NAME_SCOPES])]
+    scopes = _listed(metadata.get(NAME_SCOPES, ""))
+    if scopes is not None:
         return scopes[-2] if len(scopes) > 1 else ""
     return _path_from_name(node.name)
 
@@ -99,11 +100,20 @@ def _is_container(node: onnx.NodeProto) -> bool:
     second product added there later does not rename it.
     """
     metadata = {entry.key: entry.value for entry in node.metadata_props}
-    if CLASS_HIERARCHY not in metadata:
+    classes = _listed(metadata.get(CLASS_HIERARCHY, ""))
+    if classes is None:
         return False
-    classes = [str(name) for name in ast.literal_eval(metadata[CLASS_HIERARCHY])]
     innermost = classes[-2] if len(classes) > 1 else ""
     return not innermost.startswith("torch.nn.modules.")
+
+
+def _listed(text: str) -> list[str] | None:
+    """The list of texts that PyTorch's exporter writes as Python; None for anything else."""
+    try:
+        found = ast.literal_eval(text[:_MOST_METADATA])
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else None
 
 
 def _weight_leaf(node: onnx.NodeProto, initializers: set[str], base: str) -> str:

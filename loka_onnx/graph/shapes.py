@@ -7,6 +7,7 @@ values of large initializers decide no shape, so inference runs on a copy of the
 from __future__ import annotations
 
 import onnx
+from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.graph.held import number_of
 
@@ -14,8 +15,8 @@ STRIP_BYTES = 4096
 """Initializers beyond this hold weights, never a shape or an axis."""
 
 
-def add_inferred_shapes(model: onnx.ModelProto) -> None:
-    """Write into a model the type and shape of every inner tensor and output that can be inferred."""
+def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of a model whose large initializers are inputs, and of which nothing lies outside."""
     light = onnx.ModelProto()
     light.ir_version = model.ir_version
     light.opset_import.extend(model.opset_import)
@@ -29,12 +30,19 @@ def add_inferred_shapes(model: onnx.ModelProto) -> None:
     inputs = {i.name for i in model.graph.input}
     for tensor in model.graph.initializer:
         is_large = number_of(tensor) is not None or len(tensor.raw_data) > STRIP_BYTES
+        is_large |= uses_external_data(tensor)
         if is_large and tensor.name not in inputs:
             graph.input.append(
                 onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
             )
         else:
             graph.initializer.append(tensor)
+    return light
+
+
+def add_inferred_shapes(model: onnx.ModelProto) -> None:
+    """Write into a model the type and shape of every inner tensor and output that can be inferred."""
+    light = without_weights(model)
     inferred = onnx.shape_inference.infer_shapes(light, strict_mode=False, data_prop=True)
     weights = {tensor.name for tensor in model.graph.initializer}
     del model.graph.value_info[:]

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -21,23 +23,52 @@ import onnx
 from onnx.external_data_helper import set_external_data, uses_external_data
 
 from loka_onnx.core.digests import digest_file, digest_json
-from loka_onnx.errors import InternalError, ModelError
+from loka_onnx.errors import InternalError, ModelError, OutputError
 from loka_onnx.graph.held import Array, bytes_of, number_of
+from loka_onnx.sessions.model_files import data_locations, external_tensors
 
 INLINE_LIMIT_BYTES = 1 << 30
 """Dense weights beyond this are stored beside the model; protobuf ends at 2 GiB."""
+
+_BITS = {
+    onnx.TensorProto.INT4: 4,
+    onnx.TensorProto.UINT4: 4,
+    onnx.TensorProto.FLOAT4E2M1: 4,
+    **{kind: 2 for name, kind in onnx.TensorProto.DataType.items() if name in {"INT2", "UINT2"}},
+}
+"""Types of which several elements share a byte."""
+_STORED = frozenset(onnx.TensorProto.DataType.values()) - {
+    onnx.TensorProto.UNDEFINED,
+    onnx.TensorProto.STRING,
+}
 
 TABLE_LIMIT_BYTES = 1 << 28
 """Embedding tables that hold less than this together are read like any other weight: one file is simpler."""
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
-    """Parse a model file without loading what it keeps outside.
+    """Parse a model file without loading what it keeps outside, and check where that lies.
+
+    Raises:
+        ModelError: As `parse_proto`; or what it keeps outside is no regular file below its directory,
+            missing, or ends before its tensor.
+    """
+    model = parse_proto(path)
+    homes = {path.parent.resolve(), path.resolve().parent}
+    for tensor in external_tensors(model):
+        _check_external(Stored.of(tensor, path), path, homes)
+    return model
+
+
+def parse_proto(path: Path) -> onnx.ModelProto:
+    """Parse a model file, whatever became of what it keeps outside.
 
     Raises:
         ModelError: The file is missing, truncated or not an ONNX model.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")
         model = onnx.load(os.fspath(path), load_external_data=False)
     except OSError as error:
         raise ModelError(f"cannot read the model '{path}'", evidence=str(error)) from error
@@ -45,7 +76,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
         # protobuf's DecodeError is not importable under one name across its implementations.
         raise ModelError(
             f"'{path}' is not an ONNX model, or is truncated",
-            evidence=f"{path.stat().st_size} bytes; {error}",
+            evidence=f"{path.stat().st_size} bytes; {str(error)[:200]}",
             remedy="export or copy the file again",
         ) from error
     if not model.graph.node:
@@ -57,16 +88,92 @@ def read_proto(path: Path) -> onnx.ModelProto:
     return model
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Where the values of a tensor lie in another file.
+
+    Attributes:
+        tensor: Name of the tensor.
+        location: The file, relative to the model.
+        offset: First byte.
+        length: Bytes.
+    """
+
+    tensor: str
+    location: str
+    offset: int
+    length: int
+
+    @classmethod
+    def of(cls, tensor: onnx.TensorProto, path: Path | None = None) -> Stored:
+        """What a tensor says of its values.
+
+        Raises:
+            ModelError: It says nothing that could be so.
+        """
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        needed, offset = stored_bytes(tensor), entries.get("offset", "0")
+        length = entries.get("length", str(needed))
+        # Protobuf hands over bytes for a text that is not UTF-8.
+        if not all(isinstance(text, str) for text in entries.values()):
+            raise _unreadable(path, tensor.name, f"{entries}")
+        for text in (offset, length):
+            if not text.isdecimal() or len(text) > _MOST_DIGITS:
+                raise _unreadable(path, tensor.name, f"offset '{offset[:40]}', length '{length[:40]}'")
+        if int(length) != needed:
+            evidence = f"its type and shape need {needed} bytes, and {int(length)} are stored"
+            raise _unreadable(path, tensor.name, evidence)
+        return cls(tensor.name, entries.get("location", ""), int(offset), needed)
+
+
+_MOST_DIGITS = 18
+
+
+def _unreadable(path: Path | None, tensor: str, evidence: str) -> ModelError:
+    return ModelError(
+        "the weights of a model cannot be read"
+        if path is None
+        else f"the weights of '{path}' cannot be read",
+        where=f"tensor '{tensor}'",
+        evidence=evidence,
+        remedy="save the model again with its weights beside it",
+    )
+
+
+def _check_external(stored: Stored, path: Path, homes: Collection[Path]) -> None:
+    name, file = stored.location, path.parent / stored.location
+    try:
+        resolved = Path(os.path.realpath(file))
+        status = resolved.stat()
+    except (OSError, ValueError):
+        # ValueError for a name that no file can have.
+        resolved, status = file, None
+    is_relative = not Path(name).is_absolute() and ".." not in Path(name).parts
+    if not is_relative or (status and not any(resolved.is_relative_to(home) for home in homes)):
+        raise ModelError(
+            f"'{path}' refers to weights outside its directory",
+            evidence=f"location '{name[:200]}' of tensor '{stored.tensor}'",
+            remedy="save the model again with its weights beside it",
+        )
+    if status is None or not stat.S_ISREG(status.st_mode):
+        raise ModelError(
+            f"the weights of '{path}' are missing",
+            evidence=f"it stores tensors in '{name[:200]}', which is "
+            + ("not beside it" if status is None else "no regular file"),
+            remedy="copy the external data file next to the model",
+        )
+    end = stored.offset + stored.length
+    if end > status.st_size:
+        raise ModelError(
+            f"the weights of '{path}' are truncated",
+            evidence=f"tensor '{stored.tensor}' ends at byte {end} of '{name}', which has {status.st_size}",
+            remedy="copy the external data file again",
+        )
+
+
 def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
     """Names of the files that hold external data, relative to the model."""
-    locations = {
-        entry.value
-        for tensor in all_initializers(model.graph)
-        if uses_external_data(tensor)
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    return tuple(sorted(locations))
+    return data_locations(model)
 
 
 def model_files(path: Path) -> tuple[Path, ...]:
@@ -78,58 +185,26 @@ def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
     """Load a tensor; edits it.
 
     onnx's own helper refuses files with more than one hard link, which linked tables have.
+
+    Raises:
+        ModelError: The file ends before the tensor.
     """
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    with (directory / entries["location"]).open("rb") as stream:
-        stream.seek(int(entries.get("offset", 0)))
-        tensor.raw_data = stream.read(int(entries["length"]) if "length" in entries else -1)
+    stored = Stored.of(tensor)
+    with (directory / stored.location).open("rb") as stream:
+        stream.seek(stored.offset)
+        tensor.raw_data = stream.read(stored.length)
+    if len(tensor.raw_data) != stored.length:
+        raise _unreadable(
+            None, tensor.name, f"its file holds {len(tensor.raw_data)} of {stored.length} bytes"
+        )
     tensor.data_location = onnx.TensorProto.DEFAULT
     del tensor.external_data[:]
 
 
-def check_external_files(model: onnx.ModelProto, path: Path) -> None:
-    """Make sure that what a model keeps outside is beside it, and whole.
-
-    Raises:
-        ModelError: A file lies outside the model's directory, is missing, or ends before its tensor.
-    """
-    homes = {path.parent.resolve(), path.resolve().parent}
-    for tensor in all_initializers(model.graph):
-        if not uses_external_data(tensor):
-            continue
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        name = entries.get("location", "")
-        resolved = (path.parent / name).resolve()
-        if (
-            Path(name).is_absolute()
-            or ".." in Path(name).parts
-            or not any(resolved.is_relative_to(home) for home in homes)
-        ):
-            raise ModelError(
-                f"'{path}' refers to weights outside its directory",
-                evidence=f"location '{name}' of tensor '{tensor.name}'",
-                remedy="save the model again with its weights beside it",
-            )
-        file = path.parent / name
-        if not file.is_file():
-            raise ModelError(
-                f"the weights of '{path}' are missing",
-                evidence=f"it stores tensors in '{name}', which is not beside it",
-                remedy="copy the external data file next to the model",
-            )
-        end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
-        if end > file.stat().st_size:
-            raise ModelError(
-                f"the weights of '{path}' are truncated",
-                evidence=f"tensor '{tensor.name}' ends at byte {end} of '{name}', which has "
-                f"{file.stat().st_size}",
-                remedy="copy the external data file again",
-            )
-
-
 def model_digest(path: Path) -> str:
     """SHA-256 over the model file and the files it refers to."""
-    return digest_with_weights(digest_file(path), path.parent, external_files(read_proto(path)))
+    weights = external_files(read_proto(path))
+    return digest_with_weights(digest_file(path), path.parent, weights)
 
 
 def digest_with_weights(model: str, directory: Path, weights: Sequence[str]) -> str:
@@ -210,8 +285,17 @@ def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tenso
 
 
 def stored_bytes(tensor: onnx.TensorProto) -> int:
-    """Bytes of a tensor, from its type and dimensions."""
-    return int(prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    """Bytes of a tensor, from its type and dimensions.
+
+    Raises:
+        ModelError: No tensor is of that type or shape.
+    """
+    kind = tensor.data_type
+    if kind not in _STORED or any(dim < 0 for dim in tensor.dims):
+        evidence = f"its element type is {kind}, its shape {[*tensor.dims][:16]}"
+        raise _unreadable(None, tensor.name, evidence)
+    bits = _BITS.get(kind) or 8 * onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize
+    return int(-(-prod(tensor.dims) * bits // 8))
 
 
 def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.TensorProto:
@@ -298,12 +382,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     Until then an earlier file is what it was, and stays so under its other names: those of the models of jobs
     are links.
+
+    Raises:
+        OutputError: The disk is full, or the place cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         with unfinished.open("wb") as stream:
             yield stream
         unfinished.replace(path)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write '{path}'", evidence=str(error), remedy="make room, or choose another --output"
+        ) from error
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from onnx_graphsurgeon.ir.tensor import LazyValues
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.graph.held import HELD_TYPES, Array, hold, number_of
+from loka_onnx.graph.parts import mark_branches
 from loka_onnx.graph.shapes import STRIP_BYTES
-from loka_onnx.graph.storage import all_initializers, stored_bytes
+from loka_onnx.graph.storage import Stored, all_initializers, stored_bytes
 
 
 class HeldValues(LazyValues):  # type: ignore[misc]
@@ -81,13 +83,13 @@ def take_weights(proto: onnx.ModelProto, directory: Path, held: Sequence[Array] 
 
 
 def map_external(tensor: onnx.TensorProto, directory: Path) -> Array | None:
-    """Values of a tensor as a map of its file; None where its bytes are not those of its dimensions."""
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    size = stored_bytes(tensor)
-    path, offset = directory / entries["location"], int(entries.get("offset", 0))
-    if size == 0 or int(entries.get("length", size)) != size or offset + size > path.stat().st_size:
+    """Values of a tensor as a map of its file; None where it has none, or not whole bytes."""
+    stored = Stored.of(tensor)
+    itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    if stored.length == 0 or stored.length != itemsize * prod(tensor.dims):
         return None
-    return _shaped(tensor, np.memmap(path, np.uint8, "r", offset=offset, shape=(size,)))
+    path, shape = directory / stored.location, (stored.length,)
+    return _shaped(tensor, np.memmap(path, np.uint8, "r", offset=stored.offset, shape=shape))
 
 
 def _inline_values(tensor: onnx.TensorProto) -> Array | None:
@@ -140,7 +142,7 @@ def copied(graph: gs.Graph) -> gs.Graph:
     In the copies of onnx-graphsurgeon 0.6.1 a constant has a type to be exported in, as if it were to be
     converted: E4M3FNUZ to E4M3FNUZ is then refused once the values have been read.
     """
-    copy = graph.copy()
+    copy = mark_branches(graph.copy())
     for tensor in _constants(copy):
         tensor._export_dtype = None
     return copy

@@ -10,15 +10,32 @@ variance is the textbook s²/n with ddof = 1. For a ratio R = Σwa/Σwb, ψ_i = 
 method, with the denominator's own error included. For one group the interval is infinite: one unit says
 nothing about the spread.
 
+**Few rows that carry a sum.** Student's t needs a variance. KL is never negative, and a few rows may carry
+it: the rows at hand then miss what lies beyond their largest, and the upper end lies too low far more often
+than it says. So (`Ends`)
+
+* of a sum of what is never negative the upper end is further out by the largest Ψ_g: by what one more such
+  unit would add. The next unit is beyond all seen with probability 1/(G + 1), and a tail that falls faster
+  than x⁻² has about that much beyond its largest;
+* where the tail is heavy (`Tail`; of a loss change, where its influences are skewed), empirical Bernstein's
+  bound is taken, for values clipped at the largest:
+  half width √(2·variance·ln(2/α)) + 7/3·ln(2/α)·G/(G − 1)·max|Ψ_g| with α the risk of one end.
+
+Both leave out what is so rare that the rows at hand do not hold it: nothing is known of 1 row in n/3. How
+often the ends hold is in `benchmarks/records/interval_tails.json`.
+
 Sources: linearization and the cluster sum are Binder, "On the Variances of Asymptotically Normal Estimators
 from Complex Surveys" (1983); the ratio as in Deng et al., "Applying the Delta Method in Metric
-Analytics" (KDD 2018); Student's t instead of the normal quantile widens small samples only.
+Analytics" (KDD 2018); Student's t instead of the normal quantile widens small samples only; empirical
+Bernstein is Maurer and Pontil, "Empirical Bernstein Bounds and Sample Variance Penalization" (COLT 2009),
+theorem 4; the tail index is Hill's (Annals of Statistics, 1975): below 2 there is no variance.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -34,6 +51,69 @@ Array = npt.NDArray[Any]
 Rows = npt.NDArray[np.float64]
 
 
+class Ends(Enum):
+    """How the ends of an interval are found."""
+
+    STUDENT = "student"
+    ONE_MORE = "one more"
+    """Of what is never negative: the upper end is further out by the largest unit."""
+    BERNSTEIN = "bernstein"
+    """Empirical Bernstein's, for heavy tails."""
+    BY_SKEWNESS = "by skewness"
+    """Student's, or empirical Bernstein's where the influences are skewed by more than `MOST_SKEWNESS`."""
+
+
+LEAST_TAIL_INDEX = 2.0
+MOST_SKEWNESS = 0.3
+MOST_TOP_SHARE = 0.3
+"""A tail is heavy with an index below the first, or more of one of the others: held against simulation."""
+LEAST_TAIL_ROWS = 10
+"""Rows of the largest values that a tail index takes."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """How much of a sum few rows carry.
+
+    Attributes:
+        top_share: Share of the sum that the hundredth of the rows with the largest values holds.
+        index: Hill's tail index over these rows, 10 at least; infinite where they are alike or there is no
+            sum, 0 where fewer rows than that have a value.
+        skewness: Σ Ψ³ / (Σ Ψ²)^1.5 of the influences of units; the skewness of a unit over √G.
+    """
+
+    top_share: float
+    index: float
+    skewness: float
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether Student's t cannot be trusted."""
+        is_skewed = self.skewness > MOST_SKEWNESS or self.top_share > MOST_TOP_SHARE
+        return self.index < LEAST_TAIL_INDEX or is_skewed
+
+
+def tail_of(values: Array, denominators: Array, groups: Array | None = None) -> Tail:
+    """The tail of the numerator of a ratio of sums.
+
+    Args:
+        values: (rows,) numerators, weighted, never negative.
+        denominators: (rows,) weighted; their sum must not be 0.
+        groups: (rows,) ids of what belongs together; None for independent rows.
+    """
+    _check_rows(values, denominators, groups)
+    total = float(values.sum())
+    if total == 0.0:
+        return Tail(0.0, math.inf, 0.0)
+    count = max(LEAST_TAIL_ROWS, values.size // 100)
+    top = np.sort(np.partition(values, -min(count + 1, values.size))[-min(count + 1, values.size) :])
+    excess = float(np.log(top[1:] / top[0]).mean()) if top[0] > 0.0 and top.size > 1 else math.inf
+    share = float(top[-max(1, values.size // 100) :].sum()) / total
+    influence = values - total / float(denominators.sum()) * denominators
+    skewness = spread_of(influence, groups).skewness
+    return Tail(share, math.inf if excess == 0.0 else 1.0 / excess, skewness)
+
+
 @dataclass(frozen=True)
 class Spread:
     """Standard error of an estimate.
@@ -41,33 +121,53 @@ class Spread:
     Attributes:
         standard_error: Of the estimate, in its unit; infinite for fewer than two units.
         units: Independent units behind it: groups, or rows where nothing groups them.
+        largest: Largest influence of a unit.
+        farthest: Largest magnitude of one.
+        skewness: Σ Ψ³ / (Σ Ψ²)^1.5 over units; the skewness of a unit over √G.
     """
 
     standard_error: float
     units: int
+    largest: float = 0.0
+    farthest: float = 0.0
+    skewness: float = 0.0
 
 
-def interval_around(value: float, spread: Spread, rows: int, confidence: float = CONFIDENCE) -> Interval:
-    """Two-sided interval by Student's t.
+def interval_around(
+    value: float,
+    spread: Spread,
+    rows: int,
+    confidence: float = CONFIDENCE,
+    ends: Ends = Ends.STUDENT,
+) -> Interval:
+    """Two-sided interval.
 
     Args:
         value: Point estimate.
         spread: Its standard error.
         rows: Rows behind it.
         confidence: Coverage, between 0 and 1.
+        ends: How they are found; Student's are value ± t·standard error.
 
     Returns:
-        value ± t·standard error; infinite for fewer than two units.
+        The interval; infinite for fewer than two units.
 
     Raises:
         InternalError: The confidence is not between 0 and 1.
     """
     if not 0.0 < confidence < 1.0:
         raise InternalError("a confidence lies between 0 and 1", evidence=f"it is {confidence:g}")
-    half = math.inf
-    if spread.units > 1 and math.isfinite(spread.standard_error):
-        half = float(stdtrit(spread.units - 1, 0.5 + confidence / 2.0)) * spread.standard_error
-    return Interval(value, value - half, value + half, confidence, rows)
+    if spread.units < 2 or not math.isfinite(spread.standard_error):
+        return Interval(value, -math.inf, math.inf, confidence, rows)
+    is_skewed = ends is Ends.BY_SKEWNESS and spread.skewness > MOST_SKEWNESS
+    if ends is Ends.BERNSTEIN or is_skewed:
+        log = math.log(4.0 / (1.0 - confidence))
+        half = math.sqrt(2.0 * log) * spread.standard_error
+        half += 7.0 / 3.0 * log * spread.units / (spread.units - 1) * spread.farthest
+        return Interval(value, value - half, value + half, confidence, rows)
+    half = float(stdtrit(spread.units - 1, 0.5 + confidence / 2.0)) * spread.standard_error
+    beyond = max(spread.largest, 0.0) if ends is Ends.ONE_MORE else 0.0
+    return Interval(value, value - half, value + half + beyond, confidence, rows)
 
 
 def spread_of(influence: Array, groups: Array | None = None) -> Spread:
@@ -84,14 +184,23 @@ def spread_of(influence: Array, groups: Array | None = None) -> Spread:
         InternalError: The arrays are of different lengths or empty.
     """
     _check_rows(influence, groups)
-    sums = influence.astype(np.float64)
-    if groups is not None:
-        members = np.unique(groups, return_inverse=True)[1]
-        sums = np.bincount(members, weights=sums).astype(np.float64)
-    units = int(sums.size)
+    sums = _unit_sums(influence, groups)
+    units, largest, farthest = int(sums.size), float(sums.max()), float(np.abs(sums).max())
     if units < 2:
-        return Spread(math.inf, units)
-    return Spread(math.sqrt(float(sums @ sums) * units / (units - 1)), units)
+        return Spread(math.inf, units, largest, farthest)
+    squares = float(sums @ sums)
+    error = math.sqrt(squares * units / (units - 1))
+    skewness = float((sums**3).sum()) / squares**1.5 if squares > 0.0 else 0.0
+    return Spread(error, units, largest, farthest, skewness)
+
+
+def _unit_sums(values: Array, groups: Array | None) -> Rows:
+    """(units,) sums over the rows of each unit."""
+    sums = values.astype(np.float64)
+    if groups is None:
+        return sums
+    members = np.unique(groups, return_inverse=True)[1]
+    return np.bincount(members, weights=sums).astype(np.float64)
 
 
 def ratio_interval(
@@ -100,6 +209,7 @@ def ratio_interval(
     weights: Array | None = None,
     groups: Array | None = None,
     confidence: float = CONFIDENCE,
+    ends: Ends = Ends.STUDENT,
 ) -> Interval:
     """Interval of Σwa / Σwb, where the denominator is estimated from the same rows.
 
@@ -109,6 +219,7 @@ def ratio_interval(
         weights: (rows,) nonnegative; None for equal weights.
         groups: (rows,) ids of rows that belong together; None for independent rows.
         confidence: Coverage.
+        ends: How the ends are found.
 
     Returns:
         The interval by the delta method.
@@ -125,7 +236,7 @@ def ratio_interval(
     if total == 0.0:
         raise InternalError("the denominator of a ratio sums to 0", evidence=f"over {a.size} rows")
     ratio = float(a.sum()) / total
-    return interval_around(ratio, spread_of((a - ratio * b) / total, groups), a.size, confidence)
+    return interval_around(ratio, spread_of((a - ratio * b) / total, groups), a.size, confidence, ends)
 
 
 def mean_interval(

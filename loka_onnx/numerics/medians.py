@@ -1,10 +1,11 @@
-"""The median of a few values, with an interval that assumes nothing of how they are distributed."""
+"""The median of a few values with its interval, and when the ratio of two medians is a tie."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
+import numpy as np
 from scipy.special import bdtr
 
 from loka_onnx.core.intervals import Interval
@@ -39,3 +40,25 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
         return None
     coverage = 1.0 - 2.0 * float(bdtr(rank - 1, count, 0.5))
     return Interval(median(ordered), ordered[rank - 1], ordered[count - rank], coverage, count)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Lower and upper quartile, interpolated between values.
+
+    Raises:
+        InternalError: There is no value.
+    """
+    if not values:
+        raise InternalError("there is no value to take quartiles of")
+    low, high = np.quantile(values, [0.25, 0.75])
+    return float(low), float(high)
+
+
+def is_tie(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether the quartiles of two sets overlap: the ratio of their medians is then a tie.
+
+    Args:
+        one: Lower and upper quartile.
+        other: The same of the other.
+    """
+    return one[0] <= other[1] and other[0] <= one[1]

@@ -32,7 +32,8 @@ from loka_onnx.pipeline.job_cluster import execute_on_cluster
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT, merge_result, read_result
 from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS, RESULT, JobOrigin, SplitRows, write_job
 from loka_onnx.pipeline.splitting import Source
-from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
+from loka_onnx.pipeline.versions import backend_versions
+from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel, apply_plan
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class EngineBuilder:
         self.job_rows: Sequence[SplitRows] = ()
         self.timed_rows: Callable[[], SplitRows] | None = None
         self.is_addition = False
-        self._planned: dict[tuple[str, Precision, Fusions], Path] = {}
+        self._planned: dict[tuple[str, Precision, Fusions], PlannedModel] = {}
         self._logs: dict[str, RewriteLog] = {}
         self._jobs: dict[str, WrittenJob] = {}
 
@@ -203,10 +204,11 @@ class EngineBuilder:
     def _request(self, model: ModelArtifact, candidate: Candidate) -> BuildRequest:
         batch = self.config.batch
         serve = sorted(batch.serve)[len(batch.serve) // 2]
+        planned = self._planned_model(model, candidate)
         return BuildRequest(
-            model=self._planned_model(model, candidate),
+            model=planned.path,
             plan=candidate.plan,
-            sites=model.sites,
+            sites=planned.sites,
             target=candidate.target,
             architecture=candidate.architecture,
             batch=BatchRange(batch.min, serve, batch.max, tuple(sorted({*batch.serve}))),
@@ -263,7 +265,7 @@ class EngineBuilder:
             if place.is_dir() and place.name not in self._jobs and not (place / RESULT).exists():
                 shutil.rmtree(place)
 
-    def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> Path:
+    def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> PlannedModel:
         """The model file that carries the plan in the form that the backend asks for; once for each form."""
         plan, fusions = candidate.plan, candidate.fusions
         key = (plan.id, candidate.base, fusions)
@@ -274,9 +276,16 @@ class EngineBuilder:
             target = self.directory.path / "planned" / name / "model.onnx"
             form = PlanForm(candidate.base, fusions, self.corrections.accepted(plan.id))
             planned = apply_plan(model, plan, form, target)
-            self._planned[key] = planned.path
+            self._planned[key] = planned
             self._logs[name] = planned.log
         return self._planned[key]
+
+    def files(self, built: Built) -> tuple[Path, ...]:
+        """Files of what was built, where `only` names the candidates: engines, and their planned models."""
+        root = self.directory.path
+        places = [root / "engines" / name for name in sorted(self.only or ())]
+        places += [root / "planned" / name for name in sorted(built.rewrites.logs)]
+        return tuple(file for place in places for file in sorted(place.rglob("*")) if file.is_file())
 
 
 def engine_cache(settings: BuildConfig) -> EngineCache:
@@ -305,6 +314,7 @@ def build_engines(builder: EngineBuilder, source: Source) -> Built:
         "corrections": serde.to_plain(builder.corrections),
         "part": source.part,
         "targets": [target.model_dump(mode="json") for target in builder.config.targets],
+        "backends": backend_versions(builder.config.targets),
         "batch": builder.config.batch.model_dump(mode="json"),
         "only": None if builder.only is None else sorted(builder.only),
         "jobs": [settings.jobs, settings.job_data, builder.config.serving.inputs if settings.jobs else ""],
@@ -316,7 +326,7 @@ def build_engines(builder: EngineBuilder, source: Source) -> Built:
     }
     on_cluster = settings.executor is Executor.RAY
     if not on_cluster:
-        key["results"] = _results(directory.path / JOBS)
+        key["results"] = results_of_jobs(directory.path / JOBS)
     return directory.stage(
         "build",
         key,
@@ -332,7 +342,7 @@ def _job_files(jobs: Path) -> list[Path]:
     return [path for path in files if path.relative_to(jobs).parts[1:2] not in {(), (RESULT,)}]
 
 
-def _results(jobs: Path) -> dict[str, str]:
+def results_of_jobs(jobs: Path) -> dict[str, str]:
     """Digest of every result, by candidate."""
     places = sorted(jobs.glob(f"*/{RESULT}"))
     documents = {place.parent.name: place / RESULT_DOCUMENT for place in places}

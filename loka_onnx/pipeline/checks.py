@@ -43,5 +43,5 @@ def _upper_bounds(data: ReportData) -> Iterator[str]:
                 yield (
                     f"{evaluation.engine}, {output.output}: upper bound of {output.difference.judged_name} "
                     f"{upper:+.3%} "
-                    f"against {output.budget:.3%}"
+                    f"against {output.budget:.3%}{''.join(f', {remark}' for remark in output.remarks)}"
                 )

@@ -18,9 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
@@ -42,6 +41,7 @@ from loka_onnx.evaluation.latency import (
     LatencyOptions,
     from_host,
     measure_interleaved,
+    over_loads,
 )
 from loka_onnx.evaluation.predictions import Predictions, padded, predict
 from loka_onnx.numerics.intervals import mean_interval
@@ -73,7 +73,7 @@ class CompareOptions:
         batches: Rows per request to serve; empty for the sizes that they were timed at when they were made.
         latency: Whether to time them.
         seconds: Time for each side at each batch size, over all loads.
-        loads: How many times both are loaded to be timed; an interval takes 6 at least.
+        loads: How many times both are loaded to be timed; an interval takes 2 at least.
 
     Raises:
         ConfigError: They are not loaded at all.
@@ -348,23 +348,7 @@ def _time(
 
 def _speed(loads: Sequence[Sequence[Latency]]) -> Speed:
     """What a side took over all loads, at the batch sizes that it finished in each."""
-    by_batch = [{latency.batch: latency for latency in latencies} for latencies in loads]
-    common = set.intersection(*map(set, by_batch))
-    return Speed({size: _over_loads([each[size] for each in by_batch]) for size in sorted(common)})
-
-
-def _over_loads(loads: Sequence[Latency]) -> Latency:
-    """Medians over loads, whose medians are its parts; of one load, what it took with its own parts."""
-    if len(loads) == 1:
-        return loads[0]
-    return replace(
-        loads[0],
-        p50_us=median(load.p50_us for load in loads),
-        p90_us=median(load.p90_us for load in loads),
-        p99_us=median(load.p99_us for load in loads),
-        repeats=sum(load.repeats for load in loads),
-        parts_us=tuple(load.p50_us for load in loads),
-    )
+    return Speed({latency.batch: latency for latency in over_loads(loads)})
 
 
 def _ratio(after: Speed, before: Speed) -> Ratio | None:

@@ -9,12 +9,13 @@ the record names may be missing in the data (live rows have no labels): then a n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from loka_onnx.config import NullGroups
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.digests import digest_file
@@ -22,7 +23,7 @@ from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.manifest import MANIFEST_NAME
 from loka_onnx.data import Dataset, InputBinding, RowRange, open_dataset
 from loka_onnx.errors import ConfigError, DataError, UserError
-from loka_onnx.graph.id_bounds import id_bounds
+from loka_onnx.graph.id_bounds import id_bounds, narrowed
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import read_proto
 from loka_onnx.pipeline.compare_sides import Side
@@ -142,7 +143,7 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
             unjudged[output.name] = unanswered[output.name] = WITHOUT_LABEL
             continue
         unjudged.pop(output.name, None)
-        specs.append(OutputSpec(output.name, output.kind, label, output.weight, output.budget, output.clip))
+        specs.append(output.spec(label))
     group, slices = options.group, options.slices
     if recorded is not None:
         if group is None and recorded.group is not None:
@@ -154,7 +155,10 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
             )
             slices = tuple(name for name in found if name is not None)
     judged = tuple(specs)
-    dataset = _open(data, bindings, _columns(judged, group, slices), slices, options.rows)
+    nullable = set(slices) - {group}
+    if recorded is not None and recorded.null_groups is NullGroups.UNGROUP and group is not None:
+        nullable.add(group)
+    dataset = _open(data, bindings, _columns(judged, group, slices), nullable, options.rows)
     described = ComparedRows(
         path=str(data),
         name=dataset.name,
@@ -181,10 +185,18 @@ class _Asked:
     weight: str | None = None
     budget: float = 0.0002
     clip: float = 1e-7
+    max_kl: float | None = None
+    max_auc_drop: float | None = None
 
     @classmethod
     def of(cls, spec: OutputSpec) -> _Asked:
-        return cls(spec.name, spec.kind, spec.label, spec.weight, spec.budget, spec.clip)
+        return cls(**{field.name: getattr(spec, field.name) for field in fields(cls)})
+
+    def spec(self, label: str | None) -> OutputSpec:
+        """With its settled label; without one there is no AUC to hold against anything."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        guard = None if label is None else self.max_auc_drop
+        return OutputSpec(**{**found, "label": label, "max_auc_drop": guard})
 
 
 def _asked(a: Side, b: Side, options: RowOptions) -> tuple[tuple[_Asked, ...], str]:
@@ -233,9 +245,9 @@ def _check_present(a: Side, kinds: Mapping[str, OutputKind]) -> None:
 
 
 def _alike(sides: Sequence[_Asked]) -> _Asked:
-    """The first, A's where it records the output; both must judge it alike, budgets apart."""
+    """The first, A's where it records the output; both must judge it alike, budgets and guards apart."""
     ours, theirs = sides[0], sides[-1]
-    if replace(ours, budget=theirs.budget) == theirs:
+    if theirs == replace(ours, budget=theirs.budget, max_kl=theirs.max_kl, max_auc_drop=theirs.max_auc_drop):
         return ours
     options = {"kind": f"`--output {ours.name}={ours.kind}`"}
     options |= {field: f"`--{field} {ours.name}=COLUMN`" for field in ("label", "weight")}
@@ -299,29 +311,29 @@ def _open(
     data: Path,
     bindings: Sequence[InputBinding],
     columns: Sequence[str],
-    slices: Sequence[str],
+    nullable: Collection[str],
     rows: int | None,
 ) -> Dataset:
-    opened = open_dataset(data, bindings, columns, None, slices)
+    opened = open_dataset(data, bindings, columns, None, nullable)
     if rows is None or rows >= opened.rows:
         return opened
-    return open_dataset(data, bindings, columns, RowRange(0, rows), slices)
+    return open_dataset(data, bindings, columns, RowRange(0, rows), nullable)
 
 
-def _bounds(a: Side, b: Side) -> dict[str, tuple[int | None, ...]]:
+def _bounds(a: Side, b: Side) -> dict[str, tuple[range | None, ...]]:
     """Ids that are in the tables of both models; they may have grown from one to the other."""
     one = _table_bounds(a.model)
     other = one if a.deployment.model_digest == b.deployment.model_digest else _table_bounds(b.model)
     return {
         name: tuple(
-            min((bound for bound in pair if bound is not None), default=None)
+            narrowed(*pair)
             for pair in zip(one.get(name) or other[name], other.get(name) or one[name], strict=True)
         )
         for name in {**one, **other}
     }
 
 
-def _table_bounds(model: Path) -> dict[str, tuple[int | None, ...]]:
+def _table_bounds(model: Path) -> dict[str, tuple[range | None, ...]]:
     """Bounds of ids that the tables of a model set; none of a model that they cannot be read from."""
     proto = read_proto(model)
     opset = next((entry.version for entry in proto.opset_import if not entry.domain), 0)
@@ -338,6 +350,7 @@ class _Data:
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     group: str | None = None
     slices: tuple[str, ...] = ()
+    null_groups: NullGroups = NullGroups.REFUSE
 
 
 @dataclass(frozen=True)
@@ -352,6 +365,7 @@ class _Recorded:
     inputs: Mapping[str, tuple[str, ...]]
     group: str | None
     slices: tuple[str, ...]
+    null_groups: NullGroups
     place: Path
 
 
@@ -400,7 +414,7 @@ def _read(place: Path) -> _Recorded:
             evidence=f"at config.{'.'.join(map(str, first['loc']))}: {first['msg']}",
             remedy="name the columns with `--inputs`, `--group` and `--slices`",
         ) from error
-    return _Recorded(data.inputs, data.group, data.slices, place)
+    return _Recorded(data.inputs, data.group, data.slices, data.null_groups, place)
 
 
 def _source(recorded: _Recorded | None, options: RowOptions) -> str:

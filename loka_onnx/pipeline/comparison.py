@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from loka_onnx.core.evaluation import Latency, OutputEvaluation
+from loka_onnx.core.evaluation import BudgetStatus, Latency, OutputEvaluation
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.serde import STRICT
 
@@ -240,7 +240,7 @@ class BeyondBudget:
         engine_b: Engine of B that answered.
         judged: What is held against the budget, its upper end above it; None where the output was not judged.
         name: What that is, in words.
-        reason: Why the output was not judged; empty where it was.
+        reason: Why the output was not judged, or what apart from the budget is to be said of it.
     """
 
     output: str
@@ -266,7 +266,7 @@ class Comparison:
         unjudged: By output that a bundle records or that was asked for, why it could not be judged.
     """
 
-    SCHEMA: ClassVar[str] = "comparison/1"
+    SCHEMA: ClassVar[str] = "comparison/2"
     __pydantic_config__ = STRICT
 
     a: Deployment
@@ -280,14 +280,14 @@ class Comparison:
     unjudged: dict[str, str] = field(default_factory=dict)
 
     def beyond_budget(self) -> Iterator[BeyondBudget]:
-        """Outputs whose upper bound is not at or below the budget that was asked for, or is not known."""
+        """Outputs that are not within the budget that was asked for and the guards beside it."""
         for pair in self.accuracy if self.budget is not None else ():
             for output in pair.outputs:
                 found = output.difference
                 if found is None:
                     yield BeyondBudget(output.output, pair.engine_b, None, reason="it has no difference")
-                # Written so that a NaN is beyond.
-                elif not found.judged.upper <= (self.budget or 0.0):
-                    yield BeyondBudget(output.output, pair.engine_b, found.judged, found.judged_name)
+                elif output.budget_status != BudgetStatus.WITHIN:
+                    why = "; ".join(output.remarks)
+                    yield BeyondBudget(output.output, pair.engine_b, found.judged, found.judged_name, why)
             for name, reason in self.unjudged.items():
                 yield BeyondBudget(name, pair.engine_b, None, reason=reason)

@@ -6,7 +6,7 @@ of the plan and its corrections is measured on its engine like everything else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,9 @@ from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 FITTED_ROWS = 32_768
 """Calibration rows that constants are fitted to, at most: a mean is then known to .006 of its spread."""
+HOPELESS = 5.0
+"""Predicted KL over the budget from which on nothing is tried: no constant was seen to take off more than two
+thirds."""
 DOCUMENT = "corrections.json"
 SCRATCH = "calibration/instrumented"
 
@@ -69,6 +72,9 @@ class Correcting:
         calibration: Rows that the means come from.
         selection: Rows that decide.
         progress: Called as rows are done.
+
+    Attributes:
+        reference: Gives what the FP32 model says on selection, where it was asked before.
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class Correcting:
     ) -> None:
         self.directory, self.progress = directory, progress
         self.calibration, self.selection = calibration, selection
+        self.reference: Callable[[ModelArtifact], Reference] = self._predicted
         self.specs = config.output_specs
         self.threads = config.threads or 0
         self.is_asked_for = config.plan.corrections
@@ -136,20 +143,41 @@ class Correcting:
         if not self.is_asked_for or not inputs.quantized:
             return CorrectionSet()
         scratch = self.directory.path / SCRATCH
-        fit = fit_biases(
-            inputs.modified, inputs.quantized, self.specs, self.calibration, scratch / "means.onnx"
+        hopeless = {plan.id: why for plan in inputs.quantized if (why := self._why_hopeless(plan))}
+        able = [plan for plan in inputs.quantized if plan.id not in hopeless]
+        tried: dict[str, PlanCorrections] = {}
+        if able:
+            fit = fit_biases(inputs.modified, able, self.specs, self.calibration, scratch / "means.onnx")
+            trials = _Trials(self, inputs.modified, fit, self.reference(inputs.exported), scratch)
+            tried = {plan.id: self._tried(trials, plan) for plan in able}
+        return CorrectionSet(
+            tuple(
+                tried.get(plan.id) or PlanCorrections(plan.id, 0, (), {}, (), hopeless[plan.id])
+                for plan in inputs.quantized
+            )
         )
-        session = OnnxSession(inputs.exported.path, SessionOptions(threads=self.threads))
-        reference = predict_reference(self.selection, session.run, self.specs, self.progress)
-        trials = _Trials(self, inputs.modified, fit, reference, scratch)
-        return CorrectionSet(tuple(self._tried(trials, plan) for plan in inputs.quantized))
+
+    def _why_hopeless(self, plan: PrecisionPlan) -> str:
+        """Why no constant can be expected to bring a plan inside; empty where one may."""
+        for spec in self.specs:
+            kl = plan.predicted_kl.get(spec.name, 0.0)
+            if kl > HOPELESS * spec.budget:
+                return (
+                    f"its KL on '{spec.name}' is predicted as {kl / spec.budget:.3g} times the budget: "
+                    "no constants take off enough of that"
+                )
+        return ""
+
+    def _predicted(self, exported: ModelArtifact) -> Reference:
+        session = OnnxSession(exported.path, SessionOptions(threads=self.threads))
+        return predict_reference(self.selection, session.run, self.specs, self.progress)
 
     def _tried(self, trials: _Trials, plan: PrecisionPlan) -> PlanCorrections:
         """The corrections of one plan; one that cannot be simulated (it overflows) goes without."""
         try:
             return trials.of(plan)
         except StageError as error:
-            return PlanCorrections(plan.id, 0, (), {}, (), str(error))
+            return PlanCorrections(plan.id, 0, (), {}, (), f"it could not be simulated: {error}")
 
     def simulate(self, path: Path, exact: SiteMeans, means: SiteMeans, task: str) -> Simulated:
         """Run a planned model on the selection split.

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -35,6 +36,8 @@ RUN_FILE = "RUN.yaml"
 """The run file that the demo writes."""
 OWNED = (
     RUN_FILE,
+    "attempt-2.json",
+    "attempt-3.json",
     "bundle",
     "calibration",
     "choice.json",
@@ -44,6 +47,7 @@ OWNED = (
     "engines.json",
     "evaluation.json",
     "jobs",
+    "ladder.json",
     "model",
     "plan.json",
     "planned",
@@ -124,6 +128,7 @@ class RunDirectory:
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 _check_writable(path)
+                refuse_links(path)
                 # Before anything is looked at: a run at work may have set things aside for a moment.
                 lock = on_error.enter_context(DirectoryLock(path))
                 _restore(path)
@@ -222,7 +227,9 @@ class RunDirectory:
         for record in self.record.stages:
             if record.stage == name:
                 for file in record.files:
-                    (self.path / file).unlink(missing_ok=True)
+                    # A directory of that name, or a file in the place of one on the way, is not the stage's.
+                    with suppress(IsADirectoryError, NotADirectoryError):
+                        (self.path / file).unlink(missing_ok=True)
                 kept = tuple(other for other in self.record.stages if other is not record)
                 self.record = replace(self.record, stages=kept)
                 serde.write(self.record, self.path / RECORD)
@@ -268,6 +275,32 @@ class RunDirectory:
         serde.write(self.record, self.path / RECORD)
 
 
+def refuse_links(directory: Path) -> None:
+    """Make sure that nothing which a run reads, writes or removes in its directory lies elsewhere.
+
+    The paths in its documents stay inside as text (`core.serde.InsidePath`); with this they do as files. The
+    directory itself may be reached through a link.
+
+    Raises:
+        OutputError: A link inside leads out.
+    """
+    home = directory.resolve()
+    for top in (*OWNED, EARLIER, DISCARDED):
+        # `os.walk` of a file yields nothing, and follows no link but the first.
+        below = () if (home / top).is_symlink() else os.walk(home / top)
+        inside = (Path(at) / name for at, names, files in below for name in (*names, *files))
+        for entry in chain((home / top,), inside):
+            # `Path.resolve` raises for a circle of links.
+            if entry.is_symlink() and not Path(os.path.realpath(entry)).is_relative_to(home):
+                raise OutputError(
+                    f"the run directory '{directory}' holds a link that leads out of it",
+                    where=entry.relative_to(home).as_posix(),
+                    evidence=f"it leads to '{entry.readlink()}'",
+                    remedy="remove the link, or put what it leads to in its place; to keep runs elsewhere, "
+                    "let `output` name that place",
+                )
+
+
 def _outermost_missing(path: Path) -> Path | None:
     missing = None
     for candidate in (path, *path.parents):
@@ -309,7 +342,7 @@ def _is_run(path: Path) -> bool:
     """Whether a run wrote the directory, in this version of the record or another."""
     try:
         document = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     kind = serde.schema_id(RunRecord).rpartition("/")[0]
     return isinstance(document, dict) and str(document.get("schema", "")).startswith(f"{kind}/")

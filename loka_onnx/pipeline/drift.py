@@ -34,7 +34,7 @@ from loka_onnx.graph.column_origins import column_origins
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest
-from loka_onnx.pipeline.directory import RECORD
+from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.splits import bind_columns
 
 SAFE_PLAN = "fp8-safe"
@@ -93,9 +93,11 @@ def open_run(profile: str | Path, run: str | Path | None = None, plan: str | Non
     Raises:
         UserError: A file is missing, or of another version or model.
         ConfigError: There is no such plan, or no run directory.
+        OutputError: The run directory holds a link that leads out of it.
     """
     path = Path(profile)
     directory = _directory(path, None if run is None else Path(run))
+    refuse_links(directory)
     recorded = _recorded(directory)
     known = serde.read(Profile, path)
     model = _model(directory, known, path)
@@ -222,8 +224,7 @@ def _model(directory: Path, profile: Profile, where: Path) -> ModelArtifact:
         document = directory / "model" / f"{name}.json"
         if not document.is_file():
             continue
-        artifact = serde.read(ModelArtifact, document)
-        artifact = replace(artifact, path=directory / artifact.path)
+        artifact = serde.read(ModelArtifact, document).placed(directory)
         found.append(f"{name} has {artifact.digest[:12]}…")
         if artifact.digest != profile.model_digest:
             continue

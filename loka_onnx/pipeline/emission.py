@@ -37,6 +37,7 @@ from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.pipeline.splits import split_rule
 from loka_onnx.pipeline.steps import Steps
+from loka_onnx.pipeline.versions import backend_versions
 from loka_onnx.planning.choice import ChoiceOptions, choose
 from loka_onnx.report import (
     HTML_NAME,
@@ -72,11 +73,16 @@ class Results:
     throughput: ThroughputSet = field(default_factory=ThroughputSet)
 
 
+def choice_options(steps: Steps) -> ChoiceOptions:
+    """How engines are chosen."""
+    serving = steps.config.serving
+    return ChoiceOptions(serving.by_batch, serving.margin)
+
+
 def choose_engines(steps: Steps, results: Results) -> Choice:
     """One engine per target, or several by batch size → `choice.json`."""
     document = steps.directory.path / "choice.json"
-    serving = steps.config.serving
-    options = ChoiceOptions(serving.by_batch, serving.margin)
+    options = choice_options(steps)
 
     def produce() -> Sequence[Path]:
         engines = choosable(results.engines.engines)
@@ -120,14 +126,20 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
             label_rule or ", ".join(_label_rule(spec) for spec in steps.specs),
             steps.config.data.synthetic,
         ),
-        versions=steps.directory.record.versions,
+        versions=_versions(steps),
         lineage=steps.directory.before("report"),
         notes=tuple(_notes(steps)),
         graph=read_model_graph(steps.directory.path / model.path, [site.name for site in model.sites]),
     )
 
 
+def _versions(steps: Steps) -> dict[str, str]:
+    """Libraries of every stage, and those that engines were built with."""
+    return steps.directory.record.versions | backend_versions(steps.config.targets)
+
+
 def _notes(steps: Steps) -> Iterator[str]:
+    yield from steps.notes
     if steps.split is not None:
         yield steps.split.note
     if steps.looks > 1:
@@ -201,7 +213,7 @@ def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequen
             choice=choice,
             report=tuple(report),
             lineage=steps.directory.before("bundle"),
-            versions=steps.directory.record.versions,
+            versions=_versions(steps),
             lookup=_bundled_lookup(steps, sample),
         ),
         root / "bundle",

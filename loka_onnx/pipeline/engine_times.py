@@ -1,16 +1,16 @@
-"""Timing the engines of a run: in turns, on the device alone, as they will be served."""
+"""Timing the engines of a run: in turns, on the device alone, as they are served, loaded several times."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
 from loka_onnx.config import RunConfig
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import Evaluation
+from loka_onnx.core.evaluation import Evaluation, Latency
 from loka_onnx.core.progress import Progress
 from loka_onnx.core.split import Part
 from loka_onnx.engines.device_lock import device_alone
@@ -22,12 +22,18 @@ from loka_onnx.evaluation.latency import (
     Prepare,
     from_host,
     measure_interleaved,
+    over_loads,
     prepared,
 )
 from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.pipeline.splitting import LOOKUP, beside_lookup
+from loka_onnx.planning.choice import NOISE
+from loka_onnx.planning.speed import FIRST_LOADS, LOADS, contenders
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
 from loka_onnx.sessions.runner import Runner
+
+PER_LOAD = LatencyOptions(warmup=4, min_repeats=5, max_repeats=40, max_seconds=1.0 / LOADS)
+"""How long an engine is timed at a batch size in one load: a second over all of them."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,8 @@ class TimingBench:
         """
         ready = [e for e in engines if e.status is BuildStatus.READY]
         kinds = sorted({_kind(e) for e in ready}, key=str)
-        sizes, done = len(kinds) * len(self.config.batch.serve), count(1)
-        options = LatencyOptions(
-            max_seconds=1.0,
-            max_repeats=200,
-            on_batch=lambda: self.progress("latency", next(done), sizes),
-        )
+        sizes, done = len(kinds) * FIRST_LOADS * len(self.config.batch.serve), count(1)
+        options = replace(PER_LOAD, on_batch=lambda: self.progress("latency", min(next(done), sizes), sizes))
         self.progress("latency", 0, sizes)
         found = Interleaved({}, {})
         for kind in kinds:
@@ -76,9 +78,31 @@ class TimingBench:
     def _time_kind(
         self, engines: Sequence[EngineArtifact], kind: _Kind, options: LatencyOptions
     ) -> Interleaved:
+        """All engines in the first loads, and in the others those that these do not tell from the fastest."""
+        loads: dict[str, list[tuple[Latency, ...]]] = {}
+        failures: dict[str, str] = {}
+        left = list(engines)
+        with device_alone(engines[0].architecture):
+            for index in range(LOADS if kind.counts else FIRST_LOADS):
+                if index == FIRST_LOADS:
+                    known = {name: over_loads(each) for name, each in loads.items() if name != LOOKUP}
+                    close = contenders({n: t for n, t in known.items() if n not in failures}, NOISE)
+                    left = [engine for engine in left if engine.id in close]
+                if not left:
+                    break
+                # No engine is always the first to be loaded, where memory is left.
+                turned = [*left[index % len(left) :], *left[: index % len(left)]]
+                timed = self._load(turned, kind, options)
+                failures |= timed.failures
+                for name, latencies in timed.latencies.items():
+                    loads.setdefault(name, []).append(latencies)
+                left = [engine for engine in left if engine.id not in failures]
+        return Interleaved({name: over_loads(each) for name, each in loads.items()}, failures)
+
+    def _load(self, engines: Sequence[EngineArtifact], kind: _Kind, options: LatencyOptions) -> Interleaved:
+        """Load engines once and time them in turns."""
         place = self.config.serving.inputs
         with ExitStack() as stack:
-            stack.enter_context(device_alone(engines[0].architecture))
             opened = _open(engines, self.open_engine, stack)
             subjects = {name: prepared(runner, place) for name, runner in opened.runners.items()}
             if not subjects:
@@ -104,7 +128,7 @@ class TimingBench:
             self.config.batch.serve,
             options,
             device=kind.device,
-            counts_for_choice=kind.is_target and not kind.is_simulated,
+            counts_for_choice=kind.counts,
         )
 
     def _generated_and_looked_up(self, lookup: Runner, rows: int) -> Arrays:
@@ -143,6 +167,11 @@ class _Kind:
     device: str
     is_target: bool
     is_simulated: bool
+
+    @property
+    def counts(self) -> bool:
+        """Whether the speed says something about the target."""
+        return self.is_target and not self.is_simulated
 
 
 def _kind(engine: EngineArtifact) -> _Kind:

@@ -126,7 +126,7 @@ class _Execution:
             failure=failure,
             host=socket.gethostname(),
             devices=self.backend.availability().devices,
-            versions=library_versions(),
+            versions=library_versions() | self.backend.versions(),
         )
 
     def _latencies(self, runner: Runner, counts: bool) -> tuple[Latency, ...]:

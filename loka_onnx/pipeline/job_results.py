@@ -48,11 +48,12 @@ def read_result(directory: Path, job: BuildJob) -> JobResult | None:
             evidence=f"it holds no '{RESULT_DOCUMENT}', which is written last",
             remedy="copy the whole directory again, or remove it to wait for the job",
         )
-    found = serde.read(JobResult, place / RESULT_DOCUMENT)
+    found = _read_document(place / RESULT_DOCUMENT)
     for what, was, wanted in (
         ("candidate", found.candidate, job.candidate),
         ("model", found.model_digest, job.model_digest),
         ("plan", found.plan, job.plan.id),
+        ("engine", found.artifact.id, f"{job.target}-{job.backend}-{job.architecture}-{job.plan.id}"),
         ("job", found.job, job.digest),
     ):
         if was != wanted:
@@ -63,6 +64,31 @@ def read_result(directory: Path, job: BuildJob) -> JobResult | None:
                 remedy="execute this job (`loka-onnx build --job`), or remove the result to wait for it",
             )
     verify_files(place, found.files, RESULT_DOCUMENT)
+    return found
+
+
+def _read_document(document: Path) -> JobResult:
+    """What a host made of a job; its engine and outputs are files that the document lists.
+
+    Raises:
+        ModelError: One is not.
+        UserError: It is no such document, or one of another version of this package.
+    """
+    found = serde.read(JobResult, document)
+    path = found.artifact.path
+    named = {f"outputs of {split}": name for split, name in found.outputs.items()}
+    if path is not None:
+        # The engine has a directory of its own, which is what is copied.
+        named["the engine"] = path.as_posix() if len(path.parts) > 1 else ""
+    for what, name in named.items():
+        if name not in found.files:
+            raise ModelError(
+                f"the result of job '{found.candidate}' names {what} and does not list it",
+                where=str(document),
+                evidence=f"it names '{path if what == 'the engine' else name}' and lists {len(found.files)} "
+                "files",
+                remedy="execute the job again (`loka-onnx build --job`)",
+            )
     return found
 
 
@@ -162,7 +188,7 @@ class ElsewhereRuns:
             return None
         if not document.is_file():
             return None
-        result = serde.read(JobResult, document)
+        result = _read_document(document)
         return result if result.artifact.digest == engine.digest else None
 
 

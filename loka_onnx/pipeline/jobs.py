@@ -25,7 +25,7 @@ from loka_onnx.engines.isolation import interrupts_held
 from loka_onnx.engines.publishing import make_staging, replace_directory
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import ModelError, UserError
-from loka_onnx.graph.storage import check_external_files, link_or_copy, model_files, read_proto
+from loka_onnx.graph.storage import link_or_copy, model_files, read_proto
 from loka_onnx.pipeline.closed_world import list_files, verify_files
 
 JOBS, JOB, RESULT = "jobs", "job.json", "result"
@@ -140,7 +140,7 @@ def read_job(directory: Path) -> BuildJob:
         if path.as_posix() not in job.files:
             raise ModelError(f"'{JOB}' names '{path}', which is no file of the job", where=str(directory))
     model = directory / job.model
-    check_external_files(read_proto(model), model)
+    read_proto(model)
     return job
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from loka_onnx.pipeline.job_results import ElsewhereRuns
 from loka_onnx.pipeline.jobs import SplitRows
 from loka_onnx.pipeline.sample import Arrays, Requests
 from loka_onnx.pipeline.splitting import open_lookup, with_lookup
+from loka_onnx.planning.climbing import SHARES
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Runner
 
@@ -119,6 +121,24 @@ class Judging:
             again=document.is_file() and self._counts_now(document, engines),
         )
 
+    def judge_attempt(
+        self, exported: ModelArtifact, engines: Sequence[EngineArtifact], number: int
+    ) -> list[Evaluation]:
+        """Engines of a further attempt: accuracy on selection and on certification, and latency.
+
+        Args:
+            exported: What engines are judged against.
+            engines: The engines.
+            number: Of the attempt, from 0.
+        """
+        timed = self.time_engines(engines)
+        timed.latencies.update(self.elsewhere.latencies(engines))
+        return [
+            with_latencies(evaluation, timed)
+            for split in (self.judged_splits()[0], self.attempt(number))
+            for evaluation in self.judge(split, exported, engines)[1:]
+        ]
+
     def _counts_now(self, document: Path, engines: EngineSet) -> bool:
         """Whether this machine has a target that engines were not timed on before."""
         try:
@@ -140,6 +160,15 @@ class Judging:
             confidence=1.0 - (1.0 - CONFIDENCE) / self.looks,
         )
 
+    def attempt(self, number: int) -> Split:
+        """The certification rows with the part of their error that an attempt may use (`climbing.SHARES`).
+
+        Args:
+            number: From 0.
+        """
+        whole = self.certification
+        return replace(whole, confidence=1.0 - (1.0 - whole.confidence) * SHARES[number])
+
     def as_batch(self, rows: int) -> int:
         """So many rows, or as near to it as engines are built for."""
         return max(self.config.batch.min, min(rows, self.config.batch.max))
@@ -150,11 +179,11 @@ class Judging:
         return self.as_batch(JUDGED_ROWS)
 
     def judged_splits(self) -> tuple[Split, Split]:
-        """Selection and certification, as engines are judged on them."""
+        """Selection, and certification at the first attempt, as engines are judged on them."""
         columns, rows = self.config.columns, self.config.data
         return (
             Split("selection", self.splits.selection, columns, rows.group, rows.slices, self._judged_at_once),
-            self.certification,
+            self.attempt(0),
         )
 
     def job_rows(self) -> tuple[SplitRows, ...]:
@@ -213,7 +242,7 @@ class Judging:
         earlier = {(e.engine, e.split): e for e in (known.evaluations if known is not None else ())}
         rows, run = split.data.rows, [e for e in engines if e.was_run and (e.id, split.name) not in earlier]
         progress = Joined(self.progress, (1 + len(run)) * rows)
-        reference = self._reference(split, exported, progress)
+        reference = self.reference(split, exported, progress)
         found = [judge_reference(split, reference, self.specs)]
         for engine in engines:
             if (engine.id, split.name) in earlier:
@@ -225,13 +254,18 @@ class Judging:
                 found.append(judge_engine(engine, split, reference, self.specs, opener, progress))
         return found
 
-    def _reference(self, split: Split, exported: ModelArtifact, progress: Progress) -> Reference:
+    def reference(self, split: Split, exported: ModelArtifact, progress: Progress | None = None) -> Reference:
         """What engines are compared with on a split; predicted once."""
+        progress = progress or self.progress
         key = (split.name, exported.digest)
         if key not in self._references:
             session = OnnxSession(exported.path, SessionOptions(threads=self.threads))
             self._references[key] = predict_reference(split, session.run, self.specs, progress)
         return self._references[key]
+
+    def reference_on_selection(self, exported: ModelArtifact) -> Reference:
+        """What engines are compared with on selection."""
+        return self.reference(self.judged_splits()[0], exported)
 
     def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
         """Load an engine until the stack closes; returns what runs one batch of the model's own inputs.

@@ -79,7 +79,7 @@ def _unknown(name: str, index: int, known: list[str]) -> ConfigError:
     if name == ChooseSmoothing.name:
         remedy = "write `mods.smoothing: false`"
     elif name == SplitLoudChannels.name:
-        remedy = "write `mods.split_channels: false`, which is the default"
+        remedy = "write `mods.split_channels: false`"
     else:
         remedy = f"did you mean '{close[0]}'?" if close else "remove it"
     return ConfigError(

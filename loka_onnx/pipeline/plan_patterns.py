@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.site import LOUD, SiteKind
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.planning.policy import PlanOptions, check_patterns
@@ -17,7 +18,7 @@ def check_plan_patterns(steps: Steps, exported: ModelArtifact) -> None:
 
     A user who has read a report may name what mods made, so they are applied where the exported model lacks a
     name; that is seldom, and takes rows, but no calibration. Which loud channels are split off is known after
-    calibration only: where they are, such names are left to `make_plans`.
+    calibration only: a pattern may name the product of those of any linear site.
 
     Raises:
         ConfigError: A pattern names nothing, or a site is kept and forced.
@@ -27,8 +28,12 @@ def check_plan_patterns(steps: Steps, exported: ModelArtifact) -> None:
     try:
         check_patterns(exported, options)
     except ConfigError:
-        if steps.config.mods.split_channels:
-            return
         with TemporaryDirectory(prefix=".mods-", dir=exported.path.parent) as scratch:
             modified = steps.rewrite(exported, Path(scratch) / "modified.onnx", {}).model
+            named = any(LOUD in pattern for pattern in (*chosen.keep, *chosen.force))
+            if named and steps.config.mods.split_channels:
+                loud = (
+                    replace(s, name=f"{s.name}{LOUD}") for s in modified.sites if s.kind is SiteKind.LINEAR
+                )
+                modified = replace(modified, sites=(*modified.sites, *loud))
             check_patterns(modified, replace(options, exported=exported))

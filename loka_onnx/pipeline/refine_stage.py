@@ -17,16 +17,16 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.refined_run import REFINED_NAME, RefinedRun
 from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLogs
-from loka_onnx.core.site import SiteKind
 from loka_onnx.errors import UserError
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.candidates import EngineBuilder
 from loka_onnx.pipeline.engine_times import counts_here
+from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.refining import RefineLimits, refine
 from loka_onnx.pipeline.splitting import source_of
 from loka_onnx.pipeline.steps import Steps
-from loka_onnx.planning.giving_back import GivenBack, GivingBack
-from loka_onnx.planning.patterns import named_places
+from loka_onnx.planning.ladder import GivenBack, Ladder
+from loka_onnx.planning.policy import start_ladder
 
 REFINEMENT = "refinement.json"
 
@@ -173,10 +173,7 @@ class RunBench:
         builder.is_addition = True
         built = builder.build(source_of(inputs.modified, wanted, steps.split))
         self.rewrites = RewriteLogs({**self.rewrites.logs, **built.rewrites.logs})
-        root = steps.directory.path
-        places = [root / "engines" / name for name in sorted(builder.only)]
-        places += [root / "planned" / name for name in sorted(built.rewrites.logs)]
-        self.files += [file for place in places for file in sorted(place.rglob("*")) if file.is_file()]
+        self.files += builder.files(built)
         by_plan = {engine.plan: engine for engine in built.engines.engines}
         return [by_plan[plan.id] for plan in plans]
 
@@ -205,13 +202,10 @@ class RunProposals:
         return self._steps.search_plans(self._inputs.modified, self._inputs.profile)
 
     @cached_property
-    def _giving_back(self) -> GivingBack:
+    def _ladder(self) -> Ladder:
         inputs, steps = self._inputs, self._steps
-        products = [site for site in inputs.modified.sites if site.kind is not SiteKind.NORM]
-        # A pattern that names nothing after mods was told when plans were made.
-        patterns = steps.config.plan.force
-        forced = named_places(patterns, products, None, "plan.force", patterns).sites if patterns else {}
-        return GivingBack(inputs.modified, inputs.profile, steps.specs, inputs.plans.speeds, forced)
+        recipes, options = planned_recipes(steps.config.plan), steps.plan_options(inputs.modified)
+        return start_ladder(inputs.modified, inputs.profile, steps.specs, recipes, options).ladder
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
         """Plans for a target that kernel times propose."""
@@ -219,4 +213,4 @@ class RunProposals:
 
     def give_back(self, plan: PrecisionPlan, evaluation: Evaluation, target: str) -> GivenBack | None:
         """A plan with fewer sites in FP8."""
-        return self._giving_back.give_back(plan, evaluation, target)
+        return self._ladder.give_back(plan, evaluation, target)

@@ -5,7 +5,7 @@ plans is built, timed and judged (blanket FP8, everything safe, safe and fast), 
 what was found, in rounds:
 
 * Sites are given back where an engine is faster than the fastest one inside the budget and misses it
-  (`planning.giving_back`), until its upper bound fits.
+  (`planning.ladder`), until its upper bound fits.
 * Plans that the search over kernel times proposes beside its best one are tried: they toggle what it is least
   sure of.
 
@@ -41,7 +41,7 @@ from loka_onnx.evaluation.engines import with_latencies
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.planning.choice import group_by_hardware
 from loka_onnx.planning.evidence import worst_upper
-from loka_onnx.planning.giving_back import GivenBack
+from loka_onnx.planning.ladder import GivenBack
 from loka_onnx.planning.nearest import Known, Prediction, predict
 from loka_onnx.planning.pareto import Point, front
 from loka_onnx.planning.speed import Speed

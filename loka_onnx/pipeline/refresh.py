@@ -20,7 +20,7 @@ from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
-from loka_onnx.core.evaluation import Choice, EvaluationSet
+from loka_onnx.core.evaluation import BudgetStatus, Choice, EvaluationSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
@@ -347,7 +347,9 @@ class _Attempt:
 
         def produce() -> Sequence[Path]:
             again = tuple(replan(plan, modified, profile, self.steps.specs) for plan in wanted)
-            serde.write(PlanSet(again, self.before.plans.notes), document)
+            serde.write(
+                PlanSet(again, self.before.plans.notes, able_share=self.before.plans.able_share), document
+            )
             return [document]
 
         key = {"plans": [serde.to_plain(plan) for plan in wanted], "profile": serde.to_plain(profile)}
@@ -403,9 +405,8 @@ class _Attempt:
 
 def _beyond(engine: str, evaluations: EvaluationSet) -> Iterator[str]:
     for output in evaluations.of(engine, CERTIFICATION).outputs:
-        if output.difference is not None and output.difference.judged.upper > output.budget:
-            upper, name = output.difference.judged.upper, output.difference.judged_name
-            yield (
-                f"engine '{engine}', output '{output.output}': upper bound of {name} {upper:+.3%} against "
-                f"{output.budget:.3%}"
-            )
+        if output.difference is None or output.budget_status == BudgetStatus.WITHIN:
+            continue
+        upper, name = output.difference.judged.upper, output.difference.judged_name
+        said = [f"upper bound of {name} {upper:+.3%} against {output.budget:.3%}", *output.remarks]
+        yield f"engine '{engine}', output '{output.output}': {output.verdict}, {'; '.join(said)}"

@@ -21,7 +21,7 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.refined_run import read_refined
 from loka_onnx.errors import ConfigError, LokaError
 from loka_onnx.export.retrained import EarlierExport
-from loka_onnx.pipeline.directory import RECORD
+from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.jobs import JOBS, RESULT
 from loka_onnx.pipeline.probing import EXPORTED, MODIFIED
 from loka_onnx.pipeline.run import GIVEN
@@ -75,6 +75,7 @@ class EarlierRun:
                 their build jobs.
             UserError: It was written by another version of this package.
         """
+        refuse_links(directory)
         missing = [name for name in _NEEDED if not (directory / name).is_file()]
         if "engines.json" not in missing:
             _refuse_waiting(directory)
@@ -103,7 +104,13 @@ class EarlierRun:
     @property
     def config(self) -> dict[str, Any]:
         """What its run file gave."""
-        return dict(json.loads(self._given["values"]))
+        try:
+            found = json.loads(self._given["values"])
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+            raise self._of_another_version()
+        return found
 
     @property
     def base(self) -> Path:
@@ -114,13 +121,16 @@ class EarlierRun:
     def _given(self) -> dict[str, Any]:
         found = self.record.config.get(GIVEN)
         if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != _GIVEN:
-            raise ConfigError(
-                f"the run '{self.directory}' was recorded by another version of loka-onnx",
-                where="--run",
-                evidence=f"its '{RECORD}' does not hold what the run file gave",
-                remedy="run the whole pipeline again with this version",
-            )
+            raise self._of_another_version()
         return found
+
+    def _of_another_version(self) -> ConfigError:
+        return ConfigError(
+            f"the run '{self.directory}' was recorded by another version of loka-onnx",
+            where="--run",
+            evidence=f"its '{RECORD}' does not hold what the run file gave",
+            remedy="run the whole pipeline again with this version",
+        )
 
     @property
     def export(self) -> EarlierExport:
@@ -231,5 +241,4 @@ def _refuse_waiting(directory: Path) -> None:
 
 
 def _model(directory: Path, name: str) -> ModelArtifact:
-    artifact = serde.read(ModelArtifact, directory / "model" / f"{name}.json")
-    return replace(artifact, path=directory / artifact.path)
+    return serde.read(ModelArtifact, directory / "model" / f"{name}.json").placed(directory)

@@ -92,11 +92,5 @@ def _predicted(plan: PrecisionPlan, profile: Profile, outputs: Sequence[OutputSp
     """Sum of what the sites in FP8 cost, together where they were measured together, by output."""
     if not plan.predicted_kl:
         return {}
-    costs, chosen = Costs(profile, outputs), set(plan.fp8_sites)
-    together = [group for group in costs.groups if group <= chosen]
-    alone = sorted(chosen.difference(*together))
-    return {
-        spec.name: sum(costs.of_group(group, spec).kl_moments.value for group in together)
-        + sum(costs.of_site(name, spec).kl_moments.value for name in alone)
-        for spec in outputs
-    }
+    costs = Costs(profile, outputs)
+    return {spec.name: costs.predicted(plan.fp8_sites, spec) for spec in outputs}

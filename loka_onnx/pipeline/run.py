@@ -21,6 +21,7 @@ from loka_onnx.core.refresh import Refresh
 from loka_onnx.data import Dataset
 from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.intervals import CONFIDENCE
+from loka_onnx.pipeline.attempts import attempt_again
 from loka_onnx.pipeline.candidates import EngineBuilder, build_engines
 from loka_onnx.pipeline.competing import check_options
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
@@ -31,6 +32,7 @@ from loka_onnx.pipeline.emission import (
     emit_bundle,
     write_report,
 )
+from loka_onnx.pipeline.ladder_stage import climb_ladder
 from loka_onnx.pipeline.plan_patterns import check_plan_patterns
 from loka_onnx.pipeline.refine_stage import RefineInputs, refine_engines
 from loka_onnx.pipeline.sample import write_sample
@@ -63,7 +65,7 @@ STAGES = {
     Stage.EXPORT: ("export", "check data"),
     Stage.CALIBRATE: ("calibrate",),
     Stage.TRANSFORM: ("mods", "recalibrate", "split"),
-    Stage.PLAN: ("plan",),
+    Stage.PLAN: ("ladder", "plan"),
     Stage.BUILD: ("correct", "build"),
     Stage.EVALUATE: ("refine", "evaluate"),
     Stage.REPORT: ("choose", "throughput", "report"),
@@ -240,7 +242,8 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     if options.until is Stage.TRANSFORM:
         return ended
 
-    plans = steps.plan(modified.model, profile)
+    safe = climb_ladder(steps, exported, modified.model, profile)
+    plans = steps.plan(modified.model, profile, safe)
     if options.until is Stage.PLAN:
         return ended
 
@@ -273,8 +276,10 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
         refined.corrections,
         refined.document,
     )
+    results = attempt_again(steps, results, sample)
     choice = choose_engines(steps, results)
-    loaded = measure_throughput(steps, refined.engines.engines, evaluations, refined.plans, choice)
+    engines, plans = results.engines.engines, results.plans
+    loaded = measure_throughput(steps, engines, results.evaluations, plans, choice)
     results = replace(results, throughput=loaded)
     data = describe_run(steps, results, choice, options.label_rule)
     files = write_report(steps, data)

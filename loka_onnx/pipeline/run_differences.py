@@ -236,7 +236,7 @@ def _median(engine: str, item: Latency) -> MedianLatency:
         p99_us=item.p99_us,
         repeats=item.repeats,
         counts_for_choice=item.counts_for_choice,
-        spread=median_interval(item.parts_us) if item.parts_us else None,
+        spread=median_interval(item.loads_us) if item.loads_us else None,
     )
 
 

@@ -1,13 +1,15 @@
 """Generated model inputs: for first inferences in build processes, for latencies, for the sample in a bundle.
 
 Rows of the user's data never leave the run directory. Ids are drawn below the bounds that the embedding
-tables set, numbers from a standard normal distribution; the values are for agreement between engines, and
-no accuracy is ever measured on them.
+tables set, or below the largest id that was seen; numbers from a standard normal distribution, without their
+signs where a model answers those with NaN or infinity (a logarithm of counts). The values are for agreement
+between engines, and no accuracy is ever measured on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,24 +35,34 @@ class Requests:
 
     Attributes:
         split: The model cut at its embeddings, where it was; engines then take looked-up rows.
+        unsigned: Whether numbers are drawn without their signs.
     """
 
     def __init__(self, inputs: Sequence[TensorSpec], bindings: Sequence[InputBinding], threads: int) -> None:
         self.split: ModelSplit | None = None
+        self.unsigned = False
         self._inputs, self._bindings, self._threads = inputs, bindings, threads
         self._seeds = count(1)
 
     def generated(self, rows: int) -> Arrays:
         """Generated model inputs, others at every call; no row of the user's data."""
-        return generated_rows(self._inputs, self._bindings, rows, next(self._seeds))
+        return self._drawn(rows, next(self._seeds))
 
     def sample(self, rows: int) -> Arrays:
         """Generated model inputs, the same ones however often the run was resumed."""
-        return generated_rows(self._inputs, self._bindings, rows)
+        return self._drawn(rows, 0)
 
     def taken_by_engines(self, inputs: Arrays) -> Arrays:
         """What engines take for these inputs of the model."""
         return taken_by_engines(inputs, self.split, self._threads)
+
+    def _drawn(self, rows: int, seed: int) -> Arrays:
+        drawn = generated_rows(self._inputs, self._bindings, rows, seed)
+        if not self.unsigned:
+            return drawn
+        return {
+            name: np.abs(values) if values.dtype.kind == "f" else values for name, values in drawn.items()
+        }
 
 
 def generated_rows(
@@ -60,6 +72,29 @@ def generated_rows(
     generator = np.random.default_rng(seed)
     by_name = {binding.input: binding for binding in bindings}
     return {spec.name: _draw(spec, by_name[spec.name], rows, generator) for spec in inputs}
+
+
+def bounded_by(binding: InputBinding, rows: npt.NDArray[Any]) -> InputBinding:
+    """A binding in which the largest id of some rows bounds the columns that no table does.
+
+    A matrix of floats may hold ids beside numbers: a column of whole numbers from 0 alone is taken for ids.
+    """
+    if not rows.size:
+        return binding
+    if np.issubdtype(np.dtype(binding.dtype), np.floating):
+        columns = rows.reshape(len(rows), -1).T
+        whole = [bool((np.isfinite(c) & (c >= 0) & (c == np.floor(c))).all()) for c in columns]
+        if not any(whole):
+            return binding
+        found = (range(int(c.max()) + 1) if w else None for c, w in zip(columns, whole, strict=True))
+        return replace(binding, ids=tuple(found))
+    if not np.issubdtype(np.dtype(binding.dtype), np.integer):
+        return binding
+    tables = binding.ids or (None,) * len(binding.columns)
+    largest = rows.reshape(len(rows), -1).max(axis=0) if len(tables) > 1 else [rows.max()]
+    seen = (max(int(value), 0) + 1 for value in largest)
+    ids = (table or range(rows) for table, rows in zip(tables, seen, strict=True))
+    return replace(binding, ids=tuple(ids))
 
 
 def write_sample(sample: Arrays, path: Path) -> Path:
@@ -77,11 +112,18 @@ def _draw(
     values: npt.NDArray[Any]
     if np.issubdtype(dtype, np.floating):
         values = generator.standard_normal((rows, width))
+        for column, ids in enumerate(binding.ids or ()):
+            if ids is not None:
+                values[:, column] = generator.integers(ids.start, ids.stop, size=rows)
     elif dtype == np.bool_:
         values = generator.random((rows, width)) < 0.5
     else:
-        # Without a known table only id 0 is certain to exist.
-        bounds = [binding.upper_of(i) or 1 for i in range(len(binding.columns))]
-        upper = bounds if len(bounds) == width else [min(bounds)] * width
-        values = generator.integers(0, np.array(upper), size=(rows, width))
+        # Where neither a table nor rows are known, only id 0 is certain to exist.
+        known = [ids or range(1) for ids in binding.ids or (None,)]
+        # The lower half counts from the end of the table, and an id below 0 is unusual.
+        first = [
+            ids.start if ids.start >= 0 else min(max((ids.start + ids.stop) // 2, 0), ids.stop - 1)
+            for ids in known
+        ]
+        values = generator.integers(first, [ids.stop for ids in known], size=(rows, width))
     return np.ascontiguousarray(values[:, 0] if len(spec.shape) == 1 else values, dtype=dtype)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from loka_onnx.config import RunConfig, SplitBy
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.data import InputBinding, SplitRule, Splits, open_dataset, split_file
 from loka_onnx.errors import ConfigError, ModelError
 
-IdBounds = Mapping[str, tuple[int | None, ...]]
+IdBounds = Mapping[str, tuple[range | None, ...]]
 
 
 def bind_inputs(
@@ -22,7 +20,7 @@ def bind_inputs(
     Args:
         config: The run file; an input that it does not name is fed from the column of its own name.
         inputs: Inputs of the model.
-        bounds: Exclusive upper bounds of ids, by input.
+        bounds: Ids that lookups take, by input; one range for each of its columns.
 
     Raises:
         ConfigError: The run file names an input that the model does not have, or the wrong number of
@@ -40,7 +38,7 @@ def bind_columns(
     Args:
         columns: Columns of each input by its name; the column of its own name where it is left out.
         inputs: Inputs of the model.
-        bounds: Exclusive upper bounds of ids, by input.
+        bounds: Ids that lookups take, by input; one range for each of its columns.
 
     Raises:
         ConfigError: An input is named that the model does not have, or the wrong number of columns.
@@ -101,7 +99,9 @@ def split_rule(config: RunConfig) -> str:
     return f"{how}: {shares.calibration:g} / {shares.selection:g} / {shares.certification:g}"
 
 
-def _bind(columns: tuple[str, ...], spec: TensorSpec, bounds: tuple[int | None, ...] | None) -> InputBinding:
+def _bind(
+    columns: tuple[str, ...], spec: TensorSpec, bounds: tuple[range | None, ...] | None
+) -> InputBinding:
     rank = len(spec.shape)
     if rank not in {1, 2}:
         raise ModelError(
@@ -117,10 +117,4 @@ def _bind(columns: tuple[str, ...], spec: TensorSpec, bounds: tuple[int | None, 
             evidence=f"its shape is {spec.shape}",
             remedy="name one column for each",
         )
-    upper = bounds
-    if upper is not None and len(upper) != len(columns):
-        largest = [b for b in upper if b is not None]
-        upper = (min(largest),) * len(columns) if largest and len(largest) == len(upper) else None
-    if not np.issubdtype(np.dtype(spec.dtype), np.integer):
-        upper = None
-    return InputBinding(spec.name, columns, spec.dtype, rank, upper)
+    return InputBinding(spec.name, columns, spec.dtype, rank, bounds)

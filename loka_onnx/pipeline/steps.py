@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
+from loka_onnx.core.ladder import Climb
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
@@ -22,6 +24,7 @@ from loka_onnx.data import Dataset, InputBinding, Splits, ensure_disjoint, open_
 from loka_onnx.errors import DataError
 from loka_onnx.evaluation.columns import read_scores, read_truth
 from loka_onnx.export.onnx_model import import_onnx
+from loka_onnx.export.preflight import KEY, Batches, check_conversion, preflight
 from loka_onnx.export.retrained import EarlierExport, export_retrained
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.id_bounds import id_bounds
@@ -34,7 +37,7 @@ from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.mods import ChosenMods
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.recipes import planned_recipes
-from loka_onnx.pipeline.sample import Requests
+from loka_onnx.pipeline.sample import Requests, bounded_by
 from loka_onnx.pipeline.splits import bind_inputs, open_splits
 from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.torch_source import build_torch_model
@@ -64,6 +67,7 @@ class Steps:
     Attributes:
         looks: Times that certification is looked at for this model; its error is divided.
         signing_key: Private key for the bundle; None to leave it unsigned.
+        notes: What the reader of the report must know of the model.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
@@ -72,6 +76,7 @@ class Steps:
         self.threads = config.threads or 0
         self.looks = 1
         self.signing_key: Path | None = None
+        self.notes: list[str] = []
         self._mods = ChosenMods(config)
 
     # Model and data --------------------------------------------------------------------------------
@@ -123,15 +128,39 @@ class Steps:
         Raises:
             DataError: A row, a label or a weight cannot be used.
             ConfigError: An output does not hold what its declared kind allows.
+            ModelError: The model does not run at every batch size, or its rows are not independent.
         """
         for data in (self.splits.calibration, self.splits.selection, self.splits.certification):
             data.check()
         for data in (self.splits.selection, self.splits.certification):
             self._check_labels(data)
+        self._preflight()
         rows = next(self.splits.selection.batches(CHECK_ROWS))
         outputs = OnnxSession(self._exported.path, SessionOptions(threads=self.threads)).run(rows.inputs)
         for spec in self.specs:
             read_scores(outputs, spec, rows.rows, is_reference=True)
+
+    def _preflight(self) -> None:
+        """A few batches of calibration rows through the exported model.
+
+        Raises:
+            ModelError: It does not run at every batch size, its rows are not independent, or it does not
+                compute what its file does.
+        """
+        config = self.config
+        rows = next(self.splits.calibration.batches(CHECK_ROWS)).inputs
+        batches = Batches(rows, config.batch.min, config.batch.max, self.threads)
+        model = GraphModel.load(self._exported.path)
+        judged = [spec.name for spec in self.specs]
+        for finding in preflight(model, batches, judged):
+            if config.model.require_independent_rows or not finding.is_about_rows:
+                raise finding.error(config.model.onnx or self._exported.path)
+            self.notes.append(
+                f"The model {finding.what} ({finding.operator}; {finding.evidence}). The run went on because "
+                f"`{KEY}` is false: every figure is of the batches that were run."
+            )
+        if config.model.onnx is not None and not self.notes:
+            check_conversion(config.model.onnx, model, batches, judged)
 
     def open_added(self, path: Path) -> Dataset:
         """Open and check a file whose rows are to be added to the profile.
@@ -153,7 +182,7 @@ class Steps:
         if not wanted:
             return
         names = tuple(dict.fromkeys(wanted))
-        batches = [b.columns for b in open_dataset(data.path, (), names, data.selection).batches(LABEL_ROWS)]
+        batches = list(self.read_columns(data, names))
         columns = {name: np.concatenate([batch[name] for batch in batches]) for name in names}
         for spec in self.specs:
             try:
@@ -162,6 +191,11 @@ class Steps:
                 raise DataError(
                     error.what, where=f"'{data.name}'", evidence=error.evidence, remedy=error.remedy
                 ) from error
+
+    def read_columns(self, data: Dataset, names: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+        """Columns of a split without its inputs, `LABEL_ROWS` at a time."""
+        alone = open_dataset(data.path, (), names, data.selection)
+        return (batch.columns for batch in alone.batches(LABEL_ROWS))
 
     # Probe and mods --------------------------------------------------------------------------------
 
@@ -212,8 +246,18 @@ class Steps:
         return min(CHECK_ROWS, self.config.calibration.rows or CHECK_ROWS)
 
     def _errors_to_leave(self, model: ModelArtifact, profile: Profile) -> dict[str, float]:
-        options = PlanOptions(self.config.plan.keep, confidence=self.config.calibration.confidence)
-        return errors_to_leave(model, profile, self.specs, options)
+        chosen = self.config.plan
+        options = PlanOptions(keep=chosen.keep, force=chosen.force, protect=chosen.protect)
+        recipes = planned_recipes(chosen)
+        return errors_to_leave(model, profile, self.specs, recipes, options, self.judged_rows)
+
+    @property
+    def judged_rows(self) -> dict[str, int]:
+        """Rows of the splits that engines are judged on."""
+        return {
+            "selection": self.splits.selection.rows,
+            "certification": self.splits.certification.rows,
+        }
 
     def cut(self, model: ModelArtifact) -> ModelSplit | None:
         """The modified model cut at its embeddings, where the run file asks for it; engines follow it."""
@@ -229,14 +273,24 @@ class Steps:
     @cached_property
     def requests(self) -> Requests:
         """Generated inputs of the model, and what engines take of any."""
-        return Requests(self._exported.inputs, self.bindings, self.threads)
+        rows = next(self.splits.calibration.batches(CHECK_ROWS)).inputs
+        # How many ids or numbers a list has, where the model leaves that open, the data say; so they do which
+        # ids there are, where no table tells.
+        inputs = [replace(spec, shape=(None, *rows[spec.name].shape[1:])) for spec in self._exported.inputs]
+        bindings = [bounded_by(binding, rows[binding.input]) for binding in self.bindings]
+        requests = Requests(inputs, bindings, self.threads)
+        exact = OnnxSession(self._exported.path, SessionOptions(threads=self.threads))
+        drawn = requests.sample(max(self.config.batch.min, min(CHECK_ROWS, self.config.batch.max)))
+        answers = exact.run(drawn).values()
+        requests.unsigned = not all(np.isfinite(a).all() for a in answers if a.dtype.kind == "f")
+        return requests
 
     # Plan ------------------------------------------------------------------------------------------
 
-    def plan(self, model: ModelArtifact, profile: Profile) -> PlanSet:
-        """Profile → `plan.json`."""
+    def plan(self, model: ModelArtifact, profile: Profile, safe: Climb | None = None) -> PlanSet:
+        """Profile → `plan.json`; `safe` says how far the ladder of `fp8-safe` was climbed."""
         document = self._path("plan.json")
-        chosen, options = self.config.plan, self.plan_options(model)
+        chosen, options = self.config.plan, replace(self.plan_options(model), safe=safe)
 
         def produce() -> Sequence[Path]:
             recipes = planned_recipes(chosen)
@@ -251,6 +305,7 @@ class Steps:
             "confidence": options.confidence,
             "budgets": [spec.budget for spec in self.specs],
             "timings": [known.key for known in options.devices],
+            "safe": None if safe is None else serde.to_plain(safe),
         }
         return self.directory.stage("plan", key, produce, lambda: serde.read(PlanSet, document))
 
@@ -281,6 +336,8 @@ class Steps:
                 many as a run takes.
         """
         stage = Correcting.of(self.config, self.directory, self.splits, self.progress, most)
+        if most is None:
+            stage.reference = self.judging.reference_on_selection
         return stage.correct(CorrectionInputs(exported, modified, plans))
 
     def fit_corrections(
@@ -288,6 +345,7 @@ class Steps:
     ) -> CorrectionSet:
         """The same for further plans, without a stage of its own."""
         stage = Correcting.of(self.config, self.directory, self.splits, self.progress)
+        stage.reference = self.judging.reference_on_selection
         return stage.fit(CorrectionInputs(exported, modified, plans))
 
     def search_plans(self, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
@@ -315,5 +373,4 @@ class Steps:
         return [document, *model_files(artifact.path)]
 
     def _read_model(self, document: Path) -> ModelArtifact:
-        artifact = serde.read(ModelArtifact, document)
-        return replace(artifact, path=self._path(artifact.path))
+        return serde.read(ModelArtifact, document).placed(self.directory.path)

@@ -2,13 +2,14 @@
 
 Accuracy is judged by the upper end of the interval, speed on latencies measured on the target. The selection
 split decides; certification is looked at once, to hold what was chosen against the budget on rows that took
-no part in choosing it. An engine that misses there gives way to the exact model, not to the runner-up:
-choosing again would make certification a second selection. High precision always competes: when FP8 is
-slower, or outside the budget, the best high-precision engine is emitted, and FP32 when nothing is inside.
-An engine that is faster by no more than noise loses to one in higher precision (`planning.speed` says how
-sure a ratio is). Where no engine could run on this host nothing was judged on its own outputs, and where
-engines could only run on another device of the architecture nothing is known of their speed; the choice then
-is provisional and says what it rests on.
+no part in choosing it. An engine that misses there gives way to a lower rung of its own ladder, which
+selection fixed (`climbing`: at most three attempts, which share certification's error), and then to the
+exact model; not to the runner-up: choosing again would make certification a second selection. High precision
+always competes: when FP8 is slower, or outside the budget, the best high-precision engine is emitted, and
+FP32 when nothing is inside. An engine that is faster by no more than noise loses to one in higher precision
+(`planning.speed` says how sure a ratio is). Where no engine could run on this host nothing was judged on its
+own outputs, and where engines could only run on another device of the architecture nothing is known of their
+speed; the choice then is provisional and says what it rests on.
 
 What falls back falls back on the exact model in FP32. Where that was not built, on the most exact engine
 without FP8, if that is inside the budget on both splits. What was seen outside of it is never emitted: a user
@@ -107,6 +108,43 @@ def choose(
     return Choice(targets, predictions, median_error(predictions), evidence.not_predicted(engines))
 
 
+def not_certified(
+    engines: Sequence[EngineArtifact],
+    evaluations: EvaluationSet,
+    plans: PlanSet,
+    options: ChoiceOptions | None = None,
+) -> tuple[EngineArtifact, ...]:
+    """Of each piece of hardware the last engine with FP8 that was selected and missed on certification.
+
+    Args:
+        engines: As for `choose`.
+        evaluations: As for `choose`.
+        plans: As for `choose`.
+        options: As for `choose`.
+
+    Returns:
+        None of those in whose place an engine holds.
+    """
+    evidence, options = Evidence(evaluations, plans), options or ChoiceOptions()
+    found: list[EngineArtifact | None] = []
+    for target in dict.fromkeys(engine.target for engine in engines):
+        for rivals in group_by_hardware([e for e in engines if e.target == target]):
+            if _was_measured(rivals, evidence):
+                found.append(_Measured(rivals, evidence, options).missed())
+                continue
+            tried = _provisional_attempts([e for e in rivals if e.is_built], evidence)
+            is_missed = tried and all(evidence.certified_status(e.plan) is False for e in tried)
+            found.append(tried[-1] if is_missed else None)
+    return tuple(engine for engine in found if engine is not None and evidence.has_fp8(engine))
+
+
+def _was_measured(engines: Sequence[EngineArtifact], evidence: Evidence) -> bool:
+    """Whether some engine ran here, on the target or with nothing known of another device."""
+    judged = [e for e in engines if e.is_built and e.was_run]
+    was_elsewhere = any(map(evidence.was_elsewhere, judged))
+    return bool(judged) and not (was_elsewhere and not any(map(evidence.speed, judged)))
+
+
 def group_by_hardware(engines: Sequence[EngineArtifact]) -> list[list[EngineArtifact]]:
     """Engines of one target that compete with one another, one group for each piece of hardware."""
     architectures: dict[str, dict[str, None]] = {}
@@ -130,10 +168,9 @@ def _choose_one(
             evidence="; ".join(f"{e.id} {e.status}: {e.detail}" for e in engines),
             remedy="`loka-onnx doctor` says what this machine can build",
         )
-    judged = [e for e in built if e.was_run]
-    was_elsewhere = any(map(evidence.was_elsewhere, judged))
-    if judged and not (was_elsewhere and not any(map(evidence.speed, judged))):
+    if _was_measured(engines, evidence):
         return _Measured(engines, evidence, options).choose()
+    was_elsewhere = any(evidence.was_elsewhere(e) for e in built if e.was_run)
     return _choose_provisional(engines, built, evidence, OTHER_DEVICE if was_elsewhere else PROVISIONAL)
 
 
@@ -152,10 +189,32 @@ class _Measured:
             for e in self.ready
             if e.id in self.speeds and evidence.is_within_budget(e) and not evidence.timing_failure(e)
         ]
+        self.competing = [e for e in self.inside if evidence.competes(e)]
+
+    def missed(self) -> EngineArtifact | None:
+        """The last attempt, where what was selected missed on certification and no lower rung holds."""
+        if not self.competing:
+            return None
+        tried = self.evidence.attempts(self._selected()[0], self.ready)
+        return None if any(map(self._holds, tried)) else tried[-1]
+
+    def _holds(self, engine: EngineArtifact) -> bool:
+        return engine in self.inside and self.evidence.is_certified(engine)
+
+    def _selected(self) -> tuple[EngineArtifact, tuple[Route, ...]]:
+        """The main engine, and the table of batch sizes where one engine does not serve all."""
+        evidence, options = self.evidence, self.options
+        table: tuple[Route, ...] = ()
+        if options.by_batch:
+            table = routes(self.competing, self.speeds, evidence, options.noise, options.margin)
+        if table:
+            main = main_of(table)
+            return next(e for e in self.competing if e.id == main), table
+        return pick(self.competing, self.speeds, evidence, options.noise), table
 
     def choose(self) -> TargetChoice:
         """The engine that is emitted, or the engines."""
-        if self.inside:
+        if self.competing:
             return self._fastest()
         winner = _high_precision(self.ready, self.evidence, self.engines[0].target)
         reason = f"no engine with a measured speed is inside the budget: the exact model, {winner.plan}"
@@ -168,19 +227,19 @@ class _Measured:
 
     def _fastest(self) -> TargetChoice:
         evidence, options = self.evidence, self.options
-        winner = pick(self.inside, self.speeds, evidence, options.noise)
-        same = alike(self.inside, self.speeds, options.noise)
-        table: tuple[Route, ...] = ()
-        if options.by_batch:
-            table = routes(self.inside, self.speeds, evidence, options.noise, options.margin)
-        by_id = {engine.id: engine for engine in self.inside}
-        if table:
-            winner = by_id[main_of(table)]
+        winner, table = self._selected()
+        same = alike(self.competing, self.speeds, options.noise)
+        by_id = {engine.id: engine for engine in self.competing}
         if not evidence.is_certified(winner):
             return self._fall_back(winner)
-        missed = tuple(
-            dict.fromkeys(by_id[r.engine] for r in table if not evidence.is_certified(by_id[r.engine]))
-        )
+        # One certificate for all that are emitted. The main engine alone has it to itself: it is held to its
+        # own error either way, so that whatever is emitted, the error of all together is that of one.
+        routed = dict.fromkeys(by_id[route.engine] for route in table)
+        together = len(routed)
+        if not evidence.is_certified(winner, together):
+            missed = tuple(engine for engine in routed if engine is not winner)
+        else:
+            missed = tuple(engine for engine in routed if not evidence.is_certified(engine, together))
         table = _given_back(table, winner, missed)
         reason = self._reason(winner, same)
         if table:
@@ -189,6 +248,7 @@ class _Measured:
             reason += f"; {count} engines by batch size, each faster there by more than {gain}"
         reason += "".join(
             f"; '{engine.plan}' gave its batch sizes back: it is not inside the budget on certification"
+            f"{f' at the error that {together} engines share' if evidence.is_certified(engine) else ''}"
             for engine in missed
         )
         emitted = frozenset({winner.id, *(route.engine for route in table)})
@@ -197,15 +257,15 @@ class _Measured:
         return self._emit(Verdict(winner, emitted, missed, close), reason, table)
 
     def _reason(self, winner: EngineArtifact, same: Sequence[EngineArtifact]) -> str:
-        count = f"{len(self.inside)} engines whose upper bound is inside the budget"
+        count = f"{len(self.competing)} engines whose upper bound is inside the budget"
         fastest, evidence = same[0], self.evidence
         if winner in same[1:]:
             reason = f"within noise of the fastest of {count}, '{fastest.plan}', and more exact"
-        elif len(self.inside) > 1:
+        elif len(self.competing) > 1:
             reason = f"fastest of {count}"
         else:
             reason = "the only engine whose upper bound is inside the budget"
-        fp8 = [e for e in self.inside if evidence.has_fp8(e)]
+        fp8 = [e for e in self.competing if evidence.has_fp8(e)]
         if not fp8:
             return f"{reason}; none of them runs FP8"
         if evidence.has_fp8(winner):
@@ -213,19 +273,30 @@ class _Measured:
         return f"{reason}; FP8 is {'no faster' if any(e in same for e in fp8) else 'slower'}"
 
     def _fall_back(self, missed: EngineArtifact) -> TargetChoice:
-        """What was selected misses the budget on certification: the exact model."""
-        others = [e for e in self.ready if e is not missed or self.evidence.is_exact(e)]
-        winner = _high_precision(others, self.evidence, missed.target, missed)
-        reason = (
-            f"'{missed.plan}' was selected and is not inside the budget on certification: "
-            f"{winner.plan} instead"
-        )
-        return self._emit(Verdict(winner, frozenset({winner.id}), (missed,)), reason)
+        """What was selected misses the budget on certification: a lower rung, or the exact model."""
+        tried = self.evidence.attempts(missed, self.ready)
+        winner = next((e for e in tried if self._holds(e)), None)
+        if winner is not None:
+            tried = tried[: tried.index(winner)]
+        else:
+            others = [e for e in self.ready if e is not missed or self.evidence.is_exact(e)]
+            winner = _high_precision(others, self.evidence, missed.target, missed)
+        # One that is beyond the budget on selection was not held against certification.
+        looked = tuple(e for e in tried if e in self.inside)
+        reason = f"{_missed_in_words(looked)}: {winner.plan} instead"
+        verdict = Verdict(winner, frozenset({winner.id}), looked)
+        return replace(self._emit(verdict, reason), missed=tuple(e.id for e in looked))
 
     def _emit(self, verdict: Verdict, reason: str, table: tuple[Route, ...] = ()) -> TargetChoice:
         winner = verdict.winner
         others = losers(self.engines, verdict, self.speeds, self.evidence)
         return TargetChoice(winner.target, winner.id, winner.plan, reason, MEASURED, others, table)
+
+
+def _missed_in_words(missed: Sequence[EngineArtifact]) -> str:
+    selected, *lower = (f"'{engine.plan}'" for engine in missed)
+    also = f", nor {'is' if len(lower) == 1 else 'are'} {' and '.join(lower)}" if lower else ""
+    return f"{selected} was selected and is not inside the budget on certification{also}"
 
 
 def _given_back(
@@ -292,15 +363,18 @@ def _choose_provisional(
     """Rest on what was judged of the same plans on this host."""
     # What simulates FP8 would not be fast on the device either.
     sound = [e for e in built if not e.simulated and not evidence.failure(e)]
-    fp8 = [e for e in sound if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
-    selected = max(fp8, key=lambda e: _fp8_rank(e, evidence), default=None)
+    tried = _provisional_attempts(built, evidence)
+    selected = tried[0] if tried else None
     how = "measured" if basis == OTHER_DEVICE else "simulated"
-    if selected is not None and evidence.certified_status(selected.plan) is not False:
-        winner = selected
+    holding = next((e for e in tried if evidence.certified_status(e.plan) is not False), None)
+    if holding is not None:
+        winner, tried = holding, tried[: tried.index(holding)]
         reason = f"the {how} accuracy of '{winner.plan}' is inside the budget"
+        reason += f"; {_missed_in_words(tried)}" if tried else ""
     else:
         able = [e for e in sound if not evidence.has_fp8(e) and not _is_outside(e, evidence)]
-        found = min(able, key=lambda e: _high_precision_rank(e, evidence), default=None)
+        # Nothing among them was seen outside the budget, but for the exact model, which comes last.
+        found = min(able, key=lambda e: FASTER_FIRST.index(evidence.base(e)), default=None)
         if found is None:
             raise _nothing_to_emit(built, evidence, engines[0].target)
         winner = found
@@ -309,11 +383,22 @@ def _choose_provisional(
             f"no FP8 plan is inside the budget {'as measured' if how == 'measured' else 'in simulation'}: "
             "high precision"
             if selected is None
-            else f"'{selected.plan}' was selected, and misses the budget on certification: high precision"
+            else f"{_missed_in_words(tried)}: high precision"
         )
     reason += "; evaluate it on the device before deploying"
     others = tuple(_provisional_loser(e, winner, evidence) for e in engines if e is not winner)
-    return TargetChoice(winner.target, winner.id, winner.plan, reason, basis, others)
+    missed = tuple(e.id for e in tried)
+    return TargetChoice(winner.target, winner.id, winner.plan, reason, basis, others, missed=missed)
+
+
+def _provisional_attempts(built: Sequence[EngineArtifact], evidence: Evidence) -> list[EngineArtifact]:
+    """What is selected among engines that cannot run here, and what was made in its place."""
+    # What simulates FP8 would not be fast on the device either.
+    sound = [e for e in built if not e.simulated and not evidence.failure(e)]
+    fp8 = [e for e in sound if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
+    competing = (e for e in fp8 if evidence.competes(e))
+    selected = max(competing, key=lambda e: _fp8_rank(e, evidence), default=None)
+    return [] if selected is None else evidence.attempts(selected, fp8)
 
 
 def _is_outside(engine: EngineArtifact, evidence: Evidence) -> bool:
@@ -326,11 +411,6 @@ def _is_outside(engine: EngineArtifact, evidence: Evidence) -> bool:
 def _fp8_rank(engine: EngineArtifact, evidence: Evidence) -> tuple[float, int]:
     """More in FP8 is expected to be faster; then, fewer sites where the engine departs from its plan."""
     return (evidence.plans.plan(engine.plan).fp8_share, -len(engine.fallbacks))
-
-
-def _high_precision_rank(engine: EngineArtifact, evidence: Evidence) -> tuple[bool, int]:
-    """Nothing that was seen outside the budget; then, what is expected to be faster."""
-    return (evidence.plan_status(engine.plan) is False, FASTER_FIRST.index(evidence.base(engine)))
 
 
 def _provisional_loser(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> Loser:

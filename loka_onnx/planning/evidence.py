@@ -6,13 +6,23 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from scipy.special import stdtrit
+
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import BudgetStatus, Evaluation, EvaluationSet, PredictedTime
+from loka_onnx.core.evaluation import (
+    BudgetStatus,
+    Evaluation,
+    EvaluationSet,
+    OutputEvaluation,
+    PredictedTime,
+)
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.planning.site_speed import expected_us, why_not_expected
-from loka_onnx.planning.speed import Speed
+from loka_onnx.planning.speed import Speed, rivals
 
+FEWEST_UNITS = 100
+"""Units below which no output is within; where there are more, Student's t widens by less."""
 FASTER_FIRST = (Precision.BF16, Precision.FP16, Precision.FP32)
 """What is expected to be faster where nothing was measured; from the end, what has more precision."""
 
@@ -42,10 +52,19 @@ class Evidence:
     def _of_split(self, split: str) -> dict[str, Evaluation]:
         return {e.engine: e for e in self.evaluations.evaluations if e.split == split}
 
-    def is_certified(self, engine: EngineArtifact) -> bool:
-        """Whether the engine's own outputs are inside the budget on the certification split."""
+    def is_certified(self, engine: EngineArtifact, together: int = 1) -> bool:
+        """Whether the engine's own outputs are inside the budget on the certification split.
+
+        Args:
+            engine: The engine.
+            together: Engines that are emitted under one certificate, whose error they share (Bonferroni).
+        """
         evaluation = self.certified.get(engine.id)
-        return evaluation is not None and evaluation.is_within_budget
+        if evaluation is None or not evaluation.is_within_budget:
+            return False
+        return together < 2 or all(
+            output.is_within(_widening(output, together)) for output in evaluation.outputs
+        )
 
     def is_within_budget(self, engine: EngineArtifact) -> bool:
         """Whether the engine's own outputs were judged inside the budget."""
@@ -86,7 +105,7 @@ class Evidence:
         """
         found = {e.id: speed for e in engines if (speed := self.speed(e)) is not None}
         sizes = {batch for speed in found.values() for batch in speed.batches}
-        return {name: speed for name, speed in found.items() if set(speed.batches) == sizes}
+        return rivals({name: speed for name, speed in found.items() if set(speed.batches) == sizes})
 
     def plan_status(self, plan: str) -> bool | None:
         """Whether every engine of a plan that was judged here was inside the budget; None without any."""
@@ -112,6 +131,27 @@ class Evidence:
         """Whether the engine's plan is the exact model: FP32 throughout."""
         return self.base(engine) is Precision.FP32 and not self.has_fp8(engine)
 
+    def competes(self, engine: EngineArtifact) -> bool:
+        """Whether the engine may be selected: not one that was made for a plan that missed."""
+        return not self.plans.plan(engine.plan).instead_of
+
+    def attempts(self, selected: EngineArtifact, among: Collection[EngineArtifact]) -> list[EngineArtifact]:
+        """What was selected, and what the same engine maker made in its place, one after the other."""
+        found, made_by = [selected], (selected.backend, selected.architecture)
+        while True:
+            last = found[-1].plan
+            after = next(
+                (
+                    e
+                    for e in among
+                    if self.plans.plan(e.plan).instead_of == last and (e.backend, e.architecture) == made_by
+                ),
+                None,
+            )
+            if after is None:
+                return found
+            found.append(after)
+
     def standing(self, engine: EngineArtifact) -> str:
         """How an engine was judged, in a few words, for a message."""
         failure = self.failure(engine)
@@ -122,8 +162,8 @@ class Evidence:
             if evaluation is None or not evaluation.outputs:
                 return f"not judged on {name}"
             if not evaluation.is_within_budget:
-                against = "" if worst_status(evaluation) == BudgetStatus.BEYOND else "against "
-                return f"{worst_status(evaluation)} {against}the budget on {name}"
+                against = "" if evaluation.worst_status == BudgetStatus.BEYOND else "against "
+                return f"{evaluation.worst_status} {against}the budget on {name}"
         return "simulated, inside the budget" if engine.simulated else "inside the budget"
 
     def exactness(self, engine: EngineArtifact) -> tuple[bool, float, int]:
@@ -187,22 +227,16 @@ class Evidence:
 
 
 def worst_upper(evaluation: Evaluation | None) -> float | None:
-    """Largest upper bound of what is judged over its budget; None where nothing was."""
-    found = [
-        output.difference.judged.upper / output.budget
-        for output in (evaluation.outputs if evaluation is not None else ())
-        if output.difference is not None and output.budget > 0.0
-    ]
-    return max(found, default=None)
+    """Largest upper bound over its limit, guards included; None where nothing was measured."""
+    return None if evaluation is None else evaluation.upper
 
 
-def worst_status(evaluation: Evaluation) -> str:
-    """How an engine stands to the budget; beyond on one output outweighs undecided on another."""
-    statuses = {output.budget_status for output in evaluation.outputs}
-    for status in (BudgetStatus.BEYOND, BudgetStatus.UNDECIDED):
-        if status in statuses:
-            return status
-    return BudgetStatus.WITHIN
+def _widening(output: OutputEvaluation, together: int) -> float:
+    """How much wider an interval is at a divided error, by Student's t over the fewest units trusted."""
+    if output.difference is None:
+        return 1.0
+    tail = (1.0 - output.difference.judged.confidence) / 2.0
+    return float(stdtrit(FEWEST_UNITS - 1, 1.0 - tail / together) / stdtrit(FEWEST_UNITS - 1, 1.0 - tail))
 
 
 def _all_within(evaluations: Iterable[Evaluation], plan: str) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.site import Site
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel, values_of
@@ -22,3 +23,14 @@ def useful_flops(graph: GraphModel, site: Site) -> int:
     used = values_of(graph.node(site.name).inputs[site.weight.index]) != 0
     # K and N are the last two axes of a weight, in either order.
     return round(site.flops_per_example * float(used.any(axis=-1).mean()) * float(used.any(axis=-2).mean()))
+
+
+def able_share(model: ModelArtifact, useful: int) -> float:
+    """Part of the operations of all products, sites or not, that the FP8-able sites make.
+
+    Args:
+        model: The model.
+        useful: `useful_flops` of all its FP8-able sites.
+    """
+    others = model.product_flops - model.fp8_able_flops
+    return useful / (useful + others) if useful else 0.0

@@ -277,6 +277,7 @@ class _Judges:
             f"(upper bound {_percent(cost.kl.upper)} at {level} %{corrected}) "
             f"of the {cost.denominator} of '{cost.spec.name}'"
             f"{f' together with {others} on the same tensor' if others else ''}"
+            f"{', which few rows carry: the bound may be too low' if cost.is_carried_by_few else ''}"
         )
 
 

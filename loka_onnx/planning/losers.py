@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus, Evaluation, Loser, Why
 from loka_onnx.core.intervals import Interval
-from loka_onnx.planning.evidence import Evidence, worst_status, worst_upper
+from loka_onnx.planning.evidence import Evidence
 from loka_onnx.planning.speed import Speed
 
 _NOT_BUILT = {
@@ -63,9 +63,13 @@ def not_built(engine: EngineArtifact) -> Loser:
 
 def accuracy(evaluation: Evaluation) -> str:
     """How an engine stands to the budget, with the worst upper bound where it is not inside."""
-    status, upper = worst_status(evaluation), worst_upper(evaluation)
-    bound = "" if status == BudgetStatus.WITHIN or upper is None else f", upper bound {upper:.2f}× the budget"
-    return f"{_ACCURACY[status]}{bound}"
+    status, upper = evaluation.worst_status, evaluation.upper
+    if status == BudgetStatus.WITHIN:
+        return _ACCURACY[status]
+    because = dict.fromkeys(reason for output in evaluation.outputs for reason in output.because)
+    said = f"accuracy {status}: {', '.join(because)}" if because else _ACCURACY[status]
+    bound = "" if upper is None else f", upper bound {upper:.2f}× the {'limits' if because else 'budget'}"
+    return f"{said}{bound}"
 
 
 def _loser(
@@ -92,6 +96,8 @@ def _loser(
     elif engine in verdict.missed:
         certified = evidence.certified.get(engine.id)
         how = accuracy(certified) if certified else "not measured"
+        if certified is not None and certified.is_within_budget:
+            how += " alone, and not at the error that several engines share"
         why, said = Why.NOT_CERTIFIED, f"selected; on certification {how}"
     else:
         why, rest = _of_judged(engine, evaluation, verdict, compared, evidence)
@@ -112,7 +118,7 @@ def _of_judged(
     if engine.simulated:
         return Why.SIMULATED, "FP8 is simulated here, its speed never counts"
     if not evaluation.is_within_budget:
-        beyond = worst_status(evaluation) == BudgetStatus.BEYOND
+        beyond = evaluation.worst_status == BudgetStatus.BEYOND
         return (Why.BEYOND if beyond else Why.UNDECIDED), compared
     if not compared:
         return _unknown_speed(evaluation, is_elsewhere=evidence.was_elsewhere(engine))

@@ -1,52 +1,73 @@
-"""Which unsafe sites would be safe without the input channels that make most of their error.
+"""Which sites would fit on the ladder without the input channels that make most of their error.
 
-A part of a site's error energy is, to first order, the same part of its KL. Sites that are unsafe as a whole
-share a quarter of what all products may cost equally; the rest is for those that are safe already. Bounds
-are upper ends, other draws of the rounding noise included (`costs`).
+A part of a site's error energy is, to first order, the same part of its KL. The rung that certification is
+expected to pass, by what calibration predicts (`climbing.expected_rung`), leaves some of the KL that would
+still pass; the sites above it are cut down to equal parts of `SHARED` of that. Whether it is enough is
+measured: on the ladder of the model that comes of it.
 """
 
 from __future__ import annotations
 
-from loka_onnx.core.artifact import ModelArtifact, OutputSpec
-from loka_onnx.core.plan import Verdict
-from loka_onnx.core.profile import Profile
-from loka_onnx.graph.model import GraphModel
-from loka_onnx.planning.costs import Costs
-from loka_onnx.planning.judging import judge
-from loka_onnx.planning.patterns import find_places
-from loka_onnx.planning.policy import PlanOptions
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-SHARED = 0.25
-"""Part of what is allowed that the unsafe sites are cut down to, together."""
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.ratio_moments import CONFIDENCE
+from loka_onnx.core.recipe import Recipe
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.planning.climbing import Goal, affordable_kl, expected_rung
+from loka_onnx.planning.patterns import find_places
+from loka_onnx.planning.policy import PlanOptions, start_ladder
+
+SHARED = 0.5
+"""Part of what the sites below leave that those above are cut down to, together; the ladder measures it."""
+LEAST = 0.1
+"""Part of what would pass that is shared in any case: what is cut down so far may stand below others."""
 FEWEST_CHANNELS = 32
 
 
 def errors_to_leave(
-    model: ModelArtifact, profile: Profile, outputs: tuple[OutputSpec, ...], options: PlanOptions
+    model: ModelArtifact,
+    profile: Profile,
+    outputs: tuple[OutputSpec, ...],
+    recipes: Sequence[Recipe],
+    options: PlanOptions,
+    rows: Mapping[str, int],
 ) -> dict[str, float]:
-    """The part of its error that each unsafe linear site may keep, by site; between 0 and 1.
+    """The part of its error that each site that does not fit may keep, by site; between 0 and 1.
 
     Args:
         model: The model.
         profile: Its profile.
         outputs: Judged outputs with their budgets.
-        options: What the user decided. A pattern of `keep` that names nothing here may name what mods make
-            later; `make_plans` judges it.
+        recipes: Recipes that the profile holds.
+        options: What the user decided. A pattern that names nothing here may name what mods make later;
+            `make_plans` judges it.
+        rows: Rows of ``selection`` and ``certification``.
 
     Raises:
         PlanningError: The profile lacks a site of the model, or an output.
     """
     nodes = [node.name for node in GraphModel.load(model.path).nodes]
-    kept = find_places(options.keep, model.sites, nodes).sites
-    judgements = judge(model.sites, kept, profile, outputs, options.confidence)
-    costs, risk = Costs(profile, outputs), 1.0 - options.confidence
-    most = {
-        site.name: max(cost.most for cost in costs.of(frozenset({site.name}), risk))
-        for site in model.sites
-        if site.is_fp8_able
-        and site.k >= FEWEST_CHANNELS
-        and site.name not in kept
-        and judgements[site.name].verdict is Verdict.UNSAFE
-    }
-    parts = {name: SHARED / (len(most) * cost) for name, cost in most.items() if cost > 0.0}
+    gone = find_places((*options.keep, *options.force), model.sites, nodes).nothing
+    keep = tuple(pattern for pattern in options.keep if pattern not in gone)
+    force = tuple(pattern for pattern in options.force if pattern not in gone)
+    start = start_ladder(model, profile, outputs, recipes, replace(options, keep=keep, force=force))
+    goal = Goal.of(0, 1.0 - CONFIDENCE)
+    fitting = start.rungs[expected_rung(start.ladder, start.rungs, goal, rows)]
+    above = [s for s in model.sites if s.name in start.recipes and s.name not in fitting and s.is_fp8_able]
+    wide = [site.name for site in above if site.k >= FEWEST_CHANNELS]
+    spent = start.ladder.predicted_kl(fitting)
+    parts = {}
+    for name in wide:
+        alone = start.ladder.predicted_kl({name})
+        room = {
+            spec.name: max(SHARED * (most - spent[spec.name]), LEAST * most)
+            for spec in outputs
+            for most in [affordable_kl(spec.budget, goal, rows)]
+        }
+        parts[name] = min(
+            (room[output] / (len(wide) * kl) for output, kl in alone.items() if kl > 0.0), default=1.0
+        )
     return {name: part for name, part in parts.items() if 0.0 < part < 1.0}

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from loka_onnx.core.site import Site
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
+from loka_onnx.graph.model import GraphModel
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,58 @@ def find_places(patterns: Sequence[str], sites: Sequence[Site], nodes: Iterable[
         if not more:
             nothing.append(pattern)
     return Named(found, others, tuple(nothing))
+
+
+def wishes(
+    model: ModelArtifact,
+    graph: GraphModel,
+    keep: Sequence[str],
+    force: Sequence[str],
+    exported: ModelArtifact | None,
+) -> tuple[Named, Named]:
+    """What the patterns of `plan.keep` name, and those of `plan.force`.
+
+    Args:
+        model: The model.
+        graph: The same.
+        keep: Patterns of sites and nodes.
+        force: Patterns of products.
+        exported: The model before mods; None where it is the same.
+
+    Raises:
+        ConfigError: A pattern names nothing in either model, or a site is kept and forced.
+    """
+    products = [site for site in model.sites if site.kind is not SiteKind.NORM]
+    nodes = (node.name for node in graph.nodes)
+    kept = named_places(keep, model.sites, nodes, "plan.keep", _names_of(exported))
+    forced = named_places(force, products, None, "plan.force", _products_of(exported))
+    both = sorted(set(kept.sites) & set(forced.sites))
+    if both:
+        raise ConfigError(
+            f"site '{both[0]}' is both kept and forced",
+            evidence=f"plan.keep has '{kept.sites[both[0]]}', plan.force has '{forced.sites[both[0]]}'",
+            remedy="make one of the patterns narrower",
+        )
+    return kept, forced
+
+
+def nothing_left(key: str, patterns: Sequence[str]) -> Iterator[str]:
+    """A note for each pattern that decides nothing."""
+    return (
+        f"'{pattern}' of {key} decides nothing: mods removed all that it names in the exported model"
+        for pattern in patterns
+    )
+
+
+def _names_of(model: ModelArtifact | None) -> Iterator[str]:
+    """Names of all nodes, sites among them; the model is read when they are asked for."""
+    if model is not None:
+        yield from (node.name for node in GraphModel.load(model.path).nodes)
+
+
+def _products_of(model: ModelArtifact | None) -> Iterator[str]:
+    sites = () if model is None else model.sites
+    return (site.name for site in sites if site.kind is not SiteKind.NORM)
 
 
 def _names(pattern: str, name: str) -> bool:

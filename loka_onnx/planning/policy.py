@@ -8,6 +8,7 @@ from functools import cached_property
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.ladder import Climb
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Protection, SiteSpeed, Verdict, Wide
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.ratio_moments import CONFIDENCE
@@ -18,9 +19,10 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.base import Base, Bases
 from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.fast import REFINEMENTS, Candidates, FastSearch
-from loka_onnx.planning.flops import useful_flops
+from loka_onnx.planning.flops import able_share, useful_flops
 from loka_onnx.planning.judging import judge
-from loka_onnx.planning.patterns import Named, named_places
+from loka_onnx.planning.ladder import Ladder
+from loka_onnx.planning.patterns import named_places, nothing_left, wishes
 from loka_onnx.planning.scales import ScaleReader
 from loka_onnx.planning.search import Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
@@ -47,6 +49,8 @@ class PlanOptions:
             after mods, is told and not refused. None where plans are made for that model itself.
         devices: Kernel times of each device that plans are for; a device without any is told, and gets
             no plan `fp8-fast`.
+        safe: How far the ladder was climbed: what `fp8-safe` has in FP8. None where nothing was judged
+            jointly; `fp8-safe` then rests on the bounds of single sites (`judging`).
     """
 
     keep: tuple[str, ...] = ()
@@ -57,6 +61,22 @@ class PlanOptions:
     protect: tuple[Protection, ...] = (Protection.LOGITS,)
     exported: ModelArtifact | None = None
     devices: tuple[DeviceTimings, ...] = ()
+    safe: Climb | None = None
+
+
+@dataclass(frozen=True)
+class LadderStart:
+    """What `fp8-safe` is climbed on.
+
+    Attributes:
+        ladder: What sites cost and save.
+        rungs: Nested sets of sites, from those that the user forced alone on.
+        recipes: How each site on it would run.
+    """
+
+    ladder: Ladder
+    rungs: tuple[frozenset[str], ...]
+    recipes: Mapping[str, Recipe]
 
 
 def make_plans(
@@ -83,7 +103,37 @@ def make_plans(
     options = options or PlanOptions()
     planner = _Planner(model, profile, outputs, tuple(recipes), options)
     plans = tuple(plan for plan_id in options.plans for plan in planner.plans(plan_id))
-    return PlanSet(plans, (*planner.notes, *planner.left_out), planner.speeds)
+    share = able_share(model, sum(planner.flops.values()))
+    return PlanSet(plans, (*planner.notes, *planner.left_out), planner.speeds, share)
+
+
+def start_ladder(
+    model: ModelArtifact,
+    profile: Profile,
+    outputs: tuple[OutputSpec, ...],
+    recipes: Sequence[Recipe],
+    options: PlanOptions,
+    plan: PrecisionPlan | None = None,
+) -> LadderStart:
+    """The ladder over the sites that may run in FP8, or over those of a plan.
+
+    Args:
+        model: The model after mods.
+        profile: Its profile.
+        outputs: Judged outputs with their budgets.
+        recipes: Recipes that the profile holds.
+        options: What the user decided.
+        plan: The plan, ordered by the kernel times of its device; None for all sites that a plan may have, by
+            those of the first device that has any.
+
+    Raises:
+        ConfigError: As `make_plans`.
+        PlanningError: As `make_plans`.
+    """
+    planner = _Planner(model, profile, outputs, tuple(recipes), options)
+    if plan is None:
+        return planner.start(planner.on_ladder, "")
+    return planner.start(plan.fp8_sites, plan.device)
 
 
 def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
@@ -97,7 +147,7 @@ def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
         ConfigError: A pattern names nothing in this model nor in the exported one, or a site is kept and
             forced.
     """
-    _wishes(model, GraphModel.load(model.path), options)
+    wishes(model, GraphModel.load(model.path), options.keep, options.force, options.exported)
 
 
 def refine_fast_plans(
@@ -173,9 +223,9 @@ class _Planner:
         self.scales = ScaleReader(graph, profile)
         self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self.costs = Costs(profile, outputs)
-        named, forced = _wishes(model, graph, options)
+        named, forced = wishes(model, graph, options.keep, options.force, options.exported)
         self.kept, self.forced = named.sites, forced.sites
-        self.notes = (*_gone("plan.keep", named.nothing), *_gone("plan.force", forced.nothing))
+        self.notes = (*nothing_left("plan.keep", named.nothing), *nothing_left("plan.force", forced.nothing))
         self.judgements = judge(model.sites, self.kept, profile, outputs, options.confidence)
         self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
         self.left_out: list[str] = []
@@ -214,6 +264,18 @@ class _Planner:
         """What FP8 saves at each site that could run in it, on each device with kernel times."""
         return tuple(speeds.speed(site) for speeds in self._site_speeds.values() for site in speeds.sources)
 
+    @property
+    def on_ladder(self) -> tuple[str, ...]:
+        """Sites that neither the user nor their shape keeps out of FP8."""
+        return tuple(site.name for site in self.model.sites if self._kept_out(site) is None)
+
+    def start(self, sites: Collection[str], device: str) -> LadderStart:
+        """The ladder over sites, by the kernel times of a device."""
+        timed = next((known.device for known in self.options.devices if known.timings), "")
+        ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
+        recipes = {site.name: self._recipe(site) for site in self.model.sites if site.name in sites}
+        return LadderStart(ladder, ladder.rungs(sites, device or timed), recipes)
+
     def _plan_of(self, plan_id: str) -> PrecisionPlan:
         simple = {"fp32": Precision.FP32, "bf16": Precision.BF16, "fp16": Precision.FP16}
         if plan_id in simple:
@@ -227,7 +289,8 @@ class _Planner:
                 remedy="remove it, or correct its name",
             )
         obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
-        quantized = {s.name: self._quantized(s) for s in self.model.sites if obstacles[s.name] is None}
+        climb = self.options.safe if plan_id == "fp8-safe" else None
+        quantized = {s.name: self._quantized(s, climb) for s in self.model.sites if obstacles[s.name] is None}
         base = self._base_of(quantized)
         decisions = tuple(
             self._fp8_decision(s, quantized.get(s.name), obstacles[s.name], base) for s in self.model.sites
@@ -247,7 +310,7 @@ class _Planner:
             model_digest=self.model.digest,
             base=base.precision,
             decisions=decisions,
-            predicted_kl={spec.name: self._predicted(chosen, spec) for spec in outputs},
+            predicted_kl={spec.name: self.costs.predicted(chosen, spec) for spec in outputs},
             fp8_share=self._share(chosen),
             wide=tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites),
             base_reason=base.reason,
@@ -379,6 +442,17 @@ class _Planner:
 
     def _obstacle(self, site: Site, plan_id: str) -> str | None:
         """Why a site does not run in FP8, to stand before its verdict; None when it does."""
+        takes_all = plan_id == "fp8-all"
+        kept_out = self._kept_out(site, takes_thin=takes_all)
+        if kept_out is not None or takes_all or site.name in self.forced:
+            return kept_out
+        climb = self.options.safe if plan_id == "fp8-safe" else None
+        if climb is None:
+            return None if self.judgements[site.name].verdict is Verdict.SAFE else ""
+        return None if site.name in climb.sites else f"{_beyond_rung(climb)}; "
+
+    def _kept_out(self, site: Site, *, takes_thin: bool = False) -> str | None:
+        """Why a site may not run in FP8 whatever it costs, to stand before its verdict; None where it may."""
         if site.name in self.forced:
             return None
         if site.kind is SiteKind.NORM or site.name in self.kept:
@@ -387,21 +461,25 @@ class _Planner:
             return f"{self.bases.protected[site.name]}; "
         if site.kind is SiteKind.INTERACTION:
             return "a product of two activations runs in FP8 only when forced; "
-        takes_all = plan_id == "fp8-all"
-        if not site.is_fp8_able and not takes_all:
+        if not site.is_fp8_able and not takes_thin:
             return f"K = {site.k}, N = {site.n}: FP8 kernels want both to be at least 16; "
-        return None if takes_all or self.judgements[site.name].verdict is Verdict.SAFE else ""
+        return None
 
-    def _quantized(self, site: Site) -> Decision:
+    def _quantized(self, site: Site, climb: Climb | None = None) -> Decision:
         recipe, judgement = self._recipe(site), self.judgements[site.name]
         scales = self.scales.read(site, recipe)
-        forced = f"forced by '{self.forced[site.name]}'; " if site.name in self.forced else ""
+        verdict, reason = judgement.verdict, judgement.reason
+        if site.name in self.forced:
+            reason = f"forced by '{self.forced[site.name]}'; {reason}"
+        elif climb is not None:
+            # Beside these others it is inside of the budget, whatever its verdict beside all sites is.
+            verdict, reason = Verdict.SAFE, f"{_on_rung(climb)}; {reason}"
         return Decision(
             site=site.name,
             precision=Precision.FP8,
             recipe=recipe,
-            verdict=judgement.verdict,
-            reason=f"{forced}{judgement.reason}",
+            verdict=verdict,
+            reason=reason,
             activation_scale=scales.activation,
             weight_scale=scales.other,
         )
@@ -410,48 +488,19 @@ class _Planner:
         """The recipe whose sensitivity was measured."""
         return self.recipes[self.costs.of_site(site.name, self.outputs[0]).recipe]
 
-    def _predicted(self, chosen: set[str], spec: OutputSpec) -> float:
-        """Sum of what the chosen sites cost, together where they were measured together."""
-        together = [group for group in self.costs.groups if group <= chosen]
-        alone = chosen.difference(*together)
-        return sum(self.costs.of_group(group, spec).kl_moments.value for group in together) + sum(
-            self.costs.of_site(name, spec).kl_moments.value for name in sorted(alone)
-        )
 
-
-def _wishes(model: ModelArtifact, graph: GraphModel, options: PlanOptions) -> tuple[Named, Named]:
-    """What the patterns of `keep` name, and those of `force`.
-
-    Raises:
-        ConfigError: As `check_patterns`.
-    """
-    products = [site for site in model.sites if site.kind is not SiteKind.NORM]
-    nodes = (node.name for node in graph.nodes)
-    kept = named_places(options.keep, model.sites, nodes, "plan.keep", _names_of(options.exported))
-    forced = named_places(options.force, products, None, "plan.force", _products_of(options.exported))
-    both = sorted(set(kept.sites) & set(forced.sites))
-    if both:
-        raise ConfigError(
-            f"site '{both[0]}' is both kept and forced",
-            evidence=f"plan.keep has '{kept.sites[both[0]]}', plan.force has '{forced.sites[both[0]]}'",
-            remedy="make one of the patterns narrower",
-        )
-    return kept, forced
-
-
-def _names_of(model: ModelArtifact | None) -> Iterator[str]:
-    """Names of all nodes, sites among them; the model is read when they are asked for."""
-    if model is not None:
-        yield from (node.name for node in GraphModel.load(model.path).nodes)
-
-
-def _products_of(model: ModelArtifact | None) -> Iterator[str]:
-    sites = () if model is None else model.sites
-    return (site.name for site in sites if site.kind is not SiteKind.NORM)
-
-
-def _gone(key: str, patterns: Sequence[str]) -> Iterator[str]:
+def _on_rung(climb: Climb) -> str:
+    """Why a site of the rung that was taken is in FP8."""
+    taken = climb.taken
+    if taken is None or taken.change is None:
+        return f"on rung {climb.rung} of the ladder"
     return (
-        f"'{pattern}' of {key} decides nothing: mods removed all that it names in the exported model"
-        for pattern in patterns
+        f"on rung {climb.rung} of the ladder, whose {taken.sites} sites together change the loss of "
+        f"'{taken.output}' by at most {100.0 * taken.change.upper:.3g} % on selection rows, in simulation"
     )
+
+
+def _beyond_rung(climb: Climb) -> str:
+    if climb.rung == 0:
+        return "no rung of the ladder that was judged on the selection split fits"
+    return f"above rung {climb.rung} of the ladder, the highest that certification is expected to pass"

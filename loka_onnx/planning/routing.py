@@ -33,7 +33,7 @@ def alike(
     others = (
         engine
         for engine in engines
-        if engine is not fastest and speeds[engine.id].least_over(speeds[fastest.id]) <= 1.0 + noise
+        if engine is not fastest and not speeds[engine.id].is_slower(speeds[fastest.id], noise)
     )
     return (fastest, *others)
 

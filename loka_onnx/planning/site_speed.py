@@ -12,7 +12,7 @@ the mean over the served sizes of microseconds for a request over its rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import fsum, hypot
 from typing import Any
 
@@ -21,7 +21,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import fusions_of
 from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed, SpeedVerdict
 from loka_onnx.core.recipe import Granularity
-from loka_onnx.core.site import Site
+from loka_onnx.core.site import Site, loud_parts
 from loka_onnx.core.timing import KernelTiming, Shape, TimingRecords
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel, producer
@@ -77,16 +77,23 @@ class SiteTime:
         base: Its product in the base precision.
         float8: Its product in FP8.
         quantize: The cast of what it reads; None where it costs nothing.
+        beside: The product of its loud channels, which is one with it where it is not in FP8; None for none.
     """
 
     base: Estimate
     float8: Estimate
     quantize: Estimate | None
+    beside: Estimate | None = None
+
+    @property
+    def float8_us(self) -> float:
+        """Microseconds of the product in FP8, with that of its loud channels."""
+        return self.float8.us + (self.beside.us if self.beside is not None else 0.0)
 
     @property
     def saved_us(self) -> float:
         """Microseconds that the product saves, the cast not counted."""
-        return self.base.us - self.float8.us
+        return self.base.us - self.float8_us
 
     @property
     def quantize_us(self) -> float:
@@ -136,7 +143,7 @@ class SiteSpeeds:
     ) -> None:
         self.device, self.serve = known.device, tuple(sorted({*known.serve}))
         self._known, self._base, self._scales = known, base, scales
-        self._table = TimeTable(known.timings)
+        self._table, self._loud = TimeTable(known.timings), set[str]()
         fused = fusions_of(known.stands_for or known.backend).quantized_in_place
         able = [site for site in sites if site.name in scales]
         self.sources = {site.name: _source_of(graph, site, fused, scales) for site in able}
@@ -146,6 +153,11 @@ class SiteSpeeds:
             for site in able
             if site.name not in self._unknown and (times := self._times_of(site)) is not None
         }
+        for name, part in loud_parts(able).items():
+            if name in self._times and part in self._times:
+                loud = self._times[part]
+                self._times[name] = {b: replace(t, beside=loud[b].base) for b, t in self._times[name].items()}
+                self._loud.add(part)
 
     @property
     def known(self) -> Collection[str]:
@@ -203,7 +215,11 @@ class SiteSpeeds:
             products = []
             for site, times in self._times.items():
                 time = times[batch]
-                products.append(time.float8.us if site in float8 else time.base.us)
+                if site in self._loud:
+                    # In the base precision the site that it was split off has its time, or is one with it.
+                    products.append(-time.saved_us if site in float8 else 0.0)
+                else:
+                    products.append(time.float8_us if site in float8 else time.base.us)
                 if site in float8:
                     source = self.sources[site]
                     casts[source.tensor] = 0.0 if source.made_by in float8 else time.quantize_us
@@ -256,7 +272,7 @@ class SiteSpeeds:
     def _in_words(self, site: str) -> str:
         times, source = self._times[site], self.sources[site]
         products = ", ".join(
-            f"{time.base.us:.3g} µs in {self._base} and {time.float8.us:.3g} in fp8 at batch {batch}"
+            f"{time.base.us:.3g} µs in {self._base} and {time.float8_us:.3g} in fp8 at batch {batch}"
             for batch, time in times.items()
         )
         if source.fused_into:

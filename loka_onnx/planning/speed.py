@@ -1,25 +1,55 @@
 """How fast engines are to one another, and how sure that is.
 
 The time of an engine over several batch sizes is the mean of its median latencies per row, so that a large
-batch does not outweigh a small one by its size alone. Two engines that were timed in turns are compared part
-by part (`Latency.parts_us`): what slowed the machine for a while slowed both, and cancels. The interval of
-their ratio is that of the median over the parts. Of engines that were timed apart, in build jobs of their
-own, the ratio of the medians is all that there is: what differed between machines and days is in it, and no
-interval says how much.
+batch does not outweigh a small one by its size alone.
+
+**The load is the unit.** An engine that is loaded again lies elsewhere in memory and may run 1 or 2 %
+faster or
+slower until it is loaded anew, however often it is timed meanwhile. So engines are loaded several times, in
+turns, and each load gives one value, the logarithm of the time. With x_el of engine e in load l,
+
+    x_el = engine_e + load_l + ε_el,
+
+least squares over all engines that were timed together gives s², the variance of ε, pooled over engines, with
+as many degrees of freedom as there are values less fitted means; what slowed the machine in one load
+slowed all
+engines, and cancels. Two engines with n loads in common differ by the mean of their n differences, give or
+take
+t·s·√(2/n), with t the quantile of Student's distribution for `risk`, divided by the number of pairs of
+engines (Bonferroni), of batch sizes that are looked at one by one, and of looks: engines that differ after
+`FIRST_LOADS` need no further loads.
+
+Of engines that were timed apart, in build jobs of their own, the ratio of the medians is all that there
+is: what
+differed between machines and days is in it, and no interval says how much.
+
+Sources: the additive model of randomized blocks, and Bonferroni's comparisons of all pairs, are in
+Montgomery,
+"Design and Analysis of Experiments" (8th edition, sections 4.1 and 3.5.7).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import exp, inf, log, sqrt
 from statistics import fmean
+
+import numpy as np
+from scipy.special import stdtrit
 
 from loka_onnx.core.evaluation import Evaluation, Latency
 from loka_onnx.core.intervals import Interval
-from loka_onnx.numerics.medians import median_interval
 
-CONFIDENCE = 0.95
-"""Least coverage of the interval of a ratio."""
+RISK = 0.05
+"""Of the interval of a ratio of two engines."""
+FIRST_LOADS, LOADS = 3, 6
+"""Loads of every engine, and of those that these do not tell from the fastest."""
+FIRST_RISK, LAST_RISK = 0.004, 0.016
+"""Of telling any two equal engines apart: 2 % over both looks, most of it left to the one with all loads."""
+
+_ROUNDING = 1e-9
+"""Half width below which loads are alike but for the rounding of least squares."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +58,13 @@ class Speed:
 
     Attributes:
         latencies: By batch size.
+        rivals: Latencies by batch size of all engines of the contest, this one included; empty for two.
+        contests: Contests that share the risk: batch sizes that are looked at one by one.
     """
 
     latencies: Mapping[int, Latency]
+    rivals: tuple[Mapping[int, Latency], ...] = ()
+    contests: int = 1
 
     @classmethod
     def of(cls, evaluation: Evaluation | None, is_simulated: bool) -> Speed | None:
@@ -49,15 +83,16 @@ class Speed:
     @property
     def per_row_us(self) -> float:
         """Mean over batch sizes of the median latency per row."""
-        return self._per_row(self.batches)
+        return _per_row(self.latencies, self.batches)
 
     def at(self, batch: int) -> Speed:
-        """The same at one batch size.
+        """The same at one batch size; among rivals each size is a contest of its own.
 
         Raises:
             KeyError: It was not timed at that size.
         """
-        return Speed({batch: self.latencies[batch]})
+        contests = len(self.latencies) if self.rivals else 1
+        return replace(self, latencies={batch: self.latencies[batch]}, contests=contests)
 
     def ratio(self, other: Speed) -> float:
         """The time of this engine over that of another by their medians, wherever they were timed.
@@ -66,35 +101,58 @@ class Speed:
             KeyError: They have no batch size in common.
         """
         batches = self._in_common(other)
-        return self._per_row(batches) / other._per_row(batches)
+        return _per_row(self.latencies, batches) / _per_row(other.latencies, batches)
 
     def over(self, other: Speed) -> Interval | None:
         """The time of this engine over that of another, over the batch sizes that both were timed at.
 
         Returns:
-            The ratio of the medians with an interval of at least 95 %; without width where too few parts were
-            kept to say how sure it is. Its rows are the parts. None where the two were not timed in turns.
+            The ratio of the medians with its interval; without width where there was one load. Its rows are
+            the loads. None where the two were not timed in turns.
 
         Raises:
             KeyError: They have no batch size in common.
         """
         batches = self._in_common(other)
-        if self._timed_in(batches) != other._timed_in(batches):
+        if _timed_in(self.latencies, batches) != _timed_in(other.latencies, batches):
             return None
         ratio = self.ratio(other)
-        ours, theirs = self._parts(batches), other._parts(batches)
-        found = None
-        if len(ours) == len(theirs) and ours:
-            found = median_interval([a / b for a, b in zip(ours, theirs, strict=True)], CONFIDENCE)
-        if found is None:
-            return Interval(ratio, ratio, ratio, CONFIDENCE, 0)
-        # The ratio of two medians may lie beside the median of ratios.
-        return Interval(ratio, min(found.lower, ratio), max(found.upper, ratio), found.confidence, found.rows)
+        ours, theirs = _loads(self.latencies, batches), _loads(other.latencies, batches)
+        loads = min(len(ours), len(theirs))
+        risk, rivals = self._risk(loads), [ours, theirs]
+        if self.rivals:
+            place = _timed_in(self.latencies, batches)
+            timed = [rival for rival in self.rivals if set(batches) <= rival.keys()]
+            rivals = [_loads(rival, batches) for rival in timed if _timed_in(rival, batches) == place]
+        if loads < 2:
+            return Interval(ratio, ratio, ratio, 1.0 - risk, 0)
+        middle = fmean(a - b for a, b in zip(ours[:loads], theirs[:loads], strict=True))
+        pairs = max(1, len(rivals) * (len(rivals) - 1) // 2)
+        half = _spread(rivals).margin(loads, risk / pairs / self.contests)
+        if half < _ROUNDING:
+            return Interval(ratio, ratio, ratio, 1.0 - risk, loads)
+        # The ratio of two medians may lie beside the mean over loads.
+        lower, upper = min(exp(middle - half), ratio), max(exp(middle + half), ratio)
+        return Interval(ratio, lower, upper, 1.0 - risk, loads)
 
-    def least_over(self, other: Speed) -> float:
-        """The lower end of `over`; of engines that were timed apart, the ratio of their medians."""
+    def is_slower(self, other: Speed, noise: float) -> bool:
+        """Whether this engine is surely slower than another, and by more than counts for nothing.
+
+        Of engines that were timed apart the ratio of their medians decides.
+
+        Args:
+            other: The other.
+            noise: Relative difference that counts for nothing, however sure it is.
+        """
         times = self.over(other)
-        return self.ratio(other) if times is None else times.lower
+        if times is None:
+            return self.ratio(other) > 1.0 + noise
+        return times.value > 1.0 + noise and times.lower > 1.0
+
+    def _risk(self, loads: int) -> float:
+        if not self.rivals:
+            return RISK
+        return FIRST_RISK if loads <= FIRST_LOADS else LAST_RISK
 
     def _in_common(self, other: Speed) -> tuple[int, ...]:
         """Batch sizes that both were timed at."""
@@ -103,16 +161,90 @@ class Speed:
             raise KeyError("the engines were not timed at a batch size in common")
         return batches
 
-    def _timed_in(self, batches: Sequence[int]) -> list[tuple[str, str]]:
-        """Job and device of each time; alike for engines that were timed in turns."""
-        return [(self.latencies[batch].job, self.latencies[batch].device) for batch in batches]
 
-    def _per_row(self, batches: Sequence[int]) -> float:
-        return fmean(self.latencies[batch].p50_us / batch for batch in batches)
+def rivals(speeds: Mapping[str, Speed]) -> dict[str, Speed]:
+    """The speeds of engines that are compared with one another, each with all of them as its rivals."""
+    known = tuple(speed.latencies for speed in speeds.values())
+    return {name: replace(speed, rivals=known) for name, speed in speeds.items()}
 
-    def _parts(self, batches: Sequence[int]) -> list[float]:
-        """Mean time per row of each part; empty where the batch sizes have different numbers of parts."""
-        parts = [[us / batch for us in self.latencies[batch].parts_us] for batch in batches]
-        if len({len(each) for each in parts}) != 1:
-            return []
-        return [fmean(same) for same in zip(*parts, strict=True)]
+
+def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[str, ...]:
+    """Engines that are not surely slower than the fastest, over all batch sizes or at one of them.
+
+    Args:
+        timed: Latencies by engine id, of engines that were timed in turns.
+        noise: Relative difference that counts for nothing.
+
+    Returns:
+        Their ids; none where the fastest has no rival.
+    """
+    speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in timed.items()})
+    sizes = {frozenset(speed.latencies) for speed in speeds.values()}
+    if len(sizes) != 1 or not (batches := next(iter(sizes))):
+        # One that failed at a size is out of the contest.
+        most = max(sizes, key=len, default=frozenset())
+        left = {
+            name: timed[name] for name, speed in speeds.items() if most and speed.latencies.keys() == most
+        }
+        return contenders(left, noise) if 1 < len(left) < len(timed) else ()
+    contests = [speeds]
+    contests += [{name: speed.at(batch) for name, speed in speeds.items()} for batch in batches]
+    found: dict[str, None] = {}
+    for contest in contests:
+        fastest = min(contest, key=lambda name: contest[name].per_row_us)
+        close = [
+            name
+            for name, speed in contest.items()
+            if name != fastest and not speed.is_slower(contest[fastest], noise)
+        ]
+        found |= dict.fromkeys((fastest, *close) if close else ())
+    return tuple(name for name in timed if name in found)
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Variance of one load's logarithm of the time, pooled over engines."""
+
+    variance: float
+    freedom: int
+
+    def margin(self, loads: int, risk: float) -> float:
+        """Half width of the difference of two engines over so many loads, two-sided."""
+        if self.freedom < 1:
+            return inf
+        return float(stdtrit(self.freedom, 1.0 - risk / 2.0)) * sqrt(2.0 * self.variance / loads)
+
+
+def _spread(engines: Sequence[Sequence[float]]) -> _Spread:
+    """Of the residuals of the additive model.
+
+    Args:
+        engines: (engines, loads) logarithms of times; an engine may have fewer loads than others.
+    """
+    cells = [(e, load, value) for e, values in enumerate(engines) for load, value in enumerate(values)]
+    loads = max(map(len, engines))
+    design = np.zeros((len(cells), len(engines) + loads))
+    for row, (engine, load, _) in enumerate(cells):
+        design[row, engine] = design[row, len(engines) + load] = 1.0
+    values = np.array([value for *_, value in cells])
+    fitted, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
+    freedom = len(cells) - int(rank)
+    residual = values - design @ fitted
+    return _Spread(float(residual @ residual) / freedom if freedom else inf, freedom)
+
+
+def _timed_in(latencies: Mapping[int, Latency], batches: Sequence[int]) -> list[tuple[str, str]]:
+    """Job and device of each time; alike for engines that were timed in turns."""
+    return [(latencies[batch].job, latencies[batch].device) for batch in batches]
+
+
+def _per_row(latencies: Mapping[int, Latency], batches: Sequence[int]) -> float:
+    return fmean(latencies[batch].p50_us / batch for batch in batches)
+
+
+def _loads(latencies: Mapping[int, Latency], batches: Sequence[int]) -> list[float]:
+    """Logarithm of the mean time per row of each load; empty where batch sizes differ in their loads."""
+    parts = [[us / batch for us in latencies[batch].loads_us] for batch in batches]
+    if len({len(each) for each in parts}) != 1:
+        return []
+    return [log(fmean(same)) for same in zip(*parts, strict=True)]

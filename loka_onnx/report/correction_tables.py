@@ -33,7 +33,7 @@ def corrections_sections(data: ReportData) -> tuple[Section, ...]:
 def _left_alone(plans: tuple[PlanCorrections, ...]) -> Iterator[str]:
     for plan in plans:
         if plan.failure:
-            yield f"{plan.plan} has no corrections, because it could not be simulated: {plan.failure}"
+            yield f"{plan.plan} has no corrections, because {plan.failure}"
         for site, reason in plan.left_alone.items():
             yield f"{plan.plan}: {site} has no corrected bias: {reason}"
 

@@ -86,7 +86,7 @@ class ReportData:
         graph: What `modified` computes from what, to be drawn; None where there is no drawing.
     """
 
-    SCHEMA: ClassVar[str] = "report/6"
+    SCHEMA: ClassVar[str] = "report/7"
     __pydantic_config__ = STRICT
 
     title: str

@@ -8,6 +8,7 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.evaluation import (
     DELTA_NE_NAME,
     KL_NAME,
+    Because,
     BudgetStatus,
     Evaluation,
     OutputEvaluation,
@@ -45,6 +46,8 @@ from loka_onnx.report.verdict import NO_LABELS, SIMULATED_LATENCY, budget_senten
 
 _NAMES = (Column("Engine"), Column("Output"))
 _ENGINE_COLUMNS = (
+    Column("KL [95 % interval]", numeric=True),
+    Column("ΔAUC [95 % interval]", numeric=True),
     Column("Budget"),
     Column("NE", numeric=True),
     Column("AUC", numeric=True),
@@ -249,7 +252,6 @@ _PART_FIELDS: tuple[Field[_Difference], ...] = (
     text("Output", lambda found: found[1].output),
     number("KL, label-free part", lambda found: percent_interval(found[2].kl)),
     number("Labelled first-order part", lambda found: percent_interval(found[2].labelled)),
-    number("ΔAUC", lambda found: metric_interval(found[2].delta_auc)),
     number("ΔPrediction ratio", lambda found: metric_interval(found[2].delta_prediction_ratio)),
     number("RMS change of the score", lambda found: shown(numbers.scientific, found[2], "delta_rmse")),
     number("Largest change", lambda found: shown(numbers.scientific, found[2], "delta_max")),
@@ -282,6 +284,7 @@ def _reference_row(evaluation: Evaluation, output: OutputEvaluation) -> tuple[Ce
         cell(evaluation.engine),
         cell(output.output),
         cell("reference", Tone.MUTED),
+        *[cell(numbers.NONE)] * 2,
         cell(shown(numbers.budget_percent, output, "budget")),
         cell(shown(numbers.metric, metrics, "normalized_entropy")),
         cell(shown(numbers.metric, metrics, "auc")),
@@ -307,7 +310,7 @@ def _engine_rows(
     if evaluation is None or not evaluation.outputs:
         missing = cell(numbers.NOT_MEASURED, Tone.MUTED)
         empty = cell(numbers.NONE)
-        yield (cell(engine.id), empty, missing, *[empty] * 4, speed, *build, cell(outcome))
+        yield (cell(engine.id), empty, missing, *[empty] * 6, speed, *build, cell(outcome))
         return
     for output in evaluation.outputs:
         metrics = output.metrics
@@ -316,7 +319,8 @@ def _engine_rows(
             cell(engine.id),
             cell(output.output),
             cell(delta_text(output), delta_tone(output)),
-            cell(told("{}, {}", output.budget_status, budget), delta_tone(output)),
+            *_beside(output),
+            cell(told("{}, {}", output.verdict, budget), delta_tone(output)),
             cell(shown(numbers.metric, metrics, "normalized_entropy")),
             cell(shown(numbers.metric, metrics, "auc")),
             cell(shown(numbers.ratio, metrics, "prediction_ratio")),
@@ -326,8 +330,20 @@ def _engine_rows(
         )
 
 
+def _beside(output: OutputEvaluation) -> tuple[Cell, Cell]:
+    """KL and the change of AUC, in the colour of the guard that holds them."""
+    change = output.difference
+    if change is None:
+        return cell(numbers.NONE), cell(numbers.NONE)
+    tones = {guard.name: _BUDGET_TONES[guard.status] for guard in output.guards}
+    return (
+        cell(percent_interval(change.kl), tones.get(Because.MAX_KL, Tone.PLAIN)),
+        cell(metric_interval(change.delta_auc), tones.get(Because.MAX_AUC_DROP, Tone.PLAIN)),
+    )
+
+
 def _with_rows(outcome: str, output: OutputEvaluation) -> str:
-    if output.budget_status != BudgetStatus.UNDECIDED:
+    if output.budget_status != BudgetStatus.UNDECIDED and not output.remarks:
         return outcome
     sentence = told("{} is {}.", output.output, budget_sentence(output))
     return told("{} {}", outcome, sentence) if outcome else sentence

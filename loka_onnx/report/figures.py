@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loka_onnx.core.intervals import Interval
+from loka_onnx.core.products import product_flops
 from loka_onnx.core.profile import Sampling
 from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.site import Site
@@ -188,6 +189,7 @@ FORMULAS: dict[str, Callable[..., float]] = {
     "largest_magnitude": lambda values: max(map(abs, values), default=0.0),
     "flops": _flops,
     "fp8_able_flops": lambda sites: sum(site.flops_per_example for site in sites if site.is_fp8_able),
+    "product_flops": product_flops,
     "relative_error": _relative_error,
     "interval_value": lambda moments, sampling: _interval(moments, sampling).value,
     "interval_lower": lambda moments, sampling: _interval(moments, sampling).lower,
@@ -201,6 +203,7 @@ FORMULAS: dict[str, Callable[..., float]] = {
 * ``key(place)`` the last part of the pointer, which is a number there
 * ``largest_magnitude(list)``
 * ``flops(site)`` 2·rows·n·k; ``fp8_able_flops(sites)`` their sum over the linear sites with k, n ≥ 16
+* ``product_flops(sites,others)`` the sum over all sites, and of ``flops_per_example`` of the others
 * ``relative_error(error)`` √(noise ÷ signal), each the first of its ``parts``
 * ``interval_value``, ``interval_lower``, ``interval_upper`` ``(moments,sampling)`` the confidence sequence of
   a ratio of sums (`core.ratio_moments`)

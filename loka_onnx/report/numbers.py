@@ -7,6 +7,7 @@ import math
 from loka_onnx.core.intervals import Interval
 
 NOT_MEASURED = "not measured"
+NOT_KNOWN = "not known"
 NONE = "–"
 
 _MAX_DECIMALS = 8

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.report import numbers
 from loka_onnx.report.choice_tables import choice_sections
@@ -9,7 +12,7 @@ from loka_onnx.report.correction_tables import corrections_sections
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Column, Document, Section, Table, Tone, cell
 from loka_onnx.report.engine_tables import engines_section, fallbacks_section
-from loka_onnx.report.figures import Place, at, derive, formed, shown, told
+from loka_onnx.report.figures import Figure, Place, at, derive, formed, shown, told
 from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.refinement_tables import refinement_sections
 from loka_onnx.report.site_tables import calibration_facts, sites_section
@@ -170,6 +173,7 @@ def _model_section(data: ReportData) -> Section:
         Column("Opset", numeric=True),
         Column("Sites", numeric=True),
         Column("FP8-able FLOPs per row", numeric=True),
+        Column("FLOPs of all products per row", numeric=True),
         Column("Producer"),
     )
     models = [("exported", data.exported)]
@@ -181,6 +185,7 @@ def _model_section(data: ReportData) -> Section:
             cell(shown(str, model, "opset")),
             cell(_length(model, "sites")),
             cell(formed(numbers.count, derive("fp8_able_flops", Place(model, "sites")))),
+            cell(formed(numbers.count, _product_flops(model))),
             cell(model.producer),
         )
         for name, model in models
@@ -197,7 +202,37 @@ def _model_section(data: ReportData) -> Section:
                 shown(numbers.scientific, parity, "tolerance"),
             ),
         )
-    return Section("model", "Model", items=tuple(items), tables=(Table("Models", columns, rows),))
+    tables = (Table("Models", columns, rows), *_other_products(data.modified))
+    return Section("model", "Model", items=tuple(items), tables=tables)
+
+
+def _product_flops(model: ModelArtifact) -> Figure:
+    return derive("product_flops", Place(model, "sites"), Place(model, "other_products"))
+
+
+def _other_products(model: ModelArtifact) -> Iterator[Table]:
+    """Products of the model after mods that no plan decides."""
+    columns = (
+        Column("Node"),
+        Column("Operator"),
+        Column("FLOPs per row", numeric=True),
+        Column("Share of all products", numeric=True),
+        Column("Why it is no site", prose=True),
+    )
+    whole = _product_flops(model)
+    flops = [(product, at(product, "flops_per_example")) for product in model.other_products]
+    rows = [
+        (
+            cell(product.name),
+            cell(product.op_type),
+            cell(formed(numbers.count, figure, numbers.NOT_KNOWN)),
+            cell(formed(numbers.share, derive("ratio", figure, whole), numbers.NOT_KNOWN)),
+            cell(product.reason),
+        )
+        for product, figure in flops
+    ]
+    if rows:
+        yield Table("Products that are no site: they run in the base precision", columns, tuple(rows))
 
 
 def _lineage_section(data: ReportData) -> Section:

@@ -325,6 +325,12 @@ def _plan_table(data: ReportData) -> Table:
     ]
     shares = (cell(shown(numbers.share, plan, "fp8_share")) for plan in data.plans.plans)
     rows.append((cell("FP8 share of FP8-able FLOPs"), *shares))
+    if data.plans.able_share is not None:
+        of_all = (
+            formed(numbers.share, derive("product", at(plan, "fp8_share"), at(data.plans, "able_share")))
+            for plan in data.plans.plans
+        )
+        rows.append((cell("FP8 share of the FLOPs of all products"), *map(cell, of_all)))
     return Table("Precision of each site in each plan", columns, tuple(rows))
 
 

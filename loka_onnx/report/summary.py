@@ -80,6 +80,8 @@ def summary_table(data: ReportData, split: str | None = None) -> Table:
         ("NE", True),
         ("AUC", True),
         (f"{_HEADINGS.get(judged, judged)}, {confidence_text(data, shape.split)}", True),
+        ("KL", True),
+        ("ΔAUC", True),
         ("FP8 sites", False),
         ("FP8 FLOPs", False),
         ("size", True),
@@ -90,7 +92,7 @@ def summary_table(data: ReportData, split: str | None = None) -> Table:
         evaluation = data.evaluation(reference, shape.split)
         for output in evaluation.outputs if evaluation is not None else ():
             names = shape.names(None, Text("FP32"), output.output)
-            table.add_row(*names, *_scores(output), *[numbers.NONE] * 3, "reference")
+            table.add_row(*names, *_scores(output), *[numbers.NONE] * 5, "reference")
     for engine in data.engines:
         _add_engine(table, data, engine, shape)
     return table
@@ -123,17 +125,31 @@ def _add_engine(table: Table, data: ReportData, engine: EngineArtifact, shape: _
         status = Text(f"{engine.status}{simulated}", style=_STYLES[STATUS_TONES[engine.status]])
         missing = Text(numbers.NOT_MEASURED, style="dim")
         names = shape.names(engine, plan, numbers.NONE)
-        table.add_row(*names, numbers.NONE, numbers.NONE, missing, *build, status)
+        table.add_row(*names, numbers.NONE, numbers.NONE, missing, *[numbers.NONE] * 2, *build, status)
         return
     for output in evaluation.outputs:
-        status = Text(f"{output.budget_status}{simulated}", style=_STYLES[delta_tone(output)])
-        table.add_row(*shape.names(engine, plan, output.output), *_scores(output), *build, status)
+        status = Text(f"{output.verdict}{simulated}", style=_STYLES[delta_tone(output)])
+        names = shape.names(engine, plan, output.output)
+        table.add_row(*names, *_scores(output), *beside(output), *build, status)
+
+
+def beside(output: OutputEvaluation) -> tuple[Text, Text]:
+    """KL and the change of AUC (in percent of an AUC of 1, which are points), each on two lines."""
+    change = output.difference
+    if change is None:
+        return Text(numbers.NONE), Text(numbers.NONE)
+    auc = numbers.NONE if change.delta_auc is None else numbers.percent_interval(change.delta_auc)
+    return Text(on_two_lines(numbers.percent_interval(change.kl))), Text(on_two_lines(auc))
+
+
+def on_two_lines(text: str) -> str:
+    """An interval with the unit said once, so that the table fits 80 columns."""
+    value, _, interval = text.partition(" [")
+    return f"{value}\n[{interval.replace(' %', '')}" if interval else value
 
 
 def _scores(output: OutputEvaluation) -> list[Text]:
-    value, _, interval = delta_text(output).partition(" [")
-    # On two lines and with the unit said once, so that the table fits 80 columns.
-    delta = f"{value}\n[{interval.replace(' %', '')}" if interval else value
+    delta = on_two_lines(delta_text(output))
     return [
         Text(numbers.metric(output.metrics.normalized_entropy)),
         Text(numbers.metric(output.metrics.auc)),

@@ -23,7 +23,12 @@ def verdicts(data: ReportData) -> tuple[Verdict, ...]:
 
 
 def budget_sentence(output: OutputEvaluation) -> Told:
-    """How an output stands to its budget, on what, and the rows that an undecided verdict lacks."""
+    """The standing of an output to its budget, and what a reader of its intervals must know."""
+    return joined("; ", [_standing(output), *output.remarks])
+
+
+def _standing(output: OutputEvaluation) -> Told:
+    """The standing alone, whose every number has a place in the report."""
     if output.difference is None:
         return told("the reference itself; budget {}", shown(numbers.budget_percent, output, "budget"))
     said = _status_sentence(output)
@@ -35,7 +40,13 @@ def _status_sentence(output: OutputEvaluation) -> Told:
     if output.budget_status == BudgetStatus.WITHIN:
         return told("within the budget of {}", budget)
     if output.budget_status == BudgetStatus.BEYOND:
+        if output.because:
+            return told(
+                "beyond what is accepted beside the budget of {}: {}", budget, ", ".join(output.because)
+            )
         return told("beyond the budget of {}", budget)
+    if output.rows_to_decide is None and output.because:
+        return told("undecided against the budget of {} and what is accepted beside it", budget)
     if output.rows_to_decide is None:
         return told("undecided against the budget of {}; {}", budget, _why_open(output))
     return told(
@@ -137,4 +148,4 @@ def _cost(evaluation: Evaluation, output: OutputEvaluation, apart: str = "") -> 
         return told("Cost{} ({}): none, it is the reference.", apart, where)
     interval = percent_interval(output.difference.judged, output.budget)
     name = output.difference.judged_name
-    return told("Cost{} ({}): {} {}, {}.", apart, where, name, interval, budget_sentence(output))
+    return told("Cost{} ({}): {} {}, {}.", apart, where, name, interval, _standing(output))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 
-from loka_onnx.core.evaluation import Evaluation, Loser, OutputEvaluation, TargetChoice, Why
+from loka_onnx.core.evaluation import Because, Evaluation, Loser, OutputEvaluation, TargetChoice, Why
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PrecisionPlan
@@ -14,7 +14,18 @@ from loka_onnx.report import numbers
 from loka_onnx.report.budget_bar import BudgetBar, can_be_drawn
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Stat, Tone, cell
-from loka_onnx.report.figures import Place, at, derive, ends, formed, joined, percent_interval, shown, told
+from loka_onnx.report.figures import (
+    Place,
+    at,
+    derive,
+    ends,
+    formed,
+    joined,
+    metric_interval,
+    percent_interval,
+    shown,
+    told,
+)
 
 BASELINES = ("fp32", "bf16", "fp16")
 """Ids of the plans that a gain is told over, where an engine of them competed."""
@@ -109,7 +120,8 @@ def _gain(label: str, baseline: Loser, main: Emitted) -> Stat:
     value, lower, upper = ends(times)
     interval = told("[{}, {}], ", formed("{:.3f}".format, lower), formed("{:.3f}".format, upper))
     note = told(
-        "{}measured{}, over {}",
+        "{}{}measured{}, over {}",
+        "a tie: " if is_known and times.lower <= 1.0 <= times.upper else "",
         interval if is_known else "",
         main.apart and f",{main.apart}",
         baseline.engine,
@@ -192,13 +204,32 @@ def _cost_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
         ),
     )
     yield Stat("Budget", cell(shown(numbers.budget_percent, worst, "budget")), _held(worst, judged))
+    yield from _beside(worst)
+
+
+def _beside(output: OutputEvaluation) -> Iterator[Stat]:
+    """What is guarded beside the budget."""
+    change = output.difference
+    limits = {guard.name: guard for guard in output.guards}
+    if change is None:
+        return
+    if change.delta_ne is not None:
+        guard = limits.get(Because.MAX_KL)
+        note = "" if guard is None else told("accepted: {}", shown(numbers.budget_percent, guard, "limit"))
+        tone = Tone.PLAIN if guard is None else _TONES.get(guard.status, Tone.PLAIN)
+        yield Stat("KL", cell(percent_interval(change.kl), tone), note)
+    if change.delta_auc is not None:
+        guard = limits.get(Because.MAX_AUC_DROP)
+        note = "" if guard is None else told("accepted drop: {}", shown(numbers.scientific, guard, "limit"))
+        tone = Tone.PLAIN if guard is None else _TONES.get(guard.status, Tone.PLAIN)
+        yield Stat("ΔAUC", cell(metric_interval(change.delta_auc), tone), note)
 
 
 def _held(output: OutputEvaluation, judged: Interval) -> str:
     if output.budget <= 0:
-        return output.budget_status
+        return output.verdict
     part = derive("ratio", at(judged, "upper"), at(output, "budget"))
-    return told("{}; the upper end is at {} of it", output.budget_status, formed(numbers.error_percent, part))
+    return told("{}; the upper end is at {} of it", output.verdict, formed(numbers.error_percent, part))
 
 
 def _whose(data: ReportData, engine: Emitted, evaluation: Evaluation) -> str:

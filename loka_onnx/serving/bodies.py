@@ -39,6 +39,7 @@ class Limits:
         body_seconds: Longest time from the head of a request to the end of its body.
         head_seconds: Longest time for a head, and for what comes behind an answer.
         answer_seconds: Longest time that a client may take for an answer.
+        closing_seconds: Longest time for the rest of a body once the server is to end.
         connections: Most connections; one more ends the one that has been idle longest.
     """
 
@@ -48,6 +49,7 @@ class Limits:
     body_seconds: float = 30.0
     head_seconds: float = 30.0
     answer_seconds: float = 60.0
+    closing_seconds: float = 1.0
     connections: int = 1024
 
 

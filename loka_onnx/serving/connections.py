@@ -86,6 +86,20 @@ def http_protocol(limits: Limits) -> type[asyncio.Protocol]:
             super().timeout_keep_alive_handler()
             self._idle.start()
 
+        def shutdown(self) -> None:
+            # uvicorn sends h11 an event here that it refuses in some states, and waits for every body.
+            if self._is_idle():
+                self.transport.close()
+                self._stuck.start()
+                return
+            self.cycle.keep_alive = False
+            self.loop.call_later(limits.closing_seconds, self._end_body)
+
+        def _end_body(self) -> None:
+            """A request whose body is not here by now is not under way."""
+            if not self._is_idle() and self.cycle.more_body:
+                self.transport.abort()
+
         def pause_writing(self) -> None:
             super().pause_writing()
             self._stuck.start()

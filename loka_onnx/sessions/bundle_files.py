@@ -44,7 +44,7 @@ from loka_onnx.sessions.bundle_signature import (
     parse_signature,
     signature_bytes,
 )
-from loka_onnx.sessions.model_files import read_model
+from loka_onnx.sessions.model_files import data_locations, read_model
 from loka_onnx.sessions.pinned import pinned
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -251,25 +251,6 @@ def external_data_locations(model: Path) -> tuple[str, ...]:
     return data_locations(read_model(model))
 
 
-def data_locations(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Files that an ONNX model keeps weights in, as it names them, sorted.
-
-    Wherever a tensor may stand is looked at: initializers, attributes of nodes, bodies and defaults of
-    functions, sparse tensors, training information.
-    """
-    return tuple(
-        sorted(
-            {
-                item.value
-                for tensor in _tensors(model)
-                if tensor.data_location == onnx.TensorProto.EXTERNAL
-                for item in tensor.external_data
-                if item.key == "location"
-            }
-        )
-    )
-
-
 def _walk(directory: Path) -> Iterator[str]:
     """Paths of all files, relative to the bundle; refuses whatever is not a plain file or directory."""
     pending = [""]
@@ -327,16 +308,3 @@ def _digest_of(stream: BinaryIO) -> str:
     while chunk := stream.read(CHUNK_BYTES):
         state.update(chunk)
     return state.hexdigest()
-
-
-def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor in a model, found by its type, whichever field of whichever message holds it."""
-    pending: list[Any] = [model]
-    while pending:
-        message = pending.pop()
-        if isinstance(message, onnx.TensorProto):
-            yield message
-            continue
-        for descriptor, value in message.ListFields():
-            if descriptor.message_type is not None:
-                pending.extend((value,) if hasattr(value, "ListFields") else value)

@@ -52,6 +52,16 @@ def list_cuda_devices() -> tuple[CudaDevice, ...]:
         return ()
 
 
+def driver_version() -> str:
+    """Latest version of CUDA that the driver supports, for example ``12.4``; empty without a driver."""
+    version = ctypes.c_int()
+    try:
+        CudaDriver().call("cuDriverGetVersion", ctypes.byref(version))
+    except EngineError:
+        return ""
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
 class CudaDriver:
     """The CUDA driver, initialized.
 

@@ -13,6 +13,7 @@ import importlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loka_onnx.core.digests import digest_file
 from loka_onnx.errors import EngineError, MissingPackage, ModelError
 
 GPU, REFERENCE = "gpu", "ref"
 PROBLEM_CACHE = "MIGRAPHX_PROBLEM_CACHE"
 """Environment variable that names the file in which exhaustive tuning keeps what it found."""
+MAPS = Path("/proc/self/maps")
+"""Where Linux lists the files that a process has loaded."""
 DEBUG_SYMBOLS = "use_debug_symbols"
+_SYMBOLS = "debug_symbols"
 _CONTROL_FLOW = frozenset({"if", "loop", "select_module", "run_on_target", "group"})
 _PARAMETER = re.compile(r"^\s*\S+ = @param:(?P<name>.+?) -> ", re.MULTILINE)
 
@@ -82,8 +87,26 @@ def import_migraphx() -> Any:
 
 
 def version_of(migraphx: Any) -> str:
-    """Version of the library, as far as the module says."""
-    return str(getattr(migraphx, "__version__", "unknown"))
+    """Version of the library.
+
+    Builds outside a release all say ``dev``: those are told apart by the digest of their library.
+    """
+    told = str(getattr(migraphx, "__version__", "") or "unknown")
+    if told not in {"dev", "unknown"}:
+        return told
+    library = _library_file(migraphx)
+    return told if library is None else f"{told}+{digest_file(library)[:12]}"
+
+
+def _library_file(migraphx: Any) -> Path | None:
+    """The shared library behind the module, as the process has it loaded; the module's own file elsewhere."""
+    with suppress(OSError):
+        mapped = (line.split(maxsplit=5)[5:] for line in MAPS.read_text(encoding="utf-8").splitlines())
+        for path in (Path(path) for (path,) in filter(None, mapped)):
+            if path.name.startswith("libmigraphx.so") and path.is_file():
+                return path
+    file = Path(getattr(migraphx, "__file__", None) or "")
+    return file if file.is_file() else None
 
 
 def why_no_target(migraphx: Any, target: str) -> str:
@@ -132,6 +155,7 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
     """Build a program again whose FP8 constants are E4M3FN where they were E4M3FNUZ, bits unchanged.
 
     The types of everything else follow from those of its inputs; a Q takes its own from its zero point.
+    Names of ONNX nodes are lost in releases whose `add_instruction` does not take them.
 
     Args:
         migraphx: The module.
@@ -157,8 +181,17 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
         elif kind == "@return":
             made[instruction] = main.add_return(inputs)
         else:
-            made[instruction] = main.add_instruction(instruction.op(), inputs)
+            made[instruction] = main.add_instruction(
+                instruction.op(), inputs, **_node_names(main, instruction)
+            )
     return result
+
+
+def _node_names(main: Any, instruction: Any) -> dict[str, Any]:
+    """Names of the ONNX nodes that an instruction came from, where this release can hand them on."""
+    if not hasattr(instruction, "get_debug_symbols") or _SYMBOLS not in (main.add_instruction.__doc__ or ""):
+        return {}
+    return {_SYMBOLS: sorted(instruction.get_debug_symbols())}
 
 
 def _add_literal(migraphx: Any, main: Any, instruction: Any) -> Any:

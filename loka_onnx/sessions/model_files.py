@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -24,15 +25,44 @@ def read_model(path: Path) -> onnx.ModelProto:
         raise ModelError(f"'{path}' is not an ONNX model", evidence=str(error)[:200]) from error
 
 
+def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor of a model whose values lie in another file, whichever field of a message holds it.
+
+    These are initializers, attributes of nodes, bodies and defaults of functions, sparse tensors, training
+    information.
+    """
+    for message in messages(model):
+        if isinstance(message, onnx.TensorProto) and message.data_location == onnx.TensorProto.EXTERNAL:
+            yield message
+
+
+def messages(model: onnx.ModelProto) -> Iterator[Any]:
+    """Every message that a model is made of."""
+    pending: list[Any] = [model]
+    while pending:
+        message = pending.pop()
+        yield message
+        for descriptor, value in message.ListFields():
+            if descriptor.message_type is not None:
+                pending.extend((value,) if hasattr(value, "ListFields") else value)
+
+
+def data_locations(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Files that an ONNX model keeps weights in, as it names them, sorted."""
+    entries = (item for tensor in external_tensors(model) for item in tensor.external_data)
+    return tuple(sorted({item.value for item in entries if item.key == "location"}))
+
+
 def operators(model: onnx.ModelProto) -> frozenset[str]:
     """Operators of a model, those of subgraphs and functions included."""
     bodies = (function.node for function in model.functions)
-    return frozenset(node.op_type for body in (model.graph.node, *bodies) for node in _nodes(body))
+    return frozenset(node.op_type for body in (model.graph.node, *bodies) for node in nested_nodes(body))
 
 
-def _nodes(body: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+def nested_nodes(body: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Nodes, and those of their branches and bodies, of which protobuf reads at most 33 in one another."""
     for node in body:
         yield node
         for attribute in node.attribute:
             for graph in (attribute.g, *attribute.graphs):
-                yield from _nodes(graph.node)
+                yield from nested_nodes(graph.node)

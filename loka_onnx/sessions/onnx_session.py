@@ -80,11 +80,13 @@ class SessionOptions:
     Attributes:
         threads: Threads of one operator; 0 lets ONNX Runtime choose.
         optimize: Whether graph optimizations beyond BASIC are allowed (they never are for FP8).
+        as_written: Whether none are: at BASIC, ONNX Runtime 1.31 takes out a Dropout in training mode.
         providers: Execution providers in order of preference.
     """
 
     threads: int = 0
     optimize: bool = True
+    as_written: bool = False
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
 
 
@@ -103,7 +105,8 @@ def _settings(model: onnx.ModelProto, options: SessionOptions | None) -> Any:
     ort = import_onnxruntime()
     options = options or SessionOptions()
     settings = ort.SessionOptions()
-    settings.log_severity_level = 3
+    # Errors are raised; ONNX Runtime would print them as well.
+    settings.log_severity_level = 4
     settings.intra_op_num_threads = options.threads
     levels = ort.GraphOptimizationLevel
     if holds_float8(model):
@@ -112,6 +115,8 @@ def _settings(model: onnx.ModelProto, options: SessionOptions | None) -> Any:
         settings.graph_optimization_level = (
             levels.ORT_ENABLE_ALL if options.optimize else levels.ORT_ENABLE_BASIC
         )
+    if options.as_written:
+        settings.graph_optimization_level = levels.ORT_DISABLE_ALL
     return settings
 
 

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from loka_onnx.errors import EngineError
 from loka_onnx.sessions.cuda import CudaContext, CudaGraph
 from loka_onnx.sessions.dlpack import Borrowed
+from loka_onnx.sessions.first_opening import check_opens
 from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
 from loka_onnx.sessions.tensorrt_vendors import TENSORRT, TENSORRT_RTX, Vendor, first_gpu, why_no_gpu
 
@@ -51,27 +52,32 @@ NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
 
 
 def open_tensorrt(engine: Path, architecture: str, version: str = "") -> TensorRtSession:
-    """`open_engine` with TensorRT."""
-    return open_engine(TENSORRT, engine, architecture, version)
+    """`open_engine` with TensorRT, for an engine that came from elsewhere."""
+    return open_engine(TENSORRT, engine, architecture, version, is_new=True)
 
 
 def open_tensorrt_rtx(engine: Path, architecture: str, version: str = "") -> TensorRtSession:
-    """`open_engine` with TensorRT for RTX."""
-    return open_engine(TENSORRT_RTX, engine, architecture, version)
+    """`open_engine` with TensorRT for RTX, for an engine that came from elsewhere."""
+    return open_engine(TENSORRT_RTX, engine, architecture, version, is_new=True)
 
 
-def open_engine(vendor: Vendor, engine: Path, architecture: str, version: str = "") -> TensorRtSession:
+def open_engine(
+    vendor: Vendor, engine: Path, architecture: str, version: str = "", *, is_new: bool = False
+) -> TensorRtSession:
     """Deserialize an engine on the first GPU of its architecture.
+
+    The library sees nothing of it before the driver has answered.
 
     Args:
         vendor: Library that built it.
         engine: Serialized engine.
         architecture: What it was built for, for example ``sm89``.
         version: Version of the library that built it; not checked when empty.
+        is_new: Whether it may never have been opened on this host: then a child process opens it first.
 
     Raises:
         MissingPackage: The library is not installed.
-        EngineError: There is no such GPU, the library has another version, or it refuses the engine.
+        EngineError: There is no such GPU, or the library has another version, refuses the engine or crashes.
     """
     trt = vendor.load()
     here = str(trt.__version__)
@@ -85,7 +91,10 @@ def open_engine(vendor: Vendor, engine: Path, architecture: str, version: str = 
     reason = why_no_gpu(architecture)
     if reason:
         raise EngineError(f"cannot run here: {reason}", where=str(engine))
-    return TensorRtSession(trt, engine, first_gpu(architecture).index)
+    device = first_gpu(architecture)
+    if is_new:
+        check_opens(vendor.module, here, engine, device)
+    return TensorRtSession(trt, engine, device.index)
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,13 +17,22 @@ import numpy.typing as npt
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.rewrite import Declined, RewriteLog, RewriteRecord
-from loka_onnx.errors import EngineError, ModelError, TransformError
+from loka_onnx.errors import (
+    EngineError,
+    LokaError,
+    MissingPackage,
+    ModelError,
+    OutputError,
+    TransformError,
+)
 from loka_onnx.graph.exported import Exported
 from loka_onnx.graph.garbage import collector_paused
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.interactions.conv_to_matmul import ConvToMatMul
 from loka_onnx.transforms.interactions.einsum_to_matmul import EinsumToMatMul
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
 from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
@@ -45,8 +56,15 @@ Outputs = list[dict[str, npt.NDArray[Any]]]
 
 _OPTIONS = SessionOptions(optimize=False)
 
+STRICT = "LOKA_ONNX_STRICT_MODS"
+"""Environment variable that lets the error of a mod end a run, as it does in tests."""
+_NOT_THE_MODS = (OSError, MemoryError, OutputError, MissingPackage)
+"""Errors of the machine, which the next mod would meet too."""
+_LONGEST_REASON = 300
+
 DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     EinsumToMatMul,
+    ConvToMatMul,
     SplitConcat,
     FoldConstants,
     RemoveNoOps,
@@ -88,7 +106,7 @@ def apply_mods(
     mods: Sequence[Mod[Any]] | None = None,
     progress: Progress = silent,
 ) -> Rewritten:
-    """Rewrite a model; a mod that moves an output beyond its tolerance is rolled back.
+    """Rewrite a model; a mod that moves an output beyond its tolerance, or fails, is rolled back.
 
     Args:
         model: The model before.
@@ -107,34 +125,88 @@ def apply_mods(
             remedy="pass rows of the calibration split",
         )
     chosen = [kind() for kind in DEFAULT_MODS] if mods is None else list(mods)
-    graph = GraphModel.load(model.path)
+    graph, accepted = GraphModel.load(model.path), None
     records: list[RewriteRecord] = []
     outputs: Outputs | None = None
     for number, mod in enumerate(chosen):
         began = time.perf_counter()
-        with collector_paused():
-            found = mod.match(graph)
-            # Most mods find nothing in most models, and a large graph takes as long to copy as to search.
-            before = graph.copy() if found.matches else graph
-            applied = tuple(mod.rewrite(graph, match) for match in found.matches)
-        record = RewriteRecord(mod.name, applied, found.declined, seconds=time.perf_counter() - began)
-        if record.applied:
+        try:
+            tried = _try(mod, graph)
+        except _NOT_THE_MODS:
+            raise
+        except Exception as error:
+            # A mod may be left out of any model: one that fails costs speed, not the run.
+            if os.environ.get(STRICT):
+                raise
+            records.append(_failed(mod, error, time.perf_counter() - began))
+            # It may have left off anywhere.
+            graph = GraphModel.load(model.path) if accepted is None else GraphModel.read_back(accepted)
+            continue
+        finally:
+            progress("mods", number + 1, len(chosen))
+        record = replace(tried.record, seconds=time.perf_counter() - began)
+        if tried.exported is not None:
             began = time.perf_counter()
             if outputs is None:
                 outputs = _outputs(OnnxSession(model.path, _OPTIONS), rows)
-            exported = graph.export()
-            record, outputs = _judge(record, mod, outputs, partial(_open, exported, target), rows)
+            opened = partial(_open, tried.exported, target)
+            record, outputs = _judge(record, mod, outputs, opened, rows)
             record = replace(record, check_seconds=time.perf_counter() - began)
-            # Reading it back gives the new tensors their inferred types and shapes.
-            graph = before if record.rolled_back else GraphModel.read_back(exported)
+            if record.rolled_back:
+                graph = tried.before
+            else:
+                # Reading it back gives the new tensors their inferred types and shapes.
+                graph, accepted = GraphModel.read_back(tried.exported), tried.exported
         records.append(record)
-        progress("mods", number + 1, len(chosen))
     exported = graph.export()
     digest = exported.write(target)
-    sites = find_sites(GraphModel.read_back(exported), _origins(model, records))
-    return Rewritten(
-        replace(model, path=target, digest=digest, opset=graph.opset, sites=sites), RewriteLog(tuple(records))
+    written = GraphModel.read_back(exported)
+    rewritten = replace(
+        model,
+        path=target,
+        digest=digest,
+        opset=graph.opset,
+        sites=find_sites(written, _origins(model, records)),
+        other_products=other_products(written),
     )
+    return Rewritten(rewritten, RewriteLog(tuple(records)))
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A mod on a graph.
+
+    Attributes:
+        record: What it did and declined.
+        before: The graph before it.
+        exported: The graph after it; None where it rewrote nothing.
+    """
+
+    record: RewriteRecord
+    before: GraphModel
+    exported: Exported | None
+
+
+def _try(mod: Mod[Any], graph: GraphModel) -> _Tried:
+    """Let a mod rewrite a graph; edits it."""
+    with collector_paused():
+        found = mod.match(graph)
+        # Most mods find nothing in most models, and a large graph takes as long to copy as to search.
+        before = graph.copy() if found.matches else graph
+        applied = tuple(mod.rewrite(graph, match) for match in found.matches)
+    record = RewriteRecord(mod.name, applied, found.declined)
+    return _Tried(record, before, graph.export() if applied else None)
+
+
+def _failed(mod: Mod[Any], error: Exception, seconds: float) -> RewriteRecord:
+    """The record of a mod that failed: what was raised, and where."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    said = f"{error.what}: {error.evidence}" if isinstance(error, LokaError) else str(error)
+    reason = (
+        f"rolled back: the mod failed on this model: {type(error).__name__}: {said[:_LONGEST_REASON]} "
+        f"({Path(frame.filename).name}:{frame.lineno})"
+    )
+    return RewriteRecord(mod.name, (), (Declined("", reason),), rolled_back=True, seconds=seconds)
 
 
 def _origins(model: ModelArtifact, records: Sequence[RewriteRecord]) -> dict[str, tuple[str, ...]]:

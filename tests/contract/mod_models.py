@@ -84,6 +84,12 @@ MOD_MODELS: dict[str, ModModel] = {
     "einsum-to-matmul": ModModel(
         'y = Einsum<equation="bnd,bmd->bnm">(x, x)', inputs="float[batch,4,8] x", output="4,4"
     ),
+    "conv-to-matmul": ModModel(
+        "y = Conv(x, w, b)",
+        {"w": (16, 16, 1), "b": (16,)},
+        inputs="float[batch,16,6] x",
+        output="16,6",
+    ),
     "split-concat": ModModel(
         "n = Shape<start=0, end=1>(x) s = Concat<axis=0>(n, width) e = Expand(row, s) c ="
         " Concat<axis=1>(x, e)"

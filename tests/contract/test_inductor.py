@@ -28,7 +28,7 @@ from loka_onnx.errors import EngineError
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.inductor_package import read_engine, read_sources
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 WIDTHS = (64, 48, 32, 8)
 BATCH = BatchRange(1, 8, 16, (4, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,11 +22,13 @@ from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, read_compil
 from loka_onnx.engines.tensorrt.contents import EngineContents, read_contents
 from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
-from loka_onnx.errors import ConfigError, ModelError
+from loka_onnx.errors import ConfigError, EngineError, ModelError
+from loka_onnx.sessions import cuda
+from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
+from loka_onnx.sessions.first_opening import check_opens
+from loka_onnx.sessions.tensorrt_session import open_tensorrt_rtx
 
-trt = pytest.importorskip(
-    "tensorrt_rtx", reason="TensorRT for RTX is not installed: its claims are not tested"
-)
+trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: its claims are not tested")
 
 Shape = tuple[int, ...]
 Body = Callable[[GraphWriter, str], str]
@@ -368,3 +371,21 @@ def test_the_calls_of_the_timing_cache(tmp_path: Path, capsys: pytest.CaptureFix
         build_engine(trt, model.path, settings, tmp_path / "engine.trt")
         assert file.is_file()
     assert "timing cache" in capsys.readouterr().out
+
+
+def test_without_a_driver_an_engine_is_refused_and_the_process_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library itself: refused before it is asked, and where the driver only seems to be there."""
+    if list_cuda_devices():
+        pytest.skip("needs a host without an NVIDIA GPU")
+    compile_body(tmp_path, gemm(32, 32), (32,))
+    engine, version = tmp_path / "engine.trt", str(trt.__version__)
+    with pytest.raises(EngineError, match="no NVIDIA GPU"):
+        open_tensorrt_rtx(engine, "sm89", version)
+    check_opens("tensorrt_rtx", version, engine, CudaDevice(0, "NVIDIA L4", "sm89"))
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "unit" / "sessions")
+    driver = importlib.import_module("fake_cuda_driver").FakeDriver
+    monkeypatch.setattr(cuda, "_load_library", lambda: driver(("NVIDIA L4", 8, 9)))
+    with pytest.raises(EngineError, match="does not load the engine"):
+        open_tensorrt_rtx(engine, "sm89", version)

@@ -99,8 +99,8 @@ def test_every_key_of_the_run_file_is_told() -> None:
             assert re.search(rf"\| \**`{key}`\** \|", page), f"{name}: {key}"
             assert value.get("description"), f"{name}: {key} has no description"
     assert "| **`model`** | [mapping](#model) |  |" in page
-    assert "| `budget` | number > 0.0 | `0.0002` |" in page
-    assert "| `min` | integer ≥ 1 | `1` |" in page
+    assert "| `budget` | number > 0.0, ≤ 1,000.0 | `0.0002` |" in page
+    assert "| `min` | integer ≥ 1, ≤ 1,048,576 | `1` |" in page
     assert "| **`kind`** | `logit`, `probability`, `regression` |" in page
     anchors = {re.sub(r"[^\w-]", "", title.lower()) for title in re.findall(r"^###? (\S+)$", page, re.M)}
     assert set(re.findall(r"\[mapping\]\(#([^)]+)\)", page)) <= anchors

@@ -16,6 +16,7 @@ STAGES = [
     "calibrate",
     "mods",
     "recalibrate",
+    "ladder",
     "plan",
     "correct",
     "build",

@@ -12,9 +12,15 @@ import onnx
 import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
-from synthetic_runs import RUN_VALUES, Workplace, call, make_columns, tree, write_ranker, write_rows
+from synthetic_runs import HIDDEN, RUN_VALUES, Workplace, call, make_columns, tree, write_ranker, write_rows
 
-from loka_onnx.pipeline.run import RunResult
+from loka_onnx.core import serde
+from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
+from loka_onnx.transforms.base import Found
+from loka_onnx.transforms.linears.pad_sites import PadSites
+from loka_onnx.transforms.sequence import STRICT
 
 CTR = {"name": "ctr", "kind": "logit", "label": "clicked"}
 Capture = pytest.CaptureFixture[str]
@@ -172,8 +178,8 @@ def test_value_that_is_not_finite(
 def test_id_outside_its_embedding_table(place: Workplace, capsys: Capture) -> None:
     with_rows(place, item_id=put(17, 40))
     assert refusal(capsys, place) == (
-        "error: column 'item_id' of 'rows.parquet' holds ids outside its embedding table of 40 rows "
-        "(ids 0 to 39)\n"
+        "error: column 'item_id' of 'rows.parquet' holds ids outside its embedding table, which takes "
+        "-40 to 39\n"
         "  evidence: 1 of 104 rows, the first is row 17: 40\n"
         "  remedy: map unknown ids to a reserved row when the data are prepared, or export a model with a "
         "larger table\n"
@@ -251,6 +257,72 @@ def test_custom_operator(place: Workplace, capsys: Capture) -> None:
     )
 
 
+def couple_rows(place: Workplace) -> None:
+    """The second layer is a Softmax over the batch."""
+    path = place.path / "ranker.onnx"
+    model = onnx.load(path)
+    node = next(node for node in model.graph.node if node.name == "relu2")
+    node.op_type = "Softmax"
+    node.attribute.append(h.make_attribute("axis", 0))
+    onnx.save(model, path)
+
+
+def test_a_model_that_couples_rows(place: Workplace, capsys: Capture) -> None:
+    couple_rows(place)
+    message = refusal(capsys, place)
+    assert message.startswith("error: node 'relu2/softmax' (Softmax): 'DIR/ranker.onnx' couples the rows ")
+    assert "`model.require_independent_rows: false`" in message
+    done = call(capsys, "doctor", "--model", place.path / "ranker.onnx")
+    assert "✗ node 'relu2/softmax' (Softmax) couples the rows of a batch" in done.out
+
+
+@pytest.mark.slow
+def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(place: Workplace) -> None:
+    couple_rows(place)
+    place.write_run_file(model={"require_independent_rows": False})
+    result = run(place.run_file, RunOptions(until=Stage.REPORT))
+    assert result.report is not None
+    (note,) = (note for note in result.report.notes if "node 'relu2/softmax' (Softmax)" in note)
+    assert "`model.require_independent_rows` is false" in note
+
+
+@pytest.mark.slow
+def test_a_mod_that_fails_costs_the_run_nothing_but_the_mod(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def match(mod: PadSites, model: GraphModel) -> Found[Any]:
+        model.graph.nodes.clear()
+        raise RecursionError("too deep")
+
+    monkeypatch.delenv(STRICT)
+    monkeypatch.setattr(PadSites, "match", match)
+    result = run(place.run_file, RunOptions(until=Stage.REPORT))
+    log = serde.read(RewriteLog, result.directory / "model" / "mods.json")
+    record = next(record for record in log.records if record.transform == PadSites.name)
+    assert record.rolled_back
+    assert "RecursionError: too deep" in record.declined[0].reason
+    assert all("RecursionError: too deep" in file.read_text("utf-8") for file in result.report_files)
+
+
+def test_a_model_that_fails_at_the_smallest_batch(place: Workplace, capsys: Capture) -> None:
+    path = place.path / "ranker.onnx"
+    model = onnx.load(path)
+    node = next(node for node in model.graph.node if node.name == "relu2")
+    node.op_type = "Reshape"
+    node.input.append("pairs")
+    node.output[0] = "paired"
+    back = h.make_node("Reshape", ["paired", "flat"], ["a2"], "back")
+    model.graph.node.insert(6, back)
+    shapes = {"pairs": np.array([-1, 2, HIDDEN]), "flat": np.array([-1, HIDDEN])}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in shapes.items())
+    onnx.save(model, path)
+    message = refusal(capsys, place)
+    assert message.startswith(
+        "error: node 'relu2/reshape' (Reshape): 'DIR/ranker.onnx' fails at a batch size"
+    )
+    assert "batch of 1 rows" in message
+
+
 def test_old_operator_set(place: Workplace, capsys: Capture) -> None:
     write_ranker(place.path / "ranker.onnx", opset=10)
     assert refusal(capsys, place) == (
@@ -271,6 +343,7 @@ class _RunsCode:
 
 
 def test_checkpoint_that_holds_more_than_weights(place: Workplace, capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch")
     import torch
 
     (place.path / "careless_ranker.py").write_text(

@@ -32,7 +32,7 @@ def made_up(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved:
     """FP8 costs a fifth at 8 rows and saves two fifths at 64, in proportion to the sites that have it."""
 
     def latency(batch: int, us: float) -> Latency:
-        return Latency(batch, us, us, us, 100, "cpu", True, parts_us=(us,) * 10)
+        return Latency(batch, us, us, us, 100, "cpu", True, loads_us=(us,) * 10)
 
     found = {}
     for engine in engines:

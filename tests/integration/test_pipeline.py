@@ -33,7 +33,7 @@ UNRECORDED = ("run.json", "calibration/instrumented/", "calibration/sample.npz")
 def test_layout(finished: RunResult) -> None:
     wanted = {"bundle", "calibration", "choice.json", "engines", "engines.json", "evaluation.json", "model"}
     wanted |= {"plan.json", "planned", "profile.json", "report.html", "report.json", "report.md", "run.json"}
-    wanted |= {"corrections.json", "rewrites.json"}
+    wanted |= {"corrections.json", "ladder.json", "rewrites.json"}
     assert {path.name for path in finished.directory.iterdir()} == wanted
     engines = {path.name for path in (finished.directory / "engines").iterdir() if path.is_dir()}
     assert engines == {f"cpu-onnxruntime-cpu-{plan}" for plan in ("fp32", "fp8-all", "fp8-safe")}
@@ -161,8 +161,8 @@ def test_latency_reports_each_batch_size(place: Workplace) -> None:
         place.run_file,
         RunOptions(until=Stage.EVALUATE, progress=lambda task, done, total: told.append((task, done, total))),
     )
-    # Two batch sizes, once for the engines whose speed counts and once for the simulations.
-    assert [item for item in told if item[0] == "latency"] == [("latency", i, 4) for i in range(5)]
+    # Two batch sizes and three loads, for the engines whose speed counts and for the simulations.
+    assert [item for item in told if item[0] == "latency"] == [("latency", i, 12) for i in range(13)]
 
 
 def test_generated_rows_are_stamped(finished: RunResult) -> None:

@@ -83,6 +83,10 @@ def unlabelled(tmp_path_factory: pytest.TempPathFactory) -> Unlabelled:
     return Unlabelled(place, finish(start("run", place.run_file, "--quiet")))
 
 
+FIRST_ATTEMPT = 0.8 * 0.05
+"""Error that the first attempt at certification may use."""
+
+
 def certification(run: Unlabelled) -> dict[str, np.ndarray]:
     names = (*(f"d{i}" for i in range(WIDTH)), "item_id", "importance", "request", "country", "shop")
     rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
@@ -112,7 +116,8 @@ def kl_over_entropy(run: Unlabelled, rows: np.ndarray, confidence: float) -> tup
     influence = np.bincount(member, kl - ratio * entropy) / entropy.sum()
     units = len(requests)
     half = stdtrit(units - 1, 0.5 + confidence / 2) * np.sqrt(units / (units - 1) * (influence**2).sum())
-    return ratio, ratio - half, ratio + half
+    # What is never negative has its upper end further out by the largest influence.
+    return ratio, ratio - half, ratio + half + float(influence.max())
 
 
 def test_the_run_needs_no_label_and_invents_none(unlabelled: Unlabelled) -> None:
@@ -138,14 +143,14 @@ def test_kl_is_that_of_the_engine_and_its_upper_bound_decides(unlabelled: Unlabe
     everything = np.arange(kl.rows)
     # Logits of FP32: KL, of second order in a change of 1e-2, keeps four digits.
     assert (kl.value, kl.lower, kl.upper) == pytest.approx(
-        kl_over_entropy(unlabelled, everything, 0.95), rel=1e-3
+        kl_over_entropy(unlabelled, everything, 1 - FIRST_ATTEMPT), rel=1e-3
     )
     assert kl.lower > TIGHT and ctr.budget_status == BudgetStatus.BEYOND
     assert cvr.difference.kl.upper < WIDE and cvr.budget_status == BudgetStatus.WITHIN
     (choice,) = unlabelled.report.choice.targets
     assert choice.plan == "fp32"
     lost = {loser.engine: loser.reason for loser in choice.losers}
-    assert lost["cpu-onnxruntime-cpu-fp8-all"].startswith("accuracy beyond the budget")
+    assert lost["cpu-onnxruntime-cpu-fp8-all"].startswith("accuracy beyond")
 
 
 def test_what_was_judged_is_named_wherever_it_is_told(unlabelled: Unlabelled) -> None:
@@ -183,7 +188,7 @@ def test_every_value_of_every_slice_column_is_accounted_for(unlabelled: Unlabell
         mask = np.array([None if value is None else str(value) for value in columns[item.column]], object)
         rows = np.flatnonzero(mask == item.value)
         assert item.kl is not None and item.delta_ne is None
-        expected = kl_over_entropy(unlabelled, rows, 1 - 0.05 / len(judged))
+        expected = kl_over_entropy(unlabelled, rows, 1 - FIRST_ATTEMPT / len(judged))
         assert (item.kl.value, item.kl.lower, item.kl.upper) == pytest.approx(expected, rel=1e-3)
         assert item.status == BudgetStatus.BEYOND
     assert {item.status for item in unlabelled.output("fp8-all", "cvr").slices} == {"within", "not judged"}

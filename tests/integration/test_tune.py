@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic_runs import Workplace, call
 
-pytest.importorskip("torch", reason="kernels are timed with torch")
+pytest.importorskip("torch", reason="needs torch: kernels are timed with it")
 
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import EvaluationSet

@@ -220,4 +220,4 @@ def _said(found: OutputEvaluation | Latency) -> str:
         return "the reference itself"
     change = found.difference.judged
     ends = f"[{100 * change.lower:+.4f} %, {100 * change.upper:+.4f} %]"
-    return f"{found.difference.judged_name} {100 * change.value:+.4f} % {ends}, {found.budget_status}"
+    return f"{found.difference.judged_name} {100 * change.value:+.4f} % {ends}, {found.verdict}"

@@ -21,11 +21,11 @@ class RowRules:
 
     Attributes:
         inputs: Inputs of the model.
-        bounds: Exclusive upper bounds of the ids in each column of an input, None where a column has none.
+        bounds: Ids that each column of an input may hold; None where there is no bound.
     """
 
     inputs: Sequence[TensorSpec]
-    bounds: Mapping[str, tuple[int | None, ...]]
+    bounds: Mapping[str, tuple[range | None, ...]]
 
     def rows_of(self, arrays: Arrays) -> int:
         """How many rows arrays hold.
@@ -72,11 +72,10 @@ class RowRules:
             array = arrays[spec.name]
             if array.dtype.kind == "f":
                 found &= np.isfinite(array).all(axis=tuple(range(1, array.ndim)))
-            for column, upper in enumerate(self.bounds.get(spec.name, ())):
-                if upper is not None:
+            for column, allowed in enumerate(self.bounds.get(spec.name, ())):
+                if allowed is not None:
                     ids = array if array.ndim == 1 else array[:, column]
-                    # Gather counts negative ids from the end of the table.
-                    found &= (ids >= -upper) & (ids < upper)
+                    found &= (ids >= allowed.start) & (ids < allowed.stop)
         return found
 
     @staticmethod

@@ -28,7 +28,7 @@ from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.profile import WeightedMean
 from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.sensitivity import DeltaSums
-from loka_onnx.data.selection import stable_hash
+from loka_onnx.data.selection import stable_hash, without_id
 from loka_onnx.errors import InternalError
 from loka_onnx.numerics.column_sums import ColumnSums
 
@@ -90,17 +90,22 @@ def buckets_of(groups: Array) -> npt.NDArray[np.int64]:
     """(rows,) bucket of what each row belongs to, the same in every process.
 
     Args:
-        groups: (rows,) numbers or strings.
+        groups: (rows,) numbers or strings. A row whose group is null is a group of its own: its bucket goes
+            by its place in the batch, and those that share it are independent.
     """
-    if groups.dtype.kind == "f":
+    missing = without_id(groups)
+    known = groups[~missing]
+    if known.dtype.kind == "O":
+        known = np.array(known.tolist())
+    if known.dtype.kind == "f":
         # Adding 0 turns −0 into 0, which is the same group.
-        groups = (groups.astype(np.float64) + 0.0).view(np.int64)
-    elif groups.dtype.kind in "mM":
-        groups = groups.view(np.int64)
-    elif groups.dtype.kind == "O":
-        # A column with nulls that is a slice as well.
-        groups = groups.astype(np.str_)
-    return (stable_hash(groups) % np.uint64(BUCKETS)).astype(np.int64)
+        known = (known.astype(np.float64) + 0.0).view(np.int64)
+    elif known.dtype.kind in "mM":
+        known = known.view(np.int64)
+    buckets = np.arange(groups.size, dtype=np.int64) % BUCKETS
+    if known.size:
+        buckets[~missing] = stable_hash(known) % np.uint64(BUCKETS)
+    return buckets
 
 
 def _by_bucket(a: Rows, b: Rows, buckets: npt.NDArray[np.int64]) -> GroupSums:

@@ -42,4 +42,4 @@ class Looks:
         """A look was taken at so many rows."""
         self.taken += 1
         while self._next <= done:
-            self._next = int(self._next * GROWTH)
+            self._next = max(int(self._next * GROWTH), self._next + 1)

@@ -35,6 +35,7 @@ from loka_onnx.engines.inductor.toolchain import build_environment, find_compile
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
+from loka_onnx.sessions.inductor_package import OPERATOR_MODULES
 from loka_onnx.sessions.inductor_session import import_torch, open_inductor
 from loka_onnx.sessions.runner import Runner
 from loka_onnx.sessions.tensorrt_vendors import why_no_gpu
@@ -54,6 +55,7 @@ class InductorBackend(Backend):
     name = "inductor"
     devices: ClassVar[Mapping[str, tuple[str, ...]]] = {CPU: (CPU,), **NVIDIA}
     options: ClassVar[Mapping[str, range]] = OPTIONS
+    modules: ClassVar[tuple[str, ...]] = ("torch", "triton", *(m.partition(".")[0] for m in OPERATOR_MODULES))
 
     def availability(self) -> Availability:
         """Whether PyTorch and a C++ compiler are here; the CPU always runs, GPUs where PyTorch uses them."""

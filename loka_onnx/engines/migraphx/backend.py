@@ -6,6 +6,7 @@ says in which form FP8 is handed over and why; `site_precision`, how it is read 
 
 Without a GPU, the device ``cpu`` compiles for MIGraphX's reference target: every operator one by one, FP8 as
 Q/DQ around a product in FP32. Such an engine is a simulation: its accuracy counts, its speed never does.
+Plans in BF16 and FP16 are declined there: that target truncates where GPUs round, which biases every output.
 
 What was seen in the library itself is listed in `dialect`; kernels on GPUs were never run.
 """
@@ -52,6 +53,7 @@ class MigraphxBackend(Backend):
     name = "migraphx"
     devices: ClassVar[Mapping[str, tuple[str, ...]]] = {**AMD, CPU: (CPU,)}
     options: ClassVar[Mapping[str, range]] = {EXHAUSTIVE_TUNE: range(2), FAST_MATH: range(2)}
+    modules: ClassVar[tuple[str, ...]] = ("migraphx",)
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:
@@ -67,7 +69,12 @@ class MigraphxBackend(Backend):
         return Availability(True, version, True, True, (CPU,), "", "")
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """FP8 needs E4M3FN and an architecture that multiplies it."""
+        """FP8 needs E4M3FN and an architecture that multiplies it; 16 bits need a GPU."""
+        if architecture == CPU and plan.base is not Precision.FP32:
+            return (
+                f"the reference target truncates to {plan.base} where GPUs round to nearest: its accuracy "
+                f"would not be that of plan '{plan.id}'"
+            )
         for decision in plan.decisions:
             recipe = decision.recipe
             if recipe is not None and recipe.format is not Float8.E4M3FN:

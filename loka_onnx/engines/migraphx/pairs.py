@@ -170,7 +170,7 @@ def to_fnuz(draft: GraphDraft) -> None:
             )
         node.input[1] = draft.add_constant(f"{node.input[1]}/fnuz", doubled)
         node.input[2] = draft.add_constant("zero_point/fnuz", np.zeros(scale.shape, FNUZ))
-        if draft.is_constant(node.input[0]):
+        if _is_stored_float8(draft, node.input[0]):
             halved = draft.values(node.input[0]).astype(np.float32) / 2
             if np.isnan(halved).any():
                 raise ModelError(
@@ -195,7 +195,7 @@ def to_carrier(draft: GraphDraft) -> None:
         _check_format(draft, node)
         for index in (0, 2):
             name = node.input[index]
-            if draft.is_constant(name):
+            if _is_stored_float8(draft, name):
                 node.input[index] = draft.add_constant(
                     f"{name}/carrier", _bits(draft.values(name)).view(FNUZ)
                 )
@@ -206,13 +206,14 @@ def _bits(values: Array) -> Array:
     return np.array(values, order="C").view(np.uint8)
 
 
+def _is_stored_float8(draft: GraphDraft, name: str) -> bool:
+    """Whether a tensor is a constant in FP8; a Q may also read one in a wider type."""
+    return draft.is_constant(name) and draft.kind(name) in FLOAT8_TYPES
+
+
 def _check_format(draft: GraphDraft, node: Node) -> None:
     for name in (node.input[0], node.input[2]):
-        if (
-            draft.is_constant(name)
-            and draft.kind(name) in FLOAT8_TYPES
-            and draft.values(name).dtype != E4M3FN
-        ):
+        if _is_stored_float8(draft, name) and draft.values(name).dtype != E4M3FN:
             raise ModelError(
                 "MIGraphX multiplies FP8 of E4M3FN plans only",
                 where=f"node '{node.name}'",

@@ -49,6 +49,11 @@ class Instruction:
     symbols: tuple[str, ...] = ()
 
     @property
+    def operator(self) -> str:
+        """Operator without the target that runs it: ``dot`` of ``ref::dot``, ``dot`` and ``gpu::dot``."""
+        return self.operation.rpartition("::")[2]
+
+    @property
     def kernel(self) -> str:
         """What it runs: the kernel's name of a code object, else operator and attributes."""
         found = _KERNEL.search(self.attributes)

@@ -5,10 +5,11 @@ MIGraphX multiplies FP8 in ``quant_dot`` only: as that operator, inside a kernel
 ``gpu::quant_gemm``). A site that it could not take is a plain ``dot``, and its Q/DQ are gone: nothing in the
 results shows that, so it is counted here.
 
-A program names its kernels, not the nodes they came from. A site is therefore found by its size: K and N are
-those of an FP8 factor, N of the result as well. Where several planned sites have one size and there are fewer
-FP8 products of it than sites, it is unknown which of them fell back, and all are reported to. Releases that
-print the nodes' names are believed.
+Releases that print the names of ONNX nodes are believed. Others are read by size: K and N of the stored
+factor, the weight. Products that read one tensor may be merged into one of N₁ + N₂ columns, so columns are
+added up: where those of all FP8 products over K are those of all FP8 sites over K, every such site runs in
+FP8. Where they are not, a product may be a site of its size, or all the sites that read one tensor; with
+fewer FP8 products of a size than that, it is unknown which fell back, and all are reported to.
 
 The reference target keeps every Q and DQ and multiplies in the base precision: there a site is simulated when
 both factors come from a DQ of FP8.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
@@ -28,10 +30,15 @@ from loka_onnx.engines.migraphx.program_text import Instruction, ProgramText
 TYPES = {Precision.BF16: "bf16", Precision.FP16: "half", Precision.FP32: "float"}
 FLOAT8_TYPES = frozenset({"fp8e4m3fn", "fp8e4m3fnuz"})
 _FLOAT8_PRODUCT = re.compile(r"quant_dot|quant_gemm")
-_PRODUCT = re.compile(r"(?:^|_|::)dot(?:_|\d|$)|gpu::gemm|hip_gemm")
+_PRODUCT = re.compile(r"(?:^|_|::)dot(?:_|\d|\[|$)|gpu::gemm|hip_gemm")
 _LAYOUT = frozenset(
-    {"contiguous", "multibroadcast", "broadcast", "transpose", "reshape", "convert", "squeeze"}
+    {
+        *("contiguous", "multibroadcast", "broadcast", "transpose", "convert"),
+        *("reshape", "reshape_lazy", "squeeze", "unsqueeze"),
+    }
 )
+_QUANTIZERS = frozenset({"quantizelinear", "dequantizelinear"})
+_CONSTANTS = frozenset({"@literal", "hip_copy_literal"})
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,14 @@ class Product:
     Attributes:
         instruction: What computes it.
         factors: Types of the values that were multiplied: FP8 where they came from a DQ of FP8.
+        weight: K and N of the factor that is stored with the program; None where both are computed.
         shapes: Lengths of its inputs.
         is_float8: Whether the device multiplies FP8.
     """
 
     instruction: Instruction
     factors: tuple[str, ...]
+    weight: tuple[int, int] | None
     shapes: tuple[tuple[int, ...], ...]
     is_float8: bool
 
@@ -63,8 +72,15 @@ class Product:
         """Whether FP8 values are multiplied in a wider type."""
         return not self.is_float8 and len(self.factors) == 2 and FLOAT8_TYPES.issuperset(self.factors)
 
+    @property
+    def holds_float8(self) -> bool:
+        """Whether FP8 values are multiplied, in whatever type."""
+        return self.is_float8 or self.is_simulated
+
     def fits(self, site: Site) -> bool:
-        """Whether it has the size of a site: K × N of one factor, and N in the result."""
+        """Whether it has the size of a site: K × N of the weight; of either factor where none is stored."""
+        if site.weight is not None or self.weight is not None:
+            return self.weight == (site.k, site.n) and site.weight is not None
         size = sorted((site.k, site.n))
         return site.n in self.instruction.shape[-2:] and any(sorted(s[-2:]) == size for s in self.shapes)
 
@@ -73,25 +89,61 @@ def products_of(program: ProgramText) -> tuple[Product, ...]:
     """Every product of a program."""
     found = []
     for instruction in program.instructions.values():
-        is_float8 = _FLOAT8_PRODUCT.search(instruction.kernel) is not None
-        if instruction.operation.startswith("@") or not (is_float8 or _PRODUCT.search(instruction.kernel)):
+        names_float8 = _FLOAT8_PRODUCT.search(instruction.kernel) is not None
+        if instruction.operation.startswith("@") or not (names_float8 or _PRODUCT.search(instruction.kernel)):
             continue
         # The last input of a GPU's kernel is the memory for its result.
         read = program.inputs_of(instruction)
         inputs = read[:-1] if instruction.operation.startswith("gpu::") else read
-        if is_float8:
-            inputs = tuple(each for each in inputs if each.type in FLOAT8_TYPES)
         factors = tuple(_factor_type(program, each) for each in inputs[:2])
-        found.append(Product(instruction, factors, tuple(each.shape for each in inputs), is_float8))
+        # A kernel may quantize its activation by itself; int8 has products of the same names.
+        float8 = next((each.type for each in inputs if names_float8 and each.type in FLOAT8_TYPES), "")
+        shapes = tuple(each.shape for each in inputs)
+        weight = _weight(program, instruction, inputs, float8)
+        factors = (float8, float8) if float8 else factors
+        found.append(Product(instruction, factors, weight, shapes, bool(float8)))
     return tuple(found)
+
+
+def _weight(
+    program: ProgramText, product: Instruction, inputs: Sequence[Instruction], kind: str
+) -> tuple[int, int] | None:
+    """K and N of the stored matrix that a product reads; of an element type, where one is given.
+
+    It is K × N as the second factor and N × K as the first, unless a kernel transposes it by itself: N is a
+    length of the result, and K one of another input.
+    """
+    possible = []
+    for index, each in enumerate(inputs):
+        matrix = each.shape[-2:]
+        # A bias that was broadcast stores less than it shows.
+        if len(matrix) < 2 or (kind and each.type != kind) or _stored(program, each) < prod(matrix):
+            continue
+        others = {length for other in inputs if other is not each for length in other.shape[-2:]}
+        sizes = [(matrix[0], matrix[1]), (matrix[1], matrix[0])]
+        for k, n in reversed(sizes) if index == 0 else sizes:
+            if n in product.shape[-2:]:
+                possible.append(((k, n), k in others))
+    return next((size for size, is_read in possible if is_read), possible[0][0] if possible else None)
+
+
+def _stored(program: ProgramText, value: Instruction) -> int:
+    """Elements of the constant that a value is in another layout or type; 0 of what is computed."""
+    if value.operator in _CONSTANTS:
+        return prod(value.shape)
+    read = program.inputs_of(value)
+    if value.operator == "concat":
+        parts = [_stored(program, each) for each in read]
+        return sum(parts) if all(parts) else 0
+    return _stored(program, read[0]) if value.operator in _LAYOUT | _QUANTIZERS and read else 0
 
 
 def _factor_type(program: ProgramText, factor: Instruction) -> str:
     """Type of the values before they were dequantized, or of the factor itself."""
     each: Instruction | None = factor
-    while each is not None and each.operation in _LAYOUT:
+    while each is not None and each.operator in _LAYOUT:
         each = next(iter(program.inputs_of(each)), None)
-    if each is None or each.operation != "dequantizelinear":
+    if each is None or each.operator != "dequantizelinear":
         return factor.type
     stored = next(iter(program.inputs_of(each)), None)
     return stored.type if stored is not None and stored.type in FLOAT8_TYPES else factor.type
@@ -115,52 +167,95 @@ def site_precisions(
 
 def _of_program(program: ProgramText, planned: Sequence[PlannedSite]) -> list[SitePrecision]:
     products = products_of(program)
+    float8 = _Float8Sites(products, planned)
     found = []
     for each in planned:
         if each.site.kind is SiteKind.NORM:
             found.append(_norm(program, each))
         elif each.precision is Precision.FP8:
-            found.append(_float8(products, each.site, planned))
+            found.append(float8.precision(each.site))
         else:
             found.append(_wide(products, each))
     return found
 
 
-def _float8(products: Sequence[Product], site: Site, planned: Sequence[PlannedSite]) -> SitePrecision:
-    def precision(types: tuple[str, ...], engaged: bool, evidence: str) -> SitePrecision:
-        return SitePrecision(site.name, Precision.FP8, types, engaged, evidence)
+class _Float8Sites:
+    """The FP8 sites of a plan beside the FP8 products of a program.
 
-    named = next((p for p in products if site.name in p.instruction.symbols), None)
-    if named is not None:
-        does = "multiplies FP8" if named.is_float8 else f"multiplies {' by '.join(named.factors)}"
-        evidence = f"compiled program: {named.instruction.label}, named after the site, {does}"
-        return precision(named.factors, named.is_float8 or named.is_simulated, evidence)
-    alike = [
-        each.site
-        for each in planned
-        if each.precision is Precision.FP8
-        and each.site.kind is not SiteKind.NORM
-        and (each.site.k, each.site.n) == (site.k, site.n)
-    ]
-    fitting = [product for product in products if product.fits(site)]
-    honoured = [product for product in fitting if product.is_float8 or product.is_simulated]
-    size = f"{site.k} × {site.n}"
-    if len(honoured) >= len(alike):
-        first = honoured[0]
-        evidence = f"compiled program: {first.instruction.label}"
-        if len(alike) > 1:
-            evidence += f", one of {len(honoured)} FP8 products of {size} for {len(alike)} sites"
-        if first.is_simulated:
-            evidence += "; simulated: FP8 Q/DQ around a product in the base precision"
-        return precision(first.factors, True, evidence)
-    plain = next((product for product in fitting if product not in honoured), None)
-    types = plain.factors if plain is not None else ()
-    evidence = f"compiled program: {len(honoured)} FP8 products of {size} for {len(alike)} planned sites"
-    if honoured:
-        evidence += ", and it does not say which sites they are"
-    if plain is not None:
-        evidence += f"; {plain.instruction.label} multiplies {' by '.join(types)}"
-    return precision(types, False, evidence)
+    Args:
+        products: Every product of the program.
+        planned: Every site that the plan decides.
+    """
+
+    def __init__(self, products: Sequence[Product], planned: Sequence[PlannedSite]) -> None:
+        self._products = products
+        names = {each.site.name for each in planned}
+        self._sites = [
+            each.site
+            for each in planned
+            if each.precision is Precision.FP8
+            and each.site.kind is not SiteKind.NORM
+            and self._named(each.site) is None
+        ]
+        self._unnamed = [
+            p for p in products if p.holds_float8 and not names.intersection(p.instruction.symbols)
+        ]
+
+    def _named(self, site: Site) -> Product | None:
+        return next((p for p in self._products if site.name in p.instruction.symbols), None)
+
+    def precision(self, site: Site) -> SitePrecision:
+        """What a site runs in, with the evidence."""
+
+        def found(types: tuple[str, ...], engaged: bool, evidence: str) -> SitePrecision:
+            evidence = f"compiled program: {evidence}"
+            return SitePrecision(site.name, Precision.FP8, types, engaged, evidence)
+
+        named = self._named(site)
+        if named is not None:
+            does = "multiplies FP8" if named.is_float8 else f"multiplies {' by '.join(named.factors)}"
+            label = f"{named.instruction.label}, named after the site, {does}"
+            return found(named.factors, named.holds_float8, label)
+        size, alike = f"{site.k} × {site.n}", self._claims(site)
+        honoured = [product for product in self._unnamed if product.fits(site)]
+        accounted = self._accounted(site)
+        if honoured and (len(honoured) >= alike or accounted):
+            evidence = honoured[0].instruction.label
+            if alike > 1:
+                evidence += f", one of {len(honoured)} FP8 products of {size} for {alike} sites"
+            return found(honoured[0].factors, True, evidence + _simulated(honoured[0]))
+        merged = next((product for product in accounted if (product.weight or (0, 0))[1] > site.n), None)
+        if merged is not None:
+            evidence = f"{merged.instruction.label}, merged: columns of all FP8 products over {site.k} add up"
+            return found(merged.factors, True, evidence + _simulated(merged))
+        plain = next((p for p in self._products if p.fits(site) and not p.holds_float8), None)
+        types = plain.factors if plain is not None else ()
+        evidence = f"{len(honoured)} FP8 products of {size} for {alike} planned sites"
+        if honoured:
+            evidence += ", and it does not say which sites they are"
+        if plain is not None:
+            evidence += f"; {plain.instruction.label} multiplies {' by '.join(types)}"
+        return found(types, False, evidence)
+
+    def _claims(self, site: Site) -> int:
+        """Sites of a site's size, and groups of sites that would be of it if they were merged."""
+        groups: dict[str, list[int]] = {}
+        for each in self._sites:
+            if each.k == site.k:
+                groups.setdefault(each.activation.tensor, []).append(each.n)
+        merged = sum(len(columns) > 1 and sum(columns) == site.n for columns in groups.values())
+        return merged + sum((each.k, each.n) == (site.k, site.n) for each in self._sites)
+
+    def _accounted(self, site: Site) -> list[Product]:
+        """FP8 products over a site's K where their columns are those of all FP8 sites over it; else none."""
+        over_k = [product for product in self._unnamed if product.weight and product.weight[0] == site.k]
+        columns = sum(product.weight[1] for product in over_k if product.weight)
+        planned = sum(each.n for each in self._sites if each.k == site.k and each.weight is not None)
+        return over_k if site.weight is not None and columns == planned else []
+
+
+def _simulated(product: Product) -> str:
+    return "; simulated: FP8 Q/DQ around a product in the base precision" if product.is_simulated else ""
 
 
 def _wide(products: Sequence[Product], planned: PlannedSite) -> SitePrecision:

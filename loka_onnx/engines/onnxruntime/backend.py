@@ -20,6 +20,7 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.model_files import copy_model, model_files
+from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
 from loka_onnx.engines.onnxruntime.providers import (
     CUDA_GRAPH,
     EXHAUSTIVE_TUNE,
@@ -56,6 +57,7 @@ class OnnxRuntimeBackend(Backend):
     name = ONNXRUNTIME
     devices: ClassVar[Mapping[str, tuple[str, ...]]] = {CPU_DEVICE: (CPU_DEVICE,), **NVIDIA, **AMD}
     options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), EXHAUSTIVE_TUNE: range(2)}
+    modules: ClassVar[tuple[str, ...]] = ("onnxruntime",)
     times_kernels = True
 
     def availability(self) -> Availability:
@@ -122,6 +124,7 @@ class OnnxRuntimeBackend(Backend):
         engine = copy_model(request.model, into)
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
+            write_convolutions(engine)
             return engine
         settings = settings_for(provider, request, str(import_onnxruntime().__version__))
         if settings.programs:
@@ -175,6 +178,7 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
     name = ONNXRUNTIME_TENSORRT
     devices: ClassVar[Mapping[str, tuple[str, ...]]] = NVIDIA
     options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), OPTIMIZATION_LEVEL: range(6)}
+    modules: ClassVar[tuple[str, ...]] = ("onnxruntime", "tensorrt")
 
     def availability(self) -> Availability:
         """Whether ONNX Runtime is installed with TensorRT's provider, and there is a GPU for it."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
-from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from loka_onnx.errors import ModelError
+from loka_onnx.sessions.model_files import data_locations
 
 ENGINE_FILE = "engine.onnx"
 
@@ -31,7 +30,7 @@ def copy_model(model: Path, into: Path) -> Path:
     engine = into / ENGINE_FILE
     shutil.copyfile(model, engine)
     source = model.parent.resolve()
-    for location in external_locations(onnx.load(os.fspath(model), load_external_data=False)):
+    for location in data_locations(onnx.load(os.fspath(model), load_external_data=False)):
         data = (source / location).resolve()
         if not data.is_relative_to(source) or not data.is_file() or Path(location).name == ENGINE_FILE:
             raise ModelError(
@@ -52,26 +51,8 @@ def copy_model(model: Path, into: Path) -> Path:
 def model_files(engine: Path) -> tuple[Path, ...]:
     """The ONNX file and its external data; the file alone when it is not ONNX, as its digest shows."""
     try:
-        locations = sorted(external_locations(onnx.load(os.fspath(engine), load_external_data=False)))
+        locations = data_locations(onnx.load(os.fspath(engine), load_external_data=False))
     except Exception:
         # Which exception is up to the protobuf implementation.
         return (engine,)
     return (engine, *(engine.parent / location for location in locations))
-
-
-def external_locations(model: onnx.ModelProto) -> frozenset[str]:
-    """Files that hold a model's external data, relative to it."""
-    return frozenset(
-        ExternalDataInfo(tensor).location for tensor in _tensors(model.graph) if uses_external_data(tensor)
-    )
-
-
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield from attribute.tensors
-            if attribute.type == onnx.AttributeProto.TENSOR:
-                yield attribute.t
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _tensors(inner)

@@ -34,6 +34,7 @@ class TensorRtBackend(TensorRtFamily):
     name = "tensorrt"
     vendor = TENSORRT
     devices: ClassVar[Mapping[str, tuple[str, ...]]] = NVIDIA
+    modules: ClassVar[tuple[str, ...]] = (TENSORRT.module,)
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:

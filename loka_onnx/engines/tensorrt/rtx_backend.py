@@ -59,6 +59,7 @@ class TensorRtRtxBackend(TensorRtFamily):
 
     name = "tensorrt_rtx"
     vendor = TENSORRT_RTX
+    modules: ClassVar[tuple[str, ...]] = (TENSORRT_RTX.module,)
     devices: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "nvidia-rtx-turing": ("sm75",),
         "nvidia-rtx-ampere": ("sm86",),

@@ -70,11 +70,13 @@ def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:
     """Channel numbers in the place of a tensor's elements: counted along some axes, the last one fastest.
 
     Raises:
-        NotFollowed: More than one dimension is not known.
+        NotFollowed: More than one dimension is not known, or there is no such axis.
     """
     sizes = dimensions(tensor)
     if sizes is None:
         raise NotFollowed(f"the rank of '{tensor.name}' is not known")
+    if any(not -len(sizes) <= axis < len(sizes) for axis in axes):
+        raise NotFollowed(f"'{tensor.name}' has {len(sizes)} axes, and no channels")
     names = list(dict.fromkeys(size for size in sizes if isinstance(size, str)))
     if len(names) > 1:
         raise NotFollowed(f"the length of axis '{names[1]}' is not known")

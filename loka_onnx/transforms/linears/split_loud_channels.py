@@ -18,8 +18,8 @@ FP8 is floating point: loud are the channels that carry the signal, not those wi
 they are the numeric features' (16 of 192 channels of the first layer behind DCNv2's cross layers make .91 of
 its error on MovieLens 1M, and without them KL falls from .020 to .0034 %).
 
-Half of the rows rank the channels, the other half says what is left. It costs one more product, also in plans
-without FP8: it is for sites that are unsafe as a whole, and asked for by name.
+Half of the rows rank the channels, the other half says what is left. It costs one more product, which only a
+plan with the site in FP8 gains by: in every other plan the two are one again (`rejoin`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ import numpy.typing as npt
 from loka_onnx.core.formats import Float8
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.site import LOUD
 from loka_onnx.errors import TransformError
-from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.numerics.float8 import fake_quantize
 from loka_onnx.numerics.scales import amax_scale, weight_scales
 from loka_onnx.transforms.base import Found, Mod
@@ -44,6 +45,8 @@ from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate
 from loka_onnx.transforms.linears.site_rows import SiteRows, read_rows
 
 ALIGNMENT = 16
+GATHER, ADD = ".gather", ".add"
+"""End the names of the nodes in front of the loud product and behind it."""
 LARGEST_PART = 0.5
 """Of K; with more, the product that is split off is no small one."""
 
@@ -119,18 +122,19 @@ class SplitLoudChannels(Mod[LoudChannels]):
         """Put zeros for the loud rows, and add their product."""
         linear, channels = match.linear, np.array(match.channels)
         name, source = linear.node.name, linear.source
+        part = f"{name}{LOUD}"
         weight = linear.weight_kn()
         quiet = weight.copy()
         quiet[channels] = 0
         axis = len(source.shape) - 1
-        indices = model.constant(f"{name}.loud.channels", channels.astype(np.int64))
-        gathered = model.add("Gather", [source, indices], f"{name}.loud.gather", source.dtype, {"axis": axis})
+        indices = model.constant(f"{part}.channels", channels.astype(np.int64))
+        gathered = model.add("Gather", [source, indices], f"{part}{GATHER}", source.dtype, {"axis": axis})
         gathered.shape = (*source.shape[:axis], len(channels))
-        loud_weight = model.constant(f"{name}.loud.weight", np.ascontiguousarray(weight[channels]))
-        loud = model.add("MatMul", [gathered, loud_weight], f"{name}.loud", linear.result.dtype)
+        loud_weight = model.constant(f"{part}.weight", np.ascontiguousarray(weight[channels]))
+        loud = model.add("MatMul", [gathered, loud_weight], part, linear.result.dtype)
         loud.shape = linear.result.shape
         linear.node.inputs[1] = model.constant(f"{name}.quiet.weight", linear.stored(quiet))
-        model.insert_behind(linear.result, "Add", [loud], f"{name}.loud.add")
+        model.insert_behind(linear.result, "Add", [loud], f"{part}{ADD}")
         made = loud.inputs[0].name
         return Applied(
             name,
@@ -159,6 +163,25 @@ class SplitLoudChannels(Mod[LoudChannels]):
             f"without its {most} loudest of {linear.k} channels it still makes {rest} of its FP8 error; "
             f"{left:.1%} may be left",
         )
+
+
+def rejoin(model: GraphModel, site: str) -> Applied:
+    """Put the channels that were split off a site back, with the bits that its weight had.
+
+    Args:
+        model: A model that `SplitLoudChannels` rewrote.
+        site: Name of the site.
+    """
+    linear, part = read_linear(model, model.node(site)), f"{site}{LOUD}"
+    loud, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
+    weight = linear.weight_kn().copy()
+    weight[values_of(gather.inputs[1])] = values_of(loud.inputs[1])
+    linear.node.inputs[1] = model.constant(f"{site}.weight", linear.stored(weight))
+    inner, result = add.inputs[0], add.outputs[0]
+    add.inputs.clear()
+    model.hand_over(result, inner)
+    model.remove([add, loud, gather])
+    return Applied(site, f"one product with '{part}' again: it is not in FP8 here")
 
 
 def channel_errors(weight: npt.NDArray[np.floating], amax: Doubles, rows: Doubles, format: Float8) -> Doubles:

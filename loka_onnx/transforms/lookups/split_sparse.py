@@ -31,6 +31,7 @@ from loka_onnx.core.rewrite import Declined
 from loka_onnx.core.split import Halves
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
+from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites, is_site
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
@@ -141,13 +142,15 @@ def describe_halves(split: SparseSplit, whole: ModelArtifact, directory: Path) -
     def half(graph: GraphModel, name: str, outputs: tuple[TensorSpec, ...]) -> ModelArtifact:
         path = directory / name
         merged = {site.name: site.merged_from for site in whole.sites}
+        written = GraphModel.read_back(graph.export())
         return replace(
             whole,
             path=path,
             digest=model_digest(path),
             inputs=tuple(specs[tensor.name] for tensor in graph.inputs),
             outputs=outputs,
-            sites=find_sites(GraphModel.read_back(graph.export()), merged),
+            sites=find_sites(written, merged),
+            other_products=other_products(written),
         )
 
     dense = half(split.dense, DENSE_FILE, whole.outputs)

@@ -1,4 +1,8 @@
-"""Write a plan into a model file: Q/DQ first, then the constants fitted to it, then the base precision."""
+"""Write a plan into a model file.
+
+Loud channels that it does not need apart are put back first; then come Q/DQ, the constants fitted to the
+plan, and the base precision.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,10 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import PrecisionPlan, Wide
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
+from loka_onnx.core.site import Site, loud_parts
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.transforms.linears.split_loud_channels import rejoin
 from loka_onnx.transforms.precision.correct import Typing, correct
 from loka_onnx.transforms.precision.explicit_casts import cast_to_base, fp32_nodes
 from loka_onnx.transforms.precision.insert_qdq import insert_qdq
@@ -28,11 +34,13 @@ class PlannedModel:
         path: The model file.
         digest: Its digest.
         log: What was written where.
+        sites: Those of the model that it still has.
     """
 
     path: Path
     digest: str
     log: RewriteLog
+    sites: tuple[Site, ...]
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,14 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
     graph = GraphModel.load(model.path)
     records: list[RewriteRecord] = []
     began = time.perf_counter()
+    # A product of loud channels pays only where the rest of the site runs in FP8.
+    joined = {
+        name: part for name, part in loud_parts(model.sites).items() if not {name, part} & {*plan.fp8_sites}
+    }
+    if joined:
+        applied = tuple(rejoin(graph, name) for name in joined)
+        records.append(_timed(RewriteRecord("rejoin-loud-channels", applied, ()), began))
+        began = time.perf_counter()
     if plan.fp8_sites:
         records.append(_timed(insert_qdq(graph, model.sites, plan), began))
         began = time.perf_counter()
@@ -86,7 +102,8 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
         began = time.perf_counter()
         records.append(_timed(cast_to_base(graph, form.base, plan), began))
     digest = graph.save(target)
-    return PlannedModel(target, digest, RewriteLog(tuple(records)))
+    sites = tuple(site for site in model.sites if site.name not in joined.values())
+    return PlannedModel(target, digest, RewriteLog(tuple(records)), sites)
 
 
 def _timed(record: RewriteRecord, began: float) -> RewriteRecord:

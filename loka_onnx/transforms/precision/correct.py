@@ -31,7 +31,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.biases import Bias, bias_of, score_bias, score_of
-from loka_onnx.graph.model import GraphModel, Node, Tensor, producer, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, producer, values_of
 from loka_onnx.transforms.precision.explicit_casts import stored_in
 
 Array = npt.NDArray[np.float64]
@@ -274,7 +274,7 @@ def _from(model: GraphModel, node: Node | None) -> Iterator[Node]:
     while node is not None:
         yield node
         tensor = node.outputs[0]
-        node = None if model.is_output(tensor) else tensor.outputs[0]
+        node = None if model.is_output(tensor) else consumers(tensor)[0]
 
 
 def _unit(constant: OutputConstant) -> str:

@@ -16,8 +16,8 @@ from loka_onnx.core.plan import Decision, PrecisionPlan
 from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.rewrite import Applied, RewriteRecord
 from loka_onnx.core.site import Operand, Site
-from loka_onnx.errors import InternalError
-from loka_onnx.graph.model import GraphModel, Tensor, values_of
+from loka_onnx.errors import TransformError
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.float8 import float8_dtype, quantize
 
@@ -44,10 +44,12 @@ def _quantize_site(
     decision: Decision,
     shared: dict[tuple[str, float, str], Tensor],
 ) -> Applied:
-    recipe = decision.recipe
-    if recipe is None or decision.activation_scale is None:
-        raise InternalError(f"the plan gives site '{site.name}' no recipe or no scale")
-    node = model.node(site.name)
+    recipe, scales = decision.recipe, decision.weight_scale
+    if recipe is None or decision.activation_scale is None or not scales:
+        raise _altered(site, "the plan puts it in FP8 and has no recipe for it, or not all of its scales")
+    node = _described(model, site)
+    if recipe.weight is Granularity.PER_CHANNEL and site.weight and len(scales) not in {1, max(site.n, 1)}:
+        raise _altered(site, f"the plan has {len(scales)} scales for its {site.n} channels")
     reused = False
     for operand in site.operands:
         tensor = node.inputs[operand.index]
@@ -63,6 +65,28 @@ def _quantize_site(
         node.inputs[operand.index] = shared[key]
     how = "shares the Q/DQ of its input" if reused else "Q/DQ"
     return Applied(site.name, f"{recipe.id}: {how}")
+
+
+def _described(model: GraphModel, site: Site) -> Node:
+    """The node of a site.
+
+    Raises:
+        TransformError: The model has no such node, or one of other operands.
+    """
+    node = next((node for node in model.nodes if node.name == site.name), None)
+    constant = [operand.index for operand in site.operands if operand.constant]
+    if node is None or constant != [i for i, tensor in enumerate(node.inputs[:2]) if is_constant(tensor)]:
+        raise _altered(site, "the model does not have it, or other operands of it are constant")
+    return node
+
+
+def _altered(site: Site, evidence: str) -> TransformError:
+    return TransformError(
+        "the plan, the model and its description do not belong together",
+        where=f"site '{site.name}'",
+        evidence=evidence,
+        remedy="take the run directory from where it was made, or run the pipeline again",
+    )
 
 
 def _quantized(model: GraphModel, tensor: Tensor, scale: float, format: Float8, name: str) -> Tensor:

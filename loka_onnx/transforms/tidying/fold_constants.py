@@ -26,23 +26,14 @@ import onnx
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant
+from loka_onnx.graph.parts import DRAWING
 from loka_onnx.sessions.onnx_session import import_onnxruntime
 from loka_onnx.transforms.base import Found, Mod
 
-NEVER_FOLDED = frozenset(
-    {
-        *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"),
-        *("If", "Loop", "Scan", "SequenceMap"),
-        *(
-            "RandomNormal",
-            "RandomUniform",
-            "RandomNormalLike",
-            "RandomUniformLike",
-            "Bernoulli",
-            "Multinomial",
-        ),
-    }
-)
+NEVER_FOLDED = DRAWING | {
+    *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"),
+    *("If", "Loop", "Scan", "SequenceMap"),
+}
 SMALL_BYTES = 4096
 """A result of this size is stored whatever it is made of."""
 LARGEST_BYTES = 1 << 30

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
+pytest.importorskip("torch", reason="needs torch")
 
 from benchmarks.engines.cases import CASES, export_case
 from benchmarks.engines.plans import NAMES, Wanted, engines_of

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
+pytest.importorskip("torch", reason="needs torch")
 
 from benchmarks.engines.kernel_records import BuildLog, logs_of, merged, product_times
 from loka_onnx.core.formats import Precision

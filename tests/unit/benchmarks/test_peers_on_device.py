@@ -409,6 +409,7 @@ def test_the_choice_is_the_fastest_inside_and_blanket_fp8_is_not_ours() -> None:
         "variant": "loka-wide",
         "engine": "inductor",
         "later": False,
+        "quartiles": None,
         "over_loka_onnx": 1.0,
     }
     assert found["fastest"]["a-tool"]["over_loka_onnx"] == 0.5

@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
+pytest.importorskip("torch", reason="needs torch")
 
 from benchmarks.peers.judging import ONE_THREAD, against_reference_evaluator, as_run
 from benchmarks.peers.rounding import TypesUnknown, narrow_types, rounded_in_float32

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
+pytest.importorskip("torch", reason="needs torch")
 
 from benchmarks.peers import compare
 from benchmarks.peers.device_times import DeviceTimesDoNotFit, merged

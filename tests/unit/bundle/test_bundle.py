@@ -1,5 +1,7 @@
 import dataclasses
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import BundleError, OutputError
-from loka_onnx.sessions import replace
+from loka_onnx.sessions import bundle_files, replace
 
 
 def test_a_bundle_lists_every_file_and_is_reproducible(sample: SampleRun, tmp_path):
@@ -157,3 +159,17 @@ def test_a_link_to_a_bundle_is_followed_but_stays(sample, tmp_path):
     assert (tmp_path / "current").is_symlink()
     verify_bundle(tmp_path / "current")
     shutil.rmtree(tmp_path / "v1")
+
+
+def test_files_that_a_file_system_numbers_alike_are_read_each(sample, tmp_path, monkeypatch):
+    """Some number every file 0: only one with several names is known by its number."""
+    bundle = write_bundle(sample.contents, tmp_path / "bundle")
+    real = os.fstat
+
+    def numbered(descriptor: int) -> os.stat_result:
+        found = real(descriptor)
+        number = 0 if stat.S_ISREG(found.st_mode) else found.st_ino
+        return os.stat_result((found.st_mode, number, *found[2:]))
+
+    monkeypatch.setattr(bundle_files.os, "fstat", numbered)
+    verify_bundle(bundle)

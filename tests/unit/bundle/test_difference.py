@@ -17,6 +17,7 @@ from loka_onnx.bundle import BundleEngine, verify_bundle, write_bundle
 from loka_onnx.bundle.difference import BundleFacts, diff_bundles, difference_of
 from loka_onnx.bundle.difference.document import BundleDifference, Change, Kind, Section
 from loka_onnx.bundle.difference.text import SCREEN_COLUMNS, SCREEN_LINES, describe_difference
+from loka_onnx.bundle.difference.values import leaves as differences
 from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.core import serde
@@ -82,6 +83,16 @@ def test_a_bundle_and_a_copy_of_it_are_equal(bundle: Path, tmp_path: Path) -> No
         difference = diff_bundles(bundle, other)
         assert difference.is_equal and difference.changes == () and difference.plans == ()
         assert describe_difference(difference).endswith("\nthe bundles are equal\n")
+
+
+@pytest.mark.parametrize("other", [None, {}, "gone", 3])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_list_and_what_is_none_are_one_change(other: Any, swapped: bool) -> None:
+    """Nothing is compared element by element that one side has no elements of."""
+    sides = [[{"name": "a", "size": 1}], other]
+    one, two = reversed(sides) if swapped else sides
+    (change,) = differences(one, two, ("files",), Section.FILES)
+    assert (change.kind, change.what) == (Kind.CHANGED, "files")
 
 
 def test_a_bundle_that_does_not_verify_is_not_compared(bundle: Path, tmp_path: Path) -> None:

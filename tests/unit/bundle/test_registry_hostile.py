@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import hashlib
+import http.client
 import json
 import os
 import signal
@@ -469,6 +470,9 @@ def test_errors_of_network_libraries_are_told_apart():
     assert not may_pass(boto.NoCredentialsError())
     assert not may_pass(PermissionError("Access Denied"))
     assert not may_pass(OSError(errno.ENOSPC, "full"))
+    # The name of a class says nothing where it is no package of a transport: so may a bug be called.
+    assert not may_pass(type("ConnectionLost", (Exception,), {})("of this test"))
+    assert may_pass(http.client.IncompleteRead(b""))
     response = aiohttp.ClientResponseError(None, (), status=503)
     assert may_pass(response)
     response.status = 401

@@ -18,6 +18,7 @@ from loka_onnx.bundle import (
     PASSWORD_VARIABLE,
     KeyPair,
     sign_bundle,
+    signing,
     verify_bundle,
     verify_path,
     verify_signature,
@@ -161,6 +162,22 @@ def test_a_signature_that_no_reader_would_read_is_not_written(bundle: Path, pair
     with pytest.raises(BundleError, match=r"too many signatures to add one\n  evidence: \d+ bytes"):
         sign_bundle(bundle, pair.private)
     assert path.read_bytes() == kept
+
+
+@pytest.mark.parametrize(("room", "fits"), [(0, True), (-1, False)])
+def test_a_signature_may_be_as_long_as_a_reader_accepts(
+    bundle: Path, pair: KeyPair, monkeypatch: pytest.MonkeyPatch, room: int, fits: bool
+) -> None:
+    sign_bundle(bundle, pair.private)
+    size = (bundle / SIGNATURE_NAME).stat().st_size
+    (bundle / SIGNATURE_NAME).unlink()
+    monkeypatch.setattr(signing, "MAX_SIGNATURE_BYTES", size + room)
+    if fits:
+        sign_bundle(bundle, pair.private)
+    else:
+        with pytest.raises(BundleError, match="too many signatures"):
+            sign_bundle(bundle, pair.private)
+    assert (bundle / SIGNATURE_NAME).exists() is fits
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import onnx
 import pytest
 from small_models import LOGIT, SHARED, artifact_of, columns_of, dataset_of
 
@@ -46,6 +48,17 @@ def test_a_profile_holds_every_site_group_scale_and_pass(measure):
     assert 1.0 <= profile.scales["e4m3fn/amax"]["x"] / (amax / 448) <= 1 + 2**-7
     assert profile.scales.keys() == {"e4m3fn/amax"}
     assert serde.loads(Profile, serde.dumps(profile)) == profile
+
+
+def test_the_range_of_a_weight_is_that_of_its_elements(measure, tmp_path):
+    found = measure(200, draws=1).site("deep").operands["w_deep"]
+    stored = next(t for t in onnx.load(tmp_path / "source.onnx").graph.initializer if t.name == "w_deep")
+    w = onnx.numpy_helper.to_array(stored).astype(np.float64)
+    assert (found.count, found.minimum, found.maximum) == (w.size, w.min(), w.max())
+    assert found.amax == np.abs(w).max()
+    assert found.total.value == pytest.approx(w.sum(), rel=1e-12)
+    assert found.total_squares.value == pytest.approx(np.square(w).sum(), rel=1e-12)
+    np.testing.assert_array_equal(found.channel_amax, np.abs(w).max(axis=0))
 
 
 def test_verdicts_are_asked_of_the_whole_profile_and_end_the_pass(measure):

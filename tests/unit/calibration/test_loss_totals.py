@@ -21,7 +21,7 @@ from loka_onnx.numerics.intervals import ratio_interval
 
 ROWS = 900
 NUMBERS = [3503, 3265, 1742, 2424]
-STRINGS = [3904, 2186]
+STRINGS = [2186]
 """Buckets of 0, 1, 2 and 10**12, and of two strings."""
 
 
@@ -118,10 +118,26 @@ def test_buckets_hold_whole_groups_whatever_names_them(names):
     assert len(pairs) == len(np.unique(buckets)) == 40
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        np.array([None, 7, None, 7, 7], dtype=object),
+        np.array([np.nan, 7.0, np.nan, 7.0, 7.0]),
+        np.array(["", "7", "", "7", "7"]),
+        np.array(["NaT", "2026-01-01", "NaT", "2026-01-01", "2026-01-01"], dtype="datetime64[D]"),
+    ],
+)
+def test_rows_without_a_group_are_units_of_their_own(groups):
+    buckets = buckets_of(groups)
+    known = buckets_of(groups[1:2] if groups.dtype != object else np.array([7]))
+    assert set(buckets[[1, 3, 4]]) == set(known)
+    assert buckets[0] != buckets[2]
+
+
 def test_buckets_are_the_same_in_every_process_and_even():
     # SplitMix64 and BLAKE2b, not Python's hash: these numbers are for ever.
     assert buckets_of(np.array([0, 1, 2, 10**12])).tolist() == NUMBERS
-    assert buckets_of(np.array(["", "user 1"])).tolist() == STRINGS
+    assert buckets_of(np.array(["user 1"])).tolist() == STRINGS
     assert buckets_of(np.array([0.0])).tolist() == buckets_of(np.array([-0.0])).tolist()
     counts = np.bincount(buckets_of(np.arange(400_000)), minlength=BUCKETS)
     assert counts.min() > 50 and counts.max() < 160

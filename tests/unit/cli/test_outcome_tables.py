@@ -125,7 +125,11 @@ def test_every_emitted_engine_has_its_cost_and_verdict(data: ReportData) -> None
         "target         backend  plan            ΔNE, 95 % budget verdict",
         "nvidia-h100    inductor fp8-safe         +0.015 % 0.02 % undecided",
         "                                 [+0.005, +0.025]",
+        "                                      KL +0.015 %",
+        "                                 [+0.005, +0.025]",
         "nvidia-h100    inductor bf16             +0.005 % 0.02 % within",
+        "                                 [-0.005, +0.015]",
+        "                                      KL +0.005 %",
         "                                 [-0.005, +0.015]",
         "nvidia-rtx-ada inductor fp8-safe     not measured      – built, not run",
     ]
@@ -172,7 +176,8 @@ def test_an_output_without_labels_says_what_was_judged() -> None:
         "%",
         "within",
     ]
-    assert lines[4].split() == ["watch", "KL", "+0.040", "%", "0.02", "%", "beyond"]
+    assert lines[4].split() == ["KL", "+0.005", "%"]
+    assert lines[6].split() == ["watch", "KL", "+0.040", "%", "0.02", "%", "beyond"]
 
 
 @pytest.mark.parametrize("width", [60, 80])

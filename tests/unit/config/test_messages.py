@@ -16,7 +16,7 @@ class TestSchemaMessages:
         assert refusal(run_file, old="certification", new="certfication") == (
             "DIR/ranker-fp8.yaml:10: unknown key 'certfication' in `data`\n"
             "  evidence: the keys here are calibration, selection, certification, path, split, inputs, "
-            "group, slices, synthetic\n"
+            "group, null_groups, slices, synthetic\n"
             "  remedy: did you mean 'certification'?"
         )
 

@@ -62,11 +62,11 @@ class TestOverrides:
     @pytest.mark.parametrize(
         ("key", "value", "what"),
         [
-            ("confidence", 1.0, "must be less than 1"),
+            ("confidence", 1.0, "must be at most 0.999999"),
             ("confidence", 0.5, "must be greater than 0.5"),
             ("draws", 9, "must be at most 8"),
             ("draws", 0, "must be at least 1"),
-            ("error_precision", 0.0, "must be greater than 0"),
+            ("error_precision", 0.0, "must be at least 1e-06"),
             ("sensitivity_rows", 0, "must be at least 1"),
             ("executor", "dask", "must be one of local, ray"),
         ],

@@ -101,10 +101,29 @@ class TestMeaning:
             "DIR/ranker-fp8.yaml:3: `outputs[0]` lacks the key 'label'\n"
         )
 
-    def test_only_a_slice_may_hold_nulls(self, run_file: Path) -> None:
-        config = load_run_file(run_file, {"data.slices": ["country", "request_id", "clicked"]})
+    def test_only_a_slice_may_hold_nulls_and_a_group_where_they_are_ungrouped(self, run_file: Path) -> None:
+        columns = {"data.slices": ["country", "request_id", "clicked"]}
+        config = load_run_file(run_file, columns)
         assert config.columns == ("clicked", "request_id", "country")
         assert config.nullable_columns == {"country"}
+        ungrouped = load_run_file(run_file, {**columns, "data.null_groups": "ungroup"})
+        assert ungrouped.columns == config.columns
+        assert ungrouped.nullable_columns == {"country", "request_id"}
+        grouped_by_label = {**columns, "data.null_groups": "ungroup", "data.group": "clicked"}
+        assert "clicked" not in load_run_file(run_file, grouped_by_label).nullable_columns
+
+    def test_guards_belong_to_a_log_loss_and_auc_to_labels(self, run_file: Path) -> None:
+        spec = load_run_file(run_file, {"outputs.0.max_auc_drop": 0.001}).output_specs[0]
+        assert (spec.kl_limit, spec.max_auc_drop) == (5 * spec.budget, 0.001)
+        assert load_run_file(run_file, {"outputs.0.max_kl": 0.01}).output_specs[0].kl_limit == 0.01
+        for key in ("max_kl", "max_auc_drop"):
+            with pytest.raises(ConfigError) as caught:
+                load_run_file(run_file, {"outputs.0.kind": "regression", f"outputs.0.{key}": 0.01})
+            assert key in str(caught.value)
+        with pytest.raises(ConfigError) as caught:
+            load_run_file(run_file, {"outputs.0.label": None, "outputs.0.max_auc_drop": 0.01})
+        assert "max_auc_drop" in str(caught.value)
+        assert load_run_file(run_file, {"outputs.0.kind": "regression"}).output_specs[0].kl_limit is None
 
     def test_engines_are_timed_from_the_host_unless_servers_put_inputs_on_the_device(
         self, run_file: Path

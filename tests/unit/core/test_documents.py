@@ -122,8 +122,8 @@ def edited(change) -> str:
         ("{", r"run\.json: not a JSON document"),
         ("[]", "unknown schema(?s:.*)schema is None"),
         (
-            edited(lambda d: d.update(schema="loka-onnx/model/2")),
-            "schema is 'loka-onnx/model/2', this version reads",
+            edited(lambda d: d.update(schema="loka-onnx/model/3")),
+            "schema is 'loka-onnx/model/3', this version reads",
         ),
         (edited(lambda d: d.update(more=1)), "unknown schema"),
         (edited(lambda d: d["value"].update(colour="red")), "at colour: Unexpected keyword argument"),
@@ -138,7 +138,7 @@ def test_strange_documents_are_refused(text, message):
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path):
-    with pytest.raises(UserError, match="cannot read the loka-onnx/model/1 document"):
+    with pytest.raises(UserError, match="cannot read the loka-onnx/model/2 document"):
         serde.read(ModelArtifact, tmp_path / "absent.json")
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot write"):

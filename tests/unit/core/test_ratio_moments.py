@@ -188,3 +188,13 @@ def test_the_anytime_interval_holds_for_grouped_rows(kind):
     looks = [round(2000 * 1.08**k) for k in range(50)]
     found = paths(kind, 200, looks)
     assert held_throughout(found, lambda m: m.anytime_interval(4000)) >= 0.95
+
+
+@pytest.mark.parametrize(("share", "is_carried"), [(0.1, False), (0.3, False), (0.45, True), (0.9, True)])
+def test_a_sum_that_one_unit_in_a_hundred_carries_is_marked(share, is_carried):
+    random = np.random.default_rng(0)
+    a = random.uniform(0.5, 1.5, 10_000)
+    rest = a[100:].sum()
+    a[:100] *= share / (1 - share) * rest / a[:100].sum()
+    for scale in (1e-9, 1.0, 1e9):
+        assert moments_of(scale * a, np.ones(a.size)).is_carried_by_few == is_carried

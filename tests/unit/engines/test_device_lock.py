@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 import threading
@@ -39,6 +40,17 @@ def hold(tmp_path: Path, seconds: float) -> subprocess.Popen[bytes]:
     return process
 
 
+def is_held(tmp_path: Path) -> bool:
+    """Whether the lock's file is locked, as another program finds it."""
+    (place,) = tmp_path.glob("loka-onnx-*")
+    with (place / device_lock.LOCK).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def test_a_block_waits_for_the_block_of_another_process(tmp_path: Path) -> None:
     waiting, seen = tmp_path / "waiting", []
     with hold(tmp_path, 0.4) as process:
@@ -54,15 +66,17 @@ def test_a_block_waits_for_the_block_of_another_process(tmp_path: Path) -> None:
 
 def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     with hold(tmp_path, 600) as process:
+        assert is_held(tmp_path)
         process.kill()
     with device_alone("sm90"):
-        pass
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
 
 
 def test_the_cpu_has_room_for_several(tmp_path: Path) -> None:
     with hold(tmp_path, 600) as process:
         with device_alone("cpu"), device_alone("cpu"):
-            pass
+            assert process.poll() is None, "neither waited for the accelerator"
         process.kill()
 
 

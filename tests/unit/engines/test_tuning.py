@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="kernels are timed with torch")
+pytest.importorskip("torch", reason="needs torch: kernels are timed with it")
 
 import torch
 
@@ -17,7 +17,7 @@ from loka_onnx.core.devices import SLICE, device_called
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
-from loka_onnx.engines import tuning
+from loka_onnx.engines import tuned_kernels, tuning
 from loka_onnx.engines.tuned_device import device_to_time
 from loka_onnx.engines.tuned_kernels import (
     CACHE_BYTES,
@@ -337,3 +337,12 @@ def test_the_cast_is_compiled_for_each_length_of_rows(monkeypatch: pytest.Monkey
             assert torch.equal(found.float(), (values * 2).to(torch.float8_e4m3fn).float())
     assert compiled == [1] * 4
     tuned_kernels._cast.cache_clear()
+
+
+def test_a_weight_is_copied_no_more_often_than_asked() -> None:
+    weight = torch.arange(6.0)
+    turns = tuned_kernels._in_turn(weight, 3)
+    seen = [next(turns) for _ in range(6)]
+    assert [each.data_ptr() for each in seen[:3]] == [each.data_ptr() for each in seen[3:]]
+    assert len({each.data_ptr() for each in seen}) == 3 and seen[0] is weight
+    assert all(torch.equal(each, weight) for each in seen)

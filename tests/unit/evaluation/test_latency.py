@@ -15,6 +15,7 @@ from loka_onnx.evaluation.latency import (
     from_host,
     measure_interleaved,
     measure_latency,
+    over_loads,
     prepared,
 )
 from loka_onnx.sessions.runner import Resident, Runner
@@ -169,22 +170,23 @@ def test_options_that_measure_nothing_are_refused(changes):
         LatencyOptions(**changes)
 
 
-def test_parts_follow_one_another_and_fit_those_of_the_others():
+def test_loads_are_put_together_by_their_medians_at_the_sizes_that_all_finished():
     machine = Machine()
-    # Requests of both take 1 % longer each time; 25 of each, in parts of 3 and 2.
-    runs = {
-        name: machine.engine(name, lambda call, batch, base=base: base * 1.01**call)
-        for name, base in (("a", 100.0), ("b", 50.0))
-    }
-    options = machine.options(max_repeats=25)
-    got = measure_interleaved(runs, Inputs(), (4,), options, "cpu", True)
-    a, b = (got.latencies[name][0] for name in runs)
-    assert len(a.parts_us) == len(b.parts_us) == 10
-    # What drifts by half over the measurement hardly moves the ratio of the same parts.
-    assert a.parts_us[-1] / a.parts_us[0] > 1.5
-    assert [x / y for x, y in zip(a.parts_us, b.parts_us, strict=True)] == pytest.approx([2.0] * 10, rel=0.02)
-    few = measure_interleaved(runs, Inputs(), (4,), machine.options(max_repeats=4), "cpu", True)
-    assert len(few.latencies["a"][0].parts_us) == 4
+    runs = {"a": machine.engine("a", lambda call, batch: 100.0 + call)}
+    loads = [
+        measure_interleaved(runs, Inputs(), batches, machine.options(max_repeats=25), "cpu", True).latencies[
+            "a"
+        ]
+        for batches in ((4, 8), (4, 8), (8, 4, 2))
+    ]
+    assert [len(each.loads_us) for load in loads for each in load] == [1] * 7
+    four, eight = over_loads(loads)
+    assert (four.batch, eight.batch) == (4, 8)
+    known = [next(each for each in load if each.batch == 4) for load in loads]
+    assert four.loads_us == tuple(each.p50_us for each in known)
+    assert four.p50_us == sorted(four.loads_us)[1]
+    assert four.repeats == sum(each.repeats for each in known)
+    assert over_loads([]) == ()
 
 
 class Copying(Runner):

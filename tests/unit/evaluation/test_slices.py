@@ -12,7 +12,8 @@ from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.evaluation import BudgetStatus
 from loka_onnx.errors import DataError
 from loka_onnx.evaluation.accuracy import Units, evaluate_outputs
-from loka_onnx.evaluation.slices import LARGEST, LEAST_EVENTS, LEAST_UNITS, read_slices
+from loka_onnx.evaluation.budget import LEAST_UNITS
+from loka_onnx.evaluation.slices import LARGEST, LEAST_EVENTS, read_slices
 
 LOGIT = OutputSpec("ctr", OutputKind.LOGIT, "clicked")
 UNLABELLED = OutputSpec("ctr", OutputKind.LOGIT, None)
@@ -51,7 +52,10 @@ def parts(z, z_prime, y):
 
 
 def by_hand(numerator, base, units, confidence):
-    """Ratio with the cluster-robust delta method: rows of a unit are summed first."""
+    """Ratio with the cluster-robust delta method: rows of a unit are summed first.
+
+    Of KL, which is never negative, the upper end is further out by the largest unit.
+    """
     ratio = numerator.sum() / base.sum()
     influence = {}
     for unit, value in zip(units.tolist(), numerator - ratio * base, strict=True):
@@ -59,7 +63,8 @@ def by_hand(numerator, base, units, confidence):
     g = len(influence)
     error = math.sqrt(g / (g - 1) * sum(v * v for v in influence.values())) / base.sum()
     half = stats.t.ppf(0.5 + confidence / 2, g - 1) * error
-    return ratio, ratio - half, ratio + half
+    beyond = max(influence.values()) / base.sum() if (numerator >= 0).all() else 0.0
+    return ratio, ratio - half, ratio + half + beyond
 
 
 @pytest.mark.parametrize("group", [None, "user"])

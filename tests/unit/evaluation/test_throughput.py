@@ -18,6 +18,7 @@ from loka_onnx.evaluation.throughput import (
     Answers,
     LoadOptions,
     WallClock,
+    _Search,
     find_highest_rate,
     offer,
     over_limit,
@@ -123,6 +124,47 @@ def test_the_highest_rate_of_a_random_server_is_that_of_theory():
     last = found.trials[-1]
     assert last.passed and last.rate_per_s == found.requests_per_s
     assert last.p99_us < 10_000 and last.over_upper <= ALLOWED
+
+
+class Slow:
+    """Takes 1 ms on a virtual clock, and 50 ms for some of the requests."""
+
+    def __init__(self, clock, stalls) -> None:
+        self.clock, self.stalls, self.asked = clock, stalls, 0
+
+    def __call__(self, inputs) -> None:
+        self.asked += 1
+        self.clock.sleep_until(self.clock.now() + (0.05 if self.asked in self.stalls else 0.001))
+
+
+@pytest.mark.parametrize(("share", "passes"), [(0.05, True), (0.15, False)])
+def test_the_queue_may_fill_for_a_tenth_of_a_trial(share, passes):
+    """A slow start within the first tenth does not count; one that reaches beyond it does."""
+    clock = VirtualClock()
+    found = options(clock, requests=2000, p99_us=5000.0)
+    before = 20 + 2000
+    server = Slow(clock, range(before + 1, before + 1 + int(share * 2000), 4))
+    search = _Search([server], INPUTS, found)
+    search.capacity()
+    assert server.asked == before
+    # 40 requests a second: the queue is empty again before the next one.
+    assert search._try(15.0, 0).passed is passes
+
+
+def test_no_rate_below_a_twentieth_of_the_capacity_is_tried():
+    """Every second request takes 10 ms, the limit is half of that: nothing passes, however few arrive."""
+    clock = VirtualClock()
+    calls = iter(range(10_000_000))
+    times = lambda: 0.01 if next(calls) % 50 == 0 else 0.001  # noqa: E731
+    limits = options(clock, requests=FEWEST, p99_us=5000.0, steps=12)
+    found = _Search([Server(clock, times)], INPUTS, limits)
+    assert found.bisect(1000.0) == 0.0
+    tried = sorted(trial.rate_per_s for trial in found.trials)
+    # Half way down twelve times from the capacity, towards a twentieth of it.
+    assert 50.0 < tried[0] < 50.5
+    assert found.confirmed(49.9, 1000.0) == 0.0 and len(found.trials) == 13
+    found.confirmed(50.1, 1000.0)
+    assert len(found.trials) == 14, "0.95 of it is below"
 
 
 def test_what_is_slower_than_the_limit_alone_has_no_rate():

@@ -255,7 +255,7 @@ def test_foreign_models_that_are_refused(text, message, tmp_path):
 
 def test_a_model_that_onnx_runtime_refuses(tmp_path):
     path = foreign(tmp_path, "g (float[b,5] x) => (float[] y) { y = MatMul(x, w) }")
-    with pytest.raises(ModelError, match=says("ONNX Runtime refuses", "evidence")):
+    with pytest.raises(ModelError, match=says("ONNX Runtime")):
         import_onnx(path, tmp_path / "run/model.onnx", outputs("y"))
 
 

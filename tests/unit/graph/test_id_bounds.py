@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
+from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 
@@ -30,6 +31,15 @@ WEIGHTS = {
     "two": I64(2),
     "rows": np.array([2], I64),
     "zero": np.array([0], I64),
+    "t60": (60, 4),
+    "offsets": np.array([[0, 10, 30]], I64),
+    "scattered": np.array([30, 0], I64),
+    "three": np.array([3], I64),
+    "nine": I64(9),
+    "two1": np.array([2], I64),
+    "four": np.array([[30, 0, 5, 2]], I64),
+    "one_each": np.array([1, 1, 1], I64),
+    "axis0": np.array([0], I64),
 }
 FORMS = {
     "straight into one table": ("y = Gather(t10, ids)", (10, 10, 10)),
@@ -70,7 +80,64 @@ FORMS = {
         (7, None, None),
     ),
     "the columns of a table": ("c = Gather<axis=1>(ids, i0)  y = Gather<axis=1>(t10, c)", (4, None, None)),
-    "an offset": ("c = Add(ids, two)  y = Gather(t10, c)", (None, None, None)),
+    "one offset for all": ("c = Add(ids, two)  y = Gather(t10, c)", (range(-12, 8),) * 3),
+    "ids that begin at 2": ("c = Sub(ids, two)  y = Gather(t10, c)", (range(-8, 12),) * 3),
+    "fields that share a table": (
+        "c = Add(offsets, ids)  y = Gather(t60, c)",
+        (60, range(-70, 50), range(-90, 30)),
+    ),
+    "offsets of some fields, cast": (
+        "c = Gather<axis=1>(ids, i20)  d = Cast<to=6>(c)  o = Cast<to=6>(scattered)  e = Add(d, o)"
+        "  f = Flatten(e)  y = Gather(t60, f)",
+        (60, None, range(-90, 30)),
+    ),
+    "two offsets before two tables": (
+        "c = Add(ids, offsets)  d, e = Split<axis=1>(c, sizes)  y = Gather(t20, d)  z = Gather(t60, e)",
+        (20, range(-70, 50), range(-90, 30)),
+    ),
+    "unbound": (
+        "c, d, e = Split<axis=1>(ids, one_each)  f = Squeeze(d, axis1)  g = Squeeze(e, axis1)"
+        "  y = Gather(t10, f)  z = Gather(t7, g)",
+        (None, 10, 7),
+    ),
+    "turned, then taken by field": (
+        "c = Transpose<perm=[1, 0]>(ids)  d = Gather<axis=0>(c, i0)  y = Gather(t10, d)"
+        "  e = Slice(c, start, end, axis0)  z = Gather(t20, e)",
+        (10, 20, 20),
+    ),
+    "with an axis in front": (
+        "c = Unsqueeze(ids, axis1)  d = Slice(c, start, end, two1)  y = Gather(t10, d)",
+        (None, 10, 10),
+    ),
+    "turned by the shape of the batch": (
+        "b = Shape<start=0, end=1>(ids)  s = Concat<axis=0>(b, three, axis1)  c = Reshape(ids, s)"
+        "  d = Gather<axis=1>(c, i1)  y = Gather(t10, d)  e = Gather<axis=1>(c, i0)  z = Gather(t7, e)",
+        (7, 10, None),
+    ),
+    "joined again in another order": (
+        "c = Gather<axis=1>(ids, i0)  d = Gather<axis=1>(ids, i_last)  e = Unsqueeze(c, axis1)"
+        "  f = Unsqueeze(d, axis1)  g = Concat<axis=1>(f, e)  h = Gather<axis=1>(g, i0)"
+        "  y = Gather(t10, h)  z = Gather(t20, g)",
+        (20, None, 10),
+    ),
+    "an offset behind a join": (
+        "c = Gather<axis=1>(ids, i1)  d = Concat<axis=1>(c, ids)  e = Add(d, four)  y = Gather(t60, e)",
+        (60, range(-65, 30), range(-62, 58)),
+    ),
+    "a clip": ("c = Clip(ids, two, nine)  y = Gather(t10, c)", (None, None, None)),
+    "an offset that is computed": (
+        "c = Gather<axis=1>(ids, i1)  d = Add(ids, c)  y = Gather(t10, d)",
+        (None, None, None),
+    ),
+    "taken from a number": ("c = Sub(nine, ids)  y = Gather(t10, c)", (None, None, None)),
+    "through a narrow type": (
+        "c = Cast<to=3>(ids)  d = Cast<to=7>(c)  y = Gather(t10, d)",
+        (None, None, None),
+    ),
+    "unknown ids mapped in the graph": (
+        "c = Less(ids, two)  d = Where(c, two, ids)  y = Gather(t10, d)",
+        (None, None, None),
+    ),
     "a hash": ("c = Mod(ids, two)  y = Gather(t10, c)", (None, None, None)),
     "some rows only": ("c = Gather<axis=0>(ids, i0)  y = Gather(t10, c)", (None, None, None)),
     "a slice of the rows": ("c = Slice(ids, zero, rows, zero)  y = Gather(t10, c)", (None, None, None)),
@@ -78,29 +145,50 @@ FORMS = {
 }
 
 
+def ranges(bounds):
+    """A number of rows stands for the ids of a whole table."""
+    return tuple(range(-bound, bound) if isinstance(bound, int) else bound for bound in bounds)
+
+
+def written(form, write_model):
+    body = FORMS[form][0]
+    outputs = "float[] y, float[] z" if " z =" in body else "float[] y"
+    return write_model(f"g (int64[b,3] ids) => ({outputs}) {{ {body} }}", WEIGHTS)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_bounds_of_the_columns(form, write_model):
-    body, bounds = FORMS[form]
-    model = GraphModel.load(write_model(f"g (int64[b,3] ids) => (float[] y) {{ {body} }}", WEIGHTS))
-    assert id_bounds(model) == {"ids": bounds}
+    model = canonicalize(written(form, write_model)).model
+    assert id_bounds(model) == {"ids": ranges(FORMS[form][1])}
 
 
 @pytest.mark.parametrize("form", [form for form, (_, bounds) in FORMS.items() if any(bounds)])
 def test_the_bound_is_where_the_runtime_starts_to_refuse(form, write_model):
-    """Ids one below every bound run, and an id at the bound of any one column fails."""
+    """Ids at both ends of every range run, and an id beyond the end of any one column fails."""
     runtime = pytest.importorskip("onnxruntime")
-    body, bounds = FORMS[form]
-    outputs = "float[] y, float[] z" if "z =" in body else "float[] y"
-    path = write_model(f"g (int64[b,3] ids) => ({outputs}) {{ {body} }}", WEIGHTS)
-    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    largest = np.array([[(bound or 10**6) - 1 for bound in bounds]] * 2)
-    session.run(None, {"ids": largest})
-    for column, bound in enumerate(bounds):
-        if bound is not None:
-            beyond = largest.copy()
-            beyond[:, column] = bound
-            with pytest.raises(Exception, match="out of data bounds"):
-                session.run(None, {"ids": beyond})
+    bounds = ranges(FORMS[form][1])
+    session = runtime.InferenceSession(str(written(form, write_model)), providers=["CPUExecutionProvider"])
+    within = [range(10**6) if ids is None else ids for ids in bounds]
+    for inside, beyond in ((-1, lambda ids: ids.stop), (0, lambda ids: ids.start - 1)):
+        good = np.array([[ids[inside] for ids in within]] * 2)
+        session.run(None, {"ids": good})
+        for column, ids in enumerate(within):
+            if bounds[column] is not None:
+                bad = good.copy()
+                bad[:, column] = beyond(ids)
+                with pytest.raises(Exception, match="out of data bounds"):
+                    session.run(None, {"ids": bad})
+
+
+def test_a_lookup_in_a_branch_is_no_bound(write_model):
+    """Only one of the branches runs, and which one the ids may decide."""
+    path = write_model(
+        "g (int64[b,2] ids, bool large) => (float[] y) { y = If(large)"
+        " <then_branch = a () => (float[] p) { p = Gather(t60, ids) },"
+        " else_branch = c () => (float[] q) { q = Gather(t10, ids) }> }",
+        {"t10": (10, 4), "t60": (60, 4)},
+    )
+    assert id_bounds(GraphModel.load(path)) == {"ids": (None, None)}
 
 
 def test_rank_one_external_and_unbounded_inputs(write_model):
@@ -113,4 +201,4 @@ def test_rank_one_external_and_unbounded_inputs(write_model):
     model = GraphModel.load(path)
     assert set(model.tables) == {"t10", "t20"}
     # Bounds are for columns, and the columns of `history` are not known.
-    assert id_bounds(model) == {"user": (10,), "tags": (20, 20)}
+    assert id_bounds(model) == {"user": (range(-10, 10),), "tags": (range(-20, 20),) * 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -13,8 +14,9 @@ import onnx.parser
 import pytest
 from onnx_graphsurgeon.logger import G_LOGGER
 
-from loka_onnx.errors import InternalError
+from loka_onnx.errors import InternalError, ModelError
 from loka_onnx.graph import storage
+from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.storage import model_digest, model_files
 
@@ -307,3 +309,105 @@ def test_loading_an_fp8_model_writes_nothing_to_standard_output(
     assert model.node("q").outputs[0].dtype == onnx.TensorProto.FLOAT8E4M3FN
     model.save(tmp_path / "again.onnx")
     assert capsys.readouterr().out == ""
+
+
+def edited(path: Path, **entries: str | None) -> Path:
+    """The model with other fields of the external data of its first tensor; None for one that is missing."""
+    model = onnx.load(path, load_external_data=False)
+    tensor = model.graph.initializer[0]
+    known = {entry.key: entry.value for entry in tensor.external_data} | entries
+    del tensor.external_data[:]
+    for key, value in known.items():
+        if value is not None:
+            tensor.external_data.add(key=key, value=value)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+READERS = (model_digest, model_files, GraphModel.load, canonicalize)
+"""What opens a model file that is not ours; a digest comes before anything else in a run."""
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"location": "/dev/zero"},
+        {"location": "../outside.bin"},
+        {"location": "zero"},
+        {"location": "pipe"},
+        {"location": "away"},
+        {"location": "circle"},
+        {"location": "folder"},
+        {"location": "."},
+        {"location": ""},
+        {"location": "gone.bin"},
+        {"location": "a\0b"},
+        {"location": "x" * 5000},
+        {"location": None},
+        {"offset": "-1"},
+        {"offset": "one"},
+        {"offset": "0x10"},
+        {"offset": "9" * 18},
+        {"offset": "9" * 5000},
+        {"length": "-8"},
+        {"length": "7"},
+        {"length": "1e3"},
+        {"length": "9" * 18},
+    ],
+    ids=str,
+)
+def test_external_data_is_checked_before_it_is_opened(reader, fields, ranker):
+    folder = ranker.parent
+    (folder.parent / "outside.bin").write_bytes(bytes(10000))
+    (folder / "zero").symlink_to("/dev/zero")
+    (folder / "away").symlink_to(folder.parent / "outside.bin")
+    (folder / "circle").symlink_to("circle")
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(ModelError):
+        reader(edited(ranker, **fields))
+
+
+def test_a_model_file_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.onnx")
+    with pytest.raises(ModelError):
+        model_digest(tmp_path / "model.onnx")
+
+
+def test_weights_behind_a_link_that_stays_in_reach_and_without_a_length_are_read(ranker, tmp_path):
+    """Hubs keep a model and its weights as links to one folder of contents."""
+    before = run(ranker)
+    hub, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    hub.mkdir()
+    snapshot.mkdir()
+    for name in ("ranker.onnx", "user.bin"):
+        (ranker.parent / name).rename(hub / f"{name}-digest")
+        (snapshot / name).symlink_to(hub / f"{name}-digest")
+    model = onnx.load(snapshot / "ranker.onnx", load_external_data=False)
+    last = max(
+        model.graph.initializer, key=lambda t: int({e.key: e.value for e in t.external_data}["offset"])
+    )
+    kept = [entry for entry in last.external_data if entry.key != "length"]
+    del last.external_data[:]
+    last.external_data.extend(kept)
+    (hub / "ranker.onnx-digest").write_bytes(model.SerializeToString())
+    target = tmp_path / "run" / "model.onnx"
+    canonicalize(snapshot / "ranker.onnx").model.save(target, link_tables=False)
+    np.testing.assert_array_equal(run(target), before)
+
+
+def test_weights_of_constant_nodes_that_lie_outside_are_read_and_held_inside(write_model, tmp_path):
+    values = randn(8, 16)
+    value = onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(values))
+    source = write_model("g (float[b,8] x) => (float[b,16] y) { [fc] y = MatMul(x, w) }", {"w": values})
+    model = onnx.load(source)
+    del model.graph.initializer[:]
+    model.graph.node.insert(0, onnx.NodeProto(op_type="Constant", output=["w"], attribute=[value]))
+    onnx.save(
+        model, source, save_as_external_data=True, location="c.bin", size_threshold=0, convert_attribute=True
+    )
+    np.testing.assert_array_equal(values_of(canonicalize(source).model.node("fc").inputs[1]), values)
+    with pytest.raises(ModelError):
+        (source.parent / "c.bin").write_bytes(b"")
+        model_digest(source)

@@ -34,8 +34,8 @@ def test_size_of_a_linear_site(case, write_model):
     assert (site.activation.tensor, site.weight.tensor) == ("x", "w")
     assert site.weight.shape == shape
     assert shape[site.weight.contracting_axis] == k
-    if len(shape) > 1:
-        assert shape[channel_axis(site.weight)] == n
+    axis = channel_axis(site.weight)
+    assert shape[axis] == n if len(shape) > 1 else axis == 0
 
 
 @pytest.mark.parametrize(

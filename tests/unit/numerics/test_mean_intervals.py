@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from scipy import stats
 
 from loka_onnx.errors import InternalError
 from loka_onnx.numerics.intervals import (
+    Ends,
     MeanAccumulator,
     Spread,
     interval_around,
@@ -19,6 +21,7 @@ from loka_onnx.numerics.intervals import (
     ratio_interval,
     required_rows,
     spread_of,
+    tail_of,
 )
 
 VALUES = st.lists(st.floats(-1e6, 1e6), max_size=30).map(np.array)
@@ -95,7 +98,7 @@ def test_one_unit_says_nothing_about_the_spread():
     one = mean_interval(np.array([3.0]))
     assert (one.value, one.lower, one.upper) == (3.0, -math.inf, math.inf)
     assert mean_interval(np.arange(4.0), groups=np.zeros(4)).upper == math.inf
-    assert spread_of(np.arange(4.0), np.zeros(4)) == Spread(math.inf, 1)
+    assert spread_of(np.arange(4.0), np.zeros(4)) == Spread(math.inf, 1, 6.0, 6.0)
 
 
 def test_misuse_is_refused():
@@ -148,3 +151,41 @@ def test_accumulated_interval_is_the_interval_of_all_rows():
     assert MeanAccumulator.of(np.array([2.0])).interval().upper == math.inf
     with pytest.raises(InternalError, match="an interval is asked of no rows"):
         MeanAccumulator().interval()
+
+
+@pytest.mark.parametrize("index", [1.2, 2.5, 6.0])
+def test_the_tail_index_is_that_of_a_pareto_distribution(index):
+    values = np.random.default_rng(0).pareto(index, 200_000) + 1.0
+    found = tail_of(values, np.ones(values.size))
+    assert found.index == pytest.approx(index, rel=4 / math.sqrt(2000))
+    top = np.sort(values)[-2000:]
+    assert found.top_share == pytest.approx(top.sum() / values.sum())
+    assert found.skewness == pytest.approx(stats.skew(values) / math.sqrt(values.size), rel=1e-6)
+    assert found.is_heavy == (index < 2 or found.skewness > 0.3)
+
+
+def test_the_tail_does_not_depend_on_the_unit_of_the_values_or_the_order_of_groups():
+    random = np.random.default_rng(1)
+    values, weights, groups = (
+        random.pareto(3, 5000),
+        random.uniform(1, 2, 5000),
+        random.integers(0, 300, 5000),
+    )
+    found = tail_of(values, weights, groups)
+    for scale in (1e-9, 1e9):
+        again = tail_of(scale * values, weights, groups)
+        assert dataclasses.astuple(again) == pytest.approx(dataclasses.astuple(found), rel=1e-9)
+    order = random.permutation(5000)
+    shuffled = tail_of(values[order], weights[order], -groups[order])
+    assert dataclasses.astuple(shuffled) == pytest.approx(dataclasses.astuple(found), rel=1e-9)
+
+
+@pytest.mark.parametrize("ends", list(Ends))
+def test_ends_of_an_interval_are_never_narrower_than_student_s(ends):
+    random = np.random.default_rng(2)
+    for size in (2, 8, 100, 3000):
+        values, base = random.exponential(size=size), random.uniform(0.5, 1.5, size)
+        plain = ratio_interval(values, base)
+        found = ratio_interval(values, base, ends=ends)
+        assert found.value == plain.value and found.upper >= plain.upper
+        assert found.lower <= plain.lower or ends is Ends.BERNSTEIN

@@ -107,6 +107,11 @@ def test_weight_scale_per_tensor_ignores_the_axis():
     assert weight_scales(w[:0], Granularity.PER_TENSOR, 0, Float8.E4M3FN) == 1.0
 
 
+def test_one_channel_without_a_scale_refuses_them_all():
+    with pytest.raises(CalibrationError, match=r"1 of 3 ranges, the first is number 1"):
+        weight_scales(np.array([[1.0], [1e39], [2.0]]), Granularity.PER_CHANNEL, 0, Float8.E4M3FN)
+
+
 def test_a_weight_with_nan_is_refused():
     w = np.array([[1.0, np.nan], [np.inf, 0.0]], np.float32)
     with pytest.raises(CalibrationError, match="a weight is not finite") as caught:

@@ -111,3 +111,5 @@ def test_a_gain_is_one_of_the_sum_that_costs_nobody() -> None:
     assert is_gain(before, {"a": 0.5, "b": 0.0109}, 0.1)
     assert not is_gain(before, {"a": 0.92, "b": 0.01}, 0.1)
     assert not is_gain(before, {"a": 0.5, "b": 0.012}, 0.1)
+    # What was exact may stay exact.
+    assert is_gain({"a": 1.0, "b": 0.0}, {"a": 0.5, "b": 0.0}, 0.1)

@@ -43,11 +43,13 @@ def names(config: RunConfig, folder: Path) -> list[str]:
 
 
 def test_by_default_every_mod_and_then_smoothing(config_of: Any, tmp_path: Path) -> None:
-    assert names(config_of(), tmp_path) == [*ALL, "smooth-by-error"]
+    assert names(config_of(), tmp_path) == [*ALL, "smooth-by-error", "split-loud-channels"]
 
 
 def test_what_is_skipped_is_not_run(config_of: Any, tmp_path: Path) -> None:
-    config = config_of(mods={"skip": ["pad-sites", "fuse-layer-norm"], "smoothing": False})
+    config = config_of(
+        mods={"skip": ["pad-sites", "fuse-layer-norm"], "smoothing": False, "split_channels": False}
+    )
     assert names(config, tmp_path) == [name for name in ALL if name not in {"pad-sites", "fuse-layer-norm"}]
 
 
@@ -58,6 +60,7 @@ def test_the_key_follows_what_is_run_and_what_is_measured(config_of: Any) -> Non
             {},
             {"mods": {"skip": ["pad-sites"]}},
             {"mods": {"smoothing": False}},
+            {"mods": {"split_channels": False}},
             {"plan": {"weight_granularity": "per_tensor"}},
             {"plan": {"format": "E5M2"}},
         )
@@ -65,7 +68,7 @@ def test_the_key_follows_what_is_run_and_what_is_measured(config_of: Any) -> Non
     assert all(key not in keys[:index] for index, key in enumerate(keys))
     # Smoothing measures nothing then.
     off = [
-        ChosenMods(config_of(mods={"smoothing": False}, plan={"format": format})).key
+        ChosenMods(config_of(mods={"smoothing": False, "split_channels": False}, plan={"format": format})).key
         for format in ("E4M3FN", "E5M2")
     ]
     assert off[0] == off[1]

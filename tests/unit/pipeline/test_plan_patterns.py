@@ -81,7 +81,11 @@ def test_a_site_that_is_kept_and_forced_is_refused(tmp_path: Path) -> None:
 
 
 def test_names_that_depend_on_calibration_are_left_to_the_plan(tmp_path: Path) -> None:
-    place = Place(tmp_path, keep=("fc/loud",))
+    place = Place(tmp_path, keep=("a+b.loud",))
+    with pytest.raises(ConfigError):
+        place.check()
     place.config.mods.split_channels = True
     place.check()
-    assert place.rewrites == 0
+    place.config.plan.keep = ("c.loud",)
+    with pytest.raises(ConfigError):
+        place.check()

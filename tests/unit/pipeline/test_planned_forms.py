@@ -29,7 +29,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, PlanFor
 
     def apply(model: Any, plan: Any, form: PlanForm, target: Path) -> PlannedModel:
         forms.append((target.parent.name, form))
-        return PlannedModel(target, "", RewriteLog(()))
+        return PlannedModel(target, "", RewriteLog(()), ())
 
     monkeypatch.setattr(candidates, "apply_plan", apply)
     yield forms
@@ -48,7 +48,7 @@ def candidate(backend: str, *, fp8: bool, base: Precision = Precision.FP32) -> C
 
 
 def plan_models(build: EngineBuilder, *wanted: Candidate) -> list[Path]:
-    return [build._planned_model(cast(Any, None), each) for each in wanted]
+    return [build._planned_model(cast(Any, None), each).path for each in wanted]
 
 
 def test_backends_that_fuse_otherwise_have_models_of_their_own(

@@ -25,7 +25,7 @@ from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.refining import Refined, RefineLimits, refine
-from loka_onnx.planning.giving_back import GivenBack
+from loka_onnx.planning.ladder import GivenBack
 
 SAVED = {"a": 30.0, "b": 10.0, "c": 20.0, "d": -5.0}
 """Microseconds that a site in FP8 saves of 100."""
@@ -104,7 +104,7 @@ class SimulatedBench:
         chosen = self.plans[of.plan]
         us = 200.0 if chosen.base is Precision.FP32 else 100.0
         us = (us - sum(SAVED[site] for site in chosen.fp8_sites)) * self.slowdown
-        return Latency(10, us, us, us, 100, "gpu", True, parts_us=(us,) * 10)
+        return Latency(10, us, us, us, 100, "gpu", True, loads_us=(us,) * 10)
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
         self.judged += [each.plan for each in engines]

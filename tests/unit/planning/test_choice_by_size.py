@@ -15,6 +15,7 @@ from choice_cases import (
     latency,
     output,
 )
+from scipy import stats
 
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import (
@@ -42,7 +43,7 @@ def timed(candidate: Candidate, spread: float = 0.0, **us: float) -> Evaluation:
     latencies = tuple(
         replace(
             latency(value, batch=int(name[1:])),
-            parts_us=tuple(value * (1 + spread * (factor - 1)) for factor in turned),
+            loads_us=tuple(value * (1 + spread * (factor - 1)) for factor in turned),
         )
         for name, value in us.items()
     )
@@ -195,6 +196,35 @@ def test_an_engine_that_is_best_nowhere_does_not_lead() -> None:
         "accuracy inside the budget; faster by 26.7 % over all batch sizes; "
         "at each of them another is as fast or faster"
     )
+
+
+def certified_at(main: float, routed: float) -> TargetChoice:
+    """Two engines by size, whose upper ends on certification are such parts of the budget (half width .4)."""
+    certified = {"bf16": main, "fp8-safe": routed}
+    second = []
+    for candidate in BOTH_SIZES:
+        whole = candidate.evaluation("certification")
+        (one,) = whole.outputs
+        upper = certified[candidate.plan]
+        change = Interval(1e-4 * (upper - 0.4), 1e-4 * (upper - 0.8), 1e-4 * upper, 0.95, 1000)
+        difference = PairedDifference("loss", change, change, change, None, change, 1e-3, 1e-2)
+        second.append(replace(whole, outputs=(replace(one, difference=difference, budget=1e-4),)))
+    evaluations = EvaluationSet((*BOTH_SIZES.values(), *second))
+    return choose([candidate.engine() for candidate in BOTH_SIZES], evaluations, PLANS).targets[0]
+
+
+def test_engines_by_size_share_one_certificate() -> None:
+    """Two engines at 97.5 % each: ends lie 1.15 times as far out (Student's t of 99 degrees of freedom)."""
+    factor = stats.t.ppf(0.9875, 99) / stats.t.ppf(0.975, 99)
+    edge = 1.0 - 0.4 * (factor - 1.0)
+    assert edge < 0.99
+    assert len(certified_at(edge - 0.005, edge - 0.005).routes) == 2
+    for main, routed in ((edge - 0.005, edge + 0.005), (edge + 0.005, edge - 0.005), (0.99, 0.99)):
+        alone = certified_at(main, routed)
+        # What each may claim alone, both may not: the main engine serves every size.
+        assert (alone.plan, alone.routes) == ("bf16", ())
+        (loser,) = alone.losers
+        assert loser.why is Why.NOT_CERTIFIED
 
 
 def test_a_routed_engine_that_misses_on_certification_gives_its_sizes_back() -> None:

@@ -280,6 +280,45 @@ def test_the_verdict_on_speed_stands_beside_the_plans(model: ModelArtifact) -> N
     assert found["fc0"].is_measured
 
 
+@pytest.mark.parametrize(
+    ("us", "verdict"),
+    [
+        ((10.0, 5.0, 4.0), SpeedVerdict.FAST),
+        ((10.0, 5.0, 5.0), SpeedVerdict.SLOW),  # the cast takes all that the product saves
+        ((10.0, 5.0, 6.0), SpeedVerdict.SLOW),
+        ((10.0, 10.0, 1e-9), SpeedVerdict.SLOW),  # nothing is saved
+        ((10.0, 10.5, 1e-9), SpeedVerdict.SLOW),
+    ],
+)
+def test_fp8_is_fast_where_it_saves_more_than_its_cast(
+    model: ModelArtifact, us: Us, verdict: SpeedVerdict
+) -> None:
+    found = {speed.site: speed.verdict for speed in plans_of(model, (timings({"fc0": us}),)).speeds}
+    assert found["fc0"] == verdict
+
+
+def test_each_product_of_a_tensor_must_save_something_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a cast, which the quick one pays for."""
+    us = {"quick": (10.0, 5.0), "little": (8.0, 7.99), "equal": (8.0, 8.0), "slow": (8.0, 8.01)}
+    shapes = {site: Shape(BATCH, 16 * (at + 2), 64) for at, site in enumerate(us)}
+    products = " ".join(f"[{site}] y_{site} = MatMul(x, w_{site})" for site in us)
+    outputs = ", ".join(f"float[batch,{shape.n}] y_{site}" for site, shape in shapes.items())
+    text = f'<ir_version: 10, opset_import: ["" : 21]> g (float[batch,64] x) => ({outputs}) {{{products}}}'
+    proto = onnx.parser.parse_model(text)
+    for site, shape in shapes.items():
+        weight = np.ones((64, shape.n), np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(weight, f"w_{site}"))
+    onnx.save(proto, tmp_path / "model.onnx")
+    graph = GraphModel.load(tmp_path / "model.onnx")
+    monkeypatch.setattr(f"{__name__}.SHAPES", shapes)
+    known = timings({site: (*pair, 1.0) for site, pair in us.items()})
+    scales = dict.fromkeys(us, Granularity.PER_CHANNEL)
+    speeds = SiteSpeeds(graph, find_sites(graph), known, Precision.BF16, scales)
+    assert [site for site in us if speeds.speed(site).verdict is SpeedVerdict.FAST] == ["quick", "little"]
+
+
 def test_refinements_toggle_sites_and_are_numbered(model: ModelArtifact) -> None:
     options = PlanOptions(devices=(timings(ALL_FAST),))
     profile = profile_of(model, {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED)})

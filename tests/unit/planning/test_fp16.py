@@ -103,6 +103,7 @@ def test_what_was_not_measured_is_not_shown(tmp_path: Path) -> None:
     ("body", "x", "expected"),
     [
         ("y = ReduceSum(x, last)", 8000.0, {}),
+        ("y = ReduceSum(x, last)", LARGEST / 8, {}),
         ("y = ReduceSum(x, last)", 8190.0, "'n_y' sums 8 terms of up to 8190; FP16 ends at 65504"),
         ("y = ReduceMean(x, last)", 8190.0, "'n_y' sums 8 terms of up to 8190; FP16 ends at 65504"),
         ("y = ReduceSumSquare(x, last)", 90.0, {}),

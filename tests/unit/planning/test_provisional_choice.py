@@ -91,6 +91,18 @@ def test_a_high_precision_plan_seen_beyond_the_budget_gives_way() -> None:
     assert reasons(target)["bf16"].endswith("on this host is not inside the budget")
 
 
+@pytest.mark.parametrize("fp32_here", [WITHIN, BEYOND])
+@pytest.mark.parametrize("bf16_here", [WITHIN, None])
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_exact_model_comes_last_whatever_was_seen_of_it(
+    fp32_here: str, bf16_here: str | None, order: int
+) -> None:
+    seen = {"fp32": fp32_here} | ({"bf16": bf16_here} if bf16_here else {})
+    here = [Candidate(p, 1, (s,), backend="ort", architecture="cpu", target="cpu") for p, s in seen.items()]
+    choice = chosen(*[absent("fp32"), absent("bf16"), absent("fp16")][::order], *here)
+    assert choice.targets[0].plan == "bf16"
+
+
 def test_the_engine_with_fewer_fallbacks_wins() -> None:
     engines = [absent("fp8-all", fallbacks=2), absent("fp8-all", backend="rtx", fallbacks=1)]
     target = provisional(engines, [simulated("fp8-all")])

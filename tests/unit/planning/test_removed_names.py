@@ -106,10 +106,14 @@ def test_a_forced_site_that_mods_removed_is_told_but_not_a_node(models: Models) 
 def test_splitting_leaves_names_of_later_models_to_the_plan(models: Models) -> None:
     model = models.exported
     profile = profile_of(model, {"fc0": kl_of(CTR.budget * 5)})
-    alone = errors_to_leave(model, profile, (CTR,), PlanOptions())
-    assert set(alone) == {"fc0"}
-    assert errors_to_leave(model, profile, (CTR,), PlanOptions(keep=("fused/layer_norm",))) == alone
-    assert errors_to_leave(model, profile, (CTR,), PlanOptions(keep=("fused/layer_norm", "fc0"))) == {}
+
+    def left(*keep: str) -> dict[str, float]:
+        rows = {"selection": 100_000, "certification": 100_000}
+        return errors_to_leave(model, profile, (CTR,), (PER_CHANNEL_WEIGHT,), PlanOptions(keep=keep), rows)
+
+    assert set(left()) == {"fc0"}
+    assert left("fused/layer_norm") == left()
+    assert left("fused/layer_norm", "fc0") == {}
 
 
 def test_plans_in_fp32_take_such_patterns_too(models: Models) -> None:

@@ -1,4 +1,4 @@
-"""Ratios of times, part by part."""
+"""Ratios of times, load by load."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from loka_onnx.core.evaluation import Evaluation, Latency
-from loka_onnx.planning.speed import Speed
+from loka_onnx.planning.speed import FIRST_LOADS, FIRST_RISK, LAST_RISK, LOADS, Speed, contenders, rivals
 
 
 def latency(batch: int, parts: list[float], counts: bool = True) -> Latency:
     middle = float(np.median(parts))
-    return Latency(batch, middle, middle, middle, 200, "gpu", counts, parts_us=tuple(parts))
+    return Latency(batch, middle, middle, middle, 200, "gpu", counts, loads_us=tuple(parts))
 
 
 def speed(**parts: list[float]) -> Speed:
@@ -37,13 +38,102 @@ def test_what_slows_both_cancels() -> None:
 def test_the_interval_holds_what_it_should() -> None:
     rng = np.random.default_rng(4)
     inside = 0
-    for _ in range(400):
-        ours, theirs = (100 * np.exp(rng.normal(0, 0.05, 10)) for _ in range(2))
+    for _ in range(1000):
+        ours, theirs = (100 * np.exp(rng.normal(0, 0.05, 6)) for _ in range(2))
         ratio = speed(b1=ours.tolist()).over(speed(b1=(theirs * 1.1).tolist()))
         assert ratio is not None
         inside += ratio.lower <= 1 / 1.1 <= ratio.upper
-    # 97.85 % of 400 draws, three standard errors down.
-    assert inside / 400 > 0.956
+    # 95 % of 1,000 draws, three standard errors down.
+    assert inside / 1000 > 0.929
+
+
+def test_of_two_engines_it_is_the_paired_t_interval_of_the_logarithms() -> None:
+    rng = np.random.default_rng(5)
+    ours, theirs = np.exp(rng.normal(4, 0.05, (2, 7)))
+    found = speed(b8=(8 * ours).tolist()).over(speed(b8=(8 * theirs).tolist()))
+    assert found is not None
+    change = np.log(ours / theirs)
+    half = stats.t.ppf(0.975, 6) * change.std(ddof=1) / np.sqrt(7)
+    lower, upper = np.exp(change.mean() - half), np.exp(change.mean() + half)
+    assert (found.lower, found.upper) == pytest.approx((min(lower, found.value), max(upper, found.value)))
+
+
+def test_the_variance_is_pooled_over_rivals_and_the_risk_divided_among_their_pairs() -> None:
+    rng = np.random.default_rng(6)
+    times = np.exp(rng.normal(4, 0.01, (4, 6)) + rng.normal(0, 0.2, 6))
+    speeds = rivals({f"e{n}": speed(b1=row.tolist()) for n, row in enumerate(times)})
+    found = speeds["e0"].over(speeds["e1"])
+    assert found is not None
+    # Two-way analysis of variance, written out.
+    logs = np.log(times)
+    residual = logs - logs.mean(axis=1, keepdims=True) - logs.mean(axis=0) + logs.mean()
+    sd = np.sqrt((residual**2).sum() / (3 * 5))
+    half = stats.t.ppf(1 - LAST_RISK / 6 / 2, 15) * sd * np.sqrt(2 / 6)
+    middle = (logs[0] - logs[1]).mean()
+    assert found.upper == pytest.approx(max(np.exp(middle + half), found.value))
+    assert found.lower == pytest.approx(min(np.exp(middle - half), found.value))
+    # One batch size of two is one of two contests.
+    both = rivals({f"e{n}": speed(b1=row.tolist(), b2=row.tolist()) for n, row in enumerate(times)})
+    one, other = both["e0"].at(1), both["e1"].at(1)
+    apart = one.over(other)
+    assert apart is not None
+    half = stats.t.ppf(1 - LAST_RISK / 6 / 2 / 2, 15) * sd * np.sqrt(2 / 6)
+    assert apart.upper == pytest.approx(max(np.exp(middle + half), apart.value))
+
+
+def test_engines_with_fewer_loads_count_with_those_they_have() -> None:
+    rng = np.random.default_rng(7)
+    times = np.exp(rng.normal(4, 0.01, (3, 6)))
+    rows = [times[0], times[1], times[2, :FIRST_LOADS]]
+    speeds = rivals({f"e{n}": speed(b1=row.tolist()) for n, row in enumerate(rows)})
+    long, short = speeds["e0"].over(speeds["e1"]), speeds["e0"].over(speeds["e2"])
+    assert long is not None and short is not None
+    assert (long.rows, short.rows) == (6, FIRST_LOADS)
+    assert (long.confidence, short.confidence) == (1 - LAST_RISK, 1 - FIRST_RISK)
+
+
+@pytest.mark.parametrize("engines", [2, 4, 8])
+def test_equal_engines_are_told_apart_no_more_often_than_stated(engines: int) -> None:
+    rng = np.random.default_rng(engines)
+    wrong = 0
+    for _ in range(300):
+        times = np.exp(0.02 * rng.standard_normal((engines, LOADS)) + 0.05 * rng.standard_normal(LOADS))
+        speeds = rivals({f"e{n}": speed(b1=row.tolist()) for n, row in enumerate(times)})
+        fastest = min(speeds.values(), key=lambda each: each.per_row_us)
+        wrong += any(each.is_slower(fastest, 0.01) for each in speeds.values() if each is not fastest)
+    # 1.6 % of 300, three standard errors up.
+    assert wrong / 300 < LAST_RISK + 3 * np.sqrt(LAST_RISK / 300)
+
+
+@pytest.mark.parametrize("engines", [2, 4, 8])
+def test_three_percent_are_told_apart_at_a_deviation_of_one_percent(engines: int) -> None:
+    rng = np.random.default_rng(10 + engines)
+    right = 0
+    for _ in range(200):
+        times = np.exp(0.01 * rng.standard_normal((engines, LOADS)) + 0.05 * rng.standard_normal(LOADS))
+        times[0] *= 0.97
+        speeds = rivals({f"e{n}": speed(b1=row.tolist()) for n, row in enumerate(times)})
+        right += speeds["e1"].is_slower(speeds["e0"], 0.01)
+    assert right / 200 >= 0.8
+
+
+def test_more_loads_are_for_those_that_the_first_do_not_tell_from_the_fastest() -> None:
+    def timed(*us: float) -> tuple[Latency, ...]:
+        return (latency(8, list(us)), latency(16, [2 * each for each in us]))
+
+    close = {"a": timed(100, 101, 99), "b": timed(101, 99, 100), "c": timed(200, 202, 198)}
+    assert contenders(close, 0.01) == ("a", "b")
+    assert contenders({"a": close["a"], "c": close["c"]}, 0.01) == ()
+    assert contenders({"a": close["a"]}, 0.01) == contenders({}, 0.01) == ()
+    # One that failed at a size is out of the contest.
+    assert contenders({**close, "d": close["a"][:1]}, 0.01) == ("a", "b")
+    # The fastest of one size may be another than that of all sizes.
+    small = {
+        "a": (latency(1, [10.0, 10.1, 9.9]), latency(2, [40.0, 40.4, 39.6])),
+        "b": (latency(1, [30.0, 30.3, 29.7]), latency(2, [20.0, 20.1, 19.9])),
+        "c": (latency(1, [30.0, 29.7, 30.3]), latency(2, [20.1, 19.9, 20.0])),
+    }
+    assert contenders(small, 0.01) == ("b", "c")
 
 
 def test_sizes_weigh_by_the_row() -> None:
@@ -57,17 +147,16 @@ def test_sizes_weigh_by_the_row() -> None:
         both.over(speed(b5=[1.0] * 10))
 
 
-@pytest.mark.parametrize("parts", [[100.0] * 5, [90.0, 110.0]])
-def test_too_few_parts_have_no_width(parts: list[float]) -> None:
-    ratio = speed(b1=parts).over(speed(b1=[50.0] * len(parts)))
+def test_one_load_says_nothing_of_how_sure_a_ratio_is() -> None:
+    ratio = speed(b1=[100.0]).over(speed(b1=[50.0]))
     assert ratio is not None
     assert (ratio.value, ratio.lower, ratio.upper, ratio.rows) == (2.0, 2.0, 2.0, 0)
 
 
-def test_parts_that_do_not_correspond_are_not_compared() -> None:
-    ratio = speed(b1=[100.0] * 10).over(speed(b1=[50.0] * 8))
+def test_loads_in_common_are_compared() -> None:
+    ratio = speed(b1=[100.0] * 6).over(speed(b1=[50.0] * 3))
     assert ratio is not None
-    assert (ratio.lower, ratio.upper, ratio.rows) == (2.0, 2.0, 0)
+    assert (ratio.lower, ratio.upper, ratio.rows) == (2.0, 2.0, 3)
 
 
 def test_engines_that_were_timed_apart_have_a_ratio_and_no_interval() -> None:
@@ -76,13 +165,14 @@ def test_engines_that_were_timed_apart_have_a_ratio_and_no_interval() -> None:
     for change in ({"job": "gpu-trt-sm90-bf16"}, {"device": "NVIDIA H100 PCIe"}):
         apart = Speed({batch: replace(x, **change) for batch, x in theirs.latencies.items()})  # type: ignore[arg-type]
         assert ours.over(apart) is None and apart.over(ours) is None
-        assert ours.ratio(apart) == ours.least_over(apart) == pytest.approx(1.25)
+        assert ours.ratio(apart) == pytest.approx(1.25)
+        assert ours.is_slower(apart, 0.01) and not apart.is_slower(ours, 0.01)
         # The same job is the same machine.
         again = Speed({batch: replace(x, **change) for batch, x in ours.latencies.items()})  # type: ignore[arg-type]
         assert again.over(apart) == ours.over(theirs)
     noisy = speed(b1=[70.0 * d for d in DRIFT])
     times = ours.over(noisy)
-    assert times is not None and ours.least_over(noisy) == times.lower < ours.ratio(noisy)
+    assert times is not None and times.lower < 1.0 < times.upper and not noisy.is_slower(ours, 0.01)
 
 
 def evaluation(*latencies: Latency) -> Evaluation:

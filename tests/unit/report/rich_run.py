@@ -21,6 +21,7 @@ from loka_onnx.core.evaluation import SliceDifference as Slice
 from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import SiteSpeed, SpeedVerdict, Wide
+from loka_onnx.core.products import OtherProduct
 from loka_onnx.core.profile import Sampling
 from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned, Step
 from loka_onnx.core.sensitivity import Draws, SiteGroup
@@ -28,6 +29,10 @@ from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput, Throug
 from loka_onnx.core.throughput import Trial as Load
 from loka_onnx.report import ReportData
 
+OTHER_PRODUCTS = (
+    OtherProduct("history.gru", "GRU", "a recurrent layer", None),
+    OtherProduct("history.conv", "Conv", "a convolution, kernel 3", 12_345),
+)
 TIMES = Interval(1.2537, 1.2011, 1.3098, 0.95, 10)
 
 
@@ -42,7 +47,8 @@ def rich(data: ReportData, *, sequential: bool = False) -> ReportData:
     data = _with_evaluations(data)
     return dataclasses.replace(
         data,
-        plans=dataclasses.replace(data.plans, plans=_wide(data), speeds=_speeds(data)),
+        modified=dataclasses.replace(data.modified, other_products=OTHER_PRODUCTS),
+        plans=dataclasses.replace(data.plans, plans=_wide(data), speeds=_speeds(data), able_share=0.873),
         choice=_choice(data),
         corrections=_corrections(data),
         refinement=_refinement(),

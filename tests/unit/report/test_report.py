@@ -11,6 +11,8 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from sample_run import SampleRun
 
+from loka_onnx.cli.outcome import DISPENSABLE
+from loka_onnx.cli.outcome_tables import fitted
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import BudgetStatus, Choice, EvaluationSet
 from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers, render, summary_table
@@ -241,7 +243,7 @@ def test_an_empty_run_still_renders(sample, tmp_path):
 
 def test_the_terminal_table_shows_every_candidate(sample):
     console = Console(file=io.StringIO(), width=100, record=True)
-    console.print(summary_table(sample.report))
+    console.print(fitted(summary_table(sample.report), console, DISPENSABLE))
     text = console.export_text()
     for plan in ("FP32", "fp32 *", "fp8-safe", "fp8-all", "bf16", "fp8-safe *"):
         assert plan in text
@@ -254,6 +256,24 @@ def test_the_terminal_table_shows_every_candidate(sample):
     assert re.search(r"bf16 .* declined", text) and "failed" not in text
     assert "SYNTHETIC DATA" in text
     assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_the_terminal_table_has_kl_and_auc_with_their_intervals_where_there_is_room(sample):
+    console = Console(file=io.StringIO(), width=200, record=True)
+    console.print(summary_table(sample.report))
+    text = console.export_text()
+    changes = [
+        output.difference
+        for engine in sample.report.engines
+        if (evaluation := sample.report.evaluation(engine.id, "selection")) is not None
+        for output in evaluation.outputs
+    ]
+    assert changes
+    for change in changes:
+        for interval in (change.kl, change.delta_auc):
+            if interval is not None:
+                value, _, ends = numbers.percent_interval(interval).partition(" [")
+                assert value in text and ends.replace(" %", "") in text
 
 
 def test_the_terminal_table_reads_no_markup_in_names(sample):

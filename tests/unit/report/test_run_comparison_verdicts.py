@@ -198,7 +198,7 @@ def in_parts(data: ReportData, spread: float) -> ReportData:
         dataclasses.replace(
             e,
             latencies=tuple(
-                dataclasses.replace(item, parts_us=tuple(item.p50_us * (1 + shift) for shift in shifts))
+                dataclasses.replace(item, loads_us=tuple(item.p50_us * (1 + shift) for shift in shifts))
                 for item in e.latencies
             ),
         )

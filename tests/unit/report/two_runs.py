@@ -24,7 +24,7 @@ def slower(data: ReportData, factor: float, device: str = "cpu") -> ReportData:
                 dataclasses.replace(
                     item,
                     p50_us=item.p50_us * factor,
-                    parts_us=tuple(part * factor for part in item.parts_us),
+                    loads_us=tuple(part * factor for part in item.loads_us),
                     device=device,
                 )
                 for item in e.latencies

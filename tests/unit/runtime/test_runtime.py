@@ -18,7 +18,7 @@ from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid, DataError, EngineError
-from loka_onnx.runtime import Cause, load, loading, selection
+from loka_onnx.runtime import Cause, Health, Skipped, Snapshot, load, loading, selection
 from loka_onnx.sessions import host_devices, tensorrt_vendors
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Runner
@@ -284,3 +284,8 @@ def test_the_runtime_imports_nothing_heavy():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "[] ['core', 'errors', 'runtime', 'sessions']"
+
+
+@pytest.mark.parametrize("kind", [Health, Skipped, Snapshot])
+def test_what_an_engine_says_of_itself_is_not_edited(kind):
+    assert dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen

@@ -207,3 +207,40 @@ def test_who_sends_too_much_is_told_so_and_not_reset(engine: Engine) -> None:
     with running(engine, Limits(body_bytes=MIB)) as server:
         response = httpx.post(f"{server.url}/v2/models/ranker/infer", content=bytes(20 * MIB), timeout=10)
         assert response.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /v2/health/live HTT",
+        b"no http at all\r\n\r\n",
+        b"POST /v2/models/ranker/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{",
+        b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n\r\n",
+    ],
+    ids=["nothing", "half a head", "no http", "half a body", "an answer"],
+)
+def test_no_connection_holds_up_the_end_or_fills_the_log(
+    engine: Engine, sent: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A body that stands still is not a request under way."""
+    with running(engine, Limits(closing_seconds=0.3)) as it:
+        connection = it.connect(sent)
+        wait_until(lambda: it.connections() == 1 or b"no http" in sent)
+        time.sleep(0.2)
+        began = time.monotonic()
+        it.server.should_exit = True
+    assert time.monotonic() - began < 10
+    connection.close()
+    assert caplog.text == "" and "Traceback" not in capfd.readouterr().err
+
+
+def test_a_body_that_comes_while_the_server_ends_is_answered(engine: Engine) -> None:
+    body = infer()
+    with running(engine, Limits(closing_seconds=5.0)) as it, it.connect(body[:-10]) as connection:
+        wait_until(lambda: it.connections() == 1)
+        time.sleep(0.2)
+        it.server.should_exit = True
+        time.sleep(0.3)
+        connection.sendall(body[-10:])
+        assert b"200 OK" in all_of(connection)

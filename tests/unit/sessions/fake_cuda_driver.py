@@ -57,6 +57,10 @@ class FakeDriver:
     def cuInit(self, flags: int) -> int:
         return 0
 
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = 12040
+        return 0
+
     def cuGetErrorString(self, code: int, text: Any) -> int:
         text._obj.value = {CAPTURE_INVALIDATED: b"the capture was invalidated"}.get(code, b"invalid argument")
         return 0

@@ -37,7 +37,7 @@ from loka_onnx.sessions.inductor_package import (
 )
 from loka_onnx.sessions.inductor_session import InductorSession, open_inductor, placements
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 DYNAMIC = InductorEngine(
     torch="2.13.0+cpu",

@@ -167,6 +167,23 @@ class TestRereading:
         assert dot == ("op dot", [x, dequantized])
         assert returned == ("return", [dot, other])
 
+    def test_names_of_onnx_nodes_are_handed_on_where_the_release_takes_them(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def add_instruction(self: Module, op: str, inputs: list[Any], debug_symbols: Any = None) -> Any:
+            """add_instruction(op, args, debug_symbols: list = [])"""
+            return self._add(op, debug_symbols)
+
+        monkeypatch.setattr(Module, "add_instruction", add_instruction)
+        program, _ = self.parsed([])
+        for each in program.main.instructions:
+            each.get_debug_symbols = {"fc0"}.copy if each.name() == "dot" else set  # type: ignore[attr-defined]
+        main = reread_float8(vendor(), program).get_main_module()
+        assert [added for added in main.instructions if added[0].startswith("op ")] == [
+            ("op dequantizelinear", []),
+            ("op dot", ["fc0"]),
+        ]
+
     def test_a_release_that_cannot_be_walked_says_so(self) -> None:
         program = Program(Module([SimpleNamespace(shape=None, op=None)]))  # type: ignore[list-item]
         with pytest.raises(

@@ -52,7 +52,9 @@ def test_a_package_keeps_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_an_engine_needs_nothing_unless_it_says_so() -> None:
+    before = set(sys.modules)
     import_packages(DYNAMIC, PACKAGE)
+    assert DYNAMIC.packages == () and set(sys.modules) == before
 
 
 @pytest.mark.parametrize("version", ["1.8.0", "1.8.3+cu130"])

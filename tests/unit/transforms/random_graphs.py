@@ -36,7 +36,7 @@ class RandomGraph:
         steps = (
             *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
             *(self.no_ops, self.split_and_join, self.einsum, self.constant_weight, self.columns),
-            *(self.group_norm, self.length),
+            *(self.group_norm, self.length, self.convolution),
         )
         for number in range(blocks):
             self.block = f"block{number}"
@@ -227,6 +227,14 @@ class RandomGraph:
         else:
             y = self.op("Einsum", [tokens, self.dyadic(8, 4)], 4, equation="bnd,de->bne")
         return self.flattened(y, count, 4)
+
+    def convolution(self, x: str) -> str:
+        """A mix of the tokens at each position, of the tokens of several positions, or of a group of them."""
+        tokens, count = self.tokens(x)
+        kernel = self.constant(self.random.integers(-8, 9, (4, count, self.pick(1, 1, 3))) / 16)
+        inputs = [tokens, kernel, self.constant(self.random.integers(-8, 9, 4) / 8)]
+        y = self.op("Conv", inputs[: self.pick(2, 3)], 4, auto_pad="SAME_UPPER")
+        return self.flattened(y, 4, 8)
 
     def row(self, x: str) -> str:
         """A learned row beside the features."""

@@ -8,6 +8,7 @@ import numpy as np
 from shape_models import IDS, Case, dyadic
 from tower_cases import TOWERS
 
+from loka_onnx.transforms.interactions.conv_to_matmul import ConvToMatMul
 from loka_onnx.transforms.interactions.einsum_to_matmul import EinsumToMatMul
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
 from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
@@ -79,6 +80,13 @@ PADDED: dict[str, Case] = {
     "absorbed_by_the_next_layer": Case(
         "[a] h = Gemm<transB=1>(x, wa, ba) r = Relu(h) [b] y = Gemm<transB=1>(r, wb, bb)",
         {"wa": (20, 32), "ba": (20,), "wb": (16, 20), "bb": (16,)},
+        inputs=WIDE,
+        outputs="float[batch,16] y",
+        mod=PadSites,
+    ),
+    "absorbed_behind_a_product_of_two_ways": Case(
+        "[a] h = MatMul(x, wa) r = Relu(h) s = Sigmoid(r) m = Mul(h, s) [b] y = MatMul(m, wb)",
+        {"wa": (32, 20), "wb": (20, 16)},
         inputs=WIDE,
         outputs="float[batch,16] y",
         mod=PadSites,
@@ -308,6 +316,50 @@ EINSUMS: dict[str, Case] = {
     ),
 }
 
+CHANNELS = "float[batch,16,6] x"
+CONVOLUTIONS: dict[str, Case] = {
+    "of_positions": Case(
+        "[layers__conv] y = Conv(x, w, b)",
+        {"w": (24, 16, 1), "b": (24,)},
+        inputs=CHANNELS,
+        outputs="float[batch,24,6] y",
+    ),
+    "without_bias_told_in_full": Case(
+        "[layers__conv] h = Conv<group=1, kernel_shape=[1], strides=[1], pads=[0,0], dilations=[2]>(x, w)"
+        " y = Relu(h)",
+        {"w": (24, 16, 1)},
+        inputs=CHANNELS,
+        outputs="float[batch,24,6] y",
+    ),
+    "of_pixels": Case(
+        '[layers__conv] h = Conv<auto_pad="SAME_UPPER">(x, w, b) y = Relu(h)',
+        {"w": (24, 16, 1, 1), "b": (24,)},
+        inputs="float[batch,16,3,2] x",
+        outputs="float[batch,24,3,2] y",
+    ),
+    "of_a_sequence_of_any_length": Case(
+        "[layers__conv] y = Conv(x, w, b)",
+        {"w": (24, 16, 1), "b": (24,)},
+        inputs="float[batch,16,steps] x",
+        outputs="float[batch,24,steps] y",
+    ),
+    "of_a_grid_of_any_height": Case(
+        "[layers__conv] y = Conv(x, w, b)",
+        {"w": (24, 16, 1, 1), "b": (24,)},
+        inputs="float[batch,16,steps,2] x",
+        outputs="float[batch,24,steps,2] y",
+    ),
+    "a_compressed_interaction": Case(
+        "a = Unsqueeze(x, two) c = Unsqueeze(x, one) m = Mul(a, c) z = Reshape(m, flat)"
+        " [cin__conv] h = Conv(z, w, b) r = Relu(h) y = ReduceSum<keepdims=0>(r, two)",
+        {"w": (20, 16, 1), "b": (20,)},
+        {"one": np.array([1]), "two": np.array([2]), "flat": np.array([0, 16, 6])},
+        inputs="float[batch,4,6] x",
+        outputs="float[batch,20] y",
+    ),
+}
+CONVOLUTIONS = {name: replace(case, mod=ConvToMatMul) for name, case in CONVOLUTIONS.items()}
+
 MANY_TOKENS = "float[batch,32,8] x"
 
 REASSOCIATED: dict[str, Case] = {
@@ -468,6 +520,8 @@ CASES: dict[str, Case] = {
         "no_ops": NO_OPS,
         "shared": SHARED,
         "einsum": EINSUMS,
+        # Engines have one dynamic axis, the batch.
+        "convolution": {name: case for name, case in CONVOLUTIONS.items() if "steps" not in case.inputs},
         "reassociated": REASSOCIATED,
         "looked_up": LOOKED_UP,
         "joined": JOINED,

@@ -17,6 +17,7 @@ from shape_models import feeds, run
 
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.site import SiteKind
+from loka_onnx.transforms.interactions.conv_to_matmul import ConvToMatMul
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
 from loka_onnx.transforms.linears.pad_sites import CopyRule, PadSites
 from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels
@@ -51,6 +52,7 @@ def check_order(seed: int, order: list[type]) -> RewriteLog:
         rows = [feeds(before, 2 * FEWEST_ROWS)]
         left = {site.name: 0.5 for site in source.sites if site.kind is SiteKind.LINEAR}
         eager = {
+            ConvToMatMul: ConvToMatMul(least=1),
             PadSites: PadSites(CopyRule(1, 1, 1)),
             ReassociateInteraction: ReassociateInteraction(least=0),
             ChooseSmoothing: ChooseSmoothing(rows, Path(folder)),

@@ -22,7 +22,7 @@ from loka_onnx.graph.sites import find_sites
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
-from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
+from loka_onnx.transforms.sequence import DEFAULT_MODS, STRICT, apply_mods
 
 ROWS = [{"x": random_rows(5, 8)}, {"x": random_rows(3, 8, seed=1)}]
 
@@ -278,3 +278,69 @@ def test_mods_are_checked_without_a_file_and_as_on_files(
         assert (one.applied, one.max_abs, one.tolerance) == (other.applied, other.max_abs, other.tolerance)
         assert [d.at for d in one.declined] == [d.at for d in other.declined]
     assert (tmp_path / "memory/table.bin").exists() == table
+
+
+class Fails(EditGain):
+    """Raises at a stage of its work, after it has spoilt the graph."""
+
+    name = "fails"
+    stage: ClassVar[str] = "match"
+    error: ClassVar[BaseException] = KeyError("gone")
+
+    def match(self, model: GraphModel) -> Found[Node]:
+        if self.stage == "match":
+            self._fail(model)
+        return super().match(model)
+
+    def rewrite(self, model: GraphModel, match: Node) -> Applied:
+        applied = super().rewrite(model, match)
+        if self.stage == "rewrite":
+            self._fail(model)
+        # No type: the graph cannot be exported.
+        match.attrs["broken"] = object()
+        return applied
+
+    def _fail(self, model: GraphModel) -> None:
+        model.graph.nodes.clear()
+        raise self.error
+
+
+def failing(at: str, what: BaseException = Fails.error) -> Mod[Any]:
+    class Failing(Fails):
+        stage, error = at, what
+
+    return Failing()
+
+
+@pytest.mark.parametrize("stage", ["match", "rewrite", "export"])
+def test_a_mod_that_fails_is_left_out_and_the_rest_goes_on(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(STRICT)
+    model = gained(tmp_path)
+    alone = apply_mods(model, ROWS, tmp_path / "alone.onnx", [Rounds()])
+    for mods in ([failing(stage), Rounds()], [Rounds(), failing(stage)]):
+        found = apply_mods(model, ROWS, tmp_path / "out.onnx", mods)
+        assert found.model.digest == alone.model.digest
+        record = next(record for record in found.log.records if record.transform == "fails")
+        assert record.rolled_back and not record.applied
+        (declined,) = record.declined
+        assert {"match": "KeyError: 'gone'", "rewrite": "KeyError: 'gone'"}.get(
+            stage, "Error"
+        ) in declined.reason
+        serde.write(found.log, tmp_path / "mods.json")
+        assert serde.read(RewriteLog, tmp_path / "mods.json") == found.log
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), OSError(28, "full"), MemoryError()])
+def test_what_is_no_fault_of_the_mod_ends_the_run(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(STRICT)
+    with pytest.raises(type(error)):
+        apply_mods(gained(tmp_path), ROWS, tmp_path / "out.onnx", [failing("rewrite", error)])
+
+
+def test_a_mod_that_fails_is_an_error_where_that_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="gone"):
+        apply_mods(gained(tmp_path), ROWS, tmp_path / "out.onnx", [failing("match")])

@@ -22,7 +22,6 @@ from loka_onnx.errors import InternalError
 from loka_onnx.graph.shapes import add_inferred_shapes
 from loka_onnx.graph.storage import (
     all_initializers,
-    check_external_files,
     move_outside,
     names_in_subgraphs,
     read_external,
@@ -160,7 +159,6 @@ class PlannedGraph:
             ModelError: The file is missing, truncated or not an ONNX model, or its external data are.
         """
         proto = read_proto(path)
-        check_external_files(proto, path)
         for stored in all_initializers(proto.graph):
             if uses_external_data(stored) and (base is None or prod(stored.dims) <= MOST_READ):
                 read_external(stored, path.parent)

@@ -16,7 +16,7 @@ from loka_onnx.engines.inductor.lowering.node import REMEDY, Node, Scope
 from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, type_name
 from loka_onnx.engines.inductor.lowering.values import Constant
 from loka_onnx.errors import EngineError
-from loka_onnx.graph.storage import check_external_files, read_external, read_proto
+from loka_onnx.graph.storage import read_external, read_proto
 from loka_onnx.graph.tensor_values import read_array
 
 
@@ -47,7 +47,6 @@ def read_graph(model: Path, scope: Scope) -> SourceGraph:
         EngineError: A tensor is of a type that is not lowered.
     """
     proto = read_proto(model)
-    check_external_files(proto, model)
     if proto.functions:
         proto = onnx.inliner.inline_local_functions(proto)
     graph = proto.graph

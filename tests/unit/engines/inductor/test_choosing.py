@@ -21,6 +21,7 @@ from loka_onnx.engines.inductor.choosing import (
     TILES,
     Chosen,
     Measured,
+    Recorder,
     candidates,
     choose_kernels,
     compile_candidates,
@@ -224,6 +225,16 @@ def test_factors_that_are_not_quantized_are_multiplied_as_they_are() -> None:
     assert (done.kernel, done.operands, done.engaged) == ("dense", ("bfloat16", "bfloat16"), False)
     exact = given.a.double() @ given.b.double() + given.bias.double()  # type: ignore[union-attr]
     torch.testing.assert_close(multiply_floats(given).values.double(), exact, rtol=2.0**-7, atol=0.05)
+
+
+def test_what_records_products_computes_them() -> None:
+    given, relu = product(torch.bfloat16), Epilogue(relu=True)
+    recorder = Recorder(ScaledMatMul())
+    done = recorder.multiply_with(given, relu)
+    recorder.multiply_with(replace(given), Epilogue())
+    (wide,) = done.outputs
+    torch.testing.assert_close(wide, multiply_floats(given).values.relu())
+    assert recorder.seen["fc"][0] is given and recorder.seen["fc"][1] is relu, "the first of a site"
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import onnx.parser
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]
 from loka_onnx.engines.inductor import fusions
 from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.inductor.compile import fused
-from loka_onnx.engines.inductor.fusions import FusionReport
+from loka_onnx.engines.inductor.fusions import FusionReport, epilogue
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 21]>
@@ -37,3 +38,24 @@ def test_what_is_printed_is_read_back(
         "factorization-norm: norm/1: 40000 elements",
         "float8-product: fc: its activation has several scales",
     )
+
+
+@pytest.mark.parametrize(
+    ("addend", "end", "is_bias"),
+    [
+        ((True, (16,), "bf16"), ("batch", 16), True),
+        ((True, (1, 16), "bf16"), ("batch", 16), True),
+        ((False, (16,), "bf16"), ("batch", 16), False),  # computed: its numbers are not known
+        ((True, (16,), "float"), ("batch", 16), False),
+        ((True, (16,), "bf16"), None, False),
+        ((True, (1,), "bf16"), ("batch", 16), False),
+        ((True, (4, 16), "bf16"), (4, 16), False),
+        ((True, (1, 1, 16), "bf16"), ("batch", 16), False),
+    ],
+)
+def test_a_bias_is_one_constant_a_column(
+    addend: tuple[bool, tuple[int, ...], str], end: tuple[object, ...] | None, is_bias: bool
+) -> None:
+    is_constant, shape, kind = addend
+    tensor = SimpleNamespace(is_constant=is_constant, shape=shape, kind=kind)
+    assert epilogue._is_bias(tensor, SimpleNamespace(shape=end, kind="bf16")) is is_bias  # type: ignore[arg-type]

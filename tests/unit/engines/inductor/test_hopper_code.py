@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install --group dev")
+pytest.importorskip("torch", reason="needs torch")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402

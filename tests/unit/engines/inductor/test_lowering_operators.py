@@ -233,6 +233,7 @@ NORMS = [
     Case("BatchNormalization", [f(4, 3), f(3), f(3), f(3), f(3, low=0.5)], {"epsilon": 0.01}),
     Case("BatchNormalization", [f(4, 3, 5), f(3), f(3), f(3), f(3, low=0.5)]),
     Case("LpNormalization", [f(3, 4)]),
+    Case("LpNormalization", [f(2, 3, 4)]),
     Case("LpNormalization", [POSITIVE], {"p": 1, "axis": 0}),
     Case("MeanVarianceNormalization", [f(2, 3, 4, 5)]),
 ]

@@ -179,8 +179,17 @@ class TestBackend:
         backend = MigraphxBackend()
         assert "gfx90a has no FP8 products" in (backend.decline(plan(), "gfx90a") or "")
         assert backend.decline(plan(None), "gfx90a") is None
-        for architecture in ("gfx942", "gfx950", "gfx1201", "cpu"):
+        for architecture in ("gfx942", "gfx950", "gfx1201"):
             assert backend.decline(plan(), architecture) is None
+
+    @pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
+    @pytest.mark.parametrize("recipe", [None, PER_TENSOR])
+    def test_the_reference_target_takes_no_16_bits(self, base: Precision, recipe: Recipe | None) -> None:
+        """It truncates: its accuracy would be told as that of a plan that a GPU rounds."""
+        backend = MigraphxBackend()
+        assert "truncates" in (backend.decline(plan(recipe, base), "cpu") or "")
+        assert backend.decline(plan(recipe, base), "gfx942") is None
+        assert backend.decline(plan(recipe, Precision.FP32), "cpu") is None
 
     def test_another_device_is_no_reason_to_decline_but_to_build_elsewhere(
         self, monkeypatch: pytest.MonkeyPatch

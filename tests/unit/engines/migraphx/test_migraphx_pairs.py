@@ -277,3 +277,20 @@ class TestCarrier:
         assert scales == {0.25, 2.0**-7}
         x = np.linspace(-200, 200, 2 * FINITE.size, dtype=np.float32).reshape(2, -1)
         np.testing.assert_array_equal(evaluate(reread(model), x=x)[0], evaluate(before, x=x)[0])
+
+
+@pytest.mark.parametrize("form", [to_fnuz, to_carrier])
+def test_a_constant_that_is_quantized_in_the_graph_keeps_its_numbers(form: Any) -> None:
+    """A Q may read a constant in FP32, which is no stored FP8."""
+    p = Planned()
+    values = p.constant("w", np.linspace(-100, 100, 8).reshape(1, 8))
+    pair = p.pair(values, "w", 0.25)
+    before = p.model(p.op("Add", ["x", pair], "sum"))
+    draft = draft_of(before)
+    form(draft)
+    after = draft.finished()
+    (quantize,) = [node for node in after.graph.node if node.op_type == "QuantizeLinear"]
+    assert constants(after)[quantize.input[0]].data_type == T.FLOAT
+    x = np.zeros((2, 8), np.float32)
+    (got,) = evaluate(reread(after) if form is to_carrier else after, x=x)
+    np.testing.assert_array_equal(got, evaluate(before, x=x)[0])

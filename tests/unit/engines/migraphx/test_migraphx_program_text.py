@@ -1,7 +1,10 @@
 """MIGraphX's printed programs, read back.
 
-`PERF_TEST`, `FUSED` and `NAMED` are what releases 2.15.0 and 2.16 printed on GPUs (public logs of
-``migraphx-driver``); `REFERENCE` and `FLOAT8` are put together from the same kinds of lines, FP8 in them.
+`PERF_TEST`, `FUSED` and `NAMED` are what releases 2.15.0 and 2.16 printed on GPUs, `MERGED` what a BERT
+quantized to FP8 printed there (public logs of ``migraphx-driver``; ROCm/AMDMIGraphX issue 3598). `REFERENCE`
+is in the form of 2.16's reference target, which prints every operator as ``ref::`` and its name
+(``src/targets/ref/lowering.cpp``); its line @5 is one that was seen. No GPU has printed `FLOAT8` and
+`DROPPED`: their lines are of the same kinds.
 """
 
 from __future__ import annotations
@@ -34,20 +37,34 @@ NAMED = (
 )
 REFERENCE = """\
 module: "main"
-x = @param:x -> float_type, {8, 64}, {64, 1}
+@0 = @literal{ ... } -> fp8e4m3fnuz_type, {64, 32}, {32, 1}
 @1 = @literal{0.0078125} -> float_type, {1}, {0}
-@2 = @literal{0} -> fp8e4m3fnuz_type, {1}, {0}
-@3 = @literal{ ... } -> fp8e4m3fnuz_type, {64, 32}, {32, 1}
-@4 = multibroadcast[out_lens={8, 64},out_dyn_dims={}](@1) -> float_type, {8, 64}, {0, 0}
-@5 = multibroadcast[out_lens={8, 64},out_dyn_dims={}](@2) -> fp8e4m3fnuz_type, {8, 64}, {0, 0}
-@6 = quantizelinear[out_type=nullopt](x,@4,@5) -> fp8e4m3fnuz_type, {8, 64}, {64, 1}
-@7 = dequantizelinear(@6,@4,@5) -> float_type, {8, 64}, {64, 1}
-@8 = multibroadcast[out_lens={64, 32},out_dyn_dims={}](@1) -> float_type, {64, 32}, {0, 0}
-@9 = multibroadcast[out_lens={64, 32},out_dyn_dims={}](@2) -> fp8e4m3fnuz_type, {64, 32}, {0, 0}
-@10 = dequantizelinear(@3,@8,@9) -> float_type, {64, 32}, {32, 1}
-@11 = ref::dot(@7,@10) -> float_type, {8, 32}, {32, 1}
-@12 = @return(@11)
+x = @param:x -> float_type, {16, 64}, {64, 1}
+@4 = ref::multibroadcast[out_lens={16, 64},out_dyn_dims={}](@1) -> float_type, {16, 64}, {0, 0}
+@3 = ref::quantizelinear[out_type=nullopt](x,@4) -> fp8e4m3fnuz_type, {16, 64}, {64, 1}
+@5 = ref::dequantizelinear(@3,@4) -> float_type, {16, 64}, {64, 1}
+@6 = ref::multibroadcast[out_lens={64, 32},out_dyn_dims={}](@1) -> float_type, {64, 32}, {0, 0}
+@7 = ref::dequantizelinear(@0,@6) -> float_type, {64, 32}, {32, 1}
+@8 = ref::dot(@5,@7) -> float_type, {16, 32}, {32, 1}
+@9 = @return(@8)
 """
+MERGED = """\
+@18 = @param:x -> half_type, {64, 384, 768}, {294912, 768, 1}
+@21 = hip::hip_copy_literal[id=main:@literal:3] -> fp8e4m3fnuz_type, {768, 2304}, {2304, 1}
+@22 = load[offset=150994944,end=603979776](@1) -> half_type, {64, 384, 2304}, {884736, 2304, 1}
+@24 = gpu::code_object[code_object=8920,symbol_name=mlir_quantizelinear_quant_dot_dequantizelinear_add_add,\
+global=1769472,local=256,](@18,@21,@23,@15,@22) -> half_type, {64, 384, 2304}, {884736, 2304, 1}
+@25 = load[offset=603979776,end=622854144](@1) -> fp8e4m3fnuz_type, {64, 12, 64, 384}, {294912, 24576, 384, 1}
+@26 = slice[axes={2},starts={768},ends={1536}](@24) -> half_type, {64, 384, 768}, {884736, 2304, 1}
+@27 = reshape_lazy[dims={64, 384, 12, 64}](@26) -> half_type, {64, 384, 12, 64}, {884736, 2304, 64, 1}
+@28 = transpose[permutation={0, 2, 3, 1}](@27) -> half_type, {64, 12, 64, 384}, {884736, 64, 1, 2304}
+@29 = gpu::code_object[code_object=6816,symbol_name=quantizelinear_kernel,global=1179648,local=256,]\
+(@28,@25) -> fp8e4m3fnuz_type, {64, 12, 64, 384}, {294912, 24576, 384, 1}
+@30 = load[offset=150994944,end=603979776](@1) -> float_type, {64, 12, 384, 384}, {1769472, 147456, 384, 1}
+@31 = gpu::code_object[code_object=7000,symbol_name=mlir_slice_reshape_transpose_quantizelinear_quant_dot,\
+global=3538944,local=256,](@24,@29,@30) -> float_type, {64, 12, 384, 384}, {1769472, 147456, 384, 1}
+"""
+"""Lines @24 to @31 of the issue; the first three are what they read."""
 FLOAT8 = """\
 module: "main"
 @0 = check_context::migraphx::gpu::context -> float_type, {}, {}
@@ -81,8 +98,10 @@ main:#output_0 = @param:main:#output_0 -> half_type, {8, 32}, {32, 1}
 """
 
 
-def site(name: str, k: int, n: int, kind: SiteKind = SiteKind.LINEAR) -> Site:
-    return Site(name, kind, "MatMul", (Operand("x", 0, False, 1, ()),), "y", k, n, 1)
+def site(name: str, k: int, n: int, kind: SiteKind = SiteKind.LINEAR, reads: str = "x") -> Site:
+    activation, weight = Operand(reads, 0, False, 1, ()), Operand(f"{name}.w", 1, True, 0, (k, n))
+    operands = (activation, weight) if kind is SiteKind.LINEAR else (activation,)
+    return Site(name, kind, "MatMul", operands, "y", k, n, 1)
 
 
 def planned(*sites: Site, precision: Precision = Precision.FP8) -> list[PlannedSite]:
@@ -120,10 +139,11 @@ class TestLines:
         program = parse_program(REFERENCE)
         literal, spread = program.instructions["@1"], program.instructions["@4"]
         assert (literal.operation, literal.inputs, literal.shape) == ("@literal", (), (1,))
-        assert (spread.operation, spread.inputs, spread.shape) == ("multibroadcast", ("@1",), (8, 64))
-        assert program.instructions["@6"].inputs == ("x", "@4", "@5")
-        returned = program.instructions["@12"]
-        assert (returned.operation, returned.inputs, returned.type) == ("@return", ("@11",), "")
+        assert (spread.operation, spread.operator) == ("ref::multibroadcast", "multibroadcast")
+        assert (spread.inputs, spread.shape) == (("@1",), (16, 64))
+        assert program.instructions["@5"].inputs == ("@3", "@4")
+        returned = program.instructions["@9"]
+        assert (returned.operation, returned.inputs, returned.type) == ("@return", ("@8",), "")
 
     def test_targets_behind_a_shape(self) -> None:
         program = parse_program(FLOAT8)
@@ -149,8 +169,72 @@ class TestProducts:
         assert product.factors == ("fp8e4m3fnuz", "fp8e4m3fnuz")
         assert product.is_simulated
 
+    def test_a_kernel_that_quantizes_by_itself_multiplies_fp8(self) -> None:
+        merged, attention = products_of(parse_program(MERGED))
+        assert (merged.is_float8, merged.weight, merged.factors) == (True, (768, 2304), ("fp8e4m3fnuz",) * 2)
+        # Its factors are both computed.
+        assert (attention.is_float8, attention.weight) == (True, None)
+
+    def test_int8_is_no_fp8(self) -> None:
+        (product,) = products_of(
+            parse_program(REFERENCE.replace("fp8e4m3fnuz", "int8").replace("dot(", "quant_dot("))
+        )
+        assert not product.holds_float8
+
+    @pytest.mark.parametrize(
+        ("bias", "line"),
+        [
+            ("@literal{ ... } -> float_type, {32}, {1}", ""),
+            (
+                "@literal{ ... } -> float_type, {32}, {1}",
+                "@9 = multibroadcast[out_lens={64, 32}](@2) -> float_type, {64, 32}, {0, 1}",
+            ),
+        ],
+    )
+    def test_a_bias_is_no_weight(self, bias: str, line: str) -> None:
+        kernel = f"@3 = gpu::code_object[symbol_name=mlir_dot_add,](x,{'@9' if line else '@2'},@1,out)"
+        text = "\n".join(
+            [
+                "x = @param:x -> float_type, {64, 16}, {16, 1}",
+                "@1 = hip::hip_copy_literal[id=0] -> float_type, {16, 32}, {32, 1}",
+                f"@2 = {bias}",
+                line,
+                "out = @param:out -> float_type, {64, 32}, {32, 1}",
+                f"{kernel} -> float_type, {{64, 32}}, {{32, 1}}",
+            ]
+        )
+        (product,) = products_of(parse_program(text))
+        assert product.weight == (16, 32)
+
+    @pytest.mark.parametrize(
+        ("first", "second", "stored", "result", "size"),
+        [
+            ((8, 64), (64, 32), 1, (8, 32), (64, 32)),
+            # The kernel transposes: the weight is N × K.
+            ((8, 64), (32, 64), 1, (8, 32), (64, 32)),
+            ((64, 64), (32, 64), 1, (64, 32), (64, 32)),
+            # On the left it is N × K.
+            ((32, 64), (4, 64, 8), 0, (4, 32, 8), (64, 32)),
+            ((32, 64), (4, 64, 32), 0, (4, 32, 32), (64, 32)),
+        ],
+    )
+    def test_size_of_a_stored_factor(self, first, second, stored: int, result, size) -> None:
+        def shown(shape: tuple[int, ...]) -> str:
+            return ", ".join(map(str, shape))
+
+        makers = ["@param:x", "hip::hip_copy_literal[id=0]"]
+        lines = [
+            f"@{i} = {makers[i == stored]} -> float_type, {{{shown(shape)}}}, {{1}}"
+            for i, shape in enumerate((first, second))
+        ]
+        lines.append("@2 = @param:out -> float_type, {1}, {1}")
+        kernel = "gpu::code_object[symbol_name=mlir_dot,](@0,@1,@2)"
+        lines.append(f"@3 = {kernel} -> float_type, {{{shown(result)}}}, {{1}}")
+        (product,) = products_of(parse_program("\n".join(lines)))
+        assert product.weight == size
+
     def test_half_a_pair_is_no_simulation(self) -> None:
-        text = REFERENCE.replace("ref::dot(@7,@10)", "ref::dot(x,@10)")
+        text = REFERENCE.replace("ref::dot(@5,@7)", "ref::dot(x,@7)")
         (product,) = products_of(parse_program(text))
         assert product.factors == ("float", "fp8e4m3fnuz")
         assert not product.is_simulated
@@ -189,6 +273,45 @@ class TestSites:
         both = site_precisions([parse_program(twice)], sites)
         assert [each.engaged for each in both] == [True, True]
         assert "one of 2 FP8 products of 64 × 32 for 2 sites" in both[0].evidence
+
+    def test_rows_as_many_as_columns_make_no_weight_of_an_activation(self) -> None:
+        """x of 32 rows × 64 columns is no weight of 64 × 32."""
+        other = (
+            FLOAT8.replace("{8, 64}", "{32, 64}")
+            .replace("{8, 32}", "{32, 32}")
+            .replace("{64, 32}", "{64, 48}")
+        )
+        text = other.replace("{32, 32}", "{32, 48}") + (
+            "@20 = hip::hip_copy_literal[id=main:@literal:9] -> float_type, {64, 32}, {32, 1}\n"
+            "out = @param:out -> float_type, {32, 32}, {32, 1}\n"
+            "@21 = gpu::code_object[symbol_name=mlir_dot,](x,@20,out) -> float_type, {32, 32}, {32, 1}\n"
+        )
+        fc0, fc1 = site_precisions([parse_program(text)], planned(site("fc0", 64, 32), site("fc1", 64, 48)))
+        assert (fc0.engaged, fc0.operands, fc1.engaged) == (False, ("float", "float"), True)
+
+    def test_products_that_were_merged_are_found_by_their_columns(self) -> None:
+        heads = [site(name, 768, 768, reads="tokens") for name in ("query", "key", "value")]
+        found = site_precisions([parse_program(MERGED)], planned(*heads))
+        assert [each.engaged for each in found] == [True] * 3
+        assert all("dequantizelinear_add_add @24" in each.evidence for each in found)
+
+    @pytest.mark.parametrize(
+        ("sites", "engaged"),
+        [
+            # A fourth site over the same K fell back: the columns do not add up.
+            ([("a", 768, "x"), ("b", 768, "x"), ("c", 768, "x"), ("d", 768, "y")], False),
+            # Either the large one, or the two of one tensor: nothing says which.
+            ([("a", 1152, "x"), ("b", 1152, "x"), ("c", 2304, "y")], False),
+            ([("a", 2304, "x")], True),
+            ([("a", 1536, "x"), ("b", 768, "x")], True),
+        ],
+    )
+    def test_columns_that_do_not_add_up_are_no_evidence(
+        self, sites: list[tuple[str, int, str]], engaged: bool
+    ) -> None:
+        asked = planned(*[site(name, 768, n, reads=reads) for name, n, reads in sites])
+        found = site_precisions([parse_program(MERGED)], asked)
+        assert [each.engaged for each in found] == [engaged] * len(sites)
 
     def test_a_name_is_believed_before_a_size(self) -> None:
         named = DROPPED.replace(

@@ -101,7 +101,10 @@ def test_a_network_is_strongly_typed_where_that_is_a_choice() -> None:
 
 
 def test_a_module_without_a_choice_builds_for_its_gpu() -> None:
-    _choose_architecture(vendor(), Config(), "sm90")
+    config = Config()
+    before = dict(vars(config))
+    _choose_architecture(vendor(), config, "sm90")
+    assert vars(config) == before, "nothing is asked of it"
 
 
 def test_profiles_for_every_size_and_for_each() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -12,9 +13,14 @@ from shape_cases import ANY_COPY, PADDED, WIDE
 from shape_models import Case, match, reasons_of, rewrite
 
 from loka_onnx.transforms.linears.pad_sites import CopyRule, PadSites
+from loka_onnx.transforms.linears.widening import widened_shape
 
 EXPECTED: dict[str, tuple[list[str], dict[str, tuple[int, int]]]] = {
     "absorbed_by_the_next_layer": (["Gemm", "Relu", "Gemm"], {"a": (32, 32), "b": (32, 16)}),
+    "absorbed_behind_a_product_of_two_ways": (
+        ["MatMul", "Relu", "Sigmoid", "Mul", "MatMul"],
+        {"a": (32, 32), "b": (32, 16)},
+    ),
     "absorbed_by_two_layers_behind_swish": (
         ["MatMul", "Add", "Sigmoid", "Mul", "Clip", "MatMul", "MatMul", "Add"],
         {"a": (32, 32), "b": (32, 16), "c": (32, 16)},
@@ -109,6 +115,15 @@ LEFT_ALONE: dict[str, tuple[Case, dict[str, str]]] = {
         ),
         {"a": "its weight stands on the left"},
     ),
+    "an_aligned_weight_on_the_left": (
+        Case(
+            "[a] y = MatMul(wa, x)",
+            {"wa": (32, 16)},
+            inputs="float[batch,16,16] x",
+            outputs="float[batch,32,16] y",
+        ),
+        {},
+    ),
     "a_shared_weight": (
         Case(
             "[a] ha = MatMul(x, wa) [b] hb = MatMul(z, wa) y = Add(ha, hb)",
@@ -172,6 +187,13 @@ def test_columns_are_not_passed_through(between: str, tmp_path: Path) -> None:
     found = match(case.model(), PadSites(), tmp_path)
     assert found.matches == ()
     assert [declined.at for declined in found.declined] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "wider"), [(None, None), (("batch", "n"), None), (("batch", 20), ["batch", 32])]
+)
+def test_columns_are_added_where_their_number_is_known(shape: object, wider: object) -> None:
+    assert widened_shape(SimpleNamespace(shape=shape), 12) == wider  # type: ignore[arg-type]
 
 
 def test_a_gather_that_others_read_is_not_extended(tmp_path: Path) -> None:

@@ -12,10 +12,15 @@ import pytest
 from onnx import numpy_helper
 from rewrite_models import Arrays, artifact, as_double, evaluate, initializer, named, parse
 
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.errors import TransformError
-from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels, channel_errors
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.sessions.onnx_session import OnnxSession
+from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels, channel_errors, rejoin
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import apply_mods
 
 ROWS, K, N = 256, 64, 24
@@ -81,6 +86,50 @@ def test_the_outputs_stay_and_the_loud_rows_are_zeros(form: str, tmp_path: Path)
     channels = values(after, named(after, "fc.loud.gather").input[1])
     assert set(LOUD) <= set(channels) and len(channels) == 16
     assert not main[channels].any() and main.any(axis=1).sum() == K - 16
+
+
+@pytest.mark.parametrize("form", BODIES)
+def test_put_back_they_are_the_product_that_was_there(form: str, tmp_path: Path) -> None:
+    before = model(BODIES[form])
+    after, _ = split(before, tmp_path)
+    assert "fc.loud" in {node.name for node in after.graph.node}
+    graph = GraphModel.load(tmp_path / "after.onnx")
+    rejoin(graph, "fc")
+    graph.save(tmp_path / "joined.onnx")
+    joined = onnx.load(tmp_path / "joined.onnx")
+    assert [node.op_type for node in joined.graph.node] == [node.op_type for node in before.graph.node]
+    was = values(before, "wt" if "wt" in BODIES[form] else "w")
+    is_now = numpy_helper.to_array(initializer(joined, named(joined, "fc").input[1]))
+    np.testing.assert_array_equal(is_now, was)
+    np.testing.assert_array_equal(evaluate(joined, rows())["y"], evaluate(before, rows())["y"])
+
+
+@pytest.mark.parametrize("base", [Precision.FP32, Precision.BF16, Precision.FP16])
+@pytest.mark.parametrize("fp8", [(), ("fc",), ("fc.loud",), ("fc", "fc.loud")])
+def test_only_a_plan_with_a_part_in_fp8_pays_for_two_products(
+    fp8: tuple[str, ...], base: Precision, tmp_path: Path
+) -> None:
+    source = artifact(model(BODIES["Gemm"]), tmp_path / "before.onnx")
+    split_model = apply_mods(
+        source, [rows(1)], tmp_path / "after.onnx", [SplitLoudChannels({"fc": 0.1}, [rows()], tmp_path)]
+    ).model
+    decisions = tuple(
+        Decision(site.name, Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 0.25, (0.0078125,))
+        if site.name in fp8
+        else Decision(site.name, base, None, Verdict.NOT_JUDGED, "")
+        for site in split_model.sites
+    )
+    plan = PrecisionPlan("p", split_model.digest, base, decisions, {}, 0.0)
+    planned = apply_plan(split_model, plan, PlanForm(base), tmp_path / "planned.onnx")
+    products = [n.name for n in onnx.load(planned.path).graph.node if n.op_type in {"Gemm", "MatMul"}]
+    assert sorted(products) == (["fc", "fc.loud"] if fp8 else ["fc"])
+    assert sorted(site.name for site in planned.sites) == sorted(products)
+    joined = [record for record in planned.log.records if record.transform == "rejoin-loud-channels"]
+    assert bool(joined) is not bool(fp8)
+    if not fp8 and base is Precision.FP32:
+        np.testing.assert_array_equal(
+            OnnxSession(planned.path).run(rows(2))["y"], OnnxSession(source.path).run(rows(2))["y"]
+        )
 
 
 def test_what_is_left_of_the_error_is_small(tmp_path: Path) -> None:

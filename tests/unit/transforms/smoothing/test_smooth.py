@@ -93,6 +93,19 @@ SMOOTHED = {
         {"w": weight(24, 4)},
         "float[batch,3,8] x",
     ),
+    "flattened_with_a_copied_axis": Case(
+        f"{LAYER} f = Reshape(n, rows) [fc] y = MatMul(f, w)",
+        {"norm": S},
+        {"w": weight(24, 4), "rows": np.array([0, 24])},
+        "float[batch,3,8] x",
+    ),
+    "flattened_to_the_batch_as_it_is": Case(
+        f"{LAYER} s = Shape<start=0,end=1>(x) t = Concat<axis=0>(s, width) f = Reshape(n, t)"
+        " [fc] y = MatMul(f, w)",
+        {"norm": S},
+        {"w": weight(24, 4), "width": np.array([24])},
+        "float[batch,3,8] x",
+    ),
     "norm_over_two_axes": Case(
         "[norm] n = LayerNormalization<axis=-2>(x, wide, shift) f = Flatten<axis=1>(n) [fc] y = MatMul(f, w)",
         {"norm": np.linspace(0.1, 5, 24)},
@@ -122,6 +135,15 @@ SMOOTHED = {
             "v": V,
             "w": weight(3, 4),
             **{n: np.array([i]) for n, i in (("first", 1), ("last", 7), ("axis", 1), ("step", 2))},
+        },
+    ),
+    "a_slice_without_steps": Case(
+        "[fc1] h = MatMul(x, v) s = Slice(h, first, last, axis) [fc2] y = MatMul(s, w)",
+        {"fc1": S},
+        {
+            "v": V,
+            "w": weight(6, 4),
+            **{n: np.array([i]) for n, i in (("first", 1), ("last", 7), ("axis", 1))},
         },
     ),
     "two_parts_of_it": Case(

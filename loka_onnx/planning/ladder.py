@@ -1,27 +1,36 @@
-"""Which sites of a plan return to the base precision when its engine misses the budget.
+"""The ladder of plans: nested sets of sites in FP8, which measurements climb and give back along.
 
-The engine was measured: on each output its KL and the upper bound U of what is judged are known. What each
-site contributes is known from calibration, up to a factor that is the same for all. With f the part of the
-predicted KL that given back sites make up, the logit change shrinks by √(1 − f): KL is quadratic in it, and
-everything else in U (the labelled first-order term, and the half width of the interval, which follows the
-spread of the change) is linear in it. So the upper bound to expect is
+Sites are ordered once, by the KL that they cost for each microsecond that they save, or for each operation
+where no kernel times are known; rung k has the first k of them. KL needs no label, so that no label decides
+the order, and what is looked for along the ladder is a single number: how far to go. Where times are known,
+sites that read one quantized tensor share its quantize step and stand on the ladder together. What costs as
+much KL by itself as the budget allows stands behind all others: no rung with it fits.
 
-    U(f) = KL·(1 − f) + (U − KL)·√(1 − f).
+What sites cost together is expected to be the sum of what they cost alone. That is a first-order statement,
+and so is the bound (Σ√KL)² of `costs`: both say where to start, and what was measured jointly decides
+(`climbing`).
 
-Sites go that cost most for each microsecond that they save, until U(f) is inside the budget with some room on
-every output. Sites that read one quantized tensor were measured together, share its quantize step, and go
-together.
+**From one rung to another.** On each output the KL of a rung and the upper bound U of what is judged were
+measured. What each site contributes is known from calibration, up to a factor that is the same for all. With
+f the part of the predicted KL that another rung has, the logit change is √f times as large: KL is quadratic
+in it, and everything else in U (the labelled first-order term, and the half width of the interval, which
+follows the spread of the change) is linear in it. So the upper bound to expect is
+
+    U(f) = KL·f + (U − KL)·√f.
+
+An engine that misses the budget gives sites back from the top of its ladder, until U(f) is inside the budget
+with some room on every output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import fsum, inf, sqrt
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.evaluation import Evaluation, OutputEvaluation
-from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import Returned
@@ -48,8 +57,8 @@ class GivenBack:
     returned: tuple[Returned, ...]
 
 
-class GivingBack:
-    """What sites cost and save, for one model on one device.
+class Ladder:
+    """What sites cost and save, and the order that follows, for one model.
 
     Args:
         model: The model that plans are of.
@@ -85,31 +94,78 @@ class GivingBack:
             None where nothing would be left in FP8, or nothing can be expected to help.
         """
         measured = {output.output: output for output in evaluation.outputs if output.difference is not None}
-        units = units_of([site for site in plan.fp8_sites if site not in self._forced], self._costs.groups)
-        total = {name: self._kl_of(plan.fp8_sites, name) for name in measured}
-        by_rate = sorted(units, key=lambda unit: (-self._rate(unit, plan, device), sorted(unit)))
-        gone: list[Unit] = []
-        for unit in by_rate:
-            gone.append(unit)
-            left = set(plan.fp8_sites).difference(*gone)
-            if not left:
-                return None
-            parts = {name: self._kl_of(left, name) / kl if kl > 0.0 else 0.0 for name, kl in total.items()}
+        *lower, top = self.rungs(plan.fp8_sites, device)
+        for left in reversed([rung for rung in lower if rung]):
+            parts = {name: self.part(left, top, name) for name in measured}
             if all(
                 _expected(output, parts[name]) <= ROOM * output.budget for name, output in measured.items()
             ):
                 break
         else:
             return None
+        gone = [unit for unit in reversed(self._ordered(plan.fp8_sites, device)) if not unit <= left]
         returned = tuple(
-            Returned(tuple(sorted(unit)), self._cost(unit), self._saved_us(unit, plan, device))
+            Returned(tuple(sorted(unit)), self._cost(unit), self._saved_us(unit, plan.fp8_sites, device))
             for unit in gone
         )
-        return GivenBack(self._without(plan, frozenset().union(*gone), device), returned)
+        return GivenBack(self.plan_of(plan, left, device), returned)
 
-    def _rate(self, unit: Unit, plan: PrecisionPlan, device: str) -> float:
-        """Cost for each microsecond saved; for each operation where times are not known of all sites."""
-        saved = self._saved_us(unit, plan, device)
+    def rungs(self, sites: Collection[str], device: str = "") -> tuple[Unit, ...]:
+        """Nested sets of sites, from what the user forced alone to all of them.
+
+        Args:
+            sites: Those on the ladder.
+            device: Whose kernel times order them; operations do where there are none of it.
+        """
+        lowest = Unit(self._forced.intersection(sites))
+        return tuple(accumulate(self._ordered(sites, device), Unit.union, initial=lowest))
+
+    def part(self, rung: Unit, other: Unit, output: str) -> float:
+        """The KL that is predicted of a rung over that of another one; 0 where the other costs nothing."""
+        whole = self._kl_of(other, output)
+        return self._kl_of(rung, output) / whole if whole > 0.0 else 0.0
+
+    def predicted_kl(self, sites: Collection[str]) -> dict[str, float]:
+        """KL over the loss that is expected of sites together, by output."""
+        return {name: self._kl_of(sites, name) for name in self._outputs}
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the judged outputs."""
+        return tuple(self._outputs)
+
+    def budget(self, output: str) -> float:
+        """Largest accepted relative loss increase of an output."""
+        return self._outputs[output].budget
+
+    def share(self, sites: Collection[str]) -> float:
+        """Part of the FP8-able floating-point operations that sites make."""
+        able = sum(self._flops.values())
+        return sum(self._flops.get(site, 0) for site in sites) / able if able else 0.0
+
+    def _ordered(self, sites: Collection[str], device: str) -> list[Unit]:
+        """What is not forced, the cheapest first."""
+        free = [site for site in sites if site not in self._forced]
+        # Nothing is shared where nothing is timed: each site stands for its own operations.
+        units = units_of(free, self._costs.groups if self._is_timed(device) else ())
+
+        def order(unit: Unit) -> tuple[bool, float, float, list[str]]:
+            return (
+                self._is_beyond(unit),
+                self._rate(unit, sites, device),
+                self._rate(unit, sites, ""),
+                sorted(unit),
+            )
+
+        return sorted(units, key=order)
+
+    def _is_beyond(self, unit: Unit) -> bool:
+        """Whether it costs as much as the whole budget on an output by itself."""
+        return any(self._kl_of(unit, name) >= spec.budget for name, spec in self._outputs.items())
+
+    def _rate(self, unit: Unit, sites: Collection[str], device: str) -> float:
+        """Cost for each microsecond saved beside the others; for each operation without kernel times."""
+        saved = self._saved_us(unit, sites, device)
         if not self._is_timed(device):
             saved = float(fsum(self._flops.get(site, 0) for site in sorted(unit)))
         return self._cost(unit) / saved if saved is not None and saved > 0.0 else inf
@@ -123,15 +179,7 @@ class GivingBack:
 
     def _kl_of(self, sites: Collection[str], output: str) -> float:
         """Predicted KL of sites, together where they were measured together."""
-        spec, chosen = self._outputs[output], frozenset(sites)
-        together = [group for group in self._costs.groups if group <= chosen]
-        alone = sorted(chosen.difference(*together))
-        return fsum(
-            [
-                *(self._costs.of_group(group, spec).kl_moments.value for group in together),
-                *(self._costs.of_site(name, spec).kl_moments.value for name in alone),
-            ]
-        )
+        return self._costs.predicted(sites, self._outputs[output])
 
     def _on(self, device: str) -> list[SiteSpeed]:
         """What is known of sites on a device."""
@@ -140,29 +188,27 @@ class GivingBack:
     def _is_timed(self, device: str) -> bool:
         return any(speed.device == device and speed.saved_us for speed in self._speeds)
 
-    def _saved_us(self, unit: Unit, plan: PrecisionPlan, device: str) -> float | None:
-        """Microseconds a row that a unit saves where the rest of the plan stays, mean over batch sizes.
+    def _saved_us(self, unit: Unit, sites: Collection[str], device: str) -> float | None:
+        """Microseconds a row that a unit saves where the others stay in FP8, mean over batch sizes.
 
         With the quantize steps that only it needs, and those behind it that it makes free.
         """
         known = self._on(device)
-        left = set(plan.fp8_sites) - unit
+        left = set(sites) - unit
         batches = dict.fromkeys(batch for speed in known if speed.site in unit for batch in speed.saved_us)
         if not batches:
             return None
-        return _per_row(
-            {b: _float8_us(known, left, b) - _float8_us(known, plan.fp8_sites, b) for b in batches}
-        )
+        return _per_row({b: _float8_us(known, left, b) - _float8_us(known, sites, b) for b in batches})
 
-    def _without(self, plan: PrecisionPlan, gone: frozenset[str], device: str) -> PrecisionPlan:
+    def plan_of(self, plan: PrecisionPlan, left: Collection[str], device: str = "") -> PrecisionPlan:
+        """The plan with only these of its sites in FP8."""
+        gone = set(plan.fp8_sites).difference(left)
         decisions = tuple(_in_base(d, plan) if d.site in gone else d for d in plan.decisions)
-        left = [d.site for d in decisions if d.precision is Precision.FP8]
-        able = sum(self._flops.values())
         return replace(
             plan,
             decisions=decisions,
             predicted_kl={name: self._kl_of(left, name) for name in plan.predicted_kl},
-            fp8_share=sum(self._flops.get(site, 0) for site in left) / able if able else 0.0,
+            fp8_share=self.share(left),
             predicted_us=self._predicted_us(plan, left, device),
             breaks_up={
                 where: still

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import sqrt
 
+import numpy as np
 import pytest
 from planned_models import CTR, CVR, FLOPS, group, kl_of, profile_of, write_model
 
@@ -20,9 +22,10 @@ from loka_onnx.core.evaluation import (
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
+from loka_onnx.core.profile import SiteProfile
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.refinement import Returned
-from loka_onnx.planning.giving_back import ROOM, GivingBack
+from loka_onnx.planning.ladder import ROOM, Ladder
 
 KL = {"fc0": kl_of(1e-4), "fc1": kl_of(4e-4), "fc2": kl_of(1e-4)}
 """Of a budget of 1e-3, of which half is allowed to KL. For each operation fc1 costs most, fc2 least."""
@@ -64,7 +67,7 @@ def test_the_worst_goes_first_and_no_more_than_needed(model: ModelArtifact) -> N
     # A third of the predicted KL is left without fc1: 1.2e-3/3 + 0.8e-3·√(1/3) = 8.6e-4, inside 9e-4.
     assert ROOM * CTR.budget == pytest.approx(9e-4)
     assert 4e-4 + 8e-4 * sqrt(1 / 3) < 9e-4
-    giving = GivingBack(model, profile_of(model, KL), (CTR,), ())
+    giving = Ladder(model, profile_of(model, KL), (CTR,), ())
     found = giving.give_back(plan(model, *ALL), evaluation(measured(1.2e-3, 2e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc1",)]
@@ -80,7 +83,7 @@ def test_the_worst_goes_first_and_no_more_than_needed(model: ModelArtifact) -> N
 
 
 def test_more_go_where_more_is_missing(model: ModelArtifact) -> None:
-    giving = GivingBack(model, profile_of(model, KL), (CTR,), ())
+    giving = Ladder(model, profile_of(model, KL), (CTR,), ())
     # Without fc1: 4e-4 + 1.2e-3·√(1/3) = 1.09e-3; without fc0 too: 2e-4 + 1.2e-3·√(1/6) = 6.9e-4.
     found = giving.give_back(plan(model, *ALL), evaluation(measured(1.2e-3, 2.4e-3)), "gpu")
     assert found is not None
@@ -99,7 +102,7 @@ SPEEDS = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 50.0, "n"), speed("fc2", 4.0
 
 def test_known_times_decide_what_is_worth_its_cost(model: ModelArtifact) -> None:
     # fc0 saves 1 µs beside its quantize step: 1e-4 a µs; fc2 4: 2.5e-5; fc1 50: 8e-6.
-    giving = GivingBack(model, profile_of(model, KL), (CTR,), SPEEDS)
+    giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     found = giving.give_back(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc0",)]
@@ -113,21 +116,21 @@ def test_known_times_decide_what_is_worth_its_cost(model: ModelArtifact) -> None
 def test_a_site_that_saves_nothing_goes_first(model: ModelArtifact) -> None:
     slow = (speed("fc0", 2.0, "x", 3.0), *SPEEDS[1:])
     little = {**KL, "fc0": kl_of(1e-6), "fc2": kl_of(5e-4)}
-    giving = GivingBack(model, profile_of(model, little), (CTR,), slow)
+    giving = Ladder(model, profile_of(model, little), (CTR,), slow)
     found = giving.give_back(plan(model, *ALL), evaluation(measured(1e-3, 1.1e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc0",), ("fc2",)]
 
 
 def test_the_predicted_time_follows(model: ModelArtifact) -> None:
-    giving = GivingBack(model, profile_of(model, KL), (CTR,), SPEEDS)
+    giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}, "b": {"10": 7.0}}, device="gpu")
     found = giving.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
     assert found is not None
     # What fc0 saved is put back, and its quantize step is not needed any more.
     assert found.plan.predicted_us == {"gpu": {"10": pytest.approx(100.0 + 2.0 - 1.0)}}
     shared = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 50.0, "x", 1.0), SPEEDS[2])
-    kept = GivingBack(model, profile_of(model, KL), (CTR,), shared)
+    kept = Ladder(model, profile_of(model, KL), (CTR,), shared)
     still = kept.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
     # Who else reads the tensor still needs the step.
     assert still is not None and still.returned == (Returned(("fc0",), pytest.approx(0.2), 0.2),)
@@ -136,7 +139,7 @@ def test_the_predicted_time_follows(model: ModelArtifact) -> None:
 
 def test_a_cast_that_the_product_in_front_made_free_is_paid_for_without_it(model: ModelArtifact) -> None:
     behind = replace(speed("fc1", 50.0, "y", 3.0), made_by="fc0")
-    giving = GivingBack(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, SPEEDS[2]))
+    giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, SPEEDS[2]))
     known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}}, device="gpu")
     found = giving.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
     assert found is not None
@@ -148,10 +151,10 @@ def test_a_cast_that_the_product_in_front_made_free_is_paid_for_without_it(model
 def test_what_a_site_saves_holds_the_casts_that_it_makes_free(model: ModelArtifact) -> None:
     """fc1 reads what fc0 makes: in a chain its cast is free, and fc0 saves that as well."""
     behind = replace(speed("fc1", 50.0, "y", 3.0), made_by="fc0")
-    giving = GivingBack(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, SPEEDS[2]))
+    giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, SPEEDS[2]))
 
     def saved(*sites: str, of: tuple[str, ...] = ALL) -> float | None:
-        return giving._saved_us(frozenset(sites), plan(model, *of), "gpu")
+        return giving._saved_us(frozenset(sites), of, "gpu")
 
     # A row of a batch of 10. fc0 saves 2 µs beside a cast of 1, and makes the one of 3 free.
     assert saved("fc0") == pytest.approx((2.0 - 1.0 + 3.0) / 10)
@@ -162,7 +165,7 @@ def test_what_a_site_saves_holds_the_casts_that_it_makes_free(model: ModelArtifa
     assert saved("fc0", of=("fc0", "fc2")) == pytest.approx((2.0 - 1.0) / 10)
     # Of a reader whose time is not known it is known that it needs the cast, and not who makes that free.
     unknown = replace(SPEEDS[2], verdict=SpeedVerdict.UNKNOWN, saved_us={}, quantize_us={}, tensor="y")
-    giving = GivingBack(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, unknown))
+    giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, unknown))
     assert saved("fc1") == pytest.approx(50.0 / 10)
     assert saved("fc1", of=("fc1", "fc2")) == pytest.approx(50.0 / 10)
     assert saved("fc0", of=("fc0", "fc2")) == pytest.approx((2.0 - 1.0 + 3.0) / 10)
@@ -172,7 +175,7 @@ def test_what_a_site_saves_holds_the_casts_that_it_makes_free(model: ModelArtifa
 def test_a_site_whose_time_is_not_known_leaves_the_cast_to_who_shares_it(model: ModelArtifact) -> None:
     unknown = replace(SPEEDS[2], verdict=SpeedVerdict.UNKNOWN, saved_us={}, quantize_us={}, tensor="n")
     behind = speed("fc1", 50.0, "n", 3.0)
-    giving = GivingBack(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, unknown))
+    giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, unknown))
     known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}}, device="gpu")
     little = evaluation(measured(1e-3, 0.95e-3))
     found = giving.give_back(known, little, "gpu")
@@ -183,7 +186,7 @@ def test_a_site_whose_time_is_not_known_leaves_the_cast_to_who_shares_it(model: 
 
 
 def test_a_kernel_is_whole_again_without_the_site_that_broke_it_up(model: ModelArtifact) -> None:
-    giving = GivingBack(model, profile_of(model, KL), (CTR,), SPEEDS)
+    giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     apart = {"gpu": {"fc0": "factorization-norm"}, "b": {"fc0": "a kernel", "fc2": "another"}}
     known = replace(plan(model, *ALL), breaks_up=apart)
     found = giving.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
@@ -194,17 +197,20 @@ def test_a_kernel_is_whole_again_without_the_site_that_broke_it_up(model: ModelA
 
 def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:
     profile = replace(profile_of(model, KL), groups=(group("x", ("fc0", "fc1"), {"ctr": kl_of(4.5e-4)}),))
-    giving = GivingBack(model, profile, (CTR,), ())
+    quick = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 2.0, "x", 1.0), SPEEDS[2])
+    giving = Ladder(model, profile, (CTR,), quick)
     # Together they cost 4.5e-4 of 5.5e-4: 2/11 is left.
     found = giving.give_back(plan(model, *ALL), evaluation(measured(1.1e-3, 1.5e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc0", "fc1")]
+    # Where nothing is timed, no step is shared.
+    assert giving.rungs(ALL, "another")[1:] == tuple(map(frozenset, (("fc2",), ("fc0", "fc2"), ALL)))
     assert found.returned[0].kl == pytest.approx(0.9)
     assert found.plan.predicted_kl == {"ctr": pytest.approx(1e-4)}
 
 
 def test_what_the_user_forced_stays(model: ModelArtifact) -> None:
-    giving = GivingBack(model, profile_of(model, KL), (CTR,), (), forced=("fc1",))
+    giving = Ladder(model, profile_of(model, KL), (CTR,), (), forced=("fc1",))
     missed = evaluation(measured(6e-4, 1.05e-3))
     found = giving.give_back(plan(model, *ALL), missed, "gpu")
     assert found is not None
@@ -213,9 +219,62 @@ def test_what_the_user_forced_stays(model: ModelArtifact) -> None:
 
 
 def test_every_output_must_fit(model: ModelArtifact) -> None:
-    giving = GivingBack(model, profile_of(model, KL, (CTR, CVR)), (CTR, CVR), ())
+    giving = Ladder(model, profile_of(model, KL, (CTR, CVR)), (CTR, CVR), ())
     both = evaluation(measured(1e-4, 2e-4), measured(1.2e-3, 2.4e-3, "cvr"))
     found = giving.give_back(plan(model, *ALL), both, "gpu")
     assert found is not None
     # The output that is inside alone would need nothing.
     assert [each.sites for each in found.returned] == [("fc1",), ("fc0",)]
+
+
+# Rungs -----------------------------------------------------------------------------------------------
+
+
+def random_kl(seed: int, largest: float = 9e-4) -> dict[str, float]:
+    random = np.random.default_rng(seed)
+    return dict(zip(ALL, (largest * random.random(len(ALL))).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("device", ["gpu", "another"])
+def test_rungs_are_nested_and_each_site_is_worth_more_than_the_next(
+    model: ModelArtifact, seed: int, device: str
+) -> None:
+    kl = random_kl(seed)
+    ladder = Ladder(model, profile_of(model, {n: kl_of(v) for n, v in kl.items()}), (CTR,), SPEEDS)
+    rungs = ladder.rungs(ALL, device)
+    assert rungs[0] == frozenset() and rungs[-1] == frozenset(ALL) and len(rungs) == len(ALL) + 1
+    assert all(lower < higher for lower, higher in pairwise(rungs))
+    saved = {"fc0": 1.0, "fc1": 50.0, "fc2": 4.0} if device == "gpu" else FLOPS
+    order = [min(higher - lower) for lower, higher in pairwise(rungs)]
+    assert order == sorted(ALL, key=lambda name: kl[name] / saved[name])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_label_moves_a_site(model: ModelArtifact, seed: int) -> None:
+    """Other labels are other labelled parts, and the same KL."""
+    profile = profile_of(model, {name: kl_of(value) for name, value in random_kl(seed).items()})
+    random = np.random.default_rng(seed)
+
+    def relabelled(entry: SiteProfile) -> SiteProfile:
+        parts = (replace(s, labelled_moments=kl_of(float(random.normal()))) for s in entry.sensitivities)
+        return replace(entry, sensitivities=tuple(parts))
+
+    other = replace(profile, sites=tuple(map(relabelled, profile.sites)))
+    assert other != profile
+    for device in ("gpu", "another"):
+        before, after = (Ladder(model, p, (CTR,), SPEEDS).rungs(ALL, device) for p in (profile, other))
+        assert before == after
+
+
+def test_what_takes_the_whole_budget_stands_behind_all_others(model: ModelArtifact) -> None:
+    """For each operation fc2 costs less than fc1, and no rung with it fits."""
+    kl = {"fc0": kl_of(1e-5), "fc1": kl_of(5e-4), "fc2": kl_of(1.1 * CTR.budget)}
+    assert 1.1 * CTR.budget / FLOPS["fc2"] < 5e-4 / FLOPS["fc1"]
+    rungs = Ladder(model, profile_of(model, kl), (CTR,), ()).rungs(ALL)
+    assert rungs == tuple(map(frozenset, ((), ("fc0",), ("fc0", "fc1"), ALL)))
+
+
+def test_what_the_user_forced_is_on_every_rung(model: ModelArtifact) -> None:
+    rungs = Ladder(model, profile_of(model, KL), (CTR,), (), forced=("fc1",)).rungs(ALL)
+    assert rungs[0] == {"fc1"} and len(rungs) == 3

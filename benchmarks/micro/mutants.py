@@ -1,0 +1,417 @@
+"""Which small defects the tests see: 100 seeded mutants of the library, each against neighbouring tests.
+
+A mutant is one change of the syntax tree: a comparison, an operator, `and` for `or`, a number, a statement
+that is left out, a return value. Points are drawn by a digest of the seed, the file and the text of the line,
+as many of each kind, so that most stay the same when the library changes. Texts for readers are no points.
+
+Neighbours are the tests whose imports lead to the module in the fewest steps, those in the mirrored folder
+and those of its name first: at most `QUICK` files, and of the tests marked slow those of the first `SLOW`. A
+mutant is caught where one of them fails, or a test takes longer than `SECONDS_A_TEST`. Tests that caught one
+are run on the library as it is: one that fails there too has caught nothing. Mutants that are equivalent, and
+those of lines that only a GPU runs, are listed with the reason in `equivalent_mutants.json`, by file, line
+and change, and do not count.
+
+    python -m benchmarks.micro.mutants --minutes 5
+
+goes on where it stopped; the last part writes the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.recording import write_record
+
+ROOT = Path(__file__).parents[2]
+LIBRARY, TESTS = ROOT / "loka_onnx", ROOT / "tests"
+EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
+COUNT, SEED = 100, 17
+QUICK, SLOW, FARTHER = 24, 5, 2
+"""Most files of each tier, and steps behind the nearest file at which others are no neighbours."""
+SECONDS_A_TEST, SECONDS_A_TIER = 150, 240
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change.
+
+    Attributes:
+        path: The file, from the root.
+        line: Of the change, from 1.
+        kind: Kind of change.
+        source: Text of the line.
+        old: What is replaced.
+        new: By what.
+        start: Offset in bytes.
+        end: Offset behind it.
+    """
+
+    path: str
+    line: int
+    kind: str
+    source: str
+    old: str
+    new: str
+    start: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        """What tells it from others, whatever stands above it in its file."""
+        return " | ".join((self.path, self.source, f"{self.old} -> {self.new}"))
+
+    def apply(self, text: bytes) -> bytes:
+        """The file with the change."""
+        assert text[self.start : self.end] == self.old.encode()
+        return text[: self.start] + self.new.encode() + text[self.end :]
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Every mutant of a file."""
+    text = path.read_bytes()
+    lines = text.splitlines(keepends=True)
+    offsets = [0]
+    for line in lines:
+        offsets.append(offsets[-1] + len(line))
+
+    for node, kind, new in _points(ast.parse(text)):
+        start = offsets[node.lineno - 1] + node.col_offset
+        end = offsets[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        old = text[start:end].decode()
+        told = " ".join(lines[node.lineno - 1].decode().split())
+        yield Mutant(
+            path.relative_to(ROOT).as_posix(), node.lineno, kind, told, old, ast.unparse(new), start, end
+        )
+
+
+def _points(tree: ast.Module) -> Iterator[tuple[Any, str, ast.AST]]:
+    pending: list[tuple[ast.AST, ast.expr | None]] = [(tree, None)]
+    while pending:
+        node, returns = pending.pop()
+        if isinstance(node, ast.FunctionDef):
+            returns = node.returns
+            children: list[ast.AST] = [*node.args.defaults, *node.body]
+        elif isinstance(node, ast.AnnAssign):
+            children = [node.value] if node.value else []
+        elif _is_silent(node):
+            children = []
+        else:
+            children = list(ast.iter_child_nodes(node))
+        pending += [(child, returns) for child in children]
+        yield from ((node, kind, new) for kind, new in _changes(node, returns))
+
+
+def _is_silent(node: ast.AST) -> bool:
+    """Texts: of errors, of the log, and those that are put together for readers."""
+    if isinstance(node, ast.Raise | ast.JoinedStr | ast.arguments):
+        return True
+    if isinstance(node, ast.keyword) and node.arg in {"remedy", "evidence", "where"}:
+        return True
+    return isinstance(node, ast.Call) and ast.unparse(node.func).startswith("_LOG.")
+
+
+def _changes(node: ast.AST, returns: ast.expr | None) -> Iterator[tuple[str, ast.AST]]:
+    match node:
+        case ast.Compare(left, [op], [right]) if type(op) in COMPARISONS:
+            yield "comparison", ast.Compare(left, [COMPARISONS[type(op)]()], [right])
+        case ast.BinOp(left, op, right) if type(op) in ARITHMETIC and not _is_text(node):
+            yield "arithmetic", ast.BinOp(left, ARITHMETIC[type(op)](), right)
+        case ast.BoolOp(op, values):
+            yield "boolean", ast.BoolOp(ast.And() if isinstance(op, ast.Or) else ast.Or(), values)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield "boolean", operand
+        case ast.Constant(bool(value)):
+            yield "constant", ast.Constant(not value)
+        case ast.Constant(int(value)):
+            yield "constant", ast.Constant(value + 1)
+        case ast.Constant(float(value)):
+            yield "constant", ast.Constant(2.0 * value or 1.0)
+        case ast.Return(value) if value is not None and not _is_nothing(value):
+            is_bool = returns is not None and ast.unparse(returns) == "bool"
+            new = ast.UnaryOp(ast.Not(), value) if is_bool else ast.Constant(None)
+            yield "return value", ast.Return(new)
+        case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Continue() | ast.Break():
+            if not _is_silent(getattr(node, "value", node)):
+                yield "statement", ast.Pass()
+        case ast.If(_, [ast.Raise() | ast.Return() | ast.Continue()], []):
+            yield "statement", ast.Pass()
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    return any(
+        isinstance(part, ast.JoinedStr) or (isinstance(part, ast.Constant) and isinstance(part.value, str))
+        for part in ast.walk(node)
+    )
+
+
+def _is_nothing(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
+
+
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """As many of each kind, by a digest."""
+
+    def rank(mutant: Mutant) -> str:
+        return hashlib.sha256(f"{seed} {mutant.name}".encode()).hexdigest()
+
+    kinds: dict[str, list[Mutant]] = {}
+    for path in sorted(LIBRARY.rglob("*.py")):
+        for mutant in mutants_of(path):
+            kinds.setdefault(mutant.kind, []).append(mutant)
+    columns = [sorted(kinds[kind], key=rank) for kind in sorted(kinds)]
+    return [each for row in zip_longest(*columns) for each in row if each is not None][:count]
+
+
+def _module(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+@cache
+def _imports() -> dict[str, frozenset[str]]:
+    """File of a test, helper of tests or module of the library → what it imports, likewise."""
+    library = {_module(path): path for path in LIBRARY.rglob("*.py")}
+    helpers = {path.stem: _module(path) for path in TESTS.rglob("*.py") if not path.name.startswith("test_")}
+    found = {}
+    for path in (*library.values(), *TESTS.rglob("*.py")):
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                # A package is no neighbour for the sake of one of its modules.
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= (inside & library.keys()) or {node.module}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                # Names of what runs in another process.
+                names |= ({node.value} & library.keys()) | ({node.value.removesuffix(".py")} & helpers.keys())
+        found[_module(path)] = frozenset(
+            {helpers[name] for name in names if name in helpers} | (names & library.keys())
+        )
+    return found
+
+
+def neighbours(path: str) -> list[Path]:
+    """Files of tests, the nearest first."""
+    imports, module = _imports(), _module(ROOT / path)
+    importers: dict[str, set[str]] = {}
+    for name, names in imports.items():
+        for each in names:
+            importers.setdefault(each, set()).add(name)
+    steps, at = {module: 0}, [module]
+    while at:
+        now = at.pop(0)
+        for name in importers.get(now, ()):
+            if name not in steps:
+                steps[name] = steps[now] + 1
+                at.append(name)
+    mirror = TESTS / "unit" / Path(path).parent.relative_to("loka_onnx")
+    while not mirror.is_dir():
+        mirror = mirror.parent
+    words = set(re.split(r"_", Path(path).stem)) - {"the", "of"}
+    ranked = []
+    for test in TESTS.rglob("test_*.py"):
+        # Tests on devices skip here.
+        if "gpu" in test.parts or "browser" in test.parts or "release" in test.name:
+            continue
+        distance = steps.get(_module(test), 99)
+        is_mirrored = test.is_relative_to(mirror) and mirror.name != "unit"
+        named = len(words & set(test.stem.split("_")))
+        if distance < 99 or is_mirrored:
+            ranked.append((distance - 2 * named - is_mirrored, test.stat().st_size, test))
+    ranked.sort()
+    farthest = ranked[0][0] + FARTHER if ranked else 0
+    return [test for distance, _, test in ranked[:QUICK] if distance <= farthest]
+
+
+@dataclass
+class Outcome:
+    """What became of a mutant.
+
+    Attributes:
+        name: The mutant.
+        kind: Its kind.
+        line: Of the change.
+        caught_by: The test; empty where none failed.
+        seconds: Taken.
+    """
+
+    name: str
+    kind: str
+    line: int
+    caught_by: str
+    seconds: float
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Where this module is a plugin: a test that hangs fails."""
+
+    def late(*_: object) -> None:
+        pytest.fail(f"longer than {SECONDS_A_TEST} s", pytrace=False)
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS_A_TEST)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+
+
+def _pytest(tree: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output; the code is 0 where time ran out without a failure."""
+    ours = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command += ["-p", "benchmarks.micro.mutants", "-rfE", "--no-header", *arguments]
+    with subprocess.Popen(
+        command,
+        cwd=tree,
+        env={**os.environ, **ours},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=SECONDS_A_TIER)
+            return process.returncode, printed
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return 0, ""
+
+
+def judged(mutant: Mutant, tree: Path) -> Outcome:
+    """Runs the neighbours of a mutant in a copy of the tree."""
+    began, file = time.monotonic(), tree / mutant.path
+    whole, caught = file.read_bytes(), ""
+    tests = [test.relative_to(ROOT).as_posix() for test in neighbours(mutant.path)]
+    file.write_bytes(mutant.apply(whole))
+    try:
+        for tier, files in (("not slow", tests), ("slow", tests[:SLOW])):
+            code, printed = _pytest(tree, "-m", tier, *files)
+            if code not in (0, 5):
+                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.M)
+                caught = failed[1] if failed else "at import"
+                break
+    finally:
+        file.write_bytes(whole)
+    return Outcome(mutant.name, mutant.kind, mutant.line, caught, round(time.monotonic() - began, 1))
+
+
+def main() -> None:
+    """Judge as many as the time allows; write the record with the last."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time")
+    parser.add_argument(
+        "--state", type=Path, default=ROOT / "runs" / "mutants.jsonl", help="what is known so far"
+    )
+    parser.add_argument("--again", action="store_true", help="judge those that nothing caught once more")
+    parser.add_argument("--list", action="store_true", help="print the mutants and their tests, run nothing")
+    options = parser.parse_args()
+    chosen, until = drawn(COUNT, SEED), time.monotonic() + 60 * options.minutes
+    if options.list:
+        for mutant in chosen:
+            print(f"{mutant.path}:{mutant.line}: {mutant.kind}: {mutant.old!r} -> {mutant.new!r}")
+            print("    ", *(test.name for test in neighbours(mutant.path)))
+        return
+    options.state.parent.mkdir(parents=True, exist_ok=True)
+    known = {}
+    if options.state.is_file():
+        outcomes = [Outcome(**json.loads(line)) for line in options.state.read_text().splitlines()]
+        known = {outcome.name: outcome for outcome in outcomes}
+    reasons = {entry["mutant"]: entry["reason"] for entry in json.loads(EQUIVALENT.read_text())}
+    left = [m for m in chosen if m.name not in known and m.name not in reasons]
+    if options.again:
+        left += [
+            m for m in chosen if m.name in known and not known[m.name].caught_by and m.name not in reasons
+        ]
+    with tempfile.TemporaryDirectory() as place:
+        tree = Path(place) / "tree"
+        listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
+        for name in filter(None, listed):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+        for mutant in left:
+            if time.monotonic() > until:
+                print(f"{len(left)} or fewer are left: run it again")
+                return
+            outcome = known[mutant.name] = judged(mutant, tree)
+            with options.state.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+            at = f"{mutant.path}:{mutant.line}"
+            print(f"{outcome.caught_by or 'NOT CAUGHT'}: {at}: {mutant.old} -> {mutant.new}")
+        _record([known[m.name] for m in chosen if m.name not in reasons], chosen, reasons, tree)
+
+
+def _record(found: list[Outcome], chosen: list[Mutant], reasons: dict[str, str], tree: Path) -> None:
+    killers = sorted({each.caught_by for each in found} - {"", "at import"})
+    false = set()
+    for killer in killers:
+        code, _ = _pytest(tree, killer)
+        if code:
+            false.add(killer)
+            print(f"fails without a mutant: {killer}")
+    caught = [each for each in found if each.caught_by and each.caught_by not in false]
+    kinds, of_kind = Counter(each.kind for each in caught), Counter(each.kind for each in found)
+    figures = {
+        "mutants": len(chosen),
+        "equivalent, or of lines that only a GPU runs": len(chosen) - len(found),
+        "caught": len(caught),
+        "score": len(caught) / len(found),
+        "by kind": {kind: {"mutants": of_kind[kind], "caught": kinds[kind]} for kind in sorted(of_kind)},
+        "not caught": sorted(each.name for each in found if each not in caught),
+        "not counted": {m.name: reasons[m.name] for m in chosen if m.name in reasons},
+    }
+    settings = {
+        "seed": SEED,
+        "files_of_quick_tests": QUICK,
+        "files_of_slow_tests": SLOW,
+        "seconds_a_test": SECONDS_A_TEST,
+    }
+    print(f"{len(caught)} of {len(found)}: {write_record('mutants', figures, settings)}")
+
+
+if __name__ == "__main__":
+    main()

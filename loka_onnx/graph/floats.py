@@ -1,0 +1,181 @@
+"""Weights of other forms become dense ones of FP32, which is what errors are measured against.
+
+A model of FP16 or FP64 weights computes in FP32 from here on: its weights, its inputs and outputs, and every
+cast to those types. FP16 weights keep their values; FP64 ones are rounded. Embedding tables of FP16 stay as
+they are stored, and what is looked up is cast. Whoever has rows holds the result against the original
+(`export.preflight`), because a model may rest on the digits that FP64 has and FP32 lacks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+from onnx.external_data_helper import uses_external_data
+
+from loka_onnx.errors import ModelError
+from loka_onnx.graph.storage import all_initializers, read_external, with_subgraphs
+
+_OTHERS: dict[int, str] = {
+    TensorProto.FLOAT16: "FP16",
+    TensorProto.DOUBLE: "FP64",
+    TensorProto.BFLOAT16: "BF16",
+}
+_TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "stash_type"})
+
+
+def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
+    """Convert a model whose weights, inputs or outputs are of another float type; edits it.
+
+    Args:
+        proto: The model, without functions.
+        path: Its file; external data lies beside it.
+
+    Returns:
+        What was converted, for the reader of the report; empty where nothing was.
+
+    Raises:
+        ModelError: It computes in BF16, or a weight does not fit FP32.
+    """
+    tables = _tables(proto.graph)
+    found = set(_types(proto, tables))
+    if not found:
+        return ()
+    if TensorProto.BFLOAT16 in found:
+        raise ModelError(
+            f"'{path}' computes in BF16",
+            where=next(_of_type(proto, TensorProto.BFLOAT16)),
+            evidence="ONNX Runtime has no BF16 on the CPU, so that a conversion could not be held against it",
+            remedy="export the model in FP32; `plan.base` lowers it to BF16 where that is asked for",
+        )
+    for tensor in all_initializers(proto.graph):
+        if tensor.name not in tables:
+            _widen(tensor, path)
+    for graph in with_subgraphs(proto.graph):
+        del graph.value_info[:]
+        for info in (*graph.input, *graph.output):
+            _retype(info.type)
+        for node in graph.node:
+            for attribute in node.attribute:
+                _widen(attribute.t, path)
+                _retype(attribute.tp)
+                if attribute.name in _TYPE_ATTRIBUTES and attribute.i in _OTHERS:
+                    attribute.i = TensorProto.FLOAT
+    _cast_lookups(proto.graph, tables)
+    names = " and ".join(sorted(_OTHERS[kind] for kind in found))
+    return (f"converted from {names} to FP32, inputs and outputs among it",)
+
+
+def to_dense(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Store sparse weights densely; edits a model.
+
+    Returns:
+        What was converted, for the reader of the report; empty where nothing was.
+    """
+    count = 0
+    for graph in with_subgraphs(proto.graph):
+        count += len(graph.sparse_initializer)
+        graph.initializer.extend(map(_dense, graph.sparse_initializer))
+        del graph.sparse_initializer[:]
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
+                    dense = _dense(attribute.sparse_tensor)
+                    attribute.CopyFrom(onnx.helper.make_attribute("value", dense))
+                    count += 1
+    return (f"{count} sparse weights stored densely",) if count else ()
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> TensorProto:
+    """The tensor: places are offsets into it, or one index for each axis (ONNX IR, SparseTensorProto)."""
+    values, places = (onnx.numpy_helper.to_array(part) for part in (sparse.values, sparse.indices))
+    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    if places.ndim == 1:
+        dense.reshape(-1)[places] = values
+    else:
+        dense[tuple(places.T)] = values
+    return onnx.numpy_helper.from_array(dense, sparse.values.name)
+
+
+def _types(proto: onnx.ModelProto, tables: frozenset[str]) -> Iterator[int]:
+    """Float types that make a model one of another type: those of matrices, and of its ends."""
+    for tensor in (*all_initializers(proto.graph), *_constants(proto.graph)):
+        if tensor.data_type in _OTHERS and len(tensor.dims) > 1 and tensor.name not in tables:
+            yield tensor.data_type
+    for info in (*proto.graph.input, *proto.graph.output):
+        if info.type.tensor_type.elem_type in _OTHERS:
+            yield info.type.tensor_type.elem_type
+
+
+def _of_type(proto: onnx.ModelProto, kind: int) -> Iterator[str]:
+    for tensor in (*all_initializers(proto.graph), *_constants(proto.graph)):
+        if tensor.data_type == kind:
+            yield f"tensor '{tensor.name}'"
+    for info in (*proto.graph.input, *proto.graph.output):
+        if info.type.tensor_type.elem_type == kind:
+            yield f"tensor '{info.name}'"
+
+
+def _constants(graph: onnx.GraphProto) -> Iterator[TensorProto]:
+    for part in with_subgraphs(graph):
+        for node in part.node:
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.TENSOR:
+                    yield attribute.t
+
+
+def _tables(graph: onnx.GraphProto) -> frozenset[str]:
+    """Initializers of 16 bits that only Gather of the main graph reads, as its data."""
+    uses: defaultdict[str, set[bool]] = defaultdict(set)
+    for part in with_subgraphs(graph):
+        for node in part.node:
+            for index, name in enumerate(node.input):
+                uses[name].add(part is graph and node.op_type == "Gather" and index == 0)
+    stored = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
+    return frozenset(t.name for t in graph.initializer if t.data_type in stored and uses[t.name] == {True})
+
+
+def _widen(tensor: TensorProto, path: Path) -> None:
+    if tensor.data_type not in _OTHERS:
+        return
+    if uses_external_data(tensor):
+        read_external(tensor, path.parent)
+    values = onnx.numpy_helper.to_array(tensor)
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    if not np.array_equal(np.isfinite(values), np.isfinite(narrow)):
+        raise ModelError(
+            f"a weight of '{path}' does not fit FP32",
+            where=f"tensor '{tensor.name}'",
+            evidence=f"its largest magnitude is {np.abs(values[np.isfinite(values)]).max():.4g}",
+            remedy="rescale it, or export the model in FP32",
+        )
+    tensor.CopyFrom(onnx.numpy_helper.from_array(narrow, tensor.name))
+
+
+def _retype(kind: onnx.TypeProto) -> None:
+    """FP32 in the place of the other types, in sequences and optionals too; edits it."""
+    which = kind.WhichOneof("value")
+    if which == "tensor_type" and kind.tensor_type.elem_type in _OTHERS:
+        kind.tensor_type.elem_type = TensorProto.FLOAT
+    elif which in {"sequence_type", "optional_type"}:
+        _retype(getattr(kind, which).elem_type)
+
+
+def _cast_lookups(graph: onnx.GraphProto, tables: frozenset[str]) -> None:
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        nodes.append(node)
+        if node.op_type == "Gather" and node.input[0] in tables:
+            name = node.output[0]
+            node.output[0] = f"{name}.stored"
+            cast = onnx.helper.make_node("Cast", [node.output[0]], [name], f"{node.name}/fp32")
+            cast.attribute.append(onnx.helper.make_attribute("to", TensorProto.FLOAT))
+            nodes.append(cast)
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copies)

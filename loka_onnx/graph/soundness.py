@@ -1,0 +1,134 @@
+"""The door for foreign models: what comes through is a graph that later code may trust.
+
+A model is refused where both onnx's checker (or its strict inference of types and shapes) and ONNX Runtime
+refuse it. The checker alone is no ground: it wants nodes in order, shapes of outputs and names of graphs,
+which ONNX Runtime does without. ONNX Runtime is asked only then: it reads the whole file.
+
+The checker takes a model as one message of at most 2 GiB, and opens external data by rules of its own.
+Neither decides whether a graph is sound, so it is given the graph without its large weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+
+import onnx
+from onnx.external_data_helper import uses_external_data
+
+from loka_onnx.errors import LokaError, ModelError
+from loka_onnx.graph.shapes import without_weights
+from loka_onnx.graph.storage import all_initializers, stored_bytes
+from loka_onnx.sessions.model_files import messages, nested_nodes
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+
+@contextmanager
+def parsing(path: Path, step: str) -> Iterator[None]:
+    """Turn whatever a library raises over a foreign model into a `ModelError`.
+
+    Libraries of several languages work here, and none documents what it raises.
+
+    Args:
+        path: The model.
+        step: What is done to it, as the end of "the model cannot be …".
+    """
+    try:
+        yield
+    except (LokaError, MemoryError):
+        raise
+    except Exception as error:
+        raise unsound(path, f"cannot be {step}", str(error) or type(error).__name__) from error
+
+
+def unsound(path: Path, what: str, evidence: str, where: str = "") -> ModelError:
+    """The refusal of a model that is none."""
+    lines = [line.strip() for line in evidence.splitlines() if line.strip()]
+    return ModelError(
+        f"'{path}' {what}",
+        where=where,
+        evidence=" ".join(lines)[:600],
+        remedy="export the model again; `onnx.checker.check_model` and ONNX Runtime tell whether it is sound",
+    )
+
+
+def check_message(proto: onnx.ModelProto, path: Path) -> None:
+    """Hold the message itself against what every library takes for granted.
+
+    Raises:
+        ModelError: A text is not UTF-8, or a function calls itself.
+    """
+    for message in messages(proto):
+        for descriptor, value in message.ListFields():
+            # Protobuf hands over bytes for a text that is not UTF-8.
+            texts = (value,) if isinstance(value, bytes) else value
+            if descriptor.type == descriptor.TYPE_STRING and any(isinstance(text, bytes) for text in texts):
+                raise unsound(path, "is not an ONNX model", f"its field '{descriptor.name}' is not UTF-8")
+    calls = {
+        (function.domain, function.name): {(n.domain, n.op_type) for n in nested_nodes(function.node)}
+        for function in proto.functions
+    }
+    for function in calls:
+        if _reaches_itself(function, calls):
+            name = f"{function[0]}::{function[1]}"
+            raise unsound(
+                path, "has a function that calls itself", "ONNX forbids recursion", f"function '{name}'"
+            )
+
+
+def check_sound(proto: onnx.ModelProto, path: Path) -> None:
+    """Hold a model without functions against the standard.
+
+    Raises:
+        ModelError: It is unsound; names the operator and node where it is known.
+    """
+    for tensor in all_initializers(proto.graph):
+        if uses_external_data(tensor) or not tensor.HasField("raw_data"):
+            continue
+        needed = stored_bytes(tensor)
+        if len(tensor.raw_data) != needed:
+            evidence = f"its type and shape need {needed} bytes, it has {len(tensor.raw_data)}"
+            raise unsound(path, "holds a tensor that is not whole", evidence, f"tensor '{tensor.name}'")
+    light = without_weights(proto)
+    try:
+        onnx.checker.check_model(light)
+        light = onnx.shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
+    except Exception as error:
+        # ValidationError and InferenceError, and what pybind11 raises for arguments that it does not take.
+        try:
+            OnnxSession(path, SessionOptions(threads=1, optimize=False))
+        except ModelError as refusal:
+            said = f"{error}\nONNX Runtime: {refusal.evidence}"
+            raise unsound(path, "is not a sound ONNX model", said) from error
+    _check_conditions(light, path)
+
+
+def _check_conditions(model: onnx.ModelProto, path: Path) -> None:
+    """Refuse an If on more or less than one value, which no library notices before it is run."""
+    graph = model.graph
+    shapes: dict[str, Sequence[int]] = {tensor.name: tensor.dims for tensor in graph.initializer}
+    for info in (*graph.value_info, *graph.input):
+        kind = info.type.tensor_type
+        if kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim):
+            shapes[info.name] = [dim.dim_value for dim in kind.shape.dim]
+    for node in graph.node:
+        if node.op_type == "If" and prod(shapes.get(node.input[0], ())) != 1:
+            evidence = (
+                f"'{node.input[0]}' has the shape {[*shapes[node.input[0]]]}, and an If takes one value"
+            )
+            raise unsound(path, "has a condition of another size", evidence, f"node '{node.name}' (If)")
+
+
+def _reaches_itself(start: tuple[str, str], calls: Mapping[tuple[str, str], set[tuple[str, str]]]) -> bool:
+    seen: set[tuple[str, str]] = set()
+    pending = [*calls[start]]
+    while pending:
+        name = pending.pop()
+        if name == start:
+            return True
+        if name not in seen:
+            seen.add(name)
+            pending += calls.get(name, ())
+    return False

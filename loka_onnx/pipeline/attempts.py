@@ -1,0 +1,135 @@
+"""Further attempts at certification: a lower rung for what was selected and missed.
+
+Which rung that is follows from the selection split (`planning.climbing`); certification says only that there
+is a further attempt. The plan is built wherever the one that missed was, and judged by the same means, with
+its own part of certification's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from loka_onnx.core import serde
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.evaluation import EvaluationSet
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.refined_run import RefinedRun
+from loka_onnx.pipeline.candidates import EngineBuilder, results_of_jobs
+from loka_onnx.pipeline.emission import Results, choice_options
+from loka_onnx.pipeline.job_results import choosable
+from loka_onnx.pipeline.jobs import JOBS
+from loka_onnx.pipeline.ladder_stage import Climbing
+from loka_onnx.pipeline.splitting import source_of
+from loka_onnx.pipeline.steps import Steps
+from loka_onnx.planning.choice import not_certified
+from loka_onnx.planning.climbing import SHARES
+
+DOCUMENT = "attempt-{}.json"
+
+
+def attempt_again(steps: Steps, results: Results, sample: Path) -> Results:
+    """Lower rungs, one after the other, as long as what was selected misses → `attempt-<n>.json`.
+
+    Args:
+        steps: The stages.
+        results: A run whose engines were judged.
+        sample: ``.npz`` of generated inputs for first inferences.
+    """
+    for number in range(1, len(SHARES)):
+        missed = not_certified(
+            choosable(results.engines.engines), results.evaluations, results.plans, choice_options(steps)
+        )
+        # Several targets may have selected one plan.
+        plans = tuple(dict.fromkeys(engine.plan for engine in missed))
+        if not plans:
+            return results
+        added = _attempt(steps, results, sample, number, plans)
+        if not added.plans:
+            return results
+        results = _with(results, added)
+    return results
+
+
+def _attempt(steps: Steps, results: Results, sample: Path, number: int, missed: Sequence[str]) -> RefinedRun:
+    directory, name = steps.directory, f"attempt {number + 1}"
+    document = directory.path / DOCUMENT.format(number + 1)
+
+    def produce() -> Sequence[Path]:
+        made = _Attempt(steps, results, sample, number)
+        serde.write(made.run([results.plans.plan(plan) for plan in missed]), document)
+        return [document, *made.files]
+
+    key = {
+        "missed": missed,
+        "plans": serde.to_plain(results.plans),
+        "engines": serde.to_plain(results.engines),
+        "evaluations": serde.to_plain(results.evaluations),
+        "results": results_of_jobs(directory.path / JOBS),
+    }
+    return directory.stage(name, key, produce, lambda: serde.read(RefinedRun, document))
+
+
+@dataclass
+class _Attempt:
+    """One attempt.
+
+    Attributes:
+        steps: The stages.
+        results: The run so far.
+        sample: Generated inputs.
+        number: Of the attempt, from 0.
+        files: Files of engines and models.
+    """
+
+    steps: Steps
+    results: Results
+    sample: Path
+    number: int
+    files: tuple[Path, ...] = ()
+
+    def run(self, missed: Sequence[PrecisionPlan]) -> RefinedRun:
+        """Plans with fewer sites, with their engines and evaluations; nothing where none would be left."""
+        steps, results = self.steps, self.results
+        lower = {plan.id: made for plan in missed if (made := self._lower(plan)) is not None}
+        if not lower:
+            return RefinedRun()
+        plans = PlanSet(tuple(lower.values()))
+        fitted = steps.fit_corrections(results.exported, results.modified, plans)
+        builder = EngineBuilder(steps.config, steps.directory, self.sample, steps.progress, fitted)
+        builder.only = frozenset(
+            f"{e.target}-{e.backend}-{e.architecture}-{lower[e.plan].id}"
+            for e in results.engines.engines
+            if e.plan in lower
+        )
+        builder.is_addition = True
+        builder.job_rows, builder.timed_rows = steps.judging.job_rows(), steps.judging.timed_rows
+        built = builder.build(source_of(results.modified, plans, steps.split))
+        self.files = builder.files(built)
+        engines = built.engines.engines
+        judged = steps.judging.judge_attempt(results.exported, engines, self.number)
+        return RefinedRun(plans.plans, engines, fitted, built.rewrites, EvaluationSet(tuple(judged)))
+
+    def _lower(self, plan: PrecisionPlan) -> PrecisionPlan | None:
+        results = self.results
+        climbing = Climbing(self.steps, results.exported, results.modified, results.profile)
+        made = climbing.lower(plan, self.number)
+        root = plan.id.removesuffix(f"-attempt-{self.number}")
+        return made and replace(made, id=f"{root}-attempt-{self.number + 1}", instead_of=plan.id)
+
+
+def _with(results: Results, added: RefinedRun) -> Results:
+    def more(engines: tuple[EngineArtifact, ...]) -> tuple[EngineArtifact, ...]:
+        return (*engines, *added.engines)
+
+    return replace(
+        results,
+        plans=replace(results.plans, plans=(*results.plans.plans, *added.plans)),
+        engines=replace(results.engines, engines=more(results.engines.engines)),
+        corrections=replace(
+            results.corrections, plans=(*results.corrections.plans, *added.corrections.plans)
+        ),
+        rewrites={**results.rewrites, **added.rewrites.logs},
+        evaluations=EvaluationSet((*results.evaluations.evaluations, *added.evaluations.evaluations)),
+    )

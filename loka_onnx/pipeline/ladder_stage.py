@@ -1,0 +1,176 @@
+"""Climbing the ladder of plans as a stage: rungs judged on the selection split, in simulation.
+
+One switchable model (`calibration.effects.switchable`) holds every site that may run in FP8, exact and
+rounded. A rung is one pass of it over the selection split: nothing is built. What is not FP8 stays in FP32
+there, and the constants that are fitted to a plan later (`correcting`) are not in it; they are kept only
+where they bring the upper bound down.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from functools import cached_property, partial
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
+from loka_onnx.config import PlanId
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.evaluation import OutputEvaluation
+from loka_onnx.core.ladder import Climb
+from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.profile import Profile
+from loka_onnx.data import Dataset
+from loka_onnx.evaluation.accuracy import Units, evaluate_outputs
+from loka_onnx.evaluation.engines import predict_split
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.numerics.intervals import CONFIDENCE
+from loka_onnx.pipeline.judging import Judging
+from loka_onnx.pipeline.recipes import planned_recipes
+from loka_onnx.pipeline.steps import Steps
+from loka_onnx.planning.climbing import Goal, Judged, climb, design_spread
+from loka_onnx.planning.policy import LadderStart, start_ladder
+
+DOCUMENT = "ladder.json"
+SCRATCH = "calibration/instrumented/ladder.onnx"
+
+
+def climb_ladder(
+    steps: Steps, exported: ModelArtifact, modified: ModelArtifact, profile: Profile
+) -> Climb | None:
+    """The sites of `fp8-safe` → `ladder.json`; None where that plan does not compete."""
+    document, options = steps.directory.path / DOCUMENT, steps.plan_options(modified)
+    if PlanId.FP8_SAFE not in options.plans:
+        steps.directory.forget("ladder")
+        return None
+
+    def produce() -> Sequence[Path]:
+        serde.write(Climbing(steps, exported, modified, profile).climb(), document)
+        return [document]
+
+    chosen = steps.config.plan
+    key = {
+        "exported": exported.digest,
+        "model": modified.digest,
+        "profile": serde.to_plain(profile),
+        "keep": [chosen.keep, chosen.force, chosen.protect],
+        "confidence": options.confidence,
+        "timings": [known.key for known in options.devices],
+        "data": [steps.splits.selection.digest, steps.splits.certification.rows],
+        "outputs": [output.model_dump(mode="json") for output in steps.config.outputs],
+        "group": steps.config.data.group,
+        "looks": steps.judging.looks,
+    }
+    return steps.directory.stage("ladder", key, produce, lambda: serde.read(Climb, document))
+
+
+class Climbing:
+    """Judges rungs of one model.
+
+    Args:
+        steps: The stages.
+        exported: The FP32 model that rungs are judged against.
+        modified: The model that they are of.
+        profile: Its profile.
+    """
+
+    def __init__(
+        self, steps: Steps, exported: ModelArtifact, modified: ModelArtifact, profile: Profile
+    ) -> None:
+        self._steps, self._exported = steps, exported
+        self._modified, self._profile = modified, profile
+        self._judging: Judging = steps.judging
+
+    def climb(self) -> Climb:
+        """The highest rung of all sites that may run in FP8, for the first attempt at certification."""
+        start = self._start()
+        return self._climbed(start, start.rungs, 0)
+
+    def lower(self, plan: PrecisionPlan, attempt: int) -> PrecisionPlan | None:
+        """A plan with fewer sites in FP8; None where none of them would be left.
+
+        Args:
+            plan: One that missed on certification.
+            attempt: The next one, from 0.
+        """
+        start = self._start(plan)
+        left = self._climbed(start, start.rungs[:-1], attempt).sites
+        return start.ladder.plan_of(plan, left, plan.device) if left else None
+
+    def _start(self, plan: PrecisionPlan | None = None) -> LadderStart:
+        steps = self._steps
+        recipes, options = planned_recipes(steps.config.plan), steps.plan_options(self._modified)
+        return start_ladder(self._modified, self._profile, steps.specs, recipes, options, plan)
+
+    def _climbed(self, start: LadderStart, rungs: Sequence[frozenset[str]], attempt: int) -> Climb:
+        goal = Goal.of(attempt, (1.0 - CONFIDENCE) / self._judging.looks)
+        if len(rungs) < 2:
+            # There is nothing to judge.
+            return Climb(0, tuple(sorted(next(iter(rungs), ()))), goal.confidence, goal.chance, ())
+        judge = partial(self._judge, self._switchable(start))
+        return climb(start.ladder, rungs, judge, goal, self._steps.judged_rows)
+
+    def _switchable(self, start: LadderStart) -> SwitchableModel:
+        graph = GraphModel.load(self._modified.path)
+        switches = [
+            Switch(site, start.recipes[site.name])
+            for site in self._modified.sites
+            if site.name in start.recipes
+        ]
+        path = self._steps.directory.path / SCRATCH
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_switchable(graph, switches, self._profile.scales, path).open(self._steps.threads)
+
+    def _judge(self, model: SwitchableModel, rung: Collection[str]) -> Judged:
+        steps, split = self._steps, self._judging.judged_splits()[0]
+        names = [spec.name for spec in steps.specs]
+
+        def run(inputs: Any) -> dict[str, npt.NDArray[Any]]:
+            return model.run(inputs, tuple(rung), names)
+
+        task = f"judge {len(rung)} sites in FP8 on {split.name}"
+        found = predict_split(split, run, steps.specs, task, steps.progress).outputs
+        known = self._judging.reference_on_selection(self._exported)
+        columns, grouping = known.predictions.columns, known.units.grouping
+
+        def judged(units: Units) -> tuple[OutputEvaluation, ...]:
+            return evaluate_outputs(known.predictions.outputs, found, columns, steps.specs, units)
+
+        outputs = judged(Units(grouping))
+        if grouping is None:
+            rows = steps.judged_rows
+            spread = sqrt(rows["selection"] / rows["certification"])
+            return Judged(outputs, {output.output: spread for output in outputs})
+        return Judged(
+            outputs,
+            {
+                ours.output: design_spread(_half(alone), _half(ours), *self._sizes)
+                for ours, alone in zip(outputs, judged(Units()), strict=True)
+            },
+        )
+
+    @cached_property
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        """Rows of each group of selection and of certification; of certification nothing else is read."""
+        splits = self._steps.splits
+        return self._sizes_of(splits.selection), self._sizes_of(splits.certification)
+
+    def _sizes_of(self, data: Dataset) -> list[int]:
+        group = str(self._steps.config.data.group)
+        counted: Counter[Any] = Counter()
+        for values in self._steps.read_columns(data, (group,)):
+            ids, counts = np.unique(values[group], return_counts=True)
+            counted.update(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
+        return list(counted.values())
+
+
+def _half(output: OutputEvaluation) -> float:
+    if output.difference is None:
+        return 0.0
+    return output.difference.judged.upper - output.difference.judged.value

@@ -1,0 +1,133 @@
+"""Write a convolution of kernel size 1 as a matrix product.
+
+Without groups, strides and padding every position is multiplied by one matrix (C channels in, O out, P
+positions)::
+
+    Conv(X, W, b)[n, :, p]   =   W · X[n, :, p] + b        W (O, C), X (batch, C, P), b (O, 1)
+
+so that the product has its weight on the left and moves no value. Positions along several axes are made one
+by a Reshape, and again several behind the product. The sums of xDeepFM's compressed interaction network are
+such convolutions, as are layers that mix the channels of a sequence.
+
+No engine is given FP8 convolutions by a plan, and a Conv is no site; a MatMul is both. A convolution that FP8
+products cannot serve (`Site.is_fp8_able`) stays as it is: ONNX Runtime adds a bias and clips within the Conv.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.site import LEAST_FP8
+from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
+from loka_onnx.transforms.base import Found, Mod
+
+
+class NotPointwise(Exception):
+    """The convolution is no matrix product of the kind; the message says why."""
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """A convolution of kernel size 1.
+
+    Attributes:
+        node: The Conv.
+        weight: (O, C).
+        bias: (O, 1); None where there is none.
+        positions: Lengths of the axes behind the channels, -1 for one that is not known.
+    """
+
+    node: Node
+    weight: npt.NDArray[np.floating]
+    bias: npt.NDArray[np.floating] | None
+    positions: tuple[int, ...]
+
+
+class ConvToMatMul(Mod[Pointwise]):
+    """Conv of kernel size 1 → MatMul.
+
+    Args:
+        least: Fewest channels, before and behind, that are worth it.
+    """
+
+    name = "conv-to-matmul"
+
+    def __init__(self, least: int = LEAST_FP8) -> None:
+        self._least = least
+
+    def match(self, model: GraphModel) -> Found[Pointwise]:
+        """Find convolutions of kernel size 1 that FP8 products could serve."""
+        matches: list[Pointwise] = []
+        declined: list[Declined] = []
+        for node in model.nodes:
+            if node.op != "Conv":
+                continue
+            try:
+                matches.append(_read(node, self._least))
+            except NotPointwise as reason:
+                declined.append(Declined(node.name, str(reason)))
+        return Found(tuple(matches), tuple(declined))
+
+    def rewrite(self, model: GraphModel, match: Pointwise) -> Applied:
+        """Put the product in place of the Conv, whose name it takes as a site's."""
+        node, (channels, summed) = match.node, match.weight.shape
+        # Nodes that are no site are called after their module and their operator.
+        base = str(node.name).removesuffix("/conv").replace("/", ".").strip(".")
+        result: Tensor = node.inputs[0]
+        is_flat = len(match.positions) == 1
+        if not is_flat:
+            together = -1 if -1 in match.positions else prod(match.positions)
+            result = _reshaped(model, result, (0, summed, together), f"{base}/flat")
+        weight = model.constant(f"{base}.weight", match.weight)
+        result = model.add("MatMul", [weight, result], f"{base}/matmul", node.outputs[0].dtype)
+        site = result.inputs[0]
+        if match.bias is not None:
+            result = model.add("Add", [result, model.constant(f"{base}.bias", match.bias)], f"{base}/bias")
+        if not is_flat:
+            result = _reshaped(model, result, (0, channels, *match.positions), f"{base}/positions")
+        model.hand_over(node.outputs[0], result)
+        model.rename(site, base)
+        return Applied(site.name, f"Conv of kernel size 1, {summed} → {channels} channels → MatMul")
+
+
+def _read(node: Node, least: int) -> Pointwise:
+    source, weight, bias = (*node.inputs, None)[:3]
+    if not is_constant(weight) or (bias is not None and bias.name and not is_constant(bias)):
+        raise NotPointwise("its weight or its bias is computed")
+    values = values_of(weight)
+    kernel = values.shape[2:]
+    if any(length != 1 for length in kernel):
+        raise NotPointwise(f"its kernel is {' × '.join(map(str, kernel))}, not 1")
+    for attribute, plain in (("group", 1), ("strides", 1), ("pads", 0)):
+        given = np.atleast_1d(node.attrs.get(attribute, plain))
+        if (given != plain).any():
+            raise NotPointwise(f"it has {attribute} {given.tolist()}")
+    if node.outputs[0].dtype is None or element_type(node.outputs[0].dtype) not in {
+        onnx.TensorProto.FLOAT,
+        onnx.TensorProto.DOUBLE,
+    }:
+        raise NotPointwise("its operands are not known to be FP32")
+    if min(values.shape[:2]) < least:
+        raise NotPointwise(f"{values.shape[1]} → {values.shape[0]} channels: FP8 products begin at {least}")
+    positions = tuple(length if isinstance(length, int) else -1 for length in (source.shape or ())[2:])
+    if len(positions) != len(kernel) or (len(positions) > 1 and positions.count(-1) > 1):
+        raise NotPointwise(
+            f"of its input's shape {source.shape} more than one axis of positions is not known"
+        )
+    has_bias = bias is not None and bias.name
+    return Pointwise(
+        node,
+        values.reshape(values.shape[:2]),
+        values_of(bias).reshape(-1, 1) if has_bias and bias is not None else None,
+        positions,
+    )
+
+
+def _reshaped(model: GraphModel, tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    return model.add("Reshape", [tensor, model.constant(f"{name}.shape", np.array(shape, np.int64))], name)

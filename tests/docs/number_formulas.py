@@ -1,0 +1,312 @@
+"""Formulas over the records, for the numbers of README and docs (`numbers.yaml`); of plain JSON alone."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import exp, log
+from pathlib import Path
+from statistics import NormalDist, geometric_mean, median
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "benchmarks" / "records"
+
+
+def value_of(formula: str) -> float:
+    """What a formula comes to, in Python: `R(name, key, …)` is a figure of a record, `S` a setting."""
+    return float(eval(formula, dict(FORMULAS)))
+
+
+@cache
+def _record(name: str) -> Any:
+    return json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _below(value: Any, keys: tuple[Any, ...]) -> Any:
+    for key in keys:
+        value = value[key]
+    return value
+
+
+def figure(name: str, *keys: Any) -> Any:
+    """A figure of a record."""
+    return _below(_record(name)["figures"], keys)
+
+
+def setting(name: str, *keys: Any) -> Any:
+    """How it was measured."""
+    return _below(_record(name)["settings"], keys)
+
+
+def over(name: str, batch: int, other: str) -> float:
+    """Time of another engine over that of the chosen one."""
+    return float(figure(name, "batches", str(batch), "ratios", f"chosen over {other}"))
+
+
+def part(name: str, batch: int, floor: str) -> float:
+    """Part of the chosen engine's time that its products take at a limit of the device."""
+    found = figure(name, "batches", str(batch))
+    return float(found["floors"][f"{floor}_us"] / found["times"][found["chosen"]]["median_us"])
+
+
+def us(name: str, batch: int, engine: str) -> float:
+    """Median microseconds."""
+    return float(figure(name, "batches", str(batch), "times", engine, "median_us"))
+
+
+def change(name: str, engine: str, split: str = "certification") -> list[float]:
+    """ΔNE in percent, with its ends."""
+    return list(figure(name, "engines", engine, split, "delta_ne_percent"))
+
+
+def chosen(name: str, batch: int) -> str:
+    """The engine that a benchmark chose."""
+    return str(figure(name, "batches", str(batch), "chosen"))
+
+
+def _zoo(model: str, batch: int, inputs: str) -> Any:
+    place = {"host": "request from host memory", "device": "inputs on the device"}[inputs]
+    return figure("zoo-engines", model, "beside today", "batches", str(batch), place)
+
+
+def zoo(model: str, batch: int, inputs: str, other: str = "today") -> float:
+    """Time of another engine over that of what `run` chose; `host` counts the copies of a request."""
+    place = {"host": "request from host memory", "device": "inputs on the device"}[inputs]
+    return float(
+        figure("zoo-engines", model, "beside today", "batches", str(batch), place, "chosen over")[other][
+            "ratio"
+        ]
+    )
+
+
+def zoo_us(model: str, batch: int, inputs: str) -> float:
+    """Microseconds of what `run` chose."""
+    return float(_zoo(model, batch, inputs)["median_us"]["chosen"])
+
+
+def zoo_change(model: str, plan: str) -> list[float]:
+    """ΔNE in percent on certification, with its ends."""
+    engine = f"nvidia-h100-inductor-sm90-{plan}"
+    return list(figure("zoo-engines", model, "engines", engine, "certification", "delta_ne_percent"))
+
+
+def limits(key: str) -> list[float]:
+    """A measured limit of the device, of every record of speed."""
+    names = sorted(path.stem for path in RECORDS.glob("speed-*.json"))
+    return [float(figure(name, "limits", key)) for name in names]
+
+
+@dataclass(frozen=True)
+class _Engine:
+    us: float
+    low: float
+    high: float
+    side: str
+    has_float8: bool
+    inside: bool
+
+
+def _engines(model: str, batch: int) -> list[_Engine]:
+    """Every engine of the peers' record that was timed and is none of simulated FP8."""
+    figures, budget = figure("peers", "models", model), 100 * setting("peers", "budget")
+    same = {"bf16-kernels": "bf16"}
+    rows = [(name, row, row.get("device") or {}) for name, row in figures["variants"].items()]
+    rows += [
+        (name, {**figures["variants"].get(same[name], {}), "peer": "loka-onnx"}, engines)
+        for name, engines in figures.get("beside", {}).items()
+    ]
+    found = []
+    for name, row, engines in rows:
+        accuracy = row.get("accuracy")
+        inside = accuracy is not None and accuracy["delta_ne_percent"][2] <= budget
+        has_float8 = any(times.get("fp8_products_engaged") for times in engines.values())
+        side = "blanket" if name.startswith("blanket") else row.get("peer") or "none"
+        for times in engines.values():
+            if times.get("simulated") or str(batch) not in times.get("microseconds", {}):
+                continue
+            low, high = times.get("quartiles", {}).get(str(batch), [times["microseconds"][str(batch)]] * 2)
+            found.append(_Engine(times["microseconds"][str(batch)], low, high, side, has_float8, inside))
+    return found
+
+
+def _fastest(engines: list[_Engine]) -> _Engine | None:
+    return min(engines, key=lambda each: each.us, default=None)
+
+
+@dataclass(frozen=True)
+class _Case:
+    ours: _Engine
+    ours_without: _Engine
+    ours_float8: _Engine | None
+    plain: _Engine
+    is_common: bool
+    others: tuple[_Engine, ...]
+
+
+@cache
+def cases() -> tuple[_Case, ...]:
+    """Model by model and size by size: the fastest engines inside the budget."""
+    found = []
+    for model in figure("peers", "models"):
+        for batch in (256, 2048):
+            every = _engines(model, batch)
+            inside = [each for each in every if each.inside]
+            ours = [each for each in inside if each.side == "loka-onnx"]
+            peers = {"blanket", "model-optimizer", "onnxruntime", "quark"}
+            case = _Case(
+                _of(_fastest(ours)),
+                _of(_fastest([each for each in ours if not each.has_float8])),
+                _fastest([each for each in ours if each.has_float8]),
+                _of(_fastest([each for each in inside if each.side in ("none", "")])),
+                peers <= {each.side for each in every},
+                tuple(each for each in every if each.side in peers - {"blanket"}),
+            )
+            found.append(case)
+    return tuple(found)
+
+
+def _of(engine: _Engine | None) -> _Engine:
+    assert engine is not None
+    return engine
+
+
+def over_plain(*, common: bool) -> float:
+    """Geometric mean of the fastest with nothing quantized over ours."""
+    return geometric_mean(c.plain.us / c.ours.us for c in cases() if c.is_common or not common)
+
+
+def float8_wins() -> list[_Case]:
+    """Cases in which our fastest engine runs FP8."""
+    return [c for c in cases() if c.ours_float8 is not None and c.ours_float8.us <= c.ours_without.us]
+
+
+def float8_ties() -> int:
+    """Of these, how many by less than the spread: the quartiles of both overlap."""
+    return sum(_of(c.ours_float8).high >= c.ours_without.low for c in float8_wins())
+
+
+def float8_adds() -> float:
+    """Percent that FP8 adds to our best without it, geometric mean."""
+    return 100 * (geometric_mean(c.ours_without.us / c.ours.us for c in cases()) - 1)
+
+
+def runtime_over_inductor() -> list[float]:
+    """ONNX Runtime's time of a graph over Inductor's; where it simulates FP8, it says nothing."""
+    found = []
+    for model in figure("peers", "models").values():
+        for row in model["variants"].values():
+            engines = row.get("device") or {}
+            if engines.get("onnxruntime", {}).get("simulated"):
+                continue
+            both = [engines.get(name, {}) for name in ("onnxruntime", "inductor")]
+            one, other = (each.get("microseconds", {}) for each in both)
+            found += [one[batch] / other[batch] for batch in one if batch in other]
+    return found
+
+
+def coverage(end: str, part_of: str = "kl") -> float:
+    """Percent, least or most over models."""
+    ends = [model["fixed"][part_of][end] for model in figure("interval_coverage").values()]
+    return 100 * (min(ends) if end == "min" else max(ends))
+
+
+def ever_wrong(interval: str, end: str) -> float:
+    """Percent of runs that exclude the truth at some look, least or most over models and orders."""
+    ends = [
+        order["ever_excludes_the_truth"][interval][end]
+        for model in figure("interval_coverage").values()
+        for order in model["stopping"].values()
+    ]
+    return 100 * (min(ends) if end == "min" else max(ends))
+
+
+def sums(model: str, plan: str, rows: str) -> float:
+    """Sum of single KLs over the joint KL."""
+    return float(figure("additivity", model, "plans", plan, "predicted_over_measured", "kl", rows))
+
+
+def additive(model: str, plan: str) -> Mapping[str, Any]:
+    """A plan of the record on additivity."""
+    found: Mapping[str, Any] = figure("additivity", model, "plans", plan)
+    return found
+
+
+def around(rows: tuple[int, ...], end: Callable[..., float]) -> float:
+    """Microseconds around a call of the session, at some sizes."""
+    models = figure("runtime_overhead", "models").values()
+    found = [model[str(size)]["around the call"] for model in models for size in rows]
+    return float(end(each["median_us"] if isinstance(each, dict) else each for each in found))
+
+
+def fused_attention(queries: int, keys: int) -> float:
+    """Time of the fused kernel over the written-out one."""
+    shapes = figure("attention-times", "shapes")
+    here = [
+        s for s in shapes if (s["batch"], s["heads"], s["queries"], s["keys"]) == (1024, 8, queries, keys)
+    ]
+    (shape,) = here
+    return float(1 / shape["written out over fused"])
+
+
+def mantissa(format: str) -> int:
+    """Bits behind the point; the name has them."""
+    return int(format[3])
+
+
+def constant(path: str, name: str) -> float:
+    """The number that a name of the sources stands for, read from the text of the file."""
+    return float(_assigned(path, name))
+
+
+def constants(path: str, name: str, index: int) -> float:
+    """One of the numbers of a tuple, read likewise."""
+    return float(_assigned(path, name)[index])
+
+
+def _assigned(path: str, name: str) -> Any:
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if name in [ast.unparse(t) for t in targets if t is not None]:
+            return ast.literal_eval(node.value)  # type: ignore[attr-defined]
+    raise KeyError(f"'{path}' has no '{name}'")
+
+
+def quantile(probability: float) -> float:
+    """Of the normal distribution."""
+    return NormalDist().inv_cdf(probability)
+
+
+def moved_kl(probability: float, change: float) -> float:
+    """KL of a prediction from the one whose logit lies `change` above: log(1 − p + p e^δ) − p δ."""
+    return log(1.0 - probability + probability * exp(change)) - probability * change
+
+
+def seen_apart(deviation: str, end: Callable[[list[float]], float]) -> float:
+    """Cases, in percent, in which a difference of 3 % is seen where loads deviate by so much."""
+    found = figure("choice_errors", "simulated")
+    of = [v["three_percent_told_apart_percent"] for k, v in found.items() if k.endswith(f", {deviation}")]
+    return end(of)
+
+
+def largest(format: str) -> float:
+    """Largest finite number of an FP8 format, of its exponent bits and bias (OCP OFP8 1.0).
+
+    All ones are NaN in E4M3FN, the largest exponent holds no numbers in E5M2, the bias of FNUZ is one more.
+    """
+    exponent_bits, bits = int(format[1]), mantissa(format)
+    bias = 2 ** (exponent_bits - 1) - 1 + format.endswith("FNUZ")
+    top = 2**exponent_bits - 1 - (format == "E5M2")
+    fraction = 2 - 2.0**-bits * (2 if format == "E4M3FN" else 1)
+    return float(fraction * 2.0 ** (top - bias))
+
+
+FORMULAS: dict[str, Any] = {
+    "R": figure,
+    "S": setting,
+    "median": median,
+    **{name: made for name, made in list(globals().items()) if callable(made) and not name.startswith("_")},
+}

@@ -1,0 +1,118 @@
+"""The ladder in a whole run: `fp8-safe` is the rung that was measured, and a miss goes one rung back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_runs import RUN_VALUES, make_workplace
+
+from loka_onnx.core import serde
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, Latency
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.ladder import Climb
+from loka_onnx.core.manifest import Manifest
+from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.refined_run import RefinedRun
+from loka_onnx.engines.registry import get_backend
+from loka_onnx.evaluation.engines import Split, judge_engine
+from loka_onnx.evaluation.latency import Interleaved
+from loka_onnx.pipeline import judging
+from loka_onnx.pipeline.judging import Judging
+from loka_onnx.pipeline.run import RunOptions, Stage, run
+
+BUDGET = 0.02
+OUTPUTS = [{**output, "budget": BUDGET} for output in RUN_VALUES["outputs"]]
+
+
+def test_the_plan_is_the_rung_that_was_measured(tmp_path: Path) -> None:
+    place = make_workplace(tmp_path / "place")
+    place.write_run_file(
+        outputs=OUTPUTS, plan={"plans": ["fp32", "fp8-safe"]}, calibration={"rows": 1000, "draws": 1}
+    )
+    run(place.run_file, RunOptions(until=Stage.PLAN))
+    climb = serde.read(Climb, place.output / "ladder.json")
+    assert climb.judged and climb.taken is not None
+    assert climb.taken.fits and climb.taken.chance >= climb.chance == 0.9
+    assert all(not each.fits or each.rung <= climb.rung for each in climb.judged)
+    plan = serde.read(PlanSet, place.output / "plan.json").plan("fp8-safe")
+    assert set(plan.fp8_sites) == set(climb.sites)
+    assert plan.fp8_share == pytest.approx(climb.taken.fp8_share)
+    stages: dict[str, bool] = {}
+    again = RunOptions(
+        resume=True,
+        until=Stage.PLAN,
+        on_stage=lambda stage, outcome: stages.update({stage: outcome.reused}) if outcome else None,
+    )
+    run(place.run_file, again)
+    assert stages["ladder"] and stages["plan"]
+
+
+def fast_in_fp8(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved:
+    """FP8 takes half of the time at every batch size."""
+    found = {}
+    for engine in engines:
+        if engine.status is BuildStatus.READY:
+            us = 1.0 if engine.plan == "fp32" else 0.5
+            found[engine.id] = tuple(
+                Latency(
+                    batch, us * batch, us * batch, us * batch, 100, "cpu", True, loads_us=(us * batch,) * 10
+                )
+                for batch in (8, 64)
+            )
+    return Interleaved(found, {})
+
+
+@pytest.mark.slow
+def test_a_miss_on_certification_goes_one_rung_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan is held to a budget on certification that nothing in FP8 is inside of."""
+
+    def strict(artifact: EngineArtifact, split: Split, reference: Any, specs: Any, *rest: Any) -> Evaluation:
+        if (artifact.plan, split.name) == ("fp8-safe", "certification"):
+            specs = tuple(replace(spec, budget=1e-9) for spec in specs)
+        return judge_engine(artifact, split, reference, specs, *rest)
+
+    monkeypatch.setattr(judging, "judge_engine", strict)
+    monkeypatch.setattr(Judging, "time_engines", fast_in_fp8)
+    backend = type(get_backend("onnxruntime"))
+    monkeypatch.setattr(backend, "is_simulated", lambda self, plan, architecture: False)
+    place = make_workplace(tmp_path / "place")
+    place.write_run_file(
+        outputs=OUTPUTS,
+        plan={"plans": ["fp32", "fp8-safe"], "corrections": False},
+        calibration={"rows": 1000, "draws": 1},
+        build={"cache_gb": 0.0},
+        refine={"rounds": 0},
+    )
+    result = run(place.run_file)
+    (target,) = serde.read(Choice, place.output / "choice.json").targets
+    assert target.plan == "fp8-safe-attempt-2"
+    assert target.missed == ("cpu-onnxruntime-cpu-fp8-safe",)
+    added = serde.read(RefinedRun, place.output / "attempt-2.json")
+    (lower,) = added.plans
+    upper = serde.read(PlanSet, place.output / "plan.json").plan("fp8-safe")
+    assert lower.instead_of == "fp8-safe"
+    assert set() < set(lower.fp8_sites) < set(upper.fp8_sites)
+    assert all(lower.decision(s).precision is Precision.BF16 for s in {*upper.fp8_sites} - {*lower.fp8_sites})
+    certified = {e.engine: e for e in added.evaluations.evaluations if e.split == "certification"}
+    (judged,) = certified.values()
+    assert all(
+        o.difference and o.difference.judged.confidence == pytest.approx(0.9925) for o in judged.outputs
+    )
+    first = serde.read(EvaluationSet, place.output / "evaluation.json")
+    assert not first.of("cpu-onnxruntime-cpu-fp8-safe", "certification").is_within_budget
+    assert result.bundle is not None
+    manifest = serde.read(Manifest, result.bundle / "manifest.json")
+    assert [engine.plan for engine in manifest.engines] == ["fp8-safe-attempt-2"]
+    stages: dict[str, bool] = {}
+    resumed = RunOptions(
+        resume=True,
+        on_stage=lambda stage, outcome: stages.update({stage: outcome.reused}) if outcome else None,
+    )
+    run(place.run_file, resumed)
+    del stages["check data"]
+    assert stages["attempt 2"] and all(stages.values())

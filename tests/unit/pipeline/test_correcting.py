@@ -1,0 +1,47 @@
+"""No constant is fitted to a plan that is far beyond the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.core.correction import PlanCorrections
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.pipeline import correcting
+from loka_onnx.pipeline.correcting import HOPELESS, Correcting, CorrectionInputs
+
+SPEC = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.001)
+
+
+def plan(name: str, kl: float) -> PrecisionPlan:
+    decision = Decision("fc", Precision.FP8, PER_TENSOR, Verdict.UNSAFE, "", 1.0, (1.0,))
+    return PrecisionPlan(name, "digest", Precision.BF16, (decision,), {"ctr": kl}, 1.0)
+
+
+def test_a_plan_far_beyond_the_budget_is_not_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = SimpleNamespace(
+        output_specs=(SPEC,), threads=1, plan=SimpleNamespace(corrections=True), outputs=()
+    )
+    other: Any = SimpleNamespace(path=tmp_path)
+    stage = Correcting(config, other, other, other, cast(Any, None))
+    fitted: list[str] = []
+    monkeypatch.setattr(
+        correcting, "fit_biases", lambda model, plans, *rest: fitted.extend(each.id for each in plans)
+    )
+    monkeypatch.setattr(
+        Correcting, "_tried", lambda self, trials, each: PlanCorrections(each.id, 9, (), {}, ())
+    )
+    stage.reference = cast(Any, lambda exported: None)
+    limit = HOPELESS * SPEC.budget
+    plans = PlanSet((plan("far", 1.01 * limit), plan("near", limit)))
+    found = stage.fit(CorrectionInputs(other, other, plans)).plans
+    assert fitted == ["near"]
+    assert [(each.plan, bool(each.failure)) for each in found] == [("far", True), ("near", False)]

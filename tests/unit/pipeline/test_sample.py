@@ -1,0 +1,105 @@
+"""Generated inputs: of the widths that the data have, and such as the model answers with numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+
+from loka_onnx.config import RunConfig, build_run_config
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.progress import silent
+from loka_onnx.data import InputBinding
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.sample import bounded_by, generated_rows
+from loka_onnx.pipeline.steps import Steps
+
+WEIGHTS = {
+    "w": np.random.default_rng(0).standard_normal((6, 1)).astype(np.float32),
+    "table": np.random.default_rng(1).standard_normal((9, 4)).astype(np.float32),
+    "axis": np.array([1]),
+}
+
+
+def drawn(body: str, folder: Path, width: str = "2") -> dict[str, np.ndarray]:
+    """What a run generates for a model of `x` (n, 2) and `ids` (n, m)."""
+    header = '<ir_version: 10, opset_import: ["" : 21]>'
+    ends = f"(float[n,{width}] x, int64[n,m] ids) => (float[n,1] y)"
+    text = f"{header} g {ends} {{ {body} e = Gather(table, ids)  s = ReduceSum<keepdims=0>(e, axis) "
+    model = onnx.parser.parse_model(f"{text} c = Concat<axis=1>(l, s)  y = MatMul(c, w) }}")
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in WEIGHTS.items())
+    onnx.save(model, folder / "ranker.onnx")
+    random = np.random.default_rng(2)
+    np.savez(
+        folder / "rows.npz",
+        x=random.uniform(0.5, 2.0, (300, 2)).astype(np.float32),
+        ids=random.integers(0, 9, (300, 5)),
+        label=random.integers(0, 2, 300).astype(np.float32),
+    )
+    config: RunConfig = build_run_config(
+        {
+            "name": "drawn",
+            "model": {"onnx": "ranker.onnx"},
+            "outputs": [{"name": "y", "kind": "logit", "label": "label"}],
+            "data": {"path": "rows.npz", "split": {"by": "order"}},
+            "batch": {"max": 64, "serve": [16]},
+            "targets": [{"device": "cpu", "backends": ["onnxruntime"]}],
+            "output": "run",
+        },
+        folder,
+    )
+    with RunDirectory.create(config.output, {}, {}, force=False, resume=False) as directory:
+        steps = Steps(config, directory, silent)
+        steps.export()
+        steps.check_data()
+        return steps.requests.sample(32)
+
+
+def test_numbers_have_both_signs_where_the_model_takes_them(tmp_path: Path) -> None:
+    found = drawn("l = Relu(x)", tmp_path)
+    assert (found["x"] < 0).any()
+    assert found["x"].shape == (32, 2)
+
+
+def test_numbers_are_positive_where_the_model_answers_others_with_nan(tmp_path: Path) -> None:
+    found = drawn("l = Log(x)", tmp_path)
+    assert (found["x"] > 0).all()
+
+
+def test_integers_that_no_table_bounds_are_in_the_range_of_the_data() -> None:
+    random = np.random.default_rng(0)
+    rows = random.integers(-5, 40, (500, 3))
+    spec = TensorSpec("i", "int64", (None, 3))
+    for columns, bounds, expected in (
+        (("a", "b", "c"), None, rows.max(axis=0) + 1),
+        (("a", "b", "c"), (range(7), None, None), np.array([7, *rows.max(axis=0)[1:] + 1])),
+        (("a",), None, np.full(3, rows.max() + 1)),
+    ):
+        binding = bounded_by(InputBinding("i", columns, "int64", 2, bounds), rows)
+        found = generated_rows([spec], [binding], 4000)["i"]
+        assert (found.max(axis=0) == expected - 1).all()
+        assert (found.min(axis=0) == 0).all()
+    floats = InputBinding("i", ("a", "b", "c"), "float32", 2)
+    assert bounded_by(floats, rows.astype(np.float32)) is floats
+
+
+def test_ids_in_a_matrix_of_numbers_are_in_the_range_of_the_data() -> None:
+    random = np.random.default_rng(0)
+    rows = np.stack([random.integers(0, 2, 500), random.standard_normal(500), random.integers(0, 40, 500)], 1)
+    rows = rows.astype(np.float32)
+    spec = TensorSpec("x", "float32", (None, 3))
+    for columns in (("a", "b", "c"), ("matrix",)):
+        binding = bounded_by(InputBinding("x", columns, "float32", 2), rows)
+        found = generated_rows([spec], [binding], 4000)["x"]
+        assert found.dtype == np.float32
+        assert set(found[:, 0]) == {0, 1}
+        assert set(found[:, 2]) == set(range(int(rows[:, 2].max()) + 1))
+        assert (found[:, 1] < 0).any()
+
+
+def test_lists_are_as_long_as_those_of_the_data(tmp_path: Path) -> None:
+    found = drawn("l = Relu(x)", tmp_path)
+    assert found["ids"].shape == (32, 5)
+    assert found["ids"].dtype == np.int64
