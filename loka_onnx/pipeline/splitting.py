@@ -35,6 +35,7 @@ from loka_onnx.transforms.lookups.split_sparse import (
     split_sparse,
     verify_split,
 )
+from loka_onnx.transforms.precision.apply_plan import check_plan
 
 CHECK_ROWS = 2048
 """Rows of the calibration split that the halves are held against the whole on, and then one row alone."""
@@ -105,17 +106,13 @@ def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) ->
     """What engines are built from: the dense half where there is one, else the whole.
 
     Raises:
-        InternalError: A plan was made for another model than the one that was cut.
+        TransformError: A plan was made for another model than the one that was cut.
     """
     if split is None or split.halves is None:
         return Source(model, plans, Part.WHOLE)
     dense = split.halves.dense
     for plan in plans.plans:
-        if plan.model_digest != split.parent:
-            raise InternalError(
-                f"plan '{plan.id}' was made for another model than the one that was cut",
-                evidence=f"it names {plan.model_digest[:12]}, the cut {split.parent[:12]}",
-            )
+        check_plan(plan, split.parent)
     # What a plan keeps wide may be a lookup, or its pooling: no engine computes that.
     nodes = {node.name for node in GraphModel.load(dense.path).nodes}
     handed = tuple(

@@ -343,10 +343,10 @@ def _beside(output: OutputEvaluation) -> tuple[Cell, Cell]:
 
 
 def _with_rows(outcome: str, output: OutputEvaluation) -> str:
+    """Prose: reasons and remarks bring numbers of their own, so that none of them has a source here."""
     if output.budget_status != BudgetStatus.UNDECIDED and not output.remarks:
         return outcome
-    sentence = told("{} is {}.", output.output, budget_sentence(output))
-    return told("{} {}", outcome, sentence) if outcome else sentence
+    return f"{outcome} {output.output} is {budget_sentence(output)}.".lstrip()
 
 
 def _outcome(data: ReportData, engine: EngineArtifact, evaluation: Evaluation | None) -> str:

@@ -7,6 +7,7 @@ plan, and the base precision.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import PrecisionPlan, Wide
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.core.site import Site, loud_parts
-from loka_onnx.errors import InternalError
+from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.transforms.linears.split_loud_channels import rejoin
 from loka_onnx.transforms.precision.correct import Typing, correct
@@ -68,15 +69,10 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
         target: Where the planned model is written.
 
     Raises:
-        InternalError: The plan was made for another model.
-        TransformError: The model cannot be typed in the base precision.
+        TransformError: The plan was made for another model, or this one cannot be typed in the base precision.
     """
-    if plan.model_digest != model.digest:
-        raise InternalError(
-            f"plan '{plan.id}' was made for another model",
-            evidence=f"it names {plan.model_digest[:12]}, the model is {model.digest[:12]}",
-        )
     graph = GraphModel.load(model.path)
+    check_plan(plan, model.digest, {node.name for node in graph.nodes})
     records: list[RewriteRecord] = []
     began = time.perf_counter()
     # A product of loud channels pays only where the rest of the site runs in FP8.
@@ -104,6 +100,31 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
     digest = graph.save(target)
     sites = tuple(site for site in model.sites if site.name not in joined.values())
     return PlannedModel(target, digest, RewriteLog(tuple(records)), sites)
+
+
+def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None = None) -> None:
+    """Hold a plan, which may come from a file, against the model that it is for.
+
+    Args:
+        plan: The plan.
+        digest: That of the model.
+        nodes: Names of its nodes, where they are known.
+
+    Raises:
+        TransformError: The plan was made for another model.
+    """
+    evidence = ""
+    named = {*plan.fp8_sites, *(wide.node for wide in plan.wide)}
+    if plan.model_digest != digest:
+        evidence = f"it names {plan.model_digest[:12]}, the model is {digest[:12]}"
+    elif nodes is not None and (unknown := named.difference(nodes)):
+        evidence = f"the model has no node '{min(unknown)}'"
+    if evidence:
+        raise TransformError(
+            f"plan '{plan.id}' was made for another model",
+            evidence=evidence,
+            remedy="run again without --resume: the run's plans were altered",
+        )
 
 
 def _timed(record: RewriteRecord, began: float) -> RewriteRecord:

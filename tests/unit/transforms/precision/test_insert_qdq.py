@@ -15,9 +15,9 @@ from rewrite_models import Arrays, artifact, evaluate, initializer, named, op_ty
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8, Precision
-from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.plan import PrecisionPlan, Wide
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
-from loka_onnx.errors import InternalError
+from loka_onnx.errors import TransformError
 from loka_onnx.numerics.float8 import fake_quantize
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel, apply_plan
@@ -198,7 +198,11 @@ def test_a_plan_without_fp8_writes_the_model_as_it_is(tmp_path: Path) -> None:
 
 def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     source = artifact(PRODUCTS["gemm"].model(), tmp_path / "before.onnx")
-    plan = PrecisionPlan("fp8-safe", "0" * 64, Precision.BF16, (), {}, 0.0)
-    with pytest.raises(InternalError, match="plan 'fp8-safe' was made for another model") as caught:
-        apply_plan(source, plan, PlanForm(Precision.BF16), tmp_path / "after.onnx")
-    assert source.digest[:12] in caught.value.evidence
+    for digest, wide, evidence in (
+        ("0" * 64, (), source.digest[:12]),
+        (source.digest, (Wide("gone", "residual"),), "'gone'"),
+    ):
+        plan = PrecisionPlan("fp8-safe", digest, Precision.BF16, (), {}, 0.0, wide=wide)
+        with pytest.raises(TransformError, match="plan 'fp8-safe' was made for another model") as caught:
+            apply_plan(source, plan, PlanForm(Precision.BF16), tmp_path / "after.onnx")
+        assert evidence in caught.value.evidence
