@@ -29,7 +29,6 @@ from loka_onnx.evaluation.engines import Reference
 from loka_onnx.evaluation.paired import paired_rows
 from loka_onnx.evaluation.predictions import Predictions
 from loka_onnx.numerics.task_metrics import (
-    logits_from_probabilities,
     probabilities_from_logits,
     weighted_mean,
 )
@@ -50,6 +49,14 @@ class Simulated:
     predictions: Predictions
     scores: Mapping[str, str]
     constants: Mapping[str, float]
+
+    def with_constant(self, spec: OutputSpec) -> Rows:
+        """An output with the constant of its score added; as it is where it has none."""
+        outputs = self.predictions.outputs
+        if spec.name not in self.constants:
+            return outputs[spec.name]
+        score = outputs[self.scores[spec.name]].astype(np.float64) + self.constants[spec.name]
+        return probabilities_from_logits(score) if spec.kind is OutputKind.PROBABILITY else score
 
 
 def try_corrections(
@@ -123,17 +130,9 @@ class _Judge:
         yield self._trial(plain, 0.0, after)
         if spec.name not in simulated.constants:
             return
-        constant = simulated.constants[spec.name]
-        score = outputs[simulated.scores[spec.name]].reshape(-1).astype(np.float64)
-        yield self._trial(with_constant, constant, self._scores(score + constant))
-
-    def _scores(self, score: Rows) -> Scores:
-        if self.spec.kind is OutputKind.REGRESSION:
-            return Scores(score, score, score)
-        p = probabilities_from_logits(score)
-        if self.spec.kind is OutputKind.LOGIT:
-            return Scores(score, score, p)
-        return Scores(p, logits_from_probabilities(p, self.spec.clip), p)
+        moved = {**outputs, spec.name: simulated.with_constant(spec)}
+        after = read_scores(moved, spec, self.before.raw.size, is_reference=False)
+        yield self._trial(with_constant, simulated.constants[spec.name], after)
 
     def _trial(self, variant: Variant, constant: float, after: Scores) -> Trial:
         change = paired_rows(self.spec, self.before, after, self.truth).relative()

@@ -2,22 +2,26 @@
 
 One switchable model (`calibration.effects.switchable`) holds every site that may run in FP8, exact and
 rounded. A rung is one pass of it over the selection split: nothing is built. What is not FP8 stays in FP32
-there, and the constants that are fitted to a plan later (`correcting`) are not in it; they are kept only
-where they bring the upper bound down.
+there. Constants are as an engine will have them (`correcting`): the mean error of a site depends on no other
+site, and is taken out of each; what restores the mean score of the rung is added where the upper bound is
+lower with it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from math import sqrt
+from math import inf, sqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from loka_onnx.calibration.corrections.biases import fit_biases
+from loka_onnx.calibration.corrections.means import mean_scores
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.config import PlanId
 from loka_onnx.core import serde
@@ -28,9 +32,12 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.data import Dataset
 from loka_onnx.evaluation.accuracy import Units, evaluate_outputs
-from loka_onnx.evaluation.engines import predict_split
+from loka_onnx.evaluation.corrections import Simulated
+from loka_onnx.evaluation.predictions import predict
+from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import CONFIDENCE
+from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.steps import Steps
@@ -66,6 +73,8 @@ def climb_ladder(
         "outputs": [output.model_dump(mode="json") for output in steps.config.outputs],
         "group": steps.config.data.group,
         "looks": steps.judging.looks,
+        "corrections": chosen.corrections,
+        "calibration": steps.splits.calibration.digest,
     }
     return steps.directory.stage("ladder", key, produce, lambda: serde.read(Climb, document))
 
@@ -86,6 +95,7 @@ class Climbing:
         self._steps, self._exported = steps, exported
         self._modified, self._profile = modified, profile
         self._judging: Judging = steps.judging
+        self._rows = Correcting.of(steps.config, steps.directory, steps.splits, steps.progress).calibration
 
     def climb(self) -> Climb:
         """The highest rung of all sites that may run in FP8, for the first attempt at certification."""
@@ -113,45 +123,66 @@ class Climbing:
         if len(rungs) < 2:
             # There is nothing to judge.
             return Climb(0, tuple(sorted(next(iter(rungs), ()))), goal.confidence, goal.chance, ())
-        judge = partial(self._judge, self._switchable(start))
+        judge = partial(self._judge, self._corrected(start))
         return climb(start.ladder, rungs, judge, goal, self._steps.judged_rows)
 
-    def _switchable(self, start: LadderStart) -> SwitchableModel:
-        graph = GraphModel.load(self._modified.path)
-        switches = [
-            Switch(site, start.recipes[site.name])
-            for site in self._modified.sites
-            if site.name in start.recipes
-        ]
-        path = self._steps.directory.path / SCRATCH
+    def _corrected(self, start: LadderStart) -> _Rungs:
+        steps, specs = self._steps, self._steps.specs
+        path = steps.directory.path / SCRATCH
         path.parent.mkdir(parents=True, exist_ok=True)
-        return write_switchable(graph, switches, self._profile.scales, path).open(self._steps.threads)
+        graph, scores, biases, exact = GraphModel.load(self._modified.path), {}, {}, {}
+        if steps.config.plan.corrections:
+            means = path.with_name("ladder-means.onnx")
+            fit = fit_biases(self._modified, [start.plan], specs, self._rows, means)
+            biases, exact = fit.plans[start.plan.id].values, fit.exact.scores
+            scores = expose_scores(graph, {spec.name: spec.kind for spec in specs})
+        recipes = {decision.site: decision.recipe for decision in start.plan.decisions}
+        switches = [
+            Switch(site, recipe)
+            for site in self._modified.sites
+            if site.name in start.sites and (recipe := recipes[site.name]) is not None
+        ]
+        file = write_switchable(graph, switches, self._profile.scales, path, biases=biases)
+        return _Rungs(file.open(steps.threads), scores, exact)
 
-    def _judge(self, model: SwitchableModel, rung: Collection[str]) -> Judged:
+    def _judge(self, rungs: _Rungs, rung: Collection[str]) -> Judged:
         steps, split = self._steps, self._judging.judged_splits()[0]
-        names = [spec.name for spec in steps.specs]
-
-        def run(inputs: Any) -> dict[str, npt.NDArray[Any]]:
-            return model.run(inputs, tuple(rung), names)
-
+        specs = steps.specs
+        names = tuple(dict.fromkeys((*(spec.name for spec in specs), *rungs.scores.values())))
         task = f"judge {len(rung)} sites in FP8 on {split.name}"
-        found = predict_split(split, run, steps.specs, task, steps.progress).outputs
+        run = partial(rungs.model.run, on=tuple(rung), outputs=names)
+        found = predict(
+            run, split.batches(), names, progress=lambda done: steps.progress(task, done, split.rows)
+        )
+        means = mean_scores(run, rungs.scores, specs, self._rows) if rungs.scores else {}
+        constants = {name: rungs.exact[name] - mean for name, mean in means.items() if name in rungs.exact}
         known = self._judging.reference_on_selection(self._exported)
         columns, grouping = known.predictions.columns, known.units.grouping
 
-        def judged(units: Units) -> tuple[OutputEvaluation, ...]:
-            return evaluate_outputs(known.predictions.outputs, found, columns, steps.specs, units)
+        def judged(variant: Mapping[str, npt.NDArray[Any]], units: Units) -> tuple[OutputEvaluation, ...]:
+            return evaluate_outputs(known.predictions.outputs, variant, columns, specs, units)
 
-        outputs = judged(Units(grouping))
+        simulated = Simulated(found, rungs.scores, constants)
+        moved = {spec.name: simulated.with_constant(spec) for spec in specs}
+        as_it_is, with_constants = judged(found.outputs, Units(grouping)), judged(moved, Units(grouping))
+        helped = [_upper(b) < _upper(a) for a, b in zip(as_it_is, with_constants, strict=True)]
+        outputs = tuple(
+            b if helps else a for a, b, helps in zip(as_it_is, with_constants, helped, strict=True)
+        )
         if grouping is None:
             rows = steps.judged_rows
             spread = sqrt(rows["selection"] / rows["certification"])
             return Judged(outputs, {output.output: spread for output in outputs})
+        chosen = {
+            spec.name: (moved if helps else found.outputs)[spec.name]
+            for spec, helps in zip(specs, helped, strict=True)
+        }
+        alone = judged(chosen, Units())
         return Judged(
             outputs,
             {
-                ours.output: design_spread(_half(alone), _half(ours), *self._sizes)
-                for ours, alone in zip(outputs, judged(Units()), strict=True)
+                ours.output: design_spread(_half(single), _half(ours), *self._sizes)
+                for ours, single in zip(outputs, alone, strict=True)
             },
         )
 
@@ -168,6 +199,25 @@ class Climbing:
             ids, counts = np.unique(values[group], return_counts=True)
             counted.update(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
         return list(counted.values())
+
+
+@dataclass(frozen=True)
+class _Rungs:
+    """The model that any rung is run with.
+
+    Attributes:
+        model: Every site of the ladder, exact and in FP8 without its mean error.
+        scores: Name of the graph output with the score of an output; only where there is a score.
+        exact: Mean scores of the FP32 model on calibration rows.
+    """
+
+    model: SwitchableModel
+    scores: Mapping[str, str]
+    exact: Mapping[str, float]
+
+
+def _upper(output: OutputEvaluation) -> float:
+    return -inf if output.difference is None else output.difference.judged.upper
 
 
 def _half(output: OutputEvaluation) -> float:

@@ -71,12 +71,17 @@ class LadderStart:
     Attributes:
         ladder: What sites cost and save.
         rungs: Nested sets of sites, from those that the user forced alone on.
-        recipes: How each site on it would run.
+        plan: The plan with all of its sites in FP8.
     """
 
     ladder: Ladder
     rungs: tuple[frozenset[str], ...]
-    recipes: Mapping[str, Recipe]
+    plan: PrecisionPlan
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """All sites on it."""
+        return self.plan.fp8_sites
 
 
 def make_plans(
@@ -130,10 +135,7 @@ def start_ladder(
         ConfigError: As `make_plans`.
         PlanningError: As `make_plans`.
     """
-    planner = _Planner(model, profile, outputs, tuple(recipes), options)
-    if plan is None:
-        return planner.start(planner.on_ladder, "")
-    return planner.start(plan.fp8_sites, plan.device)
+    return _Planner(model, profile, outputs, tuple(recipes), options).start(plan)
 
 
 def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
@@ -264,17 +266,15 @@ class _Planner:
         """What FP8 saves at each site that could run in it, on each device with kernel times."""
         return tuple(speeds.speed(site) for speeds in self._site_speeds.values() for site in speeds.sources)
 
-    @property
-    def on_ladder(self) -> tuple[str, ...]:
-        """Sites that neither the user nor their shape keeps out of FP8."""
-        return tuple(site.name for site in self.model.sites if self._kept_out(site) is None)
-
-    def start(self, sites: Collection[str], device: str) -> LadderStart:
-        """The ladder over sites, by the kernel times of a device."""
-        timed = next((known.device for known in self.options.devices if known.timings), "")
+    def start(self, plan: PrecisionPlan | None) -> LadderStart:
+        """The ladder over the sites of a plan, or over all that may run in FP8."""
         ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
-        recipes = {site.name: self._recipe(site) for site in self.model.sites if site.name in sites}
-        return LadderStart(ladder, ladder.rungs(sites, device or timed), recipes)
+        timed = next((known.device for known in self.options.devices if known.timings), "")
+        if plan is None:
+            plan = self._float8_plan(
+                "fp8-safe", {site.name: self._kept_out(site) for site in self.model.sites}
+            )
+        return LadderStart(ladder, ladder.rungs(plan.fp8_sites, plan.device or timed), plan)
 
     def _plan_of(self, plan_id: str) -> PrecisionPlan:
         simple = {"fp32": Precision.FP32, "bf16": Precision.BF16, "fp16": Precision.FP16}
@@ -289,6 +289,10 @@ class _Planner:
                 remedy="remove it, or correct its name",
             )
         obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
+        return self._float8_plan(plan_id, obstacles)
+
+    def _float8_plan(self, plan_id: str, obstacles: Mapping[str, str | None]) -> PrecisionPlan:
+        """The plan with every site in FP8 that has no obstacle."""
         climb = self.options.safe if plan_id == "fp8-safe" else None
         quantized = {s.name: self._quantized(s, climb) for s in self.model.sites if obstacles[s.name] is None}
         base = self._base_of(quantized)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ from loka_onnx.graph.model import GraphModel, Tensor
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 Values = npt.NDArray[np.float64]
+Run = Callable[[Mapping[str, npt.NDArray[Any]]], Mapping[str, npt.NDArray[Any]]]
+"""Runs one batch: inputs by name to outputs by name."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,27 @@ class MeanTaps:
         return Means({name: total / done for name, total in tensors.items()}, scores, done)
 
 
+def mean_scores(
+    run: Run, scores: Mapping[str, str], specs: Sequence[OutputSpec], rows: MeanRows
+) -> dict[str, float]:
+    """Weighted mean of the score of each output, of whatever runs batches.
+
+    Args:
+        run: Runs one batch.
+        scores: What `run` calls the score of an output, by output.
+        specs: Judged outputs.
+        rows: The rows.
+    """
+    taps = [_ScoreTap(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores]
+    totals = {tap.output: np.zeros(2) for tap in taps}
+    for span in rows.spans:
+        for batch in rows.data.batches(rows.batch_size, start=span.start, stop=span.stop):
+            outputs = run(batch.inputs)
+            for tap in taps:
+                totals[tap.output] += tap.sums(outputs, batch)
+    return {name: float(total / weight) for name, (total, weight) in totals.items() if weight > 0.0}
+
+
 @dataclass(frozen=True)
 class _ScoreTap:
     """Where the score of an output is found, and the column of its row weights."""
@@ -158,6 +182,12 @@ class _ScoreTap:
     output: str
     tensor: str
     weight: str | None
+
+    def sums(self, outputs: Mapping[str, npt.NDArray[Any]], batch: Batch) -> Values:
+        """Weighted sum of the score over a batch, and the sum of the weights."""
+        score = outputs[self.tensor].reshape(-1).astype(np.float64)
+        weight = np.ones(score.size) if self.weight is None else batch.columns[self.weight]
+        return np.array([(weight * score).sum(), weight.sum()], np.float64)
 
 
 @dataclass(frozen=True)
@@ -183,11 +213,7 @@ class _MeanWork(BatchWork[_BatchMeans]):
 
         def run(batch: Batch) -> _BatchMeans:
             outputs = session.run(batch.inputs)
-            sums = {}
-            for tap in self.scores:
-                score = outputs[tap.tensor].reshape(-1).astype(np.float64)
-                weight = np.ones(score.size) if tap.weight is None else batch.columns[tap.weight]
-                sums[tap.output] = np.array([(weight * score).sum(), weight.sum()], np.float64)
+            sums = {tap.output: tap.sums(outputs, batch) for tap in self.scores}
             return _BatchMeans({name: outputs[name] for name in self.taps}, sums)
 
         return run

@@ -59,6 +59,7 @@ def write_switchable(
     scales: Mapping[str, Mapping[str, float]],
     path: Path,
     factor: float = 1.0,
+    biases: Mapping[str, npt.NDArray[np.float64]] | None = None,
 ) -> SwitchableFile:
     """Write the model that runs with any subset of its sites in low precision.
 
@@ -68,6 +69,7 @@ def write_switchable(
         scales: Activation scales by `Recipe.activation_id` and tensor name.
         path: Where to, on the file system of the tables.
         factor: What every scale is multiplied by, those of weights included (`effects.perturbation`).
+        biases: What is added to a site in low precision, by its name; broadcasts to its output.
     """
     outputs = tuple(tensor.name for tensor in model.outputs)
     moved = moved_activations(scales, factor)
@@ -77,13 +79,18 @@ def write_switchable(
         index = model.constant(f"{name}.switch_index", np.array(position, dtype=np.int64))
         condition = model.add("Gather", [vector, index], f"{name}.switch", np.bool_, {"axis": 0})
         known = moved.get(switch.recipe.activation_id, {})
-        _make_switchable(model, switch, condition, known, factor)
+        _make_switchable(model, switch, condition, known, factor, (biases or {}).get(name))
     model.save(path)
     return SwitchableFile(path, tuple(switch.site.name for switch in switches), outputs)
 
 
 def _make_switchable(
-    model: GraphModel, switch: Switch, condition: Any, scales: Mapping[str, float], factor: float
+    model: GraphModel,
+    switch: Switch,
+    condition: Any,
+    scales: Mapping[str, float],
+    factor: float,
+    bias: npt.NDArray[np.float64] | None,
 ) -> None:
     name = switch.site.name
     node = model.node(name)
@@ -94,6 +101,9 @@ def _make_switchable(
         exact = model.add_like(node, node.inputs, f"{name}.exact")
     with model.collecting() as low_nodes:
         low = low_precision(model, switch.site, switch.recipe, scales, factor)
+        if bias is not None:
+            constant = model.constant(f"{name}.bias_of_error", bias.astype(np.float32))
+            low = model.add("Add", [low, constant], f"{name}.unbiased", low.dtype)
     chosen = model.choose(condition, Branch(low_nodes, low), Branch(exact_nodes, exact), f"{name}.chosen")
     model.replace_uses(original, chosen, None if is_output else readers)
     node.outputs.clear()

@@ -49,6 +49,8 @@ GATHER, ADD = ".gather", ".add"
 """End the names of the nodes in front of the loud product and behind it."""
 LARGEST_PART = 0.5
 """Of K; with more, the product that is split off is no small one."""
+TOLERANCE = 4.0
+"""Factor by which more may be left than was asked for: what it costs is measured on the ladder."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Doubles = npt.NDArray[np.float64]
@@ -153,16 +155,16 @@ class SplitLoudChannels(Mod[LoudChannels]):
         order = np.argsort(-ranking, kind="stable")
         remaining = 1.0 - np.cumsum(other[order]) / other.sum()
         most = int(linear.k * LARGEST_PART) // ALIGNMENT * ALIGNMENT
-        for count in range(ALIGNMENT, most + 1, ALIGNMENT):
-            if remaining[count - 1] <= left:
-                channels = tuple(sorted(int(k) for k in order[:count]))
-                return LoudChannels(linear, channels, float(remaining[count - 1]))
-        rest = f"{remaining[most - 1]:.1%}" if most else "all"
-        return Declined(
-            name,
-            f"without its {most} loudest of {linear.k} channels it still makes {rest} of its FP8 error; "
-            f"{left:.1%} may be left",
-        )
+        counts = range(ALIGNMENT, most + 1, ALIGNMENT)
+        count = next((n for n in counts if remaining[n - 1] <= left), most)
+        rest = float(remaining[count - 1]) if count else 1.0
+        if rest > left * TOLERANCE:
+            return Declined(
+                name,
+                f"without its {most} loudest of {linear.k} channels it still makes {rest:.1%} of its FP8 "
+                f"error; {left:.1%} may be left",
+            )
+        return LoudChannels(linear, tuple(sorted(int(k) for k in order[:count])), rest)
 
 
 def rejoin(model: GraphModel, site: str) -> Applied:

@@ -69,7 +69,7 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
         target: Where the planned model is written.
 
     Raises:
-        TransformError: The plan was made for another model, or this one cannot be typed in the base precision.
+        TransformError: The plan is of another model, or this one cannot be typed in the base precision.
     """
     graph = GraphModel.load(model.path)
     check_plan(plan, model.digest, {node.name for node in graph.nodes})
