@@ -217,7 +217,7 @@ def _problems_with_rows(path: Path) -> list[str]:
         outcome = run_child(__name__, [str(path), str(answer)], log, _LIMITS)
         if answer.is_file():
             return [str(problem) for problem in json.loads(answer.read_text(encoding="utf-8"))]
-        ending = f"{outcome.ending}, code {outcome.code}"
+        ending = f"a process that ran it {outcome.describe(_LIMITS)}"
         return [f"ONNX Runtime does not run it on generated rows, ids of unknown tables being 0: {ending}"]
 
 

@@ -533,6 +533,26 @@ body(
     s = Squeeze(z, a0)
     k = MatMul(s, w416)""",
 )
+for _layer, _call in (
+    ("gru", "a, z = GRU<hidden_size=4>(t2, gru_w, gru_r)"),
+    ("lstm", "a, z, cells = LSTM<hidden_size=4>(t2, lstm_w, lstm_r)"),
+):
+    # As over histories of which the empty ones are left out: a batch in which all are ends the process.
+    body(
+        f"{_layer}-over-some-rows",
+        f"""d = Gather<axis=1>(h, i0)
+    c = Greater(d, fzero)
+    some = Compress<axis=0>(h, c)
+    t = Reshape(some, seq)
+    t2 = Transpose<perm=[1,0,2]>(t)
+    {_call}
+    s = Squeeze(z, a0)
+    m = MatMul(s, w416)
+    at = NonZero(c)
+    places = Transpose<perm=[1,0]>(at)
+    k = ScatterND(h, places, m)""",
+        refused=f"({_layer.upper()})",
+    )
 body(
     "lstm-empty-optionals",
     "t = Reshape(h, seq)\nt2 = Transpose<perm=[1,0,2]>(t)\n"
