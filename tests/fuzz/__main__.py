@@ -170,10 +170,15 @@ def _parent(given: argparse.Namespace, home: Path) -> int:
     for number, found in _results(given, home, began):
         counts[found["kind"]] += 1
         if found["fault"]:
+            if found["fault"] not in faults:
+                print(f"{number}: {found['fault']}", file=sys.stderr, flush=True)
             faults[found["fault"]].append(number)
             details.setdefault(found["fault"], found["detail"])
         elif found["detail"]:
             notes[found["detail"]] += 1
+        if (number + 1) % 250 == 0:
+            passed = time.monotonic() - began
+            print(f"{number + 1} inputs in {passed:.0f} s", file=sys.stderr, flush=True)
     seconds = time.monotonic() - began
     print(f"seed {given.seed}: {sum(counts.values())} inputs in {seconds:.0f} s: {dict(counts)}")
     for note, count in notes.most_common(20):
