@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -160,8 +161,8 @@ def real_pair(path: Path) -> tuple[bool, dict[str, list[float]]]:
     return apart, {name: [load[0].p50_us for load in each] for name, each in loads.items()}
 
 
-def real(seconds: float) -> dict[str, Any]:
-    """Pairs of the same engine until the time is over."""
+def real_pairs(seconds: float) -> tuple[list[bool], list[float]]:
+    """Pairs of the same engine until the time is over: which are told apart, and their deviations."""
     apart, deviations = [], []
     end = time.monotonic() + seconds
     with TemporaryDirectory() as directory:
@@ -173,11 +174,19 @@ def real(seconds: float) -> dict[str, Any]:
             loads = min(map(len, times.values()))
             differences = np.log(times["a"][:loads]) - np.log(times["b"][:loads])
             deviations.append(float(differences.std(ddof=1)) / np.sqrt(2.0))
+    return apart, deviations
+
+
+def real(seconds: float, jobs: int) -> dict[str, Any]:
+    """Pairs in as many processes."""
+    with ProcessPoolExecutor(jobs) as pool:
+        found = list(pool.map(real_pairs, [seconds] * jobs))
+    apart = [each for pairs, _ in found for each in pairs]
     return {
         "pairs": len(apart),
         "told_apart": sum(apart),
         "told_apart_percent": 100.0 * float(np.mean(apart)),
-        "median_load_to_load_deviation_percent": 100.0 * median(deviations),
+        "median_load_to_load_deviation_percent": 100.0 * median(each for _, some in found for each in some),
     }
 
 
@@ -186,14 +195,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contests", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=240.0, help="for real pairs")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that time real pairs")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     figures = {
         "simulated": simulated(options.contests, np.random.default_rng(options.seed)),
-        "real": real(options.seconds),
+        "real": real(options.seconds, options.jobs),
     }
     print(figures["real"])
     settings = {"loads": LOADS, "first_loads": FIRST_LOADS, "noise": NOISE, "contests": options.contests}
+    settings["jobs"] = options.jobs
     print(write_record("choice_errors", figures, settings))
 
 

@@ -6,14 +6,14 @@ as many of each kind, so that most stay the same when the library changes. Texts
 
 Neighbours are the tests whose imports lead to the module in the fewest steps, those in the mirrored folder
 and those of its name first: at most `QUICK` files, and of the tests marked slow those of the first `SLOW`. A
-mutant is caught where one of them fails, or a test takes longer than `SECONDS_A_TEST`. Tests that caught one
-are run on the library as it is: one that fails there too has caught nothing. Mutants that are equivalent, and
-those of lines that only a GPU runs, are listed with the reason in `equivalent_mutants.json`, by file, line
-and change, and do not count.
+mutant is caught where one of them fails, or a test takes longer than `SECONDS_A_TEST`. A test that caught one
+is run on the library as it is: one that fails there too has caught nothing, and the others go on without it.
+Mutants that are equivalent, and those of lines that only a GPU runs, are listed with the reason in
+`equivalent_mutants.json`, by file, line and change, and do not count.
 
-    python -m benchmarks.micro.mutants --minutes 5
+    python -m benchmarks.micro.mutants --minutes 5 --jobs 2
 
-goes on where it stopped; the last part writes the record.
+goes on where it stopped: the quick tests of every mutant, then the slow ones. The last writes the record.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -48,6 +50,9 @@ LIBRARY, TESTS = ROOT / "loka_onnx", ROOT / "tests"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 COUNT, SEED = 100, 17
 QUICK, SLOW, FARTHER = 24, 5, 2
+TIERS = (("not slow", QUICK), ("slow", SLOW))
+FALSE_ALARMS = 6
+"""As many tests that fail without a mutant too, and nothing is said of a mutant in this environment."""
 """Most files of each tier, and steps behind the nearest file at which others are no neighbours."""
 SECONDS_A_TEST, SECONDS_A_TIER = 150, 240
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -301,7 +306,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def _pytest(tree: Path, *arguments: str) -> tuple[int, str]:
     """Exit code and output; the code is 0 where time ran out without a failure."""
-    ours = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    beside = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(tree), *([beside] if beside else [])])
+    ours = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
     command += ["-p", "benchmarks.micro.mutants", "-rfE", "--no-header", *arguments]
     with subprocess.Popen(
@@ -322,22 +329,66 @@ def _pytest(tree: Path, *arguments: str) -> tuple[int, str]:
             return 0, ""
 
 
-def judged(mutant: Mutant, tree: Path) -> Outcome:
-    """Runs the neighbours of a mutant in a copy of the tree."""
+def judged(mutant: Mutant, tier: int, tree: Path) -> Outcome | None:
+    """Runs a tier of a mutant's neighbours in a copy of the tree; None where too many fail without it too."""
     began, file = time.monotonic(), tree / mutant.path
-    whole, caught = file.read_bytes(), ""
-    tests = [test.relative_to(ROOT).as_posix() for test in neighbours(mutant.path)]
-    file.write_bytes(mutant.apply(whole))
+    whole, caught, false = file.read_bytes(), "", set[str]()
+    marked, count = TIERS[tier]
+    tests = [test.relative_to(ROOT).as_posix() for test in neighbours(mutant.path)][:count]
     try:
-        for tier, files in (("not slow", tests), ("slow", tests[:SLOW])):
-            code, printed = _pytest(tree, "-m", tier, *files)
-            if code not in (0, 5):
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.M)
+        for _ in range(FALSE_ALARMS):
+            file.write_bytes(mutant.apply(whole))
+            files = [test for test in tests if test not in false]
+            left_out = [f"--deselect={name}" for name in sorted(false - set(tests))]
+            code, printed = _pytest(tree, "-m", marked, *left_out, *files) if files else (0, "")
+            if code in (0, 5):
+                break
+            failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", printed, re.M)
+            file.write_bytes(whole)
+            code, _ = _pytest(tree, failed[1]) if failed else _pytest(tree, "--collect-only", *files)
+            if code in (0, 5):
                 caught = failed[1] if failed else "at import"
                 break
+            print(f"fails without a mutant: {failed[1] if failed else files}", flush=True)
+            false.add(failed[1] if failed else "")
+        else:
+            return None
     finally:
         file.write_bytes(whole)
     return Outcome(mutant.name, mutant.kind, mutant.line, caught, round(time.monotonic() - began, 1))
+
+
+def outcomes_of(left: list[Mutant], jobs: int, until: float) -> Iterator[Outcome]:
+    """Judges as many at a time, and begins none after a moment of the monotonic clock."""
+    trees = SimpleQueue[Path]()
+    _imports()  # Once, before the threads ask for it.
+
+    def judge(mutant: Mutant, tier: int) -> Outcome | None:
+        if time.monotonic() > until:
+            return None
+        tree = trees.get()
+        try:
+            return judged(mutant, tier, tree)
+        finally:
+            trees.put(tree)
+
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(jobs) as pool:
+        for index in range(jobs):
+            trees.put(_copied(Path(place) / str(index)))
+        for tier in range(len(TIERS)):
+            waiting = {pool.submit(judge, mutant, tier): mutant for mutant in left}
+            left = []
+            for done in as_completed(waiting):
+                outcome, mutant = done.result(), waiting[done]
+                if outcome is None:
+                    continue
+                at = f"{mutant.path}:{mutant.line}: {mutant.old} -> {mutant.new}, {outcome.seconds} s"
+                if not outcome.caught_by and tier + 1 < len(TIERS):
+                    left.append(mutant)
+                    print(f"not caught by quick tests: {at}", flush=True)
+                    continue
+                print(f"{outcome.caught_by or 'NOT CAUGHT'}: {at}", flush=True)
+                yield outcome
 
 
 def main() -> None:
@@ -347,6 +398,7 @@ def main() -> None:
     parser.add_argument(
         "--state", type=Path, default=ROOT / "runs" / "mutants.jsonl", help="what is known so far"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="as many at a time")
     parser.add_argument("--again", action="store_true", help="judge those that nothing caught once more")
     parser.add_argument("--list", action="store_true", help="print the mutants and their tests, run nothing")
     options = parser.parse_args()
@@ -362,38 +414,31 @@ def main() -> None:
         outcomes = [Outcome(**json.loads(line)) for line in options.state.read_text().splitlines()]
         known = {outcome.name: outcome for outcome in outcomes}
     reasons = {entry["mutant"]: entry["reason"] for entry in json.loads(EQUIVALENT.read_text())}
-    left = [m for m in chosen if m.name not in known and m.name not in reasons]
     if options.again:
-        left += [
-            m for m in chosen if m.name in known and not known[m.name].caught_by and m.name not in reasons
-        ]
-    with tempfile.TemporaryDirectory() as place:
-        tree = Path(place) / "tree"
-        listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
-        for name in filter(None, listed):
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tree / name)
-        for mutant in left:
-            if time.monotonic() > until:
-                print(f"{len(left)} or fewer are left: run it again")
-                return
-            outcome = known[mutant.name] = judged(mutant, tree)
-            with options.state.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
-            at = f"{mutant.path}:{mutant.line}"
-            print(f"{outcome.caught_by or 'NOT CAUGHT'}: {at}: {mutant.old} -> {mutant.new}")
-        _record([known[m.name] for m in chosen if m.name not in reasons], chosen, reasons, tree)
+        known = {name: outcome for name, outcome in known.items() if outcome.caught_by}
+    asked = [m for m in chosen if m.name not in reasons]
+    for outcome in outcomes_of([m for m in asked if m.name not in known], options.jobs, until):
+        known[outcome.name] = outcome
+        with options.state.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+    unknown = [mutant for mutant in asked if mutant.name not in known]
+    if unknown:
+        print(f"{len(unknown)} are left: run it again")
+        return
+    _record([known[m.name] for m in asked], chosen, reasons)
 
 
-def _record(found: list[Outcome], chosen: list[Mutant], reasons: dict[str, str], tree: Path) -> None:
-    killers = sorted({each.caught_by for each in found} - {"", "at import"})
-    false = set()
-    for killer in killers:
-        code, _ = _pytest(tree, killer)
-        if code:
-            false.add(killer)
-            print(f"fails without a mutant: {killer}")
-    caught = [each for each in found if each.caught_by and each.caught_by not in false]
+def _copied(tree: Path) -> Path:
+    """What git has of this tree."""
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
+    for name in filter(None, listed):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tree / name)
+    return tree
+
+
+def _record(found: list[Outcome], chosen: list[Mutant], reasons: dict[str, str]) -> None:
+    caught = [each for each in found if each.caught_by]
     kinds, of_kind = Counter(each.kind for each in caught), Counter(each.kind for each in found)
     figures = {
         "mutants": len(chosen),

@@ -38,7 +38,8 @@ def transform(
     log = serde.read(RewriteLog, models / "mods.json")
     for record in log.records:
         _print_record(terminal, record)
-    written = ["model/modified.onnx", "model/mods.json", "profile.json"]
+    modified = serde.read(ModelArtifact, models / "modified.json").path
+    written = [str(modified), "model/mods.json", "profile.json"]
     if config.model.split_sparse:
         split = serde.read(ModelSplit, models / "split.json")
         log = RewriteLog((*log.records, *split.log.records))

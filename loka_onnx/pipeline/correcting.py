@@ -36,7 +36,7 @@ from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 FITTED_ROWS = 32_768
 """Calibration rows that constants are fitted to, at most: a mean is then known to .006 of its spread."""
-HOPELESS = 5.0
+HOPELESS = 3.0
 """Predicted KL over the budget from which on nothing is tried: no constant was seen to take off more than two
 thirds."""
 DOCUMENT = "corrections.json"

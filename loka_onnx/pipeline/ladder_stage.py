@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import inf, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -154,35 +154,29 @@ class Climbing:
         found = predict(
             run, split.batches(), names, progress=lambda done: steps.progress(task, done, split.rows)
         )
-        means = mean_scores(run, rungs.scores, specs, self._rows) if rungs.scores else {}
-        constants = {name: rungs.exact[name] - mean for name, mean in means.items() if name in rungs.exact}
+        constants = rungs.constants(mean_scores(run, rungs.scores, specs, self._rows) if rungs.exact else {})
         known = self._judging.reference_on_selection(self._exported)
         columns, grouping = known.predictions.columns, known.units.grouping
 
         def judged(variant: Mapping[str, npt.NDArray[Any]], units: Units) -> tuple[OutputEvaluation, ...]:
             return evaluate_outputs(known.predictions.outputs, variant, columns, specs, units)
 
-        simulated = Simulated(found, rungs.scores, constants)
-        moved = {spec.name: simulated.with_constant(spec) for spec in specs}
-        as_it_is, with_constants = judged(found.outputs, Units(grouping)), judged(moved, Units(grouping))
-        helped = [_upper(b) < _upper(a) for a, b in zip(as_it_is, with_constants, strict=True)]
-        outputs = tuple(
-            b if helps else a for a, b, helps in zip(as_it_is, with_constants, helped, strict=True)
-        )
+        variant, outputs = dict(found.outputs), judged(found.outputs, Units(grouping))
+        if constants:
+            simulated = Simulated(found, rungs.scores, constants)
+            moved = {spec.name: simulated.with_constant(spec) for spec in specs}
+            pairs = tuple(zip(outputs, judged(moved, Units(grouping)), strict=True))
+            variant |= {after.output: moved[after.output] for before, after in pairs if _helps(before, after)}
+            outputs = tuple(after if _helps(before, after) else before for before, after in pairs)
         if grouping is None:
             rows = steps.judged_rows
             spread = sqrt(rows["selection"] / rows["certification"])
             return Judged(outputs, {output.output: spread for output in outputs})
-        chosen = {
-            spec.name: (moved if helps else found.outputs)[spec.name]
-            for spec, helps in zip(specs, helped, strict=True)
-        }
-        alone = judged(chosen, Units())
         return Judged(
             outputs,
             {
-                ours.output: design_spread(_half(single), _half(ours), *self._sizes)
-                for ours, single in zip(outputs, alone, strict=True)
+                ours.output: design_spread(_half(alone), _half(ours), *self._sizes)
+                for ours, alone in zip(outputs, judged(variant, Units()), strict=True)
             },
         )
 
@@ -215,9 +209,15 @@ class _Rungs:
     scores: Mapping[str, str]
     exact: Mapping[str, float]
 
+    def constants(self, means: Mapping[str, float]) -> dict[str, float]:
+        """What restores the mean score of FP32, by output."""
+        return {name: self.exact[name] - mean for name, mean in means.items() if name in self.exact}
 
-def _upper(output: OutputEvaluation) -> float:
-    return -inf if output.difference is None else output.difference.judged.upper
+
+def _helps(before: OutputEvaluation, after: OutputEvaluation) -> bool:
+    if before.difference is None or after.difference is None:
+        return False
+    return after.difference.judged.upper < before.difference.judged.upper
 
 
 def _half(output: OutputEvaluation) -> float:

@@ -45,25 +45,19 @@ class ChosenMods:
         rounding = self._rounding
         return {
             "mods": [kind.name for kind in self._kinds],
-            "split_channels": self._config.plan.format if self._config.mods.split_channels else None,
             "smoothing": None if rounding is None else [rounding.format, *rounding.weights],
         }
 
-    def make(
-        self, rows: Mapping[str, npt.NDArray[Any]], scratch: Path, left: Mapping[str, float]
-    ) -> list[Mod[Any]]:
-        """The mods.
+    def make(self, rows: Mapping[str, npt.NDArray[Any]], scratch: Path) -> list[Mod[Any]]:
+        """The mods, but for loud channels, which are split off behind them.
 
         Args:
-            rows: What smoothing and loud channels are measured on.
+            rows: What smoothing is measured on.
             scratch: Directory on the file system of the model.
-            left: Part of its error that each unsafe site may keep.
         """
         mods: list[Mod[Any]] = [kind() for kind in self._kinds]
         if self._rounding is not None:
             mods.append(ChooseSmoothing([rows], scratch, self._rounding))
-        if self._config.mods.split_channels:
-            mods.append(SplitLoudChannels(left, [rows], scratch, self._config.plan.format))
         return mods
 
 

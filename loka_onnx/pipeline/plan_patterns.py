@@ -29,7 +29,7 @@ def check_plan_patterns(steps: Steps, exported: ModelArtifact) -> None:
         check_patterns(exported, options)
     except ConfigError:
         with TemporaryDirectory(prefix=".mods-", dir=exported.path.parent) as scratch:
-            modified = steps.rewrite(exported, Path(scratch) / "modified.onnx", {}).model
+            modified = steps.rewrite(exported, Path(scratch) / "modified.onnx").model
             named = any(LOUD in pattern for pattern in (*chosen.keep, *chosen.force))
             if named and steps.config.mods.split_channels:
                 loud = (

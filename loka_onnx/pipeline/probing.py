@@ -42,6 +42,8 @@ from loka_onnx.planning.policy import PlanOptions, open_verdicts
 
 EXPORTED = "calibration/exported.json"
 """Profile of the exported model, below the run directory."""
+MERGED = "calibration/merged.json"
+"""Profile of the model after mods, before loud channels are split off."""
 MODIFIED = "profile.json"
 """Profile of the model after mods."""
 REFRESH_ROWS = 4096
@@ -65,21 +67,46 @@ class Probing:
     def calibrate(self, model: ModelArtifact) -> Profile:
         """Every site of the exported model → `calibration/exported.json`."""
         options = self._options(lambda found: self.open_verdicts(model, found))
-        return self._stage("calibrate", EXPORTED, self._key(model), lambda: self._measure(model, options))
+        return self._stage("calibrate", EXPORTED, self.key(model), lambda: self._measure(model, options))
 
-    def recalibrate(self, model: ModelArtifact, earlier: Profile) -> Profile:
-        """Sites that mods changed, the others as they were → `profile.json`."""
+    def changed(self, model: ModelArtifact, earlier: Profile, before: ModelArtifact | None = None) -> Profile:
+        """Sites that mods changed, the others as they were.
+
+        Args:
+            model: The model.
+            earlier: Profile of the model before.
+            before: That model; the exported one when None.
+        """
         changed = changed_sites(earlier, model)
+        if before is not None:
+            changed -= {site.name for site in before.sites if site in model.sites}
+        if not changed:
+            return carried(earlier, model)
+        return self._with_sites(model, earlier, with_partners(model, changed))
+
+    @property
+    def merged(self) -> Profile:
+        """What `Steps.modify` measured."""
+        return serde.read(Profile, self.directory.path / MERGED)
+
+    def recalibrate(self, model: ModelArtifact, before: ModelArtifact) -> Profile:
+        """The profile of the modified model → `profile.json`.
+
+        Sites whose loud channels were split off are measured, and where FP16 may be used, the magnitudes of
+        all tensors.
+
+        Args:
+            model: The model.
+            before: The one behind all other mods.
+        """
+        earlier = self.merged
 
         def measure() -> Profile:
-            if not changed:
-                found = carried(earlier, model)
-            else:
-                found = self._with_sites(model, earlier, with_partners(model, changed))
+            found = self.changed(model, earlier, before)
             return self._with_magnitudes(found, model) if self._may_use_fp16 else found
 
         # Sites that were calibrated again must reach the profile of the modified model.
-        key = {**self._key(model), "earlier": digest_json(serde.to_plain(earlier))}
+        key = {**self.key(model), "earlier": digest_json(serde.to_plain(earlier))}
         key |= {"magnitudes": True} if self._may_use_fp16 else {}
         return self._stage("recalibrate", MODIFIED, key, measure)
 
@@ -109,7 +136,7 @@ class Probing:
         return self._stage(
             "calibrate",
             EXPORTED,
-            self._key(model),
+            self.key(model),
             lambda: self._with_sites(model, earlier, only),
             again=True,
         )
@@ -145,7 +172,7 @@ class Probing:
             undecided = self.open_verdicts(model, merged)
             return replace(merged, sampling=replace(merged.sampling, undecided=undecided))
 
-        return self._stage("calibrate", EXPORTED, self._key(model), measure, again=True)
+        return self._stage("calibrate", EXPORTED, self.key(model), measure, again=True)
 
     def refresh(self, model: ModelArtifact, planned: Mapping[str, str]) -> Profile:
         """Every site of a retrained model under the recipes that were chosen for it → `profile.json`.
@@ -198,7 +225,7 @@ class Probing:
             found = replace(found, seconds={**found.seconds, "ranges": took})
             return self._with_magnitudes(found, model) if self._may_use_fp16 else found
 
-        key = {**self._key(model), "planned": dict(planned), "rows": REFRESH_ROWS}
+        key = {**self.key(model), "planned": dict(planned), "rows": REFRESH_ROWS}
         return self._stage("refresh", MODIFIED, key, measure)
 
     def _stage(
@@ -283,7 +310,8 @@ class Probing:
             return RayExecutor(settings.ray_address, threads)
         return LocalExecutor(threads)
 
-    def _key(self, model: ModelArtifact) -> dict[str, Any]:
+    def key(self, model: ModelArtifact) -> dict[str, Any]:
+        """What a profile depends on."""
         # Where batches run changes nothing in a profile.
         where = {"executor", "ray_address"}
         return {

@@ -23,7 +23,7 @@ from loka_onnx.errors import ConfigError, LokaError
 from loka_onnx.export.retrained import EarlierExport
 from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.jobs import JOBS, RESULT
-from loka_onnx.pipeline.probing import EXPORTED, MODIFIED
+from loka_onnx.pipeline.probing import MERGED, MODIFIED
 from loka_onnx.pipeline.run import GIVEN
 
 _NEEDED = (
@@ -155,9 +155,9 @@ class EarlierRun:
         return sum(stage.seconds for stage in self.record.stages if stage.stage != "train")
 
     @property
-    def exported_profile(self) -> Profile:
-        """Profile of the exported model, where it is there; else that of the model after mods."""
-        document = self.directory / EXPORTED
+    def merged_profile(self) -> Profile:
+        """Profile of the model before loud channels were split off, where it is there."""
+        document = self.directory / MERGED
         return serde.read(Profile, document) if document.is_file() else self.profile
 
     @cached_property

@@ -64,7 +64,7 @@ class Stage(StrEnum):
 STAGES = {
     Stage.EXPORT: ("export", "check data"),
     Stage.CALIBRATE: ("calibrate",),
-    Stage.TRANSFORM: ("mods", "recalibrate", "split"),
+    Stage.TRANSFORM: ("mods", "loud channels", "recalibrate", "split"),
     Stage.PLAN: ("ladder", "plan"),
     Stage.BUILD: ("correct", "build"),
     Stage.EVALUATE: ("refine", "evaluate"),
@@ -236,8 +236,9 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     if options.until is Stage.CALIBRATE:
         return ended
 
-    modified = steps.modify(exported, probed)
-    profile = steps.probing.recalibrate(modified.model, probed)
+    merged = steps.modify(exported, probed)
+    modified = steps.split_loud(merged, steps.probing.merged)
+    profile = steps.probing.recalibrate(modified.model, merged.model)
     split = steps.cut(modified.model)
     if options.until is Stage.TRANSFORM:
         return ended

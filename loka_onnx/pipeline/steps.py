@@ -14,6 +14,7 @@ from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
+from loka_onnx.core.digests import digest_json
 from loka_onnx.core.ladder import Climb
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
@@ -35,7 +36,7 @@ from loka_onnx.pipeline.correcting import Correcting, CorrectionInputs
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.mods import ChosenMods
-from loka_onnx.pipeline.probing import Probing
+from loka_onnx.pipeline.probing import MERGED, Probing
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.sample import Requests, bounded_by
 from loka_onnx.pipeline.splits import bind_inputs, open_splits
@@ -46,6 +47,7 @@ from loka_onnx.pipeline.tuning import device_timings
 from loka_onnx.planning.loud import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels
 from loka_onnx.transforms.sequence import Rewritten, apply_mods
 
 CHECK_ROWS = 2048
@@ -208,40 +210,77 @@ class Steps:
         """The calibration stages."""
         return Probing(self.config, self.directory, self.splits.calibration, self.progress)
 
-    def modify(self, model: ModelArtifact, profile: Profile) -> ModdedModel:
-        """Mods, each checked on calibration rows → `model/modified.onnx`."""
-        left = self._errors_to_leave(model, profile) if self.config.mods.split_channels else {}
-        target, document = self._path("model/modified.onnx"), self._path("model/modified.json")
-        log = self._path("model/mods.json")
+    def modify(self, model: ModelArtifact, probed: Profile | None) -> ModdedModel:
+        """Mods but for loud channels, each checked on calibration rows → `model/modified.onnx`.
+
+        Args:
+            model: The exported model.
+            probed: Its profile, to measure what mods changed → `calibration/merged.json`; None for nothing.
+        """
+        target, document = self._path("model/modified.onnx"), self._path("model/merged.json")
+        log = self._path("model/merged-mods.json")
 
         def produce() -> Sequence[Path]:
-            rewritten = self.rewrite(model, target, left)
+            rewritten = self.rewrite(model, target)
             serde.write(rewritten.log, log)
-            return [*self._write_model(rewritten.model, document), log]
+            files = [*self._write_model(rewritten.model, document), log]
+            if probed is not None:
+                serde.write(self.probing.changed(rewritten.model, probed), self._path(MERGED))
+                files.append(self._path(MERGED))
+            return files
 
+        measured = {"profile": digest_json(serde.to_plain(probed)), "measured": self.probing.key(model)}
         return self.directory.stage(
             "mods",
             {
                 "model": model.digest,
                 "data": self.splits.calibration.digest,
                 **self._mods.key,
-                "left": left,
                 "rows": self._mod_rows,
+                **(measured if probed is not None else {}),
             },
             produce,
-            lambda: ModdedModel(self._read_model(document), serde.read(RewriteLog, log)),
+            lambda: self._modded(document, log),
         )
 
-    def rewrite(self, model: ModelArtifact, target: Path, left: Mapping[str, float]) -> Rewritten:
-        """Mods on a model, written to a file.
+    def split_loud(self, merged: ModdedModel, profile: Profile) -> ModdedModel:
+        """Loud channels of sites that do not fit as products of their own → `model/modified.json`.
 
         Args:
-            model: The model.
-            target: The file, on the file system of the model.
-            left: Part of its error that each unsafe site may keep, where loud channels are split off.
+            merged: The model behind all other mods.
+            profile: Its profile.
         """
+        left = self._errors_to_leave(merged.model, profile) if self.config.mods.split_channels else {}
+        document, log = self._path("model/modified.json"), self._path("model/mods.json")
+
+        def produce() -> Sequence[Path]:
+            split = Rewritten(merged.model, RewriteLog(()))
+            if left:
+                target = self._path("model/loud.onnx")
+                rows = next(self.splits.calibration.batches(self._mod_rows)).inputs
+                mod = SplitLoudChannels(left, [rows], target.parent, self.config.plan.format)
+                split = apply_mods(merged.model, [rows], target, [mod], self.progress)
+            serde.write(RewriteLog((*merged.log.records, *split.log.records)), log)
+            files = self._write_model(split.model, document)
+            # A model that stays as it is, and its tables in any case, belong to the stage that wrote them.
+            return sorted({*files, log}.difference(model_files(merged.model.path)))
+
+        key = {
+            "model": merged.model.digest,
+            "data": self.splits.calibration.digest,
+            "left": left,
+            "format": self.config.plan.format,
+            "rows": self._mod_rows,
+        }
+        return self.directory.stage("loud channels", key, produce, lambda: self._modded(document, log))
+
+    def _modded(self, document: Path, log: Path) -> ModdedModel:
+        return ModdedModel(self._read_model(document), serde.read(RewriteLog, log))
+
+    def rewrite(self, model: ModelArtifact, target: Path) -> Rewritten:
+        """Mods on a model, written to a file on its file system; loud channels are not split off yet."""
         rows = next(self.splits.calibration.batches(self._mod_rows))
-        mods = self._mods.make(rows.inputs, target.parent, left)
+        mods = self._mods.make(rows.inputs, target.parent)
         return apply_mods(model, [rows.inputs], target, mods, self.progress)
 
     @property

@@ -20,7 +20,7 @@ from loka_onnx.planning.climbing import Goal, affordable_kl, expected_rung
 from loka_onnx.planning.patterns import find_places
 from loka_onnx.planning.policy import PlanOptions, start_ladder
 
-SHARED = 0.5
+SHARED = 1.0
 """Part of what the sites below leave that those above are cut down to, together; the ladder measures it."""
 LEAST = 0.1
 """Part of what would pass that is shared in any case: what is cut down so far may stand below others."""

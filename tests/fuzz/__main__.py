@@ -164,20 +164,25 @@ def _parent(given: argparse.Namespace, home: Path) -> int:
         time.monotonic(),
         Counter[str](),
         defaultdict[str, list[int]](list),
-        Counter[str](),
+        defaultdict[str, list[int]](list),
     )
     details: dict[str, str] = {}
     for number, found in _results(given, home, began):
         counts[found["kind"]] += 1
         if found["fault"]:
+            if found["fault"] not in faults:
+                print(f"{number}: {found['fault']}", file=sys.stderr, flush=True)
             faults[found["fault"]].append(number)
             details.setdefault(found["fault"], found["detail"])
         elif found["detail"]:
-            notes[found["detail"]] += 1
+            notes[found["detail"]].append(number)
+        if (number + 1) % 250 == 0:
+            passed = time.monotonic() - began
+            print(f"{number + 1} inputs in {passed:.0f} s", file=sys.stderr, flush=True)
     seconds = time.monotonic() - began
     print(f"seed {given.seed}: {sum(counts.values())} inputs in {seconds:.0f} s: {dict(counts)}")
-    for note, count in notes.most_common(20):
-        print(f"  {note} ({count})")
+    for note, numbers in sorted(notes.items(), key=lambda item: -len(item[1]))[:20]:
+        print(f"  {note}: {len(numbers)} inputs, as --only {', '.join(map(str, numbers[:4]))}")
     for fault, numbers in sorted(faults.items(), key=lambda item: -len(item[1])):
         shown = ", ".join(map(str, numbers[:4]))
         print(f"FAULT {fault}: {len(numbers)} inputs, as --only {shown}")

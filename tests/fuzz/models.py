@@ -133,7 +133,7 @@ def attempt(random: Random, place: Path) -> str:
         artifact = import_onnx(path, place / "run" / "model.onnx", (SPEC,))
     except ModelError as error:
         if not any(reason in error.what for reason in REASONS) and _runs(path):
-            return error.what.replace(str(path), "MODEL")
+            return error.what.replace(str(path), "MODEL").replace(str(place), "")
         raise
     _compare(path, artifact.path)
     return ""

@@ -15,6 +15,7 @@ STAGES = [
     "export",
     "calibrate",
     "mods",
+    "loud channels",
     "recalibrate",
     "ladder",
     "plan",

@@ -11,6 +11,7 @@ import pytest
 from synthetic_runs import RUN_VALUES, make_workplace
 
 from loka_onnx.core import serde
+from loka_onnx.core.correction import CorrectionSet, Variant
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, Latency
 from loka_onnx.core.formats import Precision
@@ -50,6 +51,25 @@ def test_the_plan_is_the_rung_that_was_measured(tmp_path: Path) -> None:
     )
     run(place.run_file, again)
     assert stages["ladder"] and stages["plan"]
+
+
+def test_a_rung_is_judged_with_the_constants_that_its_plan_gets(tmp_path: Path) -> None:
+    """The planned model with Q/DQ and constants, in ONNX Runtime, is another graph than the ladder's."""
+    place = make_workplace(tmp_path / "place")
+    place.write_run_file(
+        outputs=OUTPUTS,
+        plan={"plans": ["fp32", "fp8-safe"], "corrections": True},
+        calibration={"rows": 1000, "draws": 1},
+    )
+    run(place.run_file, RunOptions(until=Stage.BUILD))
+    taken = serde.read(Climb, place.output / "ladder.json").taken
+    assert taken is not None and taken.change is not None
+    (plan,) = serde.read(CorrectionSet, place.output / "corrections.json").plans
+    (output,) = [each for each in plan.outputs if each.output == taken.output]
+    tried = {trial.variant: trial.judged for trial in output.trials}
+    expected = min((tried[v] for v in (Variant.BIAS, Variant.BOTH) if v in tried), key=lambda i: i.upper)
+    assert taken.change.value == pytest.approx(expected.value, abs=2e-6)
+    assert abs(expected.value - tried[Variant.NONE].value) > 1e-5
 
 
 def fast_in_fp8(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved:

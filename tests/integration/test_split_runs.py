@@ -221,8 +221,8 @@ def test_a_run_may_change_its_mind(tmp_path: Path) -> None:
         assert (result.directory / "model/dense.onnx").exists() is is_cut
         assert result.bundle is not None
         loka_onnx.load(result.bundle).infer(requests(3))
-    assert orders[1] == [*orders[0][:4], "split", *orders[0][4:]]
-    assert orders[0][3] == "recalibrate"
+    assert orders[1] == [*orders[0][:5], "split", *orders[0][5:]]
+    assert orders[0][4] == "recalibrate"
     assert orders[2] == orders[0]
 
 

@@ -25,6 +25,7 @@ STAGES = [
     "check data",
     "calibrate",
     "mods",
+    "loud channels",
     "recalibrate",
     "ladder",
     "plan",

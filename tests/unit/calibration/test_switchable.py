@@ -123,6 +123,18 @@ def test_switches_do_what_a_plan_does(name, tmp_path):
     assert np.abs(joint - exact).max() > 1e-3
 
 
+def test_a_bias_is_added_to_a_site_in_low_precision_alone(tmp_path):
+    world = make("dcnv2", tmp_path)
+    run, inputs = world.run, inputs_of(world.run)
+    (last,) = [switch for switch in world.switches if switch.site.name == world.switches[-1].site.name]
+    shift = {last.site.name: np.full(last.site.n, 0.25)}
+    path = tmp_path / "biased.onnx"
+    biased = write_switchable(run.graph(), world.switches, world.scales, path, biases=shift).open()
+    for on, moved in (((), 0.0), ((world.switches[0].site.name,), 0.0), ((last.site.name,), 0.25)):
+        difference = biased.run(inputs, on)["logit"] - world.model.run(inputs, on)["logit"]
+        np.testing.assert_allclose(difference, moved, rtol=0, atol=1e-5)
+
+
 def test_a_norm_in_bfloat16_moves_the_output_a_little(tmp_path):
     world = make("dcnv2", tmp_path)
     inputs = inputs_of(world.run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels, channel_errors, rejoin
+from loka_onnx.transforms.linears.split_loud_channels import (
+    TOLERANCE,
+    SplitLoudChannels,
+    channel_errors,
+    rejoin,
+)
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import apply_mods
 
@@ -147,6 +153,21 @@ def test_what_is_left_of_the_error_is_small(tmp_path: Path) -> None:
 
     whole = error(values(before, "w").astype(np.float64))
     assert error(values(after, named(after, "fc").input[1]).astype(np.float64)) < 0.1 * whole
+
+
+def test_the_most_channels_do_where_they_leave_little_more_than_was_asked_for(tmp_path: Path) -> None:
+    before, least = model(BODIES["Gemm"]), 1.0
+    for left in np.geomspace(0.5, 1e-6, 40):
+        after, record = split(before, tmp_path, float(left))
+        if record.declined:
+            break
+        (site,) = [node for node in after.graph.node if node.op_type == "Gather"]
+        channels = len(values(after, site.input[1]))
+        (kept,) = re.findall(r"with ([\d.]+)% of the FP8 error", record.applied[0].what)
+        rest = 1.0 - float(kept) / 100
+        assert rest <= left * (TOLERANCE if channels == K // 2 else 1.0) + 0.001
+        least = min(least, rest)
+    assert record.declined and channels == K // 2 and left * TOLERANCE < least + 0.001
 
 
 def test_the_error_of_a_channel_is_that_of_the_product_in_it() -> None:
