@@ -247,8 +247,8 @@ def test_results_that_do_not_fit_are_refused(
         (harm_link, "'link' is neither a file nor a directory\n  evidence: links are refused"),
         (
             harm_link_out,
-            f"jobs/{PLAIN}/result/link: the run directory '{place.output}' holds a link that leads out of it\n"
-            "  evidence: it leads to '/etc/hostname'",
+            f"jobs/{PLAIN}/result/link: the run directory '{place.output}' holds a link that leads out "
+            "of it\n  evidence: it leads to '/etc/hostname'",
         ),
     ):
         shutil.rmtree(executed)
