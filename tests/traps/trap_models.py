@@ -524,6 +524,17 @@ CONSTANTS["w416"] = _floats(4, 16)
 body("einsum-blanks-no-arrow", 'k = Einsum<equation=" b i , i o ">(h, wt)')
 body("conv1d-kernel-1", "t = Reshape(h, line)\np = Conv(t, conv1, b)\nk = Reshape(p, flat)")
 body("conv2d-kernel-1", "t = Reshape(h, image)\np = Conv<group=1>(t, conv2)\nk = Reshape(p, flat)")
+CONSTANTS["conv3"] = _floats(16, 16, 3)
+for _kernel, _weight in ((1, "conv1"), (3, "conv3")):
+    trap(f"conv-of-kernel-{_kernel}-and-no-other-product")(
+        lambda weight=_weight, pad=_kernel // 2: parsed(
+            f"t = Reshape(x, line)\np = Conv<pads=[{pad},{pad}]>(t, {weight}, b)\nr = Relu(p)\n"
+            f"q = Conv<pads=[{pad},{pad}]>(r, {weight})\nk = Reshape(q, flat)\ny = ReduceSum(k, m1)"
+        )
+    )
+trap("einsum-and-no-other-product")(
+    lambda: parsed('p = Einsum<equation="bi,oi->bo">(x, wt)\nk = Relu(p)\ny = ReduceSum(k, m1)')
+)
 body("conv-transpose", "t = Reshape(h, image)\np = ConvTranspose(t, deconv)\nk = Reshape(p, flat)")
 body(
     "gru",
