@@ -38,7 +38,7 @@ engine and not one that runs another precision; `EngineArtifact.sites` is what s
 
 @dataclass(frozen=True)
 class Expectation:
-    """What an engine answers on the sample.
+    """Answers of an engine on the sample.
 
     Attributes:
         outputs: One array per graph output.

@@ -46,7 +46,7 @@ OpenVerdicts = Callable[[Profile], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """How calibration runs.
+    """Options of calibration.
 
     Attributes:
         recipes: Recipes whose error is measured.

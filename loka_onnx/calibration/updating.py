@@ -26,7 +26,7 @@ _AGAIN = "calibrate again on all rows"
 
 @dataclass(frozen=True)
 class Subject:
-    """What a profile is of.
+    """Subject of a profile.
 
     Attributes:
         model: The model.

@@ -19,7 +19,7 @@ DIFFERENT = 3
 
 
 class Format(StrEnum):
-    """How the result is written."""
+    """Formats of the result."""
 
     TEXT = "text"
     JSON = "json"

@@ -78,7 +78,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What can be said about a model file without data.
+    """Facts of a model file that need no data.
 
     Attributes:
         path: The file.

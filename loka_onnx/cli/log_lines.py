@@ -29,14 +29,14 @@ PIPE_SECONDS = 2.0
 
 
 class LogFormat(StrEnum):
-    """How a command tells what happens."""
+    """Formats of what a command prints as it goes along."""
 
     TEXT = "text"
     JSON = "json"
 
 
 class Event(StrEnum):
-    """What a record is about."""
+    """Subject of a record."""
 
     STARTED = "started"
     STAGE_STARTED = "stage_started"
@@ -48,7 +48,7 @@ class Event(StrEnum):
 
 
 class Level(StrEnum):
-    """How serious a record is."""
+    """Severity of a record."""
 
     INFO = "info"
     WARNING = "warning"

@@ -40,7 +40,7 @@ from loka_onnx.sessions.runner import Runner
 
 @dataclass(frozen=True)
 class Availability:
-    """What a backend can do on this machine.
+    """Abilities of a backend on this machine.
 
     Attributes:
         installed: Its library imports.

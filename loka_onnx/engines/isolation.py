@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 class Ending(StrEnum):
-    """How a child process ended."""
+    """Endings of a child process."""
 
     EXITED = "exited"
     SIGNALLED = "signalled"
@@ -41,7 +41,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True)
 class ChildOutcome:
-    """What became of a child process.
+    """Outcome of a child process.
 
     Attributes:
         ending: How it ended.

@@ -33,7 +33,7 @@ PRODUCT_OPS = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """Where an operand's values come from.
+    """Origin of an operand's values.
 
     Attributes:
         element_type: Name of the type that reaches the product.

@@ -66,7 +66,7 @@ class BatchRange:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a build may take before it is ended.
+    """Limits of a build, at which it is ended.
 
     Attributes:
         seconds: Wall time.
@@ -135,7 +135,7 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class BuildResponse:
-    """What the child process of a build found.
+    """Answer of the child process of a build.
 
     Attributes:
         engine: Engine file, relative to the directory it was built in.

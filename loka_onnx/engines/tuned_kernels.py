@@ -41,7 +41,7 @@ Run = Callable[[], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Operands:
-    """What a product multiplies, before it is rounded.
+    """Operands of a product, before they are rounded.
 
     Attributes:
         activation: (M, K), FP32.

@@ -35,7 +35,7 @@ from loka_onnx.errors import ConfigError, EngineError
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """How kernels are timed.
+    """Options of timing kernels.
 
     Attributes:
         rounds: Times that each kernel is timed; the median counts.
@@ -91,7 +91,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of one shape.
+    """Result for one shape.
 
     Attributes:
         measured: Kernels that ran.

@@ -46,7 +46,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Units:
-    """What the rows of a split belong to.
+    """Groups and slices of the rows of a split.
 
     Attributes:
         grouping: Rows that belong together; None for independent rows.

@@ -23,7 +23,7 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Truth:
-    """What is known about the rows, for one output.
+    """Labels, weights and groups of the rows, for one output.
 
     Attributes:
         labels: (rows,), None where there are none.

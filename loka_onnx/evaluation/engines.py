@@ -67,7 +67,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Reference:
-    """What every engine is compared with on a split.
+    """Model that every engine is compared with on a split.
 
     Attributes:
         predictions: Outputs of the exported FP32 model, and the columns of the split.

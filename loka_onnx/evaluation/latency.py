@@ -75,7 +75,7 @@ def prepared(runner: Runner, place: InputPlace) -> Prepare:
 
 @dataclass(frozen=True)
 class LatencyOptions:
-    """How to measure, per batch size.
+    """Options of the measurement, per batch size.
 
     Attributes:
         warmup: Untimed requests of each engine first; autotuning and first-touch costs fall here.

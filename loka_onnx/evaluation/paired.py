@@ -45,7 +45,7 @@ class RelativeChange:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """What a change of one output does to the loss of each row.
+    """Effect of a change of one output on the loss of each row.
 
     Attributes:
         base: (rows,) loss of the FP32 model, or without labels the entropy of its predictions.

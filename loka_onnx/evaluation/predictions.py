@@ -55,7 +55,7 @@ def padded(run: Run, least: int) -> Run:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What an engine gave for a split, in the order of its rows.
+    """Outputs of an engine for a split, in the order of its rows.
 
     Attributes:
         outputs: (rows,) or (rows, n) by output name.

@@ -85,7 +85,7 @@ class WallClock:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to measure.
+    """Options of the measurement.
 
     Attributes:
         p99_us: What the 99th percentile is held under.
@@ -119,7 +119,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Answers:
-    """What became of the requests of a trial, in the order of arrival; microseconds.
+    """Outcomes of the requests of a trial, in the order of arrival; microseconds.
 
     Attributes:
         latency_us: (requests,) from the intended arrival to the answer.
@@ -136,7 +136,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class HighestRate:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         requests_per_s: The rate; 0 where none is low enough.

@@ -56,7 +56,7 @@ _FAILED_NODE = re.compile(r"while running (\S+) node\. Name:'([^']*)'")
 
 
 class Fault(StrEnum):
-    """What is wrong with a model."""
+    """Faults of a model."""
 
     FAILS = "fails"
     SHAPE = "shape"
@@ -84,7 +84,7 @@ _REMEDY = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What preflight found.
+    """Finding of preflight.
 
     Attributes:
         fault: What is wrong.

@@ -40,7 +40,7 @@ State = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class EarlierExport:
-    """What a module was exported to before.
+    """Earlier export of the same module.
 
     Attributes:
         model: The graph; its path is absolute.
@@ -53,7 +53,7 @@ class EarlierExport:
 
 @dataclass(frozen=True)
 class Declined:
-    """Why weights cannot be put into the earlier graph."""
+    """Reason why weights cannot be put into the earlier graph."""
 
     reason: str
 

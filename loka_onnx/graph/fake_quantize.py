@@ -33,7 +33,7 @@ TINY = 2.0**-100
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is known of a tensor beforehand, which saves operations.
+    """Known properties of a tensor, which save operations.
 
     Attributes:
         saturates: Elements may lie beyond the format's range.

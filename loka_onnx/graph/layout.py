@@ -12,7 +12,7 @@ LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze
 
 @dataclass(frozen=True)
 class LayoutRoot:
-    """Where the elements of a tensor come from.
+    """Origin of the elements of a tensor.
 
     Attributes:
         tensor: The tensor before any layout operation.

@@ -90,7 +90,7 @@ def parse_proto(path: Path) -> onnx.ModelProto:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where the values of a tensor lie in another file.
+    """Place of the values of a tensor in another file.
 
     Attributes:
         tensor: Name of the tensor.

@@ -52,7 +52,7 @@ Rows = npt.NDArray[np.float64]
 
 
 class Ends(Enum):
-    """How the ends of an interval are found."""
+    """Rules for the ends of an interval."""
 
     STUDENT = "student"
     ONE_MORE = "one more"
@@ -73,7 +73,7 @@ LEAST_TAIL_ROWS = 10
 
 @dataclass(frozen=True)
 class Tail:
-    """How much of a sum few rows carry.
+    """Part of a sum that few rows carry.
 
     Attributes:
         top_share: Share of the sum that the hundredth of the rows with the largest values holds.

@@ -32,7 +32,7 @@ _MOVED = (1.0, 1.03, 1.07, 1.13)
 
 @dataclass(frozen=True)
 class Rounding:
-    """How operands are rounded.
+    """Rounding of operands.
 
     Attributes:
         format: Of both.

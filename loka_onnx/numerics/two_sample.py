@@ -85,7 +85,7 @@ class BatchSample:
 
 @dataclass(frozen=True)
 class MeanChange:
-    """How two means of batches differ.
+    """Difference of two means of batches.
 
     Attributes:
         difference: Second less first.

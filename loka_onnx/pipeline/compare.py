@@ -65,7 +65,7 @@ REQUEST_ROWS = 4096
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """How two deployments are compared.
+    """Options of comparing two deployments.
 
     Attributes:
         rows: Which rows, and what is judged on them.

@@ -41,7 +41,7 @@ READABLE_OPSET = 13
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Which rows are compared, and what is known about them.
+    """Rows that are compared, and what is known about them.
 
     Attributes:
         kinds: Kind of an output by its name, in place of the one that the bundles record; an output that they

@@ -36,7 +36,7 @@ UNLIMITED_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class Opening:
-    """How the sides are loaded.
+    """Options of loading the sides.
 
     Attributes:
         trust: Whether engines that are programs may run, whoever signed their bundle.

@@ -13,7 +13,7 @@ from loka_onnx.core.serde import STRICT
 
 
 class DeploymentKind(StrEnum):
-    """What a path names."""
+    """Kinds of deployment that a path names."""
 
     BUNDLE = "bundle"
     ARCHIVE = "bundle in a single file"
@@ -133,7 +133,7 @@ class ComparedRows:
 
 @dataclass(frozen=True)
 class Moved:
-    """How far an output moved, whatever it is worth.
+    """Distance that an output moved, whatever it is worth.
 
     Attributes:
         output: Its name.

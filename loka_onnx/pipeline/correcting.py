@@ -45,7 +45,7 @@ SCRATCH = "calibration/instrumented"
 
 @dataclass(frozen=True)
 class CorrectionInputs:
-    """What corrections are fitted to.
+    """Inputs that corrections are fitted to.
 
     Attributes:
         exported: The FP32 model that plans are judged against.

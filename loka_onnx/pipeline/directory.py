@@ -70,7 +70,7 @@ EARLIER, DISCARDED = ".earlier-run", ".discarded-run"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended.
+    """Outcome of a stage.
 
     Attributes:
         stage: Name of the stage.

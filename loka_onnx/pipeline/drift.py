@@ -44,7 +44,7 @@ MODELS = ("modified", "exported")
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """What a run directory says about a profile.
+    """Facts of a run directory about a profile.
 
     Attributes:
         directory: The run directory.

@@ -38,7 +38,7 @@ PER_LOAD = LatencyOptions(warmup=4, min_repeats=5, max_repeats=40, max_seconds=1
 
 @dataclass(frozen=True)
 class TimingBench:
-    """What engines of a run are timed with.
+    """Means to time the engines of a run.
 
     Attributes:
         config: The run file.

@@ -135,7 +135,7 @@ def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -
 
 
 class ElsewhereRuns:
-    """What engines of a run did on other hosts.
+    """Results of engines of a run on other hosts.
 
     Args:
         root: The run directory.

@@ -58,7 +58,7 @@ class SplitRows:
 
 @dataclass(frozen=True)
 class JobOrigin:
-    """Where a job comes from.
+    """Origin of a job.
 
     Attributes:
         run: Name of the run.

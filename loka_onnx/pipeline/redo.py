@@ -26,7 +26,7 @@ from loka_onnx.graph.model import GraphModel
 
 @dataclass(frozen=True)
 class Measurement:
-    """What the sites that are calibrated now are measured on.
+    """Conditions that the sites calibrated now are measured under.
 
     Attributes:
         model: Digest of the model.

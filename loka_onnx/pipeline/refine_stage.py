@@ -33,7 +33,7 @@ REFINEMENT = "refinement.json"
 
 @dataclass(frozen=True)
 class RefineInputs:
-    """What refining starts from.
+    """Inputs of refining.
 
     Attributes:
         exported: The FP32 model that engines are judged against.

@@ -49,7 +49,7 @@ from loka_onnx.planning.speed import Speed
 
 @dataclass(frozen=True)
 class RefineLimits:
-    """How far refining goes.
+    """Limits of refining.
 
     Attributes:
         rounds: Most rounds on one piece of hardware.
@@ -67,7 +67,7 @@ class RefineLimits:
 
 
 class Bench(Protocol):
-    """What builds, times and judges engines."""
+    """Means to build, time and judge engines."""
 
     def build(self, plans: Sequence[PrecisionPlan], like: EngineArtifact) -> Sequence[EngineArtifact]:
         """One engine for each plan, by the backend and for the architecture of another engine."""
@@ -80,7 +80,7 @@ class Bench(Protocol):
 
 
 class Proposals(Protocol):
-    """Where further plans come from."""
+    """Sources of further plans."""
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
         """Plans for a target that kernel times propose, the most telling first."""
@@ -91,7 +91,7 @@ class Proposals(Protocol):
 
 @dataclass(frozen=True)
 class Refined:
-    """What refining left.
+    """Result of refining.
 
     Attributes:
         plans: Plans that were added.

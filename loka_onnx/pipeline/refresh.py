@@ -65,7 +65,7 @@ known to .008 of its spread, and certification judges what comes of it."""
 
 @dataclass(frozen=True)
 class RefreshOptions:
-    """How a refresh treats its directory and reports itself.
+    """Options of a refresh: its directory, and how it reports itself.
 
     Attributes:
         output: The run directory; None for one beside the earlier run, named after both.
@@ -92,7 +92,7 @@ class RefreshOptions:
 
 @dataclass(frozen=True)
 class RefreshResult:
-    """What a refresh left.
+    """Result of a refresh.
 
     Attributes:
         run: The run directory with choice, report and bundle.

@@ -49,7 +49,7 @@ GIVEN = "run_file"
 
 
 class Stage(StrEnum):
-    """Where a run may end."""
+    """Stages at which a run may end."""
 
     EXPORT = "export"
     CALIBRATE = "calibrate"
@@ -93,7 +93,7 @@ def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tu
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run treats its directory and reports itself.
+    """Options of a run: its directory, and how it reports itself.
 
     Attributes:
         force: Start over in a directory that holds an earlier run.
@@ -127,7 +127,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left.
+    """Result of a run.
 
     Attributes:
         directory: The run directory.

@@ -11,7 +11,7 @@ from loka_onnx.report import ReportData
 
 @dataclass(frozen=True)
 class HardwarePair:
-    """What both runs choose for one piece of hardware.
+    """Choices of both runs for one piece of hardware.
 
     Attributes:
         target: Name of the target.

@@ -45,7 +45,7 @@ LOOKUP = "lookup"
 
 @dataclass(frozen=True)
 class Source:
-    """What engines are built from.
+    """Model and plans that engines are built from.
 
     Attributes:
         model: The modified model, or its dense half.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TorchModel:
-    """What a builder returned.
+    """Module and inputs that a builder returned.
 
     Attributes:
         module: The module with its weights.

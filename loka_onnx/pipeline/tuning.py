@@ -31,7 +31,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """What is to be timed.
+    """Shapes to be timed.
 
     Attributes:
         shapes: Shapes of products.
@@ -46,7 +46,7 @@ class TuningRequest:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What was timed.
+    """Result of timing.
 
     Attributes:
         device: As run files name it.

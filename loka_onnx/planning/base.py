@@ -30,7 +30,7 @@ class Base:
 
 
 class Bases:
-    """What each base precision comes to for one model.
+    """Base precisions of one model, each with what it costs.
 
     Args:
         model: The model after mods.

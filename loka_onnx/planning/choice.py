@@ -61,7 +61,7 @@ MARGIN = 0.03
 
 @dataclass(frozen=True)
 class ChoiceOptions:
-    """How engines are chosen.
+    """Options of choosing engines.
 
     Attributes:
         by_batch: Whether batch sizes may get engines of their own.

@@ -73,7 +73,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a rung must be expected to do.
+    """Goal that a rung is expected to reach.
 
     Attributes:
         confidence: Of the two-sided interval that certification holds against the budget.

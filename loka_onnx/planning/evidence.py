@@ -29,7 +29,7 @@ FASTER_FIRST = (Precision.BF16, Precision.FP16, Precision.FP32)
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured of the engines of a run.
+    """Measurements of the engines of a run.
 
     Attributes:
         evaluations: What was measured.

@@ -36,7 +36,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class StepDown(Generic[C]):
-    """What was shown.
+    """Result of stepping down.
 
     Attributes:
         shown: Claims that were shown, each with the risk that it was tested at.

@@ -58,7 +58,7 @@ class GivenBack:
 
 
 class Ladder:
-    """What sites cost and save, and the order that follows, for one model.
+    """Costs and savings of the sites of one model, and the order that follows.
 
     Args:
         model: The model that plans are of.

@@ -25,7 +25,7 @@ _ACCURACY = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was decided for one piece of hardware.
+    """Verdict for one piece of hardware.
 
     Attributes:
         winner: The engine that is emitted; of several, the main one.

@@ -20,7 +20,7 @@ from loka_onnx.graph.model import GraphModel
 
 @dataclass(frozen=True)
 class Named:
-    """What patterns name, each with the pattern.
+    """Sites that patterns name, each with the pattern.
 
     Attributes:
         sites: By name.

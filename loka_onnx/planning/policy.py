@@ -34,7 +34,7 @@ FAST = "fp8-fast"
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the user decides about plans.
+    """Decisions of the user about plans.
 
     Attributes:
         keep: Patterns (`planning.patterns`) of products that stay in the base precision, of norms that stay

@@ -70,7 +70,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be chosen, and what it costs.
+    """Items to choose from, and their costs.
 
     Attributes:
         items: The sites.
@@ -130,7 +130,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         sites: The sites that run in FP8.

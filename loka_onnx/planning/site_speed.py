@@ -123,7 +123,7 @@ class Source:
 
 
 class SiteSpeeds:
-    """What FP8 saves at the linear sites of one model on one device.
+    """Savings by FP8 at the linear sites of one model on one device.
 
     Args:
         graph: The model.

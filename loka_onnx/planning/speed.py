@@ -54,7 +54,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Speed:
-    """What one engine takes on the target.
+    """Time that one engine takes on the target.
 
     Attributes:
         latencies: By batch size.

@@ -45,7 +45,7 @@ one."""
 
 @dataclass(frozen=True)
 class Serving:
-    """How a loaded engine serves.
+    """Options of a loaded engine.
 
     Attributes:
         warm_up: Whether every batch size that the engine is prepared for, was timed at or has a route for is
@@ -69,7 +69,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Origin:
-    """What loading found out, for `Engine.health`.
+    """Findings of loading, for `Engine.health`.
 
     Attributes:
         skipped: Engines that were preferred to the loaded one.

@@ -15,7 +15,7 @@ from loka_onnx.errors import EngineError, LokaError
 
 
 class Cause(StrEnum):
-    """Why an engine of a bundle is not used, in one word; the label of a metric."""
+    """Reason why an engine of a bundle is not used, in one word; the label of a metric."""
 
     UNTRUSTED = "untrusted"
     """It is a program, and nobody vouches for the bundle."""

@@ -17,7 +17,7 @@ NOT_PLAIN = -1
 
 
 class Layout:
-    """What a request holds, prepared for comparing.
+    """Inputs of a request, prepared for comparing.
 
     Args:
         specs: Inputs, the batch on axis 0.

@@ -45,7 +45,7 @@ _LIBRARIES = {
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why an engine is not tried.
+    """Reason why an engine is not tried.
 
     Attributes:
         cause: In one word.

@@ -29,7 +29,7 @@ _PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes on at once.
+    """Limits of what a server takes on at once.
 
     Attributes:
         body_bytes: Largest body, as it is sent and unpacked.
@@ -117,7 +117,7 @@ class Holding:
 
 
 class Held:
-    """What one request holds.
+    """Bytes that one request holds.
 
     Args:
         holding: All that is held.

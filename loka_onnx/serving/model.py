@@ -22,7 +22,7 @@ HEALTH_SECONDS = 10.0
 
 @dataclass
 class Tally:
-    """How often something happened, and how long it took together.
+    """Number of times that something happened, and the time that it took together.
 
     Attributes:
         count: How often.

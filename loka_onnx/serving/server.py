@@ -38,7 +38,7 @@ KEEP_ALIVE_SECONDS = 75
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a bundle is served.
+    """Options of serving a bundle.
 
     Attributes:
         host: Address to listen on.

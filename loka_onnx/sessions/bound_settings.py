@@ -22,7 +22,7 @@ PROGRAMS = "programs"
 
 @dataclass(frozen=True)
 class BoundSettings:
-    """How an engine is loaded; the document beside it.
+    """Settings of loading an engine; the document beside it.
 
     Attributes:
         provider: Key of the provider.

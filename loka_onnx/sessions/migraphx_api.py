@@ -37,7 +37,7 @@ _PARAMETER = re.compile(r"^\s*\S+ = @param:(?P<name>.+?) -> ", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Compilation:
-    """How a program is compiled.
+    """Options of compiling a program.
 
     Attributes:
         target: ``gpu`` or ``ref``.
@@ -52,7 +52,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a compiled program takes.
+    """Parameter of a compiled program.
 
     Attributes:
         type: Element type as MIGraphX names it, for example ``float_type``.

@@ -82,7 +82,7 @@ class ProgramOutput:
 
 @dataclass(frozen=True)
 class MigraphxEngine:
-    """What an ``.mxr`` file does not say of itself; the main file of an engine.
+    """Facts that an ``.mxr`` file does not state of itself; the main file of an engine.
 
     Attributes:
         architecture: LLVM target that the programs were compiled for, or ``cpu``.

@@ -75,7 +75,7 @@ def _graph_holds_float8(graph: onnx.GraphProto) -> bool:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """How a session runs.
+    """Options of a session.
 
     Attributes:
         threads: Threads of one operator; 0 lets ONNX Runtime choose.

@@ -15,7 +15,7 @@ from loka_onnx.sessions.providers import CUDA, TENSORRT, Provider
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """Which provider runs a node.
+    """Node with the provider that runs it.
 
     Attributes:
         name: Of the node, in the graph as basic optimizations left it.

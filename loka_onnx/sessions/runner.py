@@ -43,7 +43,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class Names:
-    """What an engine calls its inputs and outputs.
+    """Names of an engine's inputs and outputs.
 
     Attributes:
         inputs: Of what it takes.

@@ -18,7 +18,7 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class Found(Generic[M]):
-    """What a transform found in a graph.
+    """Places that a transform found in a graph.
 
     Attributes:
         matches: Places to rewrite; no two share a node.

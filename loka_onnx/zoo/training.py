@@ -22,7 +22,7 @@ _READ_ROWS = 65536
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a model is trained.
+    """Options of training.
 
     Attributes:
         epochs: Passes over the rows.
@@ -59,7 +59,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What training did.
+    """Result of training.
 
     Attributes:
         losses: Mean binary cross entropy (nats) of each epoch, over the rows as they were trained on.

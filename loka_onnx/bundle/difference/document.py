@@ -10,7 +10,7 @@ from loka_onnx.core.serde import STRICT
 
 
 class Section(StrEnum):
-    """What a difference is about; in the order of importance."""
+    """Subjects of differences, in the order of importance."""
 
     MODEL = "model"
     INTERFACE = "inputs and outputs"
@@ -28,7 +28,7 @@ class Section(StrEnum):
 
 
 class Kind(StrEnum):
-    """How two sides differ."""
+    """Kinds of difference between two sides."""
 
     ADDED = "only in B"
     REMOVED = "only in A"
@@ -112,7 +112,7 @@ class BundleIdentity:
 
 @dataclass(frozen=True)
 class BundleDifference:
-    """How bundle B differs from bundle A.
+    """Differences of bundle B from bundle A.
 
     Attributes:
         a: The one.

@@ -52,7 +52,7 @@ _ORDER = {section: place for place, section in enumerate(Section)}
 
 @dataclass(frozen=True)
 class BundleFacts:
-    """What a bundle says of itself.
+    """Facts that a bundle states of itself.
 
     Attributes:
         manifest: Its manifest.

@@ -42,7 +42,7 @@ HIDDEN = "***"
 
 @dataclass(frozen=True)
 class NamePointer:
-    """Which bundle a name stands for.
+    """Pointer of a name to its bundle.
 
     Attributes:
         name: The name; a pointer that was copied to another name is noticed.

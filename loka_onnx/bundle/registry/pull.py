@@ -51,7 +51,7 @@ from loka_onnx.sessions.replace import check_replaceable, staged_directory
 
 @dataclass(frozen=True)
 class PullResult:
-    """What a pull did.
+    """Result of a pull.
 
     Attributes:
         directory: The bundle, with links resolved.

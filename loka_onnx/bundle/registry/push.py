@@ -38,7 +38,7 @@ from loka_onnx.sessions.bundle_signature import MAX_SIGNATURE_BYTES, SIGNATURE_N
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a push did.
+    """Result of a push.
 
     Attributes:
         digest: SHA-256 of the manifest: what the bundle is called in every registry.

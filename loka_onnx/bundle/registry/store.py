@@ -50,7 +50,7 @@ _PASSING_PACKAGES = frozenset({"aiobotocore", "aiohttp", "botocore", "gcsfs", "r
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How bundles are moved.
+    """Options of moving bundles.
 
     Attributes:
         threads: Parts that are under way at once; each takes `layout.PART_BYTES` of memory.

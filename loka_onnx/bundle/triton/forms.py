@@ -80,7 +80,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Form:
-    """How Triton serves an engine.
+    """Form in which Triton serves an engine.
 
     Attributes:
         model: The model.
@@ -93,7 +93,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why Triton does not serve an engine.
+    """Reason why Triton does not serve an engine.
 
     Attributes:
         reason: Why, and what serves it instead.

@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 @dataclass(frozen=True)
 class TritonOptions:
-    """What a repository is asked for.
+    """Options of a repository.
 
     Attributes:
         name: Name of the model that clients call; every other model's name begins with it.

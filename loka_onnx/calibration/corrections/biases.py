@@ -47,7 +47,7 @@ from loka_onnx.numerics.float8 import fake_quantize
 
 @dataclass(frozen=True)
 class FittedBiases:
-    """What is to be added behind the sites of one plan.
+    """Biases to be added behind the sites of one plan.
 
     Attributes:
         values: By site, broadcasting to its output: (1, N) and the like.

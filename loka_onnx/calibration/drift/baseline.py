@@ -16,7 +16,7 @@ from loka_onnx.errors import UserError
 
 @dataclass(frozen=True)
 class Baseline:
-    """What live data are held against.
+    """Model and profile that live data are held against.
 
     Attributes:
         model: The model that was calibrated; its path must be readable from here.

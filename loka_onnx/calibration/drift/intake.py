@@ -17,7 +17,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class RowRules:
-    """What rows must be like.
+    """Rules for rows.
 
     Attributes:
         inputs: Inputs of the model.

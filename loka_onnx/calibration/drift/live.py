@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class LiveRanges:
-    """What the range pass found.
+    """Results of the range pass.
 
     Attributes:
         rows: Live rows.
@@ -61,7 +61,7 @@ class LiveRanges:
 
 @dataclass(frozen=True)
 class Live:
-    """What live rows showed.
+    """Measurements on live rows.
 
     Attributes:
         digest: Digest of the live rows.
@@ -120,7 +120,7 @@ class RangeWatch:
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """How live rows are run.
+    """Options of a pass over live rows.
 
     Attributes:
         batch_rows: Rows of one pass through the graph.

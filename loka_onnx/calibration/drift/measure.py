@@ -51,7 +51,7 @@ DEFAULT_BATCH_ROWS = 512
 
 @dataclass(frozen=True)
 class DriftOptions:
-    """How live data are compared.
+    """Options of comparing live data.
 
     Attributes:
         family_wise: Largest probability of any false alarm.

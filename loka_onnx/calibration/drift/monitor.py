@@ -59,7 +59,7 @@ BLOCKS = 4
 
 @dataclass(frozen=True)
 class MonitorOptions:
-    """How a monitor watches.
+    """Options of a monitor.
 
     Attributes:
         sample_rate: Share of the rows that are looked at.

@@ -15,7 +15,7 @@ PREFIX = "loka_onnx_"
 
 @dataclass
 class Tally:
-    """What was counted since the monitor was made; edited in place.
+    """Counts since the monitor was made; edited in place.
 
     Attributes:
         fed: Rows that were fed.

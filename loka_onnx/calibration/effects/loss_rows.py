@@ -45,7 +45,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class LossRows:
-    """What low precision does to the rows of one output.
+    """Effect of low precision on the rows of one output.
 
     Attributes:
         weights: (rows,).

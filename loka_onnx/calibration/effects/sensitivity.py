@@ -73,7 +73,7 @@ OpenSites = Callable[[Sensitivities], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured.
+    """Subject of the measurement.
 
     Attributes:
         model: Path of the exact model.
@@ -90,7 +90,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class SensitivityOptions:
-    """How it is measured.
+    """Options of the measurement.
 
     Attributes:
         rows: First rows of the data set that may be taken.

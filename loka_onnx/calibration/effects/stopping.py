@@ -18,7 +18,7 @@ TIGHTEST_AT_ROWS = 16384
 
 
 class Looks:
-    """Which numbers of rows are looked at.
+    """Numbers of rows that are looked at.
 
     Args:
         limit: Most rows; there is a look when they are reached.

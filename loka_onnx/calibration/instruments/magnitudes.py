@@ -24,7 +24,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class MagnitudeTap:
-    """Where the magnitudes of one tensor are found.
+    """Place of the magnitudes of one tensor.
 
     Attributes:
         tensor: Its name.

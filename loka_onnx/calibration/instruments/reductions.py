@@ -24,7 +24,7 @@ Outputs = Mapping[str, npt.NDArray[Any]]
 
 
 class Reduction(StrEnum):
-    """What is computed over all elements of a tensor."""
+    """Quantity that is computed over all elements of a tensor."""
 
     SUM = "Sum"
     MAX = "Max"
@@ -33,7 +33,7 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a reduction of one batch is found.
+    """Place of a reduction of one batch.
 
     Attributes:
         output: Name of the graph output; one of `REDUCED`.
@@ -50,7 +50,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Count:
-    """How many elements a tensor has.
+    """Number of elements of a tensor.
 
     Attributes:
         per_row: Elements of one example; None where only the graph knows.

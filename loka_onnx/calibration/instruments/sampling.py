@@ -36,7 +36,7 @@ _TO_THE_END = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """What the sampled rows of one batch said of one tensor.
+    """Magnitudes of one tensor in the sampled rows of one batch.
 
     Attributes:
         counts: (BINS,) elements of each bin.

@@ -30,7 +30,7 @@ from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, produce
 
 @dataclass(frozen=True)
 class RangeSlots:
-    """Where the range of one tensor is found."""
+    """Places of the range of one tensor."""
 
     count: Count
     minimum: Slot
@@ -106,7 +106,7 @@ def tap_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tup
 
 @dataclass(frozen=True)
 class OutputSlots:
-    """Where the exact and the quantized output of a site are found."""
+    """Places of the exact and the quantized output of a site."""
 
     count: Count
     signal: Slot
@@ -116,7 +116,7 @@ class OutputSlots:
 
 @dataclass(frozen=True)
 class ActivationSlots:
-    """Where the fate of an activation's elements is found.
+    """Places of the fate of an activation's elements.
 
     Attributes:
         count: Elements.

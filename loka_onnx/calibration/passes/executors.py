@@ -64,7 +64,7 @@ def batch_numbers(spans: Iterable[Span], batch_size: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class BatchResult(Generic[R]):
-    """What one batch left behind.
+    """Result of one batch.
 
     Attributes:
         rows: Rows of the batch.
@@ -76,7 +76,7 @@ class BatchResult(Generic[R]):
 
 
 class BatchWork(ABC, Generic[R]):
-    """What is done with each batch; can be pickled, as long as its files are where they are here."""
+    """Work on each batch; can be pickled, as long as its files are where they are here."""
 
     @property
     @abstractmethod

@@ -45,7 +45,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class PassOptions:
-    """How the passes run.
+    """Options of the passes.
 
     Attributes:
         recipes: Recipes whose error is measured.

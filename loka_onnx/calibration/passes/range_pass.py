@@ -24,7 +24,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 @dataclass(frozen=True)
 class RangeBatch:
-    """What one batch left behind.
+    """Result of one batch.
 
     Attributes:
         reduced: The outputs of `Reductions`.

@@ -94,7 +94,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the measurements say.
+    """Choice that the measurements lead to.
 
     Attributes:
         measured: Every candidate of every site.

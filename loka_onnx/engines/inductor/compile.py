@@ -53,7 +53,7 @@ _NUMPY_TYPES = {"float32", "float64", "float16", "int64", "int32", "int16", "int
 
 @dataclass(frozen=True)
 class Settings:
-    """How to compile.
+    """Settings of the compiler.
 
     Attributes:
         max_autotune: Whether products are chosen among every library's by timing them, and launch parameters
@@ -103,7 +103,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Build:
-    """What the programs of one engine share.
+    """Parts that the programs of one engine share.
 
     Attributes:
         request: What is asked for.

@@ -39,7 +39,7 @@ EXHAUSTIVE_TUNE, FAST_MATH = "exhaustive_tune", "fast_math"
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How to build.
+    """Settings of a build.
 
     Attributes:
         architecture: LLVM target, for example ``gfx942``, or ``cpu`` for the reference target.

@@ -42,7 +42,7 @@ from loka_onnx.engines.migraphx.products import float32_products, gemm_to_matmul
 
 
 class Float8Form(StrEnum):
-    """How FP8 reaches the device."""
+    """Form in which FP8 reaches the device."""
 
     FNUZ = "fnuz"
     """As E4M3FNUZ, which the device multiplies."""

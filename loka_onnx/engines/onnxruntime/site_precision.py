@@ -29,7 +29,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Graphs:
-    """What the precision of sites is read from.
+    """Graphs that the precision of sites is read from.
 
     Attributes:
         before: The engine's graph as it was written.
@@ -45,7 +45,7 @@ class Graphs:
 
 
 class Placement:
-    """Which provider runs which node.
+    """Providers of the nodes.
 
     Args:
         provider: The one that is meant to run all of them.

@@ -46,7 +46,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How to build.
+    """Settings of a build.
 
     Attributes:
         architecture: Target, for example ``sm89``.

@@ -30,7 +30,7 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class EngineContents:
-    """What an engine file holds, in bytes.
+    """Contents of an engine file, in bytes.
 
     Attributes:
         total: Size of the file.

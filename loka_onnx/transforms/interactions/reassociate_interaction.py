@@ -35,7 +35,7 @@ from loka_onnx.transforms.linears.pattern import made_by, only_reader
 
 @dataclass(frozen=True)
 class Cost:
-    """What a product of three matrices takes.
+    """Cost of a product of three matrices.
 
     Attributes:
         flops: Operations of both products, for a nominal batch.

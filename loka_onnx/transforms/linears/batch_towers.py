@@ -60,7 +60,7 @@ _IN_FRONT = [1, 0, 2]
 
 @dataclass(frozen=True)
 class Step:
-    """What every tower does next, tower by tower: a layer, or a function of single elements.
+    """Next step of every tower: a layer, or a function of single elements.
 
     Attributes:
         layers: Linears of equal K and N; empty for a function.

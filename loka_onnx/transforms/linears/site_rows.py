@@ -31,7 +31,7 @@ _PRODUCTS = 1 << 26
 
 @dataclass(frozen=True)
 class SiteRows:
-    """What a linear reads.
+    """Rows that a linear reads.
 
     Attributes:
         amax: Largest magnitude of each input channel over all rows, (K,).

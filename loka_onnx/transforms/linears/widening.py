@@ -82,7 +82,7 @@ class Widened:
 
 @dataclass(frozen=True)
 class Readers:
-    """Who reads a tensor through elementwise operators.
+    """Readers of a tensor through elementwise operators.
 
     Attributes:
         between: The tensor and those that elementwise operators make of it.

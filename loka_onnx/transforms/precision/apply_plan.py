@@ -46,7 +46,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlanForm:
-    """How a plan is written for a backend.
+    """Form in which a plan is written for a backend.
 
     Attributes:
         base: Precision of everything that is not FP8, as the backend asks for it.

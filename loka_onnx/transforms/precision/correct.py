@@ -44,7 +44,7 @@ _NOTHING = RewriteRecord("correct", (), ())
 
 @dataclass(frozen=True)
 class Typing:
-    """What the graph will be typed in.
+    """Types that the graph will have.
 
     Attributes:
         base: Precision of everything else.

@@ -22,7 +22,7 @@ _SILENT = MOVEMENTS | PRODUCT_OPS
 
 @dataclass(frozen=True)
 class Chains:
-    """What was found behind each pair: a chain, or why there is none."""
+    """Chains behind the pairs, or the reasons why there are none."""
 
     applied: tuple[Applied, ...]
     declined: tuple[Declined, ...]

@@ -19,7 +19,7 @@ _READS_NO_VALUES = frozenset({"Shape", "Size"})
 
 @dataclass(frozen=True)
 class Demand:
-    """What the readers of a tensor want of it.
+    """Demands of the readers of a tensor.
 
     Attributes:
         key: How all of them round it; None where they do not, or where there are none.
@@ -34,7 +34,7 @@ _NOTHING = Demand()
 
 
 class Flow:
-    """What carries rounded values in a graph.
+    """Operators that carry rounded values in a graph.
 
     Args:
         model: The graph.

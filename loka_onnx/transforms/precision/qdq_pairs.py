@@ -28,7 +28,7 @@ VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 
 @dataclass(frozen=True)
 class Key:
-    """How a tensor is rounded; two Q/DQ pairs of one key round equal values to equal values.
+    """Rounding of a tensor; two Q/DQ pairs of one key round equal values to equal values.
 
     Attributes:
         scale: The scale.

@@ -39,7 +39,7 @@ _BETWEEN = HOMOGENEOUS | PARTS
 
 @dataclass(frozen=True)
 class Maker:
-    """What makes a tensor, and the linears that take its factors.
+    """Maker of a tensor, with the linears that take its factors.
 
     Attributes:
         name: Of the norm, of the product, or of the input.

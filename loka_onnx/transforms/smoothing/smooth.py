@@ -32,7 +32,7 @@ from loka_onnx.transforms.smoothing.makers import Maker, divide, find_makers
 
 @dataclass(frozen=True)
 class Smoothing:
-    """What makes a tensor, and the divisors of its channels.
+    """Maker of a tensor, and the divisors of its channels.
 
     Attributes:
         maker: The maker.

@@ -33,7 +33,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What was fused and what looked alike and was not.
+    """Places that were fused, and those that looked alike and were not.
 
     Attributes:
         fused: By name of the fusion.
@@ -61,7 +61,7 @@ class DeclinedFusion(Exception):
 
 @dataclass
 class Findings:
-    """What one fusion did, as it goes along."""
+    """Results of one fusion, as it goes along."""
 
     fused: list[Fused]
     declined: list[str]

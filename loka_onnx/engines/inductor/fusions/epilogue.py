@@ -17,7 +17,7 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tenso
 
 @dataclass
 class Epilogue:
-    """What follows a product, as it is read.
+    """Operators behind a product, as they are read.
 
     Attributes:
         end: The tensor that holds Z.
@@ -34,7 +34,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Ends:
-    """What a kernel computes of Z.
+    """Results that a kernel computes of Z.
 
     Attributes:
         wide: Whether Z itself is read.

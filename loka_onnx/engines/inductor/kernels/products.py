@@ -114,7 +114,7 @@ def library_with(library: ProductStrategy, product: FloatProduct, epilogue: Epil
 
 @dataclass(frozen=True)
 class Tile:
-    """How a matrix product is cut into programs.
+    """Division of a matrix product into programs.
 
     Attributes:
         rows: Rows of the output in one program.

@@ -72,7 +72,7 @@ def _folded(node: Node, operator: Operator, constants: Mapping[str, Constant]) -
 
 @dataclass(frozen=True)
 class Stored:
-    """How a constant is stored.
+    """Form in which a constant is stored.
 
     Attributes:
         tensor: Its buffer.

@@ -30,7 +30,7 @@ from loka_onnx.errors import EngineError
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """How a model is lowered.
+    """Options of lowering a model.
 
     Attributes:
         products: How its FP8 products are computed.

@@ -26,7 +26,7 @@ def load_directly(constant: Constant) -> torch.Tensor:
 
 @dataclass
 class Scope:
-    """What the nodes of one module share.
+    """Values that the nodes of one module share.
 
     Attributes:
         products: How FP8 products are computed.

@@ -23,7 +23,7 @@ Lowering = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Operator:
-    """How an operator is lowered.
+    """Lowering of an operator.
 
     Attributes:
         lower: Its function.

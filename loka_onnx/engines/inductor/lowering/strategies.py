@@ -28,7 +28,7 @@ _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class LoweredSite:
-    """What a product of the graph became.
+    """Lowered form of a product of the graph.
 
     Attributes:
         name: Node, which is also the site.
@@ -134,7 +134,7 @@ class PerSite(ProductStrategy):
 
 
 class ChannelScales(StrEnum):
-    """Where the scales of a per-channel weight are multiplied in."""
+    """Places where the scales of a per-channel weight are multiplied in."""
 
     AUTO = "auto"
     """Row-wise on CUDA with a BF16 result, behind the product otherwise."""
