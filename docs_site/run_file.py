@@ -120,7 +120,11 @@ def type_of(value: Mapping[str, Any], definitions: Mapping[str, Any], path: str 
 
 def _single(value: Mapping[str, Any]) -> str:
     name = "path" if value.get("format") == "path" else NAMES.get(str(value.get("type")), "any value")
-    bounds = ", ".join(form.format(f"{value[key]:,}") for key, form in BOUNDS.items() if key in value)
+    # A type's own bound beside the stricter one of a key says nothing.
+    shown = [
+        key for key in BOUNDS if key in value and value[key] != value.get(f"exclusive{key.capitalize()}")
+    ]
+    bounds = ", ".join(BOUNDS[key].format(f"{value[key]:,}") for key in shown)
     return f"{name} {bounds}".strip()
 
 

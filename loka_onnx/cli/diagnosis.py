@@ -22,10 +22,11 @@ from loka_onnx.engines.isolation import run_child
 from loka_onnx.engines.registry import all_backends
 from loka_onnx.engines.request import Limits
 from loka_onnx.errors import LokaError
-from loka_onnx.export.onnx_model import tensor_spec
+from loka_onnx.export.onnx_model import BECOME_SITES, tensor_spec
 from loka_onnx.export.preflight import Batches, preflight
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.id_bounds import id_bounds
+from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.pipeline.sample import generated_rows
 from loka_onnx.pipeline.splits import bind_columns
@@ -182,7 +183,9 @@ def describe_model(path: Path) -> ModelFacts:
     canonical = canonicalize(path)
     graph = canonical.model
     sites = find_sites(graph)
-    is_product = any(site.n for site in sites)
+    is_product = any(site.n for site in sites) or any(
+        other.op_type in BECOME_SITES for other in other_products(graph)
+    )
     problems = [] if is_product else ["it has no product to quantize: no MatMul or Gemm of an activation"]
     inputs = tuple(tensor_spec(tensor) for tensor in graph.inputs)
     outputs = tuple(tensor_spec(tensor) for tensor in graph.outputs)
@@ -217,7 +220,7 @@ def _problems_with_rows(path: Path) -> list[str]:
         outcome = run_child(__name__, [str(path), str(answer)], log, _LIMITS)
         if answer.is_file():
             return [str(problem) for problem in json.loads(answer.read_text(encoding="utf-8"))]
-        ending = f"{outcome.ending}, code {outcome.code}"
+        ending = f"a process that ran it {outcome.describe(_LIMITS)}"
         return [f"ONNX Runtime does not run it on generated rows, ids of unknown tables being 0: {ending}"]
 
 

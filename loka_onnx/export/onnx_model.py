@@ -15,6 +15,9 @@ from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
+BECOME_SITES = frozenset({"Conv", "Einsum"})
+"""Operators that are no site, and that mods may write as products."""
+
 
 def import_onnx(
     source: Path,
@@ -42,7 +45,8 @@ def import_onnx(
     _check_outputs(model, outputs, source)
     _check_batch(model, source)
     sites = find_sites(model)
-    if not any(site.n for site in sites):
+    others = other_products(model)
+    if not any(site.n for site in sites) and not any(other.op_type in BECOME_SITES for other in others):
         raise ModelError(
             f"'{source}' has no sites",
             evidence=f"none of its {len(model.nodes)} nodes is a MatMul or Gemm of an activation",
@@ -60,7 +64,7 @@ def import_onnx(
         producer=canonical.producer,
         parity=parity,
         notes=canonical.notes,
-        other_products=other_products(model),
+        other_products=others,
     )
 
 

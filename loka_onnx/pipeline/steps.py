@@ -41,6 +41,7 @@ from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.sample import Requests, bounded_by
 from loka_onnx.pipeline.splits import bind_inputs, open_splits
 from loka_onnx.pipeline.splitting import cut_model
+from loka_onnx.pipeline.survival import find_fatal_batch
 from loka_onnx.pipeline.torch_source import build_torch_model
 from loka_onnx.pipeline.tuning import device_timings
 from loka_onnx.planning.loud import errors_to_leave
@@ -152,6 +153,9 @@ class Steps:
         config = self.config
         rows = next(self.splits.calibration.batches(CHECK_ROWS)).inputs
         batches = Batches(rows, config.batch.min, config.batch.max, self.threads)
+        fatal = find_fatal_batch(self._exported, batches)
+        if fatal is not None:
+            raise fatal.error(config.model.onnx or self._exported.path)
         model = GraphModel.load(self._exported.path)
         judged = [spec.name for spec in self.specs]
         for finding in preflight(model, batches, judged):

@@ -18,8 +18,8 @@ is the square of a norm of δ, and to first order the changes add, so that by th
     √KL(a and b) ≤ √KL(a) + √KL(b),
 
 whatever the correlation of their errors. (Σ√KL)² is the cost that such sites are held to. It is a bound to
-first order only: KL is no longer the square of a norm where |δ| is not small, and a joint KL up to 3.3 times
-as large was constructed (|δ| = 2 at p = .002; 1.02 times at |δ| = .03). It says where to start, and proves
+first order only: KL is no longer the square of a norm where |δ| is not small, and a joint KL of 2.7 times
+as much was constructed (two of δ = 2 at p = .002; 1.01 times at δ = .03). It says where to start, and proves
 nothing of a plan: that is left to the joint measurement, of rungs on the selection split (`climbing`), and
 of the engine on certification.
 """

@@ -142,3 +142,10 @@ def test_tables_and_code_escape_what_markdown_reads() -> None:
     with pytest.raises(ValueError, match="a row of 2 cells under 1 titles"):
         table(("a",), [("x", "y")])
     assert code("a`b") == "``a`b``" and code("`a`") == "`` `a` ``" and code("a") == "`a`"
+
+
+def test_a_number_has_one_bound_on_each_side() -> None:
+    """`build.memory_gb` is above 0, and of a type that begins there."""
+    page = run_file_page()
+    assert "number > 0.0, ≤ 1,000,000.0" in page
+    assert not re.search(r"≥ [^|]*, > |≤ [^|]*, < ", page)

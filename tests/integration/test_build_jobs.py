@@ -220,6 +220,10 @@ def harm_document(jobs: Path) -> None:
 
 
 def harm_link(jobs: Path) -> None:
+    (jobs / PLAIN / "result" / "link").symlink_to("result.json")
+
+
+def harm_link_out(jobs: Path) -> None:
     (jobs / PLAIN / "result" / "link").symlink_to("/etc/hostname")
 
 
@@ -240,7 +244,12 @@ def test_results_that_do_not_fit_are_refused(
         (harm_engine, "file 'engine/engine.onnx' was altered"),
         (harm_extra, "file 'more' is not listed in 'result.json'"),
         (harm_document, f"the result of job '{PLAIN}' is not whole"),
-        (harm_link, "result/link: "),
+        (harm_link, "'link' is neither a file nor a directory\n  evidence: links are refused"),
+        (
+            harm_link_out,
+            f"jobs/{PLAIN}/result/link: the run directory '{place.output}' holds a link that leads out "
+            "of it\n  evidence: it leads to '/etc/hostname'",
+        ),
     ):
         shutil.rmtree(executed)
         shutil.copytree(kept, executed)

@@ -524,6 +524,17 @@ CONSTANTS["w416"] = _floats(4, 16)
 body("einsum-blanks-no-arrow", 'k = Einsum<equation=" b i , i o ">(h, wt)')
 body("conv1d-kernel-1", "t = Reshape(h, line)\np = Conv(t, conv1, b)\nk = Reshape(p, flat)")
 body("conv2d-kernel-1", "t = Reshape(h, image)\np = Conv<group=1>(t, conv2)\nk = Reshape(p, flat)")
+CONSTANTS["conv3"] = _floats(16, 16, 3)
+for _kernel, _weight in ((1, "conv1"), (3, "conv3")):
+    trap(f"conv-of-kernel-{_kernel}-and-no-other-product")(
+        lambda weight=_weight, pad=_kernel // 2: parsed(
+            f"t = Reshape(x, line)\np = Conv<pads=[{pad},{pad}]>(t, {weight}, b)\nr = Relu(p)\n"
+            f"q = Conv<pads=[{pad},{pad}]>(r, {weight})\nk = Reshape(q, flat)\ny = ReduceSum(k, m1)"
+        )
+    )
+trap("einsum-and-no-other-product")(
+    lambda: parsed('p = Einsum<equation="bi,oi->bo">(x, wt)\nk = Relu(p)\ny = ReduceSum(k, m1)')
+)
 body("conv-transpose", "t = Reshape(h, image)\np = ConvTranspose(t, deconv)\nk = Reshape(p, flat)")
 body(
     "gru",
@@ -533,6 +544,26 @@ body(
     s = Squeeze(z, a0)
     k = MatMul(s, w416)""",
 )
+for _layer, _call in (
+    ("gru", "a, z = GRU<hidden_size=4>(t2, gru_w, gru_r)"),
+    ("lstm", "a, z, cells = LSTM<hidden_size=4>(t2, lstm_w, lstm_r)"),
+):
+    # As over histories of which the empty ones are left out: a batch in which all are ends the process.
+    body(
+        f"{_layer}-over-some-rows",
+        f"""d = Gather<axis=1>(h, i0)
+    c = Greater(d, fzero)
+    some = Compress<axis=0>(h, c)
+    t = Reshape(some, seq)
+    t2 = Transpose<perm=[1,0,2]>(t)
+    {_call}
+    s = Squeeze(z, a0)
+    m = MatMul(s, w416)
+    at = NonZero(c)
+    places = Transpose<perm=[1,0]>(at)
+    k = ScatterND(h, places, m)""",
+        refused=f"({_layer.upper()})",
+    )
 body(
     "lstm-empty-optionals",
     "t = Reshape(h, seq)\nt2 = Transpose<perm=[1,0,2]>(t)\n"

@@ -157,6 +157,8 @@ class Probe:
         Raises:
             CalibrationError: An activation is not finite.
         """
+        if not self.sites:
+            return {}
         size = self.options.batch_size
         graph = GraphModel.load(self.model.path)
         totals = RangeTotals(tap_ranges(graph, self.sites, sampling_stride(size)), size)
@@ -197,6 +199,8 @@ class Probe:
         Raises:
             CalibrationError: The output of a site is not finite.
         """
+        if not self.sites:
+            return MeasuredErrors({}, 0)
         size, precision = self.options.batch_size, self.options.error_precision
         graph = GraphModel.load(self.model.path)
         totals = ErrorTotals(tap_errors(graph, self.sites, self.options.recipes, scales, ranges))

@@ -155,9 +155,11 @@ class SplitLoudChannels(Mod[LoudChannels]):
         order = np.argsort(-ranking, kind="stable")
         remaining = 1.0 - np.cumsum(other[order]) / other.sum()
         most = int(linear.k * LARGEST_PART) // ALIGNMENT * ALIGNMENT
+        if not most:
+            return Declined(name, f"of its {linear.k} channels no {ALIGNMENT} are a small part")
         counts = range(ALIGNMENT, most + 1, ALIGNMENT)
         count = next((n for n in counts if remaining[n - 1] <= left), most)
-        rest = float(remaining[count - 1]) if count else 1.0
+        rest = float(remaining[count - 1])
         if rest > left * TOLERANCE:
             return Declined(
                 name,

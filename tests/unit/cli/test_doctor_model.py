@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -73,3 +74,31 @@ def test_norms_alone_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_batch_that_is_fixed_is_told_once(tmp_path: Path) -> None:
     model = saved(tmp_path / "fixed.onnx", node="MatMul", shape=[4, 16])
     assert describe_model(model).problems == ("input 'x' has no dynamic batch: its shape is [4, 16]",)
+
+
+def test_a_model_that_ends_the_process_is_a_problem_and_does_not_end_doctor(tmp_path: Path) -> None:
+    """A GRU over the rows whose id is not 0; generated ids of no table are all 0."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 21]>
+        g (float[n,16] x, int64[n] ids) => (float[n,1] y)
+        <int64[3] lists = {-1, 4, 4}, int64 zero = {0}, int64[1] first = {0}> {
+          known = Greater(ids, zero)
+          some = Compress<axis=0>(x, known)
+          history = Reshape(some, lists)
+          steps = Transpose<perm=[1,0,2]>(history)
+          [history_gru] all, last = GRU<hidden_size=16>(steps, w, r)
+          state = Squeeze(last, first)
+          found = NonZero(known)
+          at = Transpose<perm=[1,0]>(found)
+          joined = ScatterND(x, at, state)
+          y = MatMul(joined, head)
+        }""")
+    shapes = {"w": (1, 48, 4), "r": (1, 48, 16), "head": (16, 1)}
+    values = (numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in shapes.items())
+    model.graph.initializer.extend(values)
+    onnx.save(model, tmp_path / "gru.onnx")
+    (problem,) = describe_model(tmp_path / "gru.onnx").problems
+    assert problem.startswith(
+        "ONNX Runtime does not run it on generated rows, ids of unknown tables being 0: "
+    )
+    assert "a process that ran it died of SIG" in problem

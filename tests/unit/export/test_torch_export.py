@@ -254,9 +254,21 @@ def test_foreign_models_that_are_refused(text, message, tmp_path):
 
 
 def test_a_model_that_onnx_runtime_refuses(tmp_path):
-    path = foreign(tmp_path, "g (float[b,5] x) => (float[] y) { y = MatMul(x, w) }")
-    with pytest.raises(ModelError, match=says("ONNX Runtime")):
+    """Sound by ONNX's rules; ONNX Runtime has no kernel for a Relu of INT16."""
+    body = "i = Cast<to=5>(x)  r = Relu(i)  f = Cast<to=1>(r)  y = MatMul(f, w)"
+    path = foreign(tmp_path, f"g (float[b,4] x) => (float[b,4] y) {{ {body} }}")
+    with pytest.raises(ModelError) as caught:
         import_onnx(path, tmp_path / "run/model.onnx", outputs("y"))
+    assert caught.value.what == f"ONNX Runtime refuses '{tmp_path / 'run/model.onnx'}'"
+    assert "NOT_IMPLEMENTED" in caught.value.evidence and "Relu" in caught.value.evidence
+
+
+def test_a_product_of_other_lengths_is_no_sound_model(tmp_path):
+    path = foreign(tmp_path, "g (float[b,5] x) => (float[b,4] y) { y = MatMul(x, w) }")
+    with pytest.raises(ModelError) as caught:
+        import_onnx(path, tmp_path / "run/model.onnx", outputs("y"))
+    assert caught.value.what == f"'{path}' is not a sound ONNX model"
+    assert "Incompatible dimensions for matrix multiplication" in caught.value.evidence
 
 
 def test_the_users_table_file_is_copied_and_left_alone(tmp_path, monkeypatch):

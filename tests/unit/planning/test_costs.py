@@ -89,6 +89,18 @@ def test_the_bound_holds_for_any_correlation_of_the_errors(correlation: float) -
         assert kl(first + second) >= (kl(first) + kl(second)) * 0.99
 
 
+@pytest.mark.parametrize(("change", "times"), [(2.0, 2.70), (0.03, 1.01)])
+def test_the_bound_holds_to_first_order_only(change: float, times: float) -> None:
+    """The numbers of the docstring and of docs/concepts/loss-change.md, at p = .002."""
+    p = 0.002
+
+    def kl(delta: float) -> float:
+        moved = 1 / (1 + np.exp(-np.log(p / (1 - p)) - delta))
+        return float(p * np.log(p / moved) + (1 - p) * np.log((1 - p) / (1 - moved)))
+
+    assert kl(2 * change) / (2 * sqrt(kl(change))) ** 2 == pytest.approx(times, abs=0.005)
+
+
 def test_what_was_not_measured_is_refused() -> None:
     with pytest.raises(PlanningError) as caught:
         cost_of(frozenset("z"))

@@ -206,6 +206,19 @@ def test_what_cannot_be_split_is_told_of(
     assert not [node for node in after.graph.node if node.op_type == "Gather"]
 
 
+@pytest.mark.parametrize("width", [1, 16, 31])
+@pytest.mark.parametrize("left", [0.1, 0.5])
+def test_too_few_channels_for_an_aligned_part_are_left_alone(width: int, left: float, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    w, x = (random.normal(size=size).astype(np.float32) for size in ((width, N), (ROWS, width)))
+    proto = parse(BODIES["MatMul"], {"w": w}, inputs=f"float[batch,{width}] x", outputs=f"float[batch,{N}] y")
+    mods = [SplitLoudChannels({"fc": left}, [{"x": x}], tmp_path)]
+    (record,) = apply_mods(
+        artifact(proto, tmp_path / "before.onnx"), [{"x": x}], tmp_path / "after.onnx", mods
+    ).log.records
+    assert [d.reason for d in record.declined] == [f"of its {width} channels no 16 are a small part"]
+
+
 def test_a_weight_on_the_left_is_left_alone(tmp_path: Path) -> None:
     w = np.ones((N, K), np.float32)
     proto = parse(
