@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from loka_onnx.core.progress import Progress, silent
@@ -27,7 +28,7 @@ def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> 
         BundleInvalid: The bundle does not verify.
         OutputError: The place cannot be written, or holds something that is not a bundle.
     """
-    destination = archive.resolve()
+    destination = Path(os.path.realpath(archive))
     check_replaceable_file(destination)
     with staged_file(destination) as file:
         write_archive(directory, file, progress)

@@ -117,7 +117,7 @@ def sign_bundle(directory: Path, key: Path) -> str:
         MissingPackage: There is no `cryptography` here.
     """
     signer = read_private_key(key)
-    place = directory.resolve()
+    place = Path(os.path.realpath(directory))
     with pinned(place) as pin:
         claimed = verify_directory(pin.path).claimed
         signed = read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES)

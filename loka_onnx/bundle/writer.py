@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -85,7 +86,7 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
         ConfigError: The key cannot be read or is no Ed25519 private key.
         MissingPackage: There is a key, and no `cryptography` to sign with.
     """
-    destination = directory.resolve()
+    destination = Path(os.path.realpath(directory))
     check_replaceable(destination)
     _check_sample(contents)
     signer = None if key is None else read_private_key(key)

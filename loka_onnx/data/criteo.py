@@ -124,7 +124,7 @@ def _open(source: Path) -> BinaryIO:
         raise DataError(
             "the Criteo file does not exist",
             where=str(source),
-            evidence=f"looked in {source.parent.resolve()}",
+            evidence=f"looked in {source.parent.absolute()}",
             remedy="correct the path",
         )
     if source.suffix == ".gz":

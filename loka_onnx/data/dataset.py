@@ -6,6 +6,7 @@ import difflib
 import functools
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -103,7 +104,7 @@ class Dataset(ABC):
             raise DataError(
                 "the data file does not exist",
                 where=str(path),
-                evidence="the path is a directory" if path.is_dir() else f"looked in {path.parent.resolve()}",
+                evidence="it is a directory" if path.is_dir() else f"looked in {path.absolute().parent}",
                 remedy="correct the path, or create the file",
             )
         self.path, self.layout = path, layout
@@ -147,7 +148,7 @@ class Dataset(ABC):
     def file_digest(self) -> str:
         """SHA-256, as hex, of the content of the whole file."""
         stat = self.path.stat()
-        return _file_digest(str(self.path.resolve()), stat.st_size, stat.st_mtime_ns)
+        return _file_digest(os.path.realpath(self.path), stat.st_size, stat.st_mtime_ns)
 
     def batches(self, size: int, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Reads rows in order; every call starts anew.

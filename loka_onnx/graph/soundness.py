@@ -10,6 +10,7 @@ Neither decides whether a graph is sound, so it is given the graph without its l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -20,7 +21,7 @@ from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import LokaError, ModelError
 from loka_onnx.graph.shapes import without_weights
-from loka_onnx.graph.storage import all_initializers, stored_bytes
+from loka_onnx.graph.storage import all_initializers, stored_bytes, with_subgraphs
 from loka_onnx.sessions.model_files import messages, nested_nodes
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -91,6 +92,13 @@ def check_sound(proto: onnx.ModelProto, path: Path) -> None:
         if len(tensor.raw_data) != needed:
             evidence = f"its type and shape need {needed} bytes, it has {len(tensor.raw_data)}"
             raise unsound(path, "holds a tensor that is not whole", evidence, f"tensor '{tensor.name}'")
+    for graph in with_subgraphs(proto.graph):
+        # ONNX Runtime takes the last of them, and other libraries any.
+        names = Counter(tensor.name for tensor in graph.initializer)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise unsound(
+                path, "holds two tensors of one name", f"in graph '{graph.name}'", f"tensor '{twice[0]}'"
+            )
     light = without_weights(proto)
     try:
         onnx.checker.check_model(light)

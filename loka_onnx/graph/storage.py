@@ -54,7 +54,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
             missing, or ends before its tensor.
     """
     model = parse_proto(path)
-    homes = {path.parent.resolve(), path.resolve().parent}
+    homes = {Path(os.path.realpath(path.parent)), Path(os.path.realpath(path)).parent}
     for tensor in external_tensors(model):
         _check_external(Stored.of(tensor, path), path, homes)
     return model
@@ -269,7 +269,7 @@ def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tenso
         table.CopyFrom(tensor)
         for entry in table.external_data:
             if entry.key == "location":
-                entry.value = os.fspath((directory / entry.value).resolve())
+                entry.value = os.path.realpath(directory / entry.value)
         tables[tensor.name] = table
     kept = [tensor for tensor in proto.graph.initializer if tensor.name not in tables]
     if len(kept) != len(proto.graph.initializer):

@@ -284,7 +284,7 @@ def refuse_links(directory: Path) -> None:
     Raises:
         OutputError: A link inside leads out.
     """
-    home = directory.resolve()
+    home = Path(os.path.realpath(directory))
     for top in (*OWNED, EARLIER, DISCARDED):
         # `os.walk` of a file yields nothing, and follows no link but the first.
         below = () if (home / top).is_symlink() else os.walk(home / top)

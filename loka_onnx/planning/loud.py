@@ -1,9 +1,9 @@
 """Which sites would fit on the ladder without the input channels that make most of their error.
 
 A part of a site's error energy is, to first order, the same part of its KL. The rung that certification is
-expected to pass, by what calibration predicts (`climbing.expected_rung`), leaves some of the KL that would
-still pass; the sites above it are cut down to equal parts of `SHARED` of that. Whether it is enough is
-measured: on the ladder of the model that comes of it.
+all but sure to pass, by what calibration predicts (`climbing.expected_rung`), leaves some of the KL that
+would still be expected to; the sites above it are cut down to equal parts of that. Whether it is
+enough is measured: on the ladder of the model that comes of it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from loka_onnx.planning.climbing import Goal, affordable_kl, expected_rung
 from loka_onnx.planning.patterns import find_places
 from loka_onnx.planning.policy import PlanOptions, start_ladder
 
-SHARED = 1.0
-"""Part of what the sites below leave that those above are cut down to, together; the ladder measures it."""
+SURE = 0.99
+"""Chance to pass from which on a site is left whole: one that misses is lost, a cut costs few channels."""
+MOST = 0.5
+"""Part of its error that a site is cut down to at least."""
 LEAST = 0.1
 """Part of what would pass that is shared in any case: what is cut down so far may stand below others."""
 FEWEST_CHANNELS = 32
@@ -55,19 +57,14 @@ def errors_to_leave(
     force = tuple(pattern for pattern in options.force if pattern not in gone)
     start = start_ladder(model, profile, outputs, recipes, replace(options, keep=keep, force=force))
     goal = Goal.of(0, 1.0 - CONFIDENCE)
-    fitting = start.rungs[expected_rung(start.ladder, start.rungs, goal, rows)]
+    fitting = start.rungs[expected_rung(start.ladder, start.rungs, replace(goal, chance=SURE), rows)]
     above = [s for s in model.sites if s.name in start.sites and s.name not in fitting and s.is_fp8_able]
     wide = [site.name for site in above if site.k >= FEWEST_CHANNELS]
     spent = start.ladder.predicted_kl(fitting)
-    parts = {}
-    for name in wide:
-        alone = start.ladder.predicted_kl({name})
-        room = {
-            spec.name: max(SHARED * (most - spent[spec.name]), LEAST * most)
-            for spec in outputs
-            for most in [affordable_kl(spec.budget, goal, rows)]
-        }
-        parts[name] = min(
-            (room[output] / (len(wide) * kl) for output, kl in alone.items() if kl > 0.0), default=1.0
-        )
-    return {name: part for name, part in parts.items() if 0.0 < part < 1.0}
+    most = {spec.name: affordable_kl(spec.budget, goal, rows) for spec in outputs}
+    room = {output: max(kl - spent[output], LEAST * kl) / max(len(wide), 1) for output, kl in most.items()}
+    alone = {name: start.ladder.predicted_kl({name}) for name in wide}
+    return {
+        name: min([MOST, *(room[output] / kl for output, kl in kls.items() if kl > 0.0)])
+        for name, kls in alone.items()
+    }

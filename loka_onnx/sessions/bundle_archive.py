@@ -100,7 +100,7 @@ def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
         BundleInvalid: The archive does not verify; nothing is left of what was written.
         OutputError: The place cannot be written, has no room, or holds something that is not a bundle.
     """
-    destination = directory.resolve()
+    destination = Path(os.path.realpath(directory))
     check_replaceable(destination)
     with _opened(archive) as opened, staged_directory(destination) as stage:
         opened.extract(stage, progress)

@@ -65,7 +65,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
         raise ModelError(
             "the checkpoint does not exist",
             where=str(path),
-            evidence=f"looked in {path.parent.resolve()}",
+            evidence=f"looked in {path.parent.absolute()}",
             remedy="correct the path",
         )
     loaded = _load_safetensors(path) if path.suffix == _SAFETENSORS else _load_torch(path)

@@ -42,6 +42,7 @@ def falsified(entry: SiteProfile) -> SiteProfile:
 def test_only_the_sites_asked_for_are_measured_again(
     place: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    place.write_run_file(mods={"split_channels": False})
     run(place.run_file, RunOptions(until=Stage.PLAN))
     first = profile_at(place)
     assert [entry.site for entry in first.sites] == ["fc1", "fc2", "heads"]
@@ -149,6 +150,7 @@ def test_a_ray_cluster_gives_the_same_profile(place: Workplace, capsys: pytest.C
 
 @pytest.mark.slow
 def test_another_confidence_plans_anew(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    place.write_run_file(mods={"split_channels": False})
     run(place.run_file, RunOptions(until=Stage.PLAN))
     done = call(capsys, "plan", place.run_file, "--set", "calibration.confidence=0.99")
     assert done.code == 0, done.err

@@ -226,13 +226,8 @@ def test_a_second_run_takes_everything_over(place: Workplace) -> None:
     # Another budget: everything that it can change, in the same places of the record.
     place.write_run_file(plan={"keep": ["fc1"]})
     again = resumed(place)
-    assert [stage for stage in STAGES if again[stage]] == [
-        "export",
-        "calibrate",
-        "mods",
-        "loud channels",
-        "recalibrate",
-    ]
+    # Whether loud channels pay depends on what is kept.
+    assert [stage for stage in STAGES if again[stage]] == ["export", "calibrate", "mods"]
     stages = json.loads((place.output / "run.json").read_text())["value"]["stages"]
     assert [stage["stage"] for stage in stages] == STAGES
     assert [len(stage["parents"]) for stage in stages] == list(range(len(STAGES)))

@@ -11,6 +11,7 @@ not read again.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def pull_bundle(
     store = Store(reference.url, chosen)
     digest = resolve_in(store, reference)
     listed = _listed(store, reference, digest, keys)
-    destination = directory.resolve()
+    destination = Path(os.path.realpath(directory))
     check_replaceable(destination)
     if _is_there(destination, listed):
         return PullResult(

@@ -82,8 +82,8 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
         ConfigError: An engine that was asked for is not in the bundle, or Triton cannot serve it.
         OutputError: The place cannot be written, or holds something that this project did not write.
     """
-    destination = repository.resolve()
-    _check_destination(destination, bundle.resolve())
+    destination = Path(os.path.realpath(repository))
+    _check_destination(destination, Path(os.path.realpath(bundle)))
     with _opened(bundle) as directory:
         manifest = verify_bundle(directory)
         plan = _Plan(directory, manifest, options)

@@ -163,7 +163,7 @@ def save_dialect(model: onnx.ModelProto, source: Path, folder: Path) -> Path:
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.link((source / name).resolve(), place)
+            os.link(os.path.realpath(source / name), place)
         except OSError:
             shutil.copyfile(source / name, place)
     target = folder / DIALECT_FILE

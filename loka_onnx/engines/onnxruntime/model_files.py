@@ -29,9 +29,9 @@ def copy_model(model: Path, into: Path) -> Path:
     """
     engine = into / ENGINE_FILE
     shutil.copyfile(model, engine)
-    source = model.parent.resolve()
+    source = Path(os.path.realpath(model.parent))
     for location in data_locations(onnx.load(os.fspath(model), load_external_data=False)):
-        data = (source / location).resolve()
+        data = Path(os.path.realpath(source / location))
         if not data.is_relative_to(source) or not data.is_file() or Path(location).name == ENGINE_FILE:
             raise ModelError(
                 "external data is missing, or outside the model's directory",

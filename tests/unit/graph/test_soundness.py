@@ -95,6 +95,7 @@ UNSOUND: dict[str, Callable[[onnx.ModelProto], object]] = {
     "a weight of another shape": lambda m: weight(m, dims=[8, 17]),
     "a weight of negative shape": lambda m: weight(m, dims=[-8, -16]),
     "a weight of no type": lambda m: weight(m, data_type=77),
+    "two weights of one name": lambda m: m.graph.initializer.append(m.graph.initializer[0]),
     "half a weight": lambda m: weight(m, raw_data=m.graph.initializer[0].raw_data[:-4]),
     "shapes that do not fit": lambda m: weight(m, dims=[16, 8]),
 }  # fmt: skip

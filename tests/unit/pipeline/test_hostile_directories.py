@@ -11,16 +11,20 @@ from pathlib import Path
 import pytest
 from test_jobs import written
 
+import loka_onnx
+from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.job import BuildJob, JobResult
 from loka_onnx.core.lineage import RunRecord, StageRecord
-from loka_onnx.errors import ModelError, OutputError, UserError
+from loka_onnx.errors import InternalError, LokaError, ModelError, OutputError, UserError
+from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.pipeline.directory import OWNED, RECORD, RunDirectory
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.job_results import merge_result, read_result
 from loka_onnx.pipeline.jobs import read_job
+from loka_onnx.sessions.bundle_archive import verify_path
 
 OUTSIDE = (
     "/etc/passwd",
@@ -192,3 +196,22 @@ def test_a_model_of_a_document_is_placed_inside(tmp_path: Path) -> None:
             ModelArtifact(Path(name), "0" * 64, 21, (), (), (), "").placed(tmp_path)
     inside = ModelArtifact(Path("model/a.onnx"), "0" * 64, 21, (), (), (), "").placed(tmp_path)
     assert inside.path == tmp_path / "model/a.onnx"
+
+
+def test_a_circle_of_links_is_refused_whatever_it_stands_for(tmp_path: Path) -> None:
+    """`Path.resolve` raises RuntimeError there before Python 3.13."""
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    circle = tmp_path / "a"
+    for refused in (
+        lambda: opened(circle),
+        lambda: opened(circle / "below", resume=False),
+        lambda: loka_onnx.load(circle),
+        lambda: verify_path(circle),
+        lambda: pack_bundle(circle, tmp_path / "packed"),
+        lambda: pack_bundle(tmp_path, circle),
+        lambda: import_onnx(circle, tmp_path / "taken.onnx", ()),
+    ):
+        with pytest.raises(LokaError) as caught:
+            refused()
+        assert not isinstance(caught.value, InternalError)
