@@ -81,3 +81,18 @@ class RewriteLogs:
     __pydantic_config__ = STRICT
 
     logs: dict[str, RewriteLog]
+
+
+@dataclass(frozen=True)
+class LoudChannels:
+    """What the split of loud channels was asked for; a refresh asks for the same.
+
+    Attributes:
+        left: Part of its FP8 error that each site may keep, by its name; the others stay whole.
+    """
+
+    SCHEMA: ClassVar[str] = "loud-channels/1"
+
+    __pydantic_config__ = STRICT
+
+    left: dict[str, float]

@@ -19,12 +19,14 @@ from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refined_run import read_refined
+from loka_onnx.core.rewrite import LoudChannels
 from loka_onnx.errors import ConfigError, LokaError
 from loka_onnx.export.retrained import EarlierExport
 from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.jobs import JOBS, RESULT
-from loka_onnx.pipeline.probing import MERGED, MODIFIED
+from loka_onnx.pipeline.probing import MODIFIED
 from loka_onnx.pipeline.run import GIVEN
+from loka_onnx.pipeline.steps import LOUD_CHANNELS
 
 _NEEDED = (
     RECORD,
@@ -155,10 +157,10 @@ class EarlierRun:
         return sum(stage.seconds for stage in self.record.stages if stage.stage != "train")
 
     @property
-    def merged_profile(self) -> Profile:
-        """Profile of the model before loud channels were split off, where it is there."""
-        document = self.directory / MERGED
-        return serde.read(Profile, document) if document.is_file() else self.profile
+    def loud_channels(self) -> Mapping[str, float]:
+        """What its loud channels were split off by; nothing where it does not say so."""
+        document = self.directory / LOUD_CHANNELS
+        return serde.read(LoudChannels, document).left if document.is_file() else {}
 
     @cached_property
     def chosen(self) -> tuple[str, ...]:

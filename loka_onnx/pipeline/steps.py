@@ -19,7 +19,7 @@ from loka_onnx.core.ladder import Climb
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
-from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.core.rewrite import LoudChannels, RewriteLog
 from loka_onnx.core.split import ModelSplit
 from loka_onnx.data import Dataset, InputBinding, Splits, ensure_disjoint, open_dataset
 from loka_onnx.errors import DataError
@@ -54,6 +54,9 @@ CHECK_ROWS = 2048
 """Rows of the calibration split that mods and export parity are held against."""
 LABEL_ROWS = 65536
 """Rows read at a time where only labels and weights are."""
+
+
+LOUD_CHANNELS = "model/loud-channels.json"
 
 
 @dataclass(frozen=True)
@@ -243,15 +246,15 @@ class Steps:
             lambda: self._modded(document, log),
         )
 
-    def split_loud(self, merged: ModdedModel, profile: Profile) -> ModdedModel:
+    def split_loud(self, merged: ModdedModel, left: Mapping[str, float]) -> ModdedModel:
         """Loud channels of sites that do not fit as products of their own → `model/modified.json`.
 
         Args:
             merged: The model behind all other mods.
-            profile: Its profile.
+            left: Part of its error that each site may keep.
         """
-        left = self._errors_to_leave(merged.model, profile) if self.config.mods.split_channels else {}
         document, log = self._path("model/modified.json"), self._path("model/mods.json")
+        asked = self._path(LOUD_CHANNELS)
 
         def produce() -> Sequence[Path]:
             split = Rewritten(merged.model, RewriteLog(()))
@@ -261,14 +264,15 @@ class Steps:
                 mod = SplitLoudChannels(left, [rows], target.parent, self.config.plan.format)
                 split = apply_mods(merged.model, [rows], target, [mod], self.progress)
             serde.write(RewriteLog((*merged.log.records, *split.log.records)), log)
+            serde.write(LoudChannels(dict(left)), asked)
             files = self._write_model(split.model, document)
             # A model that stays as it is, and its tables in any case, belong to the stage that wrote them.
-            return sorted({*files, log}.difference(model_files(merged.model.path)))
+            return sorted({*files, log, asked}.difference(model_files(merged.model.path)))
 
         key = {
             "model": merged.model.digest,
             "data": self.splits.calibration.digest,
-            "left": left,
+            "left": dict(left),
             "format": self.config.plan.format,
             "rows": self._mod_rows,
         }
@@ -288,7 +292,10 @@ class Steps:
         """Rows that mods are held against."""
         return min(CHECK_ROWS, self.config.calibration.rows or CHECK_ROWS)
 
-    def _errors_to_leave(self, model: ModelArtifact, profile: Profile) -> dict[str, float]:
+    def errors_to_leave(self, model: ModelArtifact, profile: Profile) -> dict[str, float]:
+        """Part of its error that each site which does not fit may keep; nothing where none is split."""
+        if not self.config.mods.split_channels:
+            return {}
         chosen = self.config.plan
         options = PlanOptions(keep=chosen.keep, force=chosen.force, protect=chosen.protect)
         recipes = planned_recipes(chosen)

@@ -177,9 +177,9 @@ def test_every_stage_is_in_the_json_log(place: Workplace) -> None:
     for event in ("stage_started", "stage_ended"):
         assert [line["stage"] for line in lines if line["event"] == event] == STAGES
     started = [line for line in lines if line["event"] == "stage_started"]
-    assert [line["position"] for line in started] == list(range(1, 14))
+    assert [line["position"] for line in started] == list(range(1, 15))
     # The stage "refine" was expected, until it showed that no device here runs FP8.
-    assert [line["stages"] for line in started] == [14] * 9 + [13] * 4
+    assert [line["stages"] for line in started] == [15] * 10 + [14] * 4
     tasks = {line["stage"] for line in lines if line["event"] == "progress"}
     assert tasks >= {"calibrate", "mods", "correct", "build", "evaluate"}
     record = json.loads((place.output / "run.json").read_text())["value"]
