@@ -42,7 +42,7 @@ def live_columns(seed: int = 5) -> dict[str, np.ndarray]:
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
     """Do not write into its directory."""
     place = make_workplace(tmp_path_factory.mktemp("drift"))
-    file = place.write_run_file(calibration={"batch_size": 64})
+    file = place.write_run_file(calibration={"batch_size": 64}, mods={"split_channels": False})
     run(file, RunOptions(until=Stage.PLAN))
     columns = live_columns()
     write_rows(place.path / "live.parquet", columns)

@@ -39,17 +39,15 @@ def config_of(tmp_path: Path) -> Any:
 
 
 def names(config: RunConfig, folder: Path) -> list[str]:
-    return [mod.name for mod in ChosenMods(config).make({"x": np.zeros((1, 1))}, folder, {})]
+    return [mod.name for mod in ChosenMods(config).make({"x": np.zeros((1, 1))}, folder)]
 
 
 def test_by_default_every_mod_and_then_smoothing(config_of: Any, tmp_path: Path) -> None:
-    assert names(config_of(), tmp_path) == [*ALL, "smooth-by-error", "split-loud-channels"]
+    assert names(config_of(), tmp_path) == [*ALL, "smooth-by-error"]
 
 
 def test_what_is_skipped_is_not_run(config_of: Any, tmp_path: Path) -> None:
-    config = config_of(
-        mods={"skip": ["pad-sites", "fuse-layer-norm"], "smoothing": False, "split_channels": False}
-    )
+    config = config_of(mods={"skip": ["pad-sites", "fuse-layer-norm"], "smoothing": False})
     assert names(config, tmp_path) == [name for name in ALL if name not in {"pad-sites", "fuse-layer-norm"}]
 
 
@@ -60,7 +58,6 @@ def test_the_key_follows_what_is_run_and_what_is_measured(config_of: Any) -> Non
             {},
             {"mods": {"skip": ["pad-sites"]}},
             {"mods": {"smoothing": False}},
-            {"mods": {"split_channels": False}},
             {"plan": {"weight_granularity": "per_tensor"}},
             {"plan": {"format": "E5M2"}},
         )
@@ -68,7 +65,7 @@ def test_the_key_follows_what_is_run_and_what_is_measured(config_of: Any) -> Non
     assert all(key not in keys[:index] for index, key in enumerate(keys))
     # Smoothing measures nothing then.
     off = [
-        ChosenMods(config_of(mods={"smoothing": False, "split_channels": False}, plan={"format": format})).key
+        ChosenMods(config_of(mods={"smoothing": False}, plan={"format": format})).key
         for format in ("E4M3FN", "E5M2")
     ]
     assert off[0] == off[1]

@@ -43,7 +43,7 @@ class Place:
         )
         self.rewrites = 0
 
-    def rewrite(self, model: ModelArtifact, target: Path, left: dict[str, float]) -> Rewritten:
+    def rewrite(self, model: ModelArtifact, target: Path) -> Rewritten:
         self.rewrites += 1
         return apply_mods(model, [self.rows], target)
 
