@@ -56,6 +56,7 @@ def refined(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> tu
     place.write_run_file(
         outputs=[{**ctr, "budget": budget}, {**cvr, "budget": 0.5}, {**spend, "budget": 0.5}],
         plan={"plans": ["fp32", "fp8-all"]},
+        mods={"split_channels": False},
         # An engine of the other run would come with its mark.
         build={"cache_gb": 0.0},
         refine={"rounds": 3, "plans": 1},
