@@ -143,15 +143,17 @@ def climb(
         rows: Rows of ``selection`` and ``certification``; they tell where to begin.
     """
     climber = _Climber(ladder, judge, goal, rows)
-    below = 0
+    below = number = 0
     while True:
         low = climber.highest(rungs, below)
+        # The lowest of a later pass is the rung that the pass before ended on.
+        number = below + low if low else number
         rung = rungs[low]
         units = [higher - lower for lower, higher in pairwise(rungs[low + 1 :])]
         beside = [unit for unit in units if climber.is_expected(rung, rung | unit)]
         smaller = tuple(accumulate(beside, Unit.union, initial=rung))
         if len(climber.seen) == MOST or ladder.share(smaller[-1]) - ladder.share(rung) < WORTH:
-            return Climb(below + low, tuple(sorted(rung)), goal.confidence, goal.chance, tuple(climber.seen))
+            return Climb(number, tuple(sorted(rung)), goal.confidence, goal.chance, tuple(climber.seen))
         below, rungs = below + low + 1, smaller
 
 

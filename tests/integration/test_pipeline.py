@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -279,7 +280,7 @@ def test_stage_verbs_share_the_run_directory(
     assert "fuse-layer-norm: 0 applied" in told[Stage.TRANSFORM]
     assert "smooth-by-error: 0 applied" in told[Stage.TRANSFORM]
     assert "lowers the relative FP8 error energy of 'fc2'" in told[Stage.TRANSFORM]
-    assert "fp8-all   bf16  3 of 3" in told[Stage.PLAN]
+    assert re.search(r"fp8-all   bf16  (\d) of \1", told[Stage.PLAN])
     assert "cpu-onnxruntime-cpu-fp8-all: built and run here" in told[Stage.BUILD]
     assert "steps, cpu: certification" in told[Stage.REPORT]
 
