@@ -7,7 +7,8 @@ looked up by the name that is imported.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import packages_distributions, version
 
 
@@ -17,6 +18,12 @@ def versions_of(modules: Iterable[str]) -> dict[str, str]:
     A module that is not installed, or that no distribution provides, has none. Names are normalized as PyPI
     does (PEP 503).
     """
-    providers = packages_distributions()
+    providers = _providers()
     names = sorted({name for module in modules for name in providers.get(module, ())})
     return {re.sub(r"[-_.]+", "-", name).lower(): version(name) for name in names}
+
+
+@cache
+def _providers() -> Mapping[str, Sequence[str]]:
+    """Once a process: it reads the list of files of everything that is installed."""
+    return packages_distributions()

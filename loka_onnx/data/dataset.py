@@ -23,6 +23,8 @@ from loka_onnx.errors import ConfigError, DataError
 
 # Rows read from the file at once when the batch is smaller: enough to make per-chunk work vanish.
 _CHUNK_ROWS = 8192
+_KEPT_BYTES = 32 << 20
+"""Rows that a hash selects are kept in memory up to here: finding them again reads the whole file."""
 _IF_NO_GROUP = "give every row its group, or take each that has none as its own: `data.null_groups: ungroup`"
 _KIND_NAMES = {
     "U": "strings",
@@ -73,6 +75,19 @@ class _Chunk:
     columns: Mapping[str, RawColumn]
     file_rows: Array
 
+    @property
+    def bytes(self) -> int:
+        """Of its values; of strings and lists their pointers."""
+        return sum(raw.values.nbytes for raw in self.columns.values())
+
+    def take(self, rows: slice | Array) -> _Chunk:
+        """Some of its rows."""
+        columns = {
+            name: RawColumn(raw.values[rows], None if raw.nulls is None else raw.nulls[rows])
+            for name, raw in self.columns.items()
+        }
+        return _Chunk(columns, self.file_rows[rows])
+
 
 @dataclass(frozen=True)
 class _Mark:
@@ -120,6 +135,7 @@ class Dataset(ABC):
         self._rules = self._plan()
         self._start, self._stop = self._resolve()
         self._marks: list[_Mark] = []
+        self._kept: tuple[_Chunk, ...] = ()
         self.rows = self._count()
 
     @property
@@ -159,7 +175,8 @@ class Dataset(ABC):
             stop: Row after the last, or None for the end of the data set.
 
         Yields:
-            Batches. Memory is bounded by the batch size, not by the number of rows.
+            Batches. Memory is bounded by the batch size and, for rows that a hash selects, by what is kept of
+            them (32 MiB).
 
         Raises:
             ConfigError: When `size` is below 1, or [start, stop) is not inside the data set.
@@ -321,13 +338,34 @@ class Dataset(ABC):
     def _chunks(self, start: int, stop: int, size: int) -> Iterator[_Chunk]:
         """Rows [start, stop) of the data set as stored."""
         if isinstance(self.selection, HashRows):
-            yield from self._filtered(self.selection, start, stop, size)
+            yield from self._found(self.selection, start, stop, size)
             return
         row = self._start + start
         for piece in self._read(tuple(self._rules), range(row, self._start + stop), size):
             rows = _rows(piece)
             yield _Chunk(piece, np.arange(row, row + rows))
             row += rows
+
+    def _found(self, selection: HashRows, start: int, stop: int, size: int) -> Iterator[_Chunk]:
+        if self._kept:
+            first = 0
+            for chunk in self._kept:
+                part = chunk.take(slice(max(start - first, 0), max(stop - first, 0)))
+                if part.file_rows.size:
+                    yield part
+                first += chunk.file_rows.size
+            return
+        kept, held = list[_Chunk](), 0
+        for chunk in self._filtered(selection, start, stop, size):
+            held += chunk.bytes
+            if held <= _KEPT_BYTES:
+                # What is handed out are views.
+                for raw in chunk.columns.values():
+                    raw.values.flags.writeable = False
+                kept.append(chunk)
+            yield chunk
+        if stop - start == self.rows and held <= _KEPT_BYTES:
+            self._kept = tuple(kept)
 
     def _filtered(self, selection: HashRows, start: int, stop: int, size: int) -> Iterator[_Chunk]:
         names = tuple(dict.fromkeys((*self._rules, selection.column)))
@@ -338,11 +376,7 @@ class Dataset(ABC):
             indices = np.flatnonzero(selection.mask(piece[selection.column].values))
             keep = indices[max(start - taken, 0) : max(stop - taken, 0)]
             if keep.size:
-                columns = {
-                    name: RawColumn(raw.values[keep], None if raw.nulls is None else raw.nulls[keep])
-                    for name, raw in piece.items()
-                }
-                yield _Chunk(columns, keep + row)
+                yield _Chunk(piece, np.arange(row, row + _rows(piece))).take(keep)
             row += _rows(piece)
             taken += indices.size
             if taken >= stop:

@@ -297,7 +297,6 @@ def _one_round(
 def without_collector() -> Iterator[None]:
     """Keep Python's garbage collector out of the tail percentiles, as `timeit` does."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

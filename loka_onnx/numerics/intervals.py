@@ -199,8 +199,9 @@ def _unit_sums(values: Array, groups: Array | None) -> Rows:
     sums = values.astype(np.float64)
     if groups is None:
         return sums
-    members = np.unique(groups, return_inverse=True)[1]
-    return np.bincount(members, weights=sums).astype(np.float64)
+    if groups.dtype.kind not in "iu" or groups.min() < 0 or groups.max() > 2 * groups.size:
+        groups = np.unique(groups, return_inverse=True)[1]
+    return np.bincount(groups, weights=sums)[np.bincount(groups) > 0].astype(np.float64)
 
 
 def ratio_interval(
