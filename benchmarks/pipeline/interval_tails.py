@@ -36,7 +36,7 @@ from loka_onnx.numerics.intervals import Ends, interval_around, ratio_interval, 
 from loka_onnx.numerics.loss_change import kl_rows, labelled_rows
 from loka_onnx.numerics.task_metrics import log_loss_rows
 
-GROUPS = {20: 2000, 100: 1000, 1000: 300, 10_000: 150}
+GROUPS = {20: 2000, 100: 4000, 1000: 300, 10_000: 500}
 """Groups of a sample, and samples."""
 TAILS = ("gaussian", "t3", "outliers")
 SIZES = ("even", "pareto", "one")

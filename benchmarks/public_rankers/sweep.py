@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ TIMEOUT_SECONDS = 1800
 WIDTHS = {"history": 20, "history_genre": 20, "other": 20}
 
 
-def run_one(ranker: Ranker, cache: Path, seed: int, scratch: Path, tree: Path) -> dict[str, Any]:
+def run_one(
+    ranker: Ranker, cache: Path, seed: int, scratch: Path, tree: Path, plans: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run the pipeline on one ranker, in a process of its own.
 
     Args:
@@ -36,6 +39,7 @@ def run_one(ranker: Ranker, cache: Path, seed: int, scratch: Path, tree: Path) -
         seed: Of the split of users into calibration, selection and certification.
         tree: Checkout that is run.
         scratch: Of run directories; this one's is removed behind the run.
+        plans: That compete; where it is empty, those of a run file that names none.
 
     Returns:
         What is recorded.
@@ -44,6 +48,7 @@ def run_one(ranker: Ranker, cache: Path, seed: int, scratch: Path, tree: Path) -
     command = [sys.executable, "-P", "-c", "from loka_onnx.cli.main import main; main()"]
     command += ["--log", "json", "run", str(cache / ranker.name / "run.yaml"), "--force"]
     command += ["--output", str(output), "--set", f"data.split.seed={seed}"]
+    command += ["--set", f"plan.plans=[{','.join(plans)}]"] if plans else []
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     environment = os.environ | {"LOKA_ONNX_CACHE": str(output) + "-cache", "PYTHONPATH": str(tree)}
     try:
@@ -154,6 +159,7 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2])
     parser.add_argument("--resplits", type=int, default=1, help="splits of the users, each a run")
     parser.add_argument("--rankers", nargs="+", default=[ranker.name for ranker in RANKERS])
+    parser.add_argument("--plans", nargs="+", default=[], help="plans that compete, in place of all of them")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
     for seed in range(options.resplits):
@@ -162,7 +168,8 @@ def main() -> None:
             is_ready = (options.cache / ranker.name / DONE).exists()
             if ranker.name not in options.rankers or target.exists() or not is_ready:
                 continue
-            found = run_one(ranker, options.cache, seed, options.results / "runs", options.tree)
+            scratch = options.results / "runs"
+            found = run_one(ranker, options.cache, seed, scratch, options.tree, options.plans)
             found["products"] = products(ranker, options.cache)
             part = target.with_suffix(".part")
             part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
