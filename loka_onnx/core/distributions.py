@@ -7,9 +7,11 @@ looked up by the name that is imported.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 
 
 def versions_of(modules: Iterable[str]) -> dict[str, str]:
@@ -23,7 +25,15 @@ def versions_of(modules: Iterable[str]) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", name).lower(): version(name) for name in names}
 
 
-@cache
 def _providers() -> Mapping[str, Sequence[str]]:
-    """Once a process: it reads the list of files of everything that is installed."""
+    """Distributions of each module; read once while no directory of the path changes."""
+    stamps = [
+        (place, Path(place or ".").stat().st_mtime_ns) for place in sys.path if Path(place or ".").exists()
+    ]
+    return _scanned(tuple(stamps))
+
+
+@cache
+def _scanned(stamps: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[str]]:
+    """It reads the list of files of everything that is installed: half a second."""
     return packages_distributions()

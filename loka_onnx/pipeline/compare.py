@@ -34,7 +34,7 @@ from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.errors import ConfigError, EvaluationError, LokaError
 from loka_onnx.evaluation.accuracy import Units, evaluate_outputs, evaluate_reference
 from loka_onnx.evaluation.columns import read_scores, read_truth
-from loka_onnx.evaluation.engines import Split
+from loka_onnx.evaluation.engines import REQUEST_ROWS, Split
 from loka_onnx.evaluation.latency import (
     Array,
     Interleaved,
@@ -58,9 +58,6 @@ from loka_onnx.pipeline.comparison import (
 )
 from loka_onnx.planning.speed import Speed
 from loka_onnx.sessions.host_devices import is_target
-
-REQUEST_ROWS = 4096
-"""Rows of a request that accuracy is judged by, where engines take so many, as in an evaluation."""
 
 
 @dataclass(frozen=True)

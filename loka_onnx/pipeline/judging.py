@@ -19,6 +19,7 @@ from loka_onnx.data import Splits
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import UserError
 from loka_onnx.evaluation.engines import (
+    REQUEST_ROWS,
     Reference,
     Split,
     judge_engine,
@@ -41,8 +42,6 @@ from loka_onnx.sessions.runner import Runner
 
 JOB_TIMED_BYTES = 1 << 26
 """Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
-JUDGED_ROWS = 4096
-"""Most rows of a request that engines are judged by."""
 
 
 class Judging:
@@ -176,7 +175,7 @@ class Judging:
     @property
     def _judged_at_once(self) -> int:
         """Rows of a request that engines are judged by; the last one of a split may have fewer."""
-        return self.as_batch(JUDGED_ROWS)
+        return self.as_batch(REQUEST_ROWS)
 
     def judged_splits(self) -> tuple[Split, Split]:
         """Selection, and certification at the first attempt, as engines are judged on them."""

@@ -190,7 +190,7 @@ def test_everything_is_equal_to_what_the_evaluation_stage_gives_for_the_pair(pla
         None,
         ("country",),
     )
-    # As `pipeline.judging` judges: requests of up to 4096 rows, as many as engines take.
+    # As `pipeline.judging` judges: requests of up to `REQUEST_ROWS`, as many as engines take.
     split = Split("data", data, data.layout.columns, "request", ("country",), 512)
     session = partial(OnnxSession, options=SessionOptions(threads=1))
     specs = (CTR, CVR, SPEND)
