@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, Parity, TensorSpec
@@ -40,6 +41,20 @@ ARTIFACT = ModelArtifact(
     Parity(64, 1e-7, 1e-8, 1e-4),
     ("converted from opset 17 to 21",),
 )
+
+
+@pytest.mark.parametrize(
+    ("length", "is_taken"), [(serde.MOST_NAME_BYTES, True), (serde.MOST_NAME_BYTES + 1, False)]
+)
+def test_a_file_name_has_the_length_that_file_systems_take(length: int, is_taken: bool) -> None:
+    # Two bytes a letter: it is bytes that count.
+    name = "é" * (length // 2) + "x" * (length % 2)
+    document = TypeAdapter(serde.InsidePath)
+    if is_taken:
+        assert document.validate_python(f"model/{name}") == Path("model") / name
+    else:
+        with pytest.raises(ValidationError, match="more than 255 bytes"):
+            document.validate_python(f"model/{name}")
 
 
 def moments(*sums: float) -> RatioMoments:

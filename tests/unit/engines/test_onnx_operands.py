@@ -66,6 +66,23 @@ def test_fp8_operands_are_seen_through_layout_ops(model: Path) -> None:
     assert reader.operands(node) == (Source("float", "float8e4m3fn"), Source("float", "float8e4m3fn"))
 
 
+def test_where_nothing_is_inferred_the_scale_tells_the_type(model: Path) -> None:
+    # ONNX infers nothing behind an operator that it does not know.
+    proto = onnx.load(model, load_external_data=False)
+    proto.graph.node.insert(0, h.make_node("Own", ["x"], ["own"], "own", domain="com.example"))
+    proto.graph.node[1].input[0] = "own"
+    proto.opset_import.append(h.make_opsetid("com.example", 1))
+    for node in proto.graph.node:
+        if node.op_type == "DequantizeLinear":
+            node.domain = "com.microsoft"
+    proto.opset_import.append(h.make_opsetid("com.microsoft", 1))
+    onnx.save(proto, model)
+    reader = OperandReader(model)
+    node = reader.product("fc")
+    assert node is not None
+    assert [source.element_type for source in reader.operands(node)] == ["float", "float"]
+
+
 def test_float_operands_are_floats(model: Path) -> None:
     reader = OperandReader(model)
     node = reader.product("plain")

@@ -164,6 +164,12 @@ def test_the_tail_index_is_that_of_a_pareto_distribution(index):
     assert found.is_heavy == (index < 2 or found.skewness > 0.3)
 
 
+def test_equal_values_have_no_tail():
+    found = tail_of(np.full(5000, 0.25), np.ones(5000))
+    assert (found.index, found.is_heavy) == (math.inf, False)
+    assert found.top_share == pytest.approx(0.01)
+
+
 def test_the_tail_does_not_depend_on_the_unit_of_the_values_or_the_order_of_groups():
     random = np.random.default_rng(1)
     values, weights, groups = (

@@ -423,11 +423,28 @@ def test_a_product_in_fp8_quantizes_for_the_next_one(tmp_path: Path) -> None:
     assert speeds.quantize_per_row("up") > 0.0
     assert "nothing behind 'down' in fp8" in speeds.speed("up").reason
 
-    def decision(site: str) -> Decision:
-        return Decision(site, Precision.FP8, None, Verdict.SAFE, "")
+    assert speeds.predicted_us(Precision.BF16, in_float8("up")) == {"10": 6.0}
+    assert speeds.predicted_us(Precision.BF16, in_float8("up", "down")) == {"10": 3.0}
 
-    assert speeds.predicted_us(Precision.BF16, [decision("up")]) == {"10": 6.0}
-    assert speeds.predicted_us(Precision.BF16, [decision("up"), decision("down")]) == {"10": 3.0}
+
+def in_float8(*sites: str) -> list[Decision]:
+    return [Decision(site, Precision.FP8, None, Verdict.SAFE, "") for site in sites]
+
+
+def test_loud_channels_take_time_where_their_site_is_in_fp8(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x) => (float[batch,64] b) '
+        "{ [fc] a = MatMul(x, wa) [loud] c = MatMul(x, wc) b = Add(a, c) }"
+    )
+    proto.graph.node[1].name = "fc.loud"
+    ones = np.ones((32, 64), np.float32)
+    proto.graph.initializer.extend(numpy_helper.from_array(ones, name) for name in ("wa", "wc"))
+    onnx.save(proto, tmp_path / "model.onnx")
+    speeds = speeds_of(GraphModel.load(tmp_path / "model.onnx"), PLAIN)
+    # Products take 5 µs, 3 in FP8, and the cast of x 3. Where the site is in BF16, the two are one.
+    assert speeds.predicted_us(Precision.BF16, []) == {"10": 5.0}
+    assert speeds.predicted_us(Precision.BF16, in_float8("fc")) == {"10": 3.0 + 5.0 + 3.0}
+    assert speeds.predicted_us(Precision.BF16, in_float8("fc", "fc.loud")) == {"10": 3.0 + 3.0 + 3.0}
 
 
 def test_batch_sizes_count_by_row(shared: GraphModel) -> None:

@@ -14,7 +14,7 @@ from sample_run import SampleRun
 from loka_onnx.cli.outcome import DISPENSABLE
 from loka_onnx.cli.outcome_tables import fitted
 from loka_onnx.core import serde
-from loka_onnx.core.evaluation import BudgetStatus, Choice, EvaluationSet
+from loka_onnx.core.evaluation import Because, BudgetStatus, Choice, EvaluationSet
 from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers, render, summary_table
 from loka_onnx.report.sections import build_document
 from loka_onnx.report.verdict import budget_sentence
@@ -211,6 +211,16 @@ def test_too_few_rows_for_an_interval_say_so(sample):
     assert budget_sentence(few).endswith(
         "; how many rows would decide it is not known: these are too few for an interval"
     )
+
+
+def test_what_beside_the_budget_left_it_undecided_takes_the_place_of_rows(sample):
+    (output,) = next(e for e in sample.report.evaluations.evaluations if e.outputs[0].difference).outputs
+    status = BudgetStatus.UNDECIDED
+    plain = dataclasses.replace(output, budget_status=status, rows_to_decide=None, remarks=())
+    guarded = dataclasses.replace(plain, because=(Because.MAX_KL,))
+    assert "beside it" in budget_sentence(guarded)
+    assert "beside it" not in budget_sentence(plain)
+    assert "rows" in budget_sentence(plain) and "rows" not in budget_sentence(guarded)
 
 
 def test_real_data_is_not_stamped(sample, tmp_path):

@@ -81,6 +81,12 @@ FOLDED = {
         "float[batch,3,8] x",
         "float[rows,4] y",
     ),
+    "reshaped_with_a_length_that_zero_copies": Case(
+        f"{LAYER} f = Reshape(n, halves) g = Reshape(f, rows) [fc] y = MatMul(g, w)",
+        {"w": W, "halves": np.array([0, 0, 2, 4]), "rows": np.array([0, -1, 8])},
+        "float[batch,3,8] x",
+        "float[batch,3,4] y",
+    ),
     "reshaped_by_a_computed_shape": Case(
         f"{LAYER} s = Shape<start=0, end=1>(x) t = Concat<axis=0>(s, rest) f = Reshape(n, t)"
         " [fc] y = MatMul(f, w)",

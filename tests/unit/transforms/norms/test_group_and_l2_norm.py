@@ -119,6 +119,19 @@ def test_what_varies_along_more_than_channels_stays_behind(tmp_path: Path) -> No
     assert_equal(result)
 
 
+@pytest.mark.parametrize("inner", ["Mul(q, gain4)", "Add(q, gain4)"])
+def test_a_second_factor_stays_behind(inner: str, tmp_path: Path) -> None:
+    body = f"{CORE} k = {inner} n0 = Reshape(k, back) n = Mul(n0, gain)"
+    constants = {
+        "split": np.array([0, 2, 4, 6]),
+        "axes": np.array([2, 3]),
+        "gain4": CHANNELS.reshape(2, 4, 1),
+    }
+    result = Case(body, constants).run(tmp_path)
+    assert result.ops == ["GroupNormalization", "Mul", "Relu"]
+    assert_equal(result)
+
+
 NOT_GROUPED = {
     "positions_in_the_groups": (
         Case(
