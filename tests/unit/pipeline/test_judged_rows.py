@@ -13,7 +13,8 @@ import pytest
 from loka_onnx.core.split import Part
 from loka_onnx.data import InputBinding, open_dataset
 from loka_onnx.errors import EngineError
-from loka_onnx.pipeline.judging import JUDGED_ROWS, Judging
+from loka_onnx.evaluation.engines import REQUEST_ROWS
+from loka_onnx.pipeline.judging import Judging
 
 ROWS = 10_250
 
@@ -35,7 +36,7 @@ class Strict:
         return {"y": 2 * inputs["x"]}
 
 
-# 10 250 rows end with a batch of 50, of 250, of 2 058, and of 1 250.
+# 10 250 rows end with a request of 50, of 50 again, of 10, of 250, and of 1 250.
 @pytest.mark.parametrize(
     ("least", "largest"), [(1, 100), (64, 100), (64, 10_000), (2_500, 4_096), (9_000, 9_000)]
 )
@@ -58,4 +59,4 @@ def test_engines_are_asked_for_what_they_were_built_for(tmp_path: Path, least: i
             run = judging.open_engine(SimpleNamespace(part=Part.WHOLE), stack)  # type: ignore[arg-type]
             found = [run(batch.inputs)["y"] for batch in split.batches()]
         np.testing.assert_array_equal(np.concatenate(found), 2 * np.arange(ROWS))
-        assert max(map(len, found)) == max(least, min(largest, JUDGED_ROWS))
+        assert max(map(len, found)) == max(least, min(largest, REQUEST_ROWS))
