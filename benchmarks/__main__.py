@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from benchmarks.peers.environments import MODEL_OPTIMIZER_ENVIRONMENT
-from loka_onnx.data.prepared import DATA_ENVIRONMENT
+from loka_zoo.prepared import DATA_ENVIRONMENT
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ GROUPS = (
             "RefreshOptions",
             "RunConfig",
         ),
-        ("pipeline.refresh.RefreshResult", "core.evaluation.Choice", "report.data.ReportData"),
+        ("operations.refresh.refreshing.RefreshResult", "core.evaluation.Choice", "report.data.ReportData"),
     ),
     Group(
         "serving",

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from loka_onnx.evaluation.engines import judge_engine
     from loka_onnx.export.onnx_model import import_onnx
     from loka_onnx.export.torch_module import export_torch
+    from loka_onnx.operations.refresh.refreshing import RefreshOptions, refresh
     from loka_onnx.pipeline.drift import check_drift, open_monitor, open_run
-    from loka_onnx.pipeline.refresh import RefreshOptions, refresh
     from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
     from loka_onnx.planning.choice import choose
     from loka_onnx.planning.policy import make_plans
@@ -83,7 +83,7 @@ _HOMES = {
     "export.onnx_model": ("import_onnx",),
     "export.torch_module": ("export_torch",),
     "pipeline.drift": ("check_drift", "open_monitor", "open_run"),
-    "pipeline.refresh": ("RefreshOptions", "refresh"),
+    "operations.refresh.refreshing": ("RefreshOptions", "refresh"),
     "pipeline.run": ("RunOptions", "RunResult", "Stage", "run"),
     "planning.choice": ("choose",),
     "planning.policy": ("make_plans",),

@@ -55,7 +55,7 @@ from loka_onnx.engines.inductor.lowering.model import lower
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.numerics.medians import is_tie
 from loka_onnx.sessions.runner import Resident
-from loka_onnx.zoo.spec import config_of
+from loka_zoo.spec import config_of
 
 FUSED, WRITTEN = "fused", "written out"
 FORMS = (FUSED, WRITTEN)

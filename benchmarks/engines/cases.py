@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data.binding import InputBinding
-from loka_onnx.data.prepared import PreparedData
-from loka_onnx.data.synthetic import LABEL, SyntheticOptions, prepare_synthetic
 from loka_onnx.export.torch_module import export_torch
-from loka_onnx.zoo import FeatureSpec, create
-from loka_onnx.zoo.layers import MLP, tokens_of
+from loka_zoo import FeatureSpec, create
+from loka_zoo.layers import MLP, tokens_of
+from loka_zoo.prepared import PreparedData
+from loka_zoo.synthetic import LABEL, SyntheticOptions, prepare_synthetic
 
 RECIPES = (PER_TENSOR,)
 SPEC = OutputSpec("logit", OutputKind.LOGIT, LABEL)

@@ -16,12 +16,12 @@ from benchmarks.pipeline.training import GROUP
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.evaluation import Evaluation, OutputEvaluation
 from loka_onnx.core.intervals import Interval
-from loka_onnx.data.prepared import PreparedData
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.evaluation.engines import Reference, Split, judge_engine, judge_reference, predict_reference
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.split_runner import SplitRunner
+from loka_zoo.prepared import PreparedData
 
 BF16, BLANKET = "BF16", "blanket FP8"
 """Names of the engines that the chosen one is compared with, beside those that begin with `TODAY`."""

@@ -31,8 +31,6 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.serde import write_text
-from loka_onnx.data.movielens1m import movielens_1m
-from loka_onnx.data.prepared import Part, PreparedData
 from loka_onnx.data.selection import RowRange
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.evaluation.predictions import Run
@@ -45,8 +43,10 @@ from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
-from loka_onnx.zoo import FeatureSpec
-from loka_onnx.zoo.training import TrainOptions
+from loka_zoo import FeatureSpec
+from loka_zoo.movielens1m import movielens_1m
+from loka_zoo.prepared import Part, PreparedData
+from loka_zoo.training import TrainOptions
 
 Tell = Callable[[str], None]
 CHECK_ROWS = 64

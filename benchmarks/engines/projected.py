@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from loka_onnx.data import Dataset
 from loka_onnx.errors import ModelError
 from loka_onnx.numerics.task_metrics import auc, normalized_entropy
-from loka_onnx.zoo import FeatureSpec, create
-from loka_onnx.zoo.layers import EmbeddingTables
-from loka_onnx.zoo.spec import config_of
-from loka_onnx.zoo.training import TrainOptions
-from loka_onnx.zoo.wukong import TokenMix
+from loka_zoo import FeatureSpec, create
+from loka_zoo.layers import EmbeddingTables
+from loka_zoo.spec import config_of
+from loka_zoo.training import TrainOptions
+from loka_zoo.wukong import TokenMix
 
 READ_ROWS = 65536
 WARM_UP = 0.1

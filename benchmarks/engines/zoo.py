@@ -31,11 +31,11 @@ from benchmarks.engines.zoo_today import Comparison
 from benchmarks.pipeline.training import GROUP, TRAINING, arguments_of, checkpoint_path, trained
 from benchmarks.recording import write_record
 from loka_onnx.config import DataConfig
-from loka_onnx.data.movielens1m import CATEGORICAL, RULE, movielens_1m
-from loka_onnx.data.movielens100k import LABEL, NUMERIC
 from loka_onnx.data.parquet import write_parquet
-from loka_onnx.data.prepared import Part, PreparedData
-from loka_onnx.pipeline.demo import BUILDER
+from loka_zoo.demo import BUILDER
+from loka_zoo.movielens1m import CATEGORICAL, RULE, movielens_1m
+from loka_zoo.movielens100k import LABEL, NUMERIC
+from loka_zoo.prepared import Part, PreparedData
 
 MODELS = tuple(sorted(TRAINING))
 BEGAN = time.perf_counter()

@@ -25,13 +25,13 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.data.prepared import PreparedData
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.compile import FUSE
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.sessions.runner import Resident
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
+from loka_zoo.prepared import PreparedData
 
 TODAY = (Precision.BF16, Precision.FP16)
 """What the untouched model runs in."""

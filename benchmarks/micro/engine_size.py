@@ -25,11 +25,11 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.data.prepared import PreparedData
-from loka_onnx.data.synthetic import SyntheticOptions, prepare_synthetic
 from loka_onnx.engines.tensorrt.contents import EngineContents, read_contents
-from loka_onnx.pipeline.demo import BUILDER
 from loka_onnx.pipeline.run import RunOptions, Stage, run
+from loka_zoo.demo import BUILDER
+from loka_zoo.prepared import PreparedData
+from loka_zoo.synthetic import SyntheticOptions, prepare_synthetic
 
 # Criteo's features, with small tables.
 DATA = SyntheticOptions(rows=(1, 256, 16, 16), cardinalities=(100,) * 26, numeric=13)

@@ -63,9 +63,9 @@ from benchmarks.pipeline.site_effects import OUTPUT, exported, output_of, split_
 from benchmarks.recording import BESIDE, RECORDS
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.data.movielens1m import movielens_1m
-from loka_onnx.data.prepared import PreparedData
 from loka_onnx.errors import LokaError
+from loka_zoo.movielens1m import movielens_1m
+from loka_zoo.prepared import PreparedData
 
 CALIBRATION_ROWS = 16_384
 BATCH = 512

@@ -34,12 +34,12 @@ from torch import Tensor, nn
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.digests import digest_json
-from loka_onnx.data.movielens1m import movielens_1m
-from loka_onnx.data.prepared import PreparedData
+from loka_onnx.export.checkpoint import load_checkpoint, save_checkpoint
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.numerics.task_metrics import auc
-from loka_onnx.zoo.checkpoint import load_checkpoint, save_checkpoint
-from loka_onnx.zoo.training import TrainOptions, predict, train
+from loka_zoo.movielens1m import movielens_1m
+from loka_zoo.prepared import PreparedData
+from loka_zoo.training import TrainOptions, predict, train
 
 CTR_MODELS: tuple[str, ...] = ("deepfm", "pnn", "nfm", "fibinet", "wdl")
 CLASSES = {"deepfm": "DeepFM", "pnn": "PNN", "nfm": "NFM", "fibinet": "FiBiNET", "wdl": "WDL"}

@@ -42,8 +42,8 @@ from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data import Dataset
-from loka_onnx.data.movielens1m import movielens_1m
-from loka_onnx.data.prepared import PreparedData
+from loka_zoo.movielens1m import movielens_1m
+from loka_zoo.prepared import PreparedData
 
 BATCH = 512
 BASE = "model optimizer, max"

@@ -19,7 +19,7 @@ from benchmarks.pipeline.training import GROUP, TRAINING
 from benchmarks.recording import write_record
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
-from loka_onnx.data.movielens1m import SELECTION_ROWS
+from loka_zoo.movielens1m import SELECTION_ROWS
 
 RECORD = "peers"
 ZOO = ("dlrm", "dcnv2", "wukong", "interformer")

@@ -53,10 +53,10 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.sensitivity import Sensitivity
 from loka_onnx.core.site import SiteKind
-from loka_onnx.data.movielens1m import movielens_1m
-from loka_onnx.data.prepared import PreparedData
 from loka_onnx.numerics.intervals import ratio_interval
 from loka_onnx.planning.policy import PlanOptions, make_plans
+from loka_zoo.movielens1m import movielens_1m
+from loka_zoo.prepared import PreparedData
 
 PLANS = ("fp8-all", "fp8-safe")
 HALVINGS = 400

@@ -51,12 +51,12 @@ from loka_onnx.core.recipe import (
     Recipe,
 )
 from loka_onnx.data import Dataset
-from loka_onnx.data.prepared import PreparedData
-from loka_onnx.data.synthetic import LABEL, SyntheticOptions, prepare_synthetic
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.streams import map_in_order
-from loka_onnx.zoo import MODEL_NAMES, FeatureSpec, create
+from loka_zoo import MODEL_NAMES, FeatureSpec, create
+from loka_zoo.prepared import PreparedData
+from loka_zoo.synthetic import LABEL, SyntheticOptions, prepare_synthetic
 
 BATCH = 512
 PRECISION = 0.02

@@ -42,9 +42,9 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.drift import DriftReport
 from loka_onnx.core.site import SiteKind
 from loka_onnx.data import Dataset, open_dataset
-from loka_onnx.data.movielens1m import movielens_1m
-from loka_onnx.data.prepared import PreparedData
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_zoo.movielens1m import movielens_1m
+from loka_zoo.prepared import PreparedData
 
 ROWS = 16_384
 PROFILE_ROWS = 60_000

@@ -38,12 +38,12 @@ from benchmarks.processes import apart, used
 from benchmarks.recording import write_record
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
-from loka_onnx.data.prepared import PreparedData
-from loka_onnx.data.synthetic import LABEL, SyntheticOptions, prepare_synthetic
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.storage import model_files
-from loka_onnx.zoo import FeatureSpec, create
+from loka_zoo import FeatureSpec, create
+from loka_zoo.prepared import PreparedData
+from loka_zoo.synthetic import LABEL, SyntheticOptions, prepare_synthetic
 
 BATCH = 512
 TABLES = 26

@@ -51,8 +51,8 @@ from loka_onnx.calibration.effects.stopping import TIGHTEST_AT_ROWS, Looks
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.data.movielens1m import movielens_1m
-from loka_onnx.data.prepared import PreparedData
+from loka_zoo.movielens1m import movielens_1m
+from loka_zoo.prepared import PreparedData
 
 RESAMPLES = 2000
 THRESHOLDS = (0.8, 0.95, 1.0, 1.05, 1.25)

@@ -23,12 +23,12 @@ from benchmarks.recording import write_record
 from loka_onnx.config import build_run_config
 from loka_onnx.core.evaluation import OutputEvaluation
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.data.movielens1m import movielens_1m
 from loka_onnx.data.parquet import write_parquet
-from loka_onnx.data.prepared import PreparedData
-from loka_onnx.pipeline.demo import BUILDER
 from loka_onnx.pipeline.run import RunOptions, RunResult, run
 from loka_onnx.transforms.sequence import DEFAULT_MODS
+from loka_zoo.demo import BUILDER
+from loka_zoo.movielens1m import movielens_1m
+from loka_zoo.prepared import PreparedData
 
 WITHOUT_MODS = {
     "mods": {"skip": [mod.name for mod in DEFAULT_MODS], "smoothing": False, "split_channels": False},

@@ -27,7 +27,7 @@ from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_json
 from loka_onnx.core.profile import Profile
-from loka_onnx.zoo import MODEL_NAMES
+from loka_zoo import MODEL_NAMES
 
 WARM_ROWS = 8 * BATCH
 

@@ -36,17 +36,17 @@ from loka_onnx.config import build_run_config
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Choice
 from loka_onnx.core.lineage import RunRecord
-from loka_onnx.data.movielens1m import movielens_1m
-from loka_onnx.data.prepared import Part, PreparedData
-from loka_onnx.data.synthetic import SyntheticOptions, prepare_synthetic
 from loka_onnx.errors import DataError
-from loka_onnx.pipeline.demo import BUILDER
-from loka_onnx.pipeline.refresh import RefreshOptions, refresh
+from loka_onnx.export.checkpoint import save_checkpoint
+from loka_onnx.operations.refresh.refreshing import RefreshOptions, refresh
 from loka_onnx.pipeline.run import run
-from loka_onnx.zoo import MODEL_NAMES
-from loka_onnx.zoo.builders import build
-from loka_onnx.zoo.checkpoint import save_checkpoint
-from loka_onnx.zoo.training import train
+from loka_zoo import MODEL_NAMES
+from loka_zoo.builders import build
+from loka_zoo.demo import BUILDER
+from loka_zoo.movielens1m import movielens_1m
+from loka_zoo.prepared import Part, PreparedData
+from loka_zoo.synthetic import SyntheticOptions, prepare_synthetic
+from loka_zoo.training import train
 
 ROWS = (60_000, 60_000, 60_000, 120_000)
 """Of train, calibration, selection and certification, where they are generated."""

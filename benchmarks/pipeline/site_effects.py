@@ -21,14 +21,14 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.data import Dataset
 from loka_onnx.data.batch import Batch
-from loka_onnx.data.prepared import PreparedData
+from loka_onnx.export.checkpoint import load_checkpoint
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.loss_change import LossChange, loss_change
 from loka_onnx.numerics.task_metrics import log_loss_rows
 from loka_onnx.sessions.streams import map_in_order, stream_count
-from loka_onnx.zoo.builders import build
-from loka_onnx.zoo.checkpoint import load_checkpoint
+from loka_zoo.builders import build
+from loka_zoo.prepared import PreparedData
 
 OUTPUT = "logit"
 BATCH = 512

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.core.digests import digest_json
-from loka_onnx.data.prepared import PreparedData
-from loka_onnx.zoo.builders import build
-from loka_onnx.zoo.checkpoint import save_checkpoint
-from loka_onnx.zoo.training import TrainOptions, train
+from loka_onnx.export.checkpoint import save_checkpoint
+from loka_zoo.builders import build
+from loka_zoo.prepared import PreparedData
+from loka_zoo.training import TrainOptions, train
 
 GROUP = "user_id"
 """Column of rows that belong together."""

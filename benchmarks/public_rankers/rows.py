@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from loka_onnx.data.movielens1m import movielens_1m
-from loka_onnx.data.prepared import PreparedData
+from loka_zoo.movielens1m import movielens_1m
+from loka_zoo.prepared import PreparedData
 
 TRAIN_ROWS = 640_000
 """First rows of the training file; the others, calibration and test are what runs draw their splits from."""

@@ -10,8 +10,8 @@ import typer
 from loka_onnx.cli.outcome import print_outcome
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import terminal_of
-from loka_onnx.pipeline.demo import run_demo
 from loka_onnx.pipeline.run import RunOptions
+from loka_zoo.demo import run_demo
 
 
 def demo(

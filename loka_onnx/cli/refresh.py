@@ -17,9 +17,9 @@ from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.config import parse_overrides
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.refresh import DOCUMENT, Refresh
+from loka_onnx.operations.refresh.refreshing import RefreshOptions
+from loka_onnx.operations.refresh.refreshing import refresh as refresh_run
 from loka_onnx.pipeline.checks import require_fp8 as check_fp8
-from loka_onnx.pipeline.refresh import RefreshOptions
-from loka_onnx.pipeline.refresh import refresh as refresh_run
 
 SHOWN = 10
 """Sites that are shown; `refresh.json` has all."""

@@ -1,4 +1,4 @@
-"""The run file: its schema, its messages, and the presets."""
+"""The run file: its schema, its messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from loka_onnx.config.data_sections import BatchConfig, DataConfig, OutputConfig
 from loka_onnx.config.loading import build_run_config, load_run_file, parse_overrides
 from loka_onnx.config.mod_sections import ModsConfig
 from loka_onnx.config.precision_sections import CalibrationConfig, PlanConfig
-from loka_onnx.config.presets import Preparation, Preset, load_preset, preset_names
 from loka_onnx.config.schema import BuildConfig, ModelConfig, RunConfig, TargetConfig, run_file_schema
 
 __all__ = [
@@ -31,8 +30,6 @@ __all__ = [
     "OutputConfig",
     "PlanConfig",
     "PlanId",
-    "Preparation",
-    "Preset",
     "RunConfig",
     "ScaleRule",
     "SplitBy",
@@ -41,9 +38,7 @@ __all__ = [
     "TargetConfig",
     "WeightGranularity",
     "build_run_config",
-    "load_preset",
     "load_run_file",
     "parse_overrides",
-    "preset_names",
     "run_file_schema",
 ]

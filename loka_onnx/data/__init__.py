@@ -1,4 +1,4 @@
-"""Rows on disk as batches: binding of columns to model inputs, checks, splits, and built-in sources.
+"""Rows on disk as batches: binding of columns to model inputs, checks and splits.
 
 Nothing here imports a deep-learning framework.
 """
@@ -7,7 +7,6 @@ from loka_onnx.data.batch import Batch
 from loka_onnx.data.binding import InputBinding
 from loka_onnx.data.dataset import Dataset
 from loka_onnx.data.opening import open_dataset
-from loka_onnx.data.prepared import Part, PreparedData
 from loka_onnx.data.selection import HashRows, RowRange, RowSelection
 from loka_onnx.data.splits import SplitRule, Splits, ensure_disjoint, split_file
 
@@ -16,8 +15,6 @@ __all__ = [
     "Dataset",
     "HashRows",
     "InputBinding",
-    "Part",
-    "PreparedData",
     "RowRange",
     "RowSelection",
     "SplitRule",

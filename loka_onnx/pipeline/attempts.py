@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loka_onnx.core import serde
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.refined_run import RefinedRun
 from loka_onnx.pipeline.candidates import EngineBuilder, results_of_jobs
+from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.emission import Results, choice_options
 from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.jobs import JOBS
@@ -33,8 +33,6 @@ def attempt_again(steps: Steps, results: Results, sample: Path) -> Results:
     """Lower rungs, one after the other, as long as what was selected misses → `attempt-<n>.json`.
 
     Args:
-        steps: The stages.
-        results: A run whose engines were judged.
         sample: ``.npz`` of generated inputs for first inferences.
     """
     for number in range(1, len(SHARES)):
@@ -54,21 +52,17 @@ def attempt_again(steps: Steps, results: Results, sample: Path) -> Results:
 
 def _attempt(steps: Steps, results: Results, sample: Path, number: int, missed: Sequence[str]) -> RefinedRun:
     directory, name = steps.directory, f"attempt {number + 1}"
-    document = directory.path / DOCUMENT.format(number + 1)
-
-    def produce() -> Sequence[Path]:
-        made = _Attempt(steps, results, sample, number)
-        serde.write(made.run([results.plans.plan(plan) for plan in missed]), document)
-        return [document, *made.files]
-
-    key = {
+    stage = Stage(name, DOCUMENT.format(number + 1), RefinedRun)
+    attempt = _Attempt(steps, results, sample, number)
+    reads = {
         "missed": missed,
-        "plans": serde.to_plain(results.plans),
-        "engines": serde.to_plain(results.engines),
-        "evaluations": serde.to_plain(results.evaluations),
+        "plans": results.plans,
+        "engines": results.engines,
+        "evaluations": results.evaluations,
         "results": results_of_jobs(directory.path / JOBS),
     }
-    return directory.stage(name, key, produce, lambda: serde.read(RefinedRun, document))
+    plans = [results.plans.plan(plan) for plan in missed]
+    return directory.document(stage, reads, lambda: attempt.run(plans), lambda: attempt.files)
 
 
 @dataclass

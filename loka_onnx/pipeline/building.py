@@ -38,7 +38,6 @@ def how_many(asked_for: int | None, limit_bytes: int, available_bytes: int | Non
     Args:
         asked_for: Most that the user wants; None for half of the cores, because compilers have threads of
             their own.
-        limit_bytes: Memory limit of one build.
         available_bytes: Free memory; None to ask the system.
 
     Returns:

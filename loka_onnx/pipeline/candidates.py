@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def fusions(self) -> Fusions:
-        """What Q/DQ are placed by; nothing for a plan that has none."""
+        """Fusions that decide where Q/DQ are placed; empty for a plan without FP8."""
         return fusions_of(self.backend.name) if self.plan.fp8_sites else Fusions()
 
     @property
@@ -99,10 +99,8 @@ class EngineBuilder:
     """Builds every candidate of a run; a failure costs that candidate only.
 
     Args:
-        config: The run file.
         directory: Where engines and planned models go.
         sample: ``.npz`` of generated inputs for the first inference.
-        progress: Called after each candidate.
         corrections: Constants that were fitted to plans; those that were accepted are written with them.
 
     Attributes:
@@ -170,7 +168,7 @@ class EngineBuilder:
                             yield Candidate(backend, target.device, architecture, plan, dict(options))
 
     def _work(self, source: Source, candidate: Candidate) -> Callable[[], EngineArtifact]:
-        """What builds a candidate, apart from this thread; the planned model is written in it, once."""
+        """Return the build of a candidate as a function; the planned model is written here, once."""
         backend, plan = candidate.backend, candidate.plan
         reason = backend.decline(plan, candidate.architecture)
         if reason is not None:

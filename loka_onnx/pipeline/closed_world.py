@@ -22,7 +22,6 @@ def verify_files(
     Args:
         directory: The directory; nothing inside it may be a link.
         files: SHA-256 by path relative to it.
-        document: Name of the document itself.
         besides: Names of directories at the top that are no part of it.
 
     Raises:

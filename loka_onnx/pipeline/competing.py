@@ -1,4 +1,4 @@
-"""Which plans compete where the run file does not list them: high precision wherever something can run it."""
+"""Default list of plans: FP32, BF16, FP8, and FP16 where a target's backend runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = "cpu"
 
 
 def check_options(config: RunConfig) -> None:
-    """Whether the settings of backends are theirs, before anything is done.
+    """Check the options of every backend before any work is done.
 
     Raises:
         ConfigError: A backend has no such setting, or takes another value.
@@ -39,7 +39,7 @@ def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[Pla
 
 
 def runs(config: RunConfig, precision: Precision) -> bool:
-    """Whether a backend of a target honours a plan that runs everything in a precision.
+    """Return True if a target's backend can run the whole model in a precision.
 
     CPUs are left out: they gain no time by FP16, which takes a pass of calibration to make safe.
     """

@@ -6,7 +6,7 @@ of the plan and its corrections is measured on its engine like everything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from loka_onnx.calibration.corrections.biases import Fit, FittedBiases, SiteMean
 from loka_onnx.calibration.corrections.means import MeanRows
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.config import RunConfig
-from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import BiasCorrection, Corrections, CorrectionSet, PlanCorrections
 from loka_onnx.core.formats import Precision
@@ -30,7 +29,7 @@ from loka_onnx.evaluation.engines import Reference, Split, predict_reference
 from loka_onnx.evaluation.predictions import predict
 from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.directory import RunDirectory, Stage
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
@@ -39,7 +38,7 @@ FITTED_ROWS = 32_768
 HOPELESS = 3.0
 """Predicted KL over the budget from which on nothing is tried: no constant was seen to take off more than two
 thirds."""
-DOCUMENT = "corrections.json"
+CORRECT = Stage("correct", "corrections.json", CorrectionSet)
 SCRATCH = "calibration/instrumented"
 
 
@@ -66,13 +65,6 @@ class CorrectionInputs:
 class Correcting:
     """The stage that fits and judges corrections.
 
-    Args:
-        config: The run file.
-        directory: The run directory.
-        calibration: Rows that the means come from.
-        selection: Rows that decide.
-        progress: Called as rows are done.
-
     Attributes:
         reference: Gives what the FP32 model says on selection, where it was asked before.
     """
@@ -91,7 +83,7 @@ class Correcting:
         self.specs = config.output_specs
         self.threads = config.threads or 0
         self.is_asked_for = config.plan.corrections
-        self._outputs = [output.model_dump(mode="json") for output in config.outputs]
+        self._outputs = config.outputs
 
     @classmethod
     def of(
@@ -118,25 +110,18 @@ class Correcting:
 
     def correct(self, inputs: CorrectionInputs) -> CorrectionSet:
         """Fit, try and decide, for every plan with FP8 → `corrections.json`."""
-        document = self.directory.path / DOCUMENT
-
-        def produce() -> Sequence[Path]:
-            found = self.fit(inputs)
-            serde.write(found, document)
-            return [document]
-
         rows = self.calibration
-        key = {
+        reads = {
             "asked_for": self.is_asked_for,
-            "exported": inputs.exported.digest,
-            "model": inputs.modified.digest,
-            "plans": [serde.to_plain(plan) for plan in inputs.quantized],
-            "data": [rows.data.digest, self.selection.data.digest],
+            "exported": inputs.exported,
+            "model": inputs.modified,
+            "plans": inputs.quantized,
+            "data": [rows.data, self.selection.data],
             "rows": [rows.most, rows.first, rows.batch_size, rows.seed, self.selection.most],
             "outputs": self._outputs,
             "group": self.selection.group,
         }
-        return self.directory.stage("correct", key, produce, lambda: serde.read(CorrectionSet, document))
+        return self.directory.document(CORRECT, reads, lambda: self.fit(inputs))
 
     def fit(self, inputs: CorrectionInputs) -> CorrectionSet:
         """Fit, try and decide, without a record; nothing where none is asked for or no plan has FP8."""
@@ -158,7 +143,7 @@ class Correcting:
         )
 
     def _why_hopeless(self, plan: PrecisionPlan) -> str:
-        """Why no constant can be expected to bring a plan inside; empty where one may."""
+        """Reason why no constant can bring a plan inside the budget; empty if one may."""
         for spec in self.specs:
             kl = plan.predicted_kl.get(spec.name, 0.0)
             if kl > HOPELESS * spec.budget:
@@ -185,8 +170,6 @@ class Correcting:
         Args:
             path: The planned model in FP32.
             exact: Means of the FP32 model on the calibration rows.
-            means: Means of the planned model on them.
-            task: What progress is reported as.
         """
         graph = GraphModel.load(path)
         kinds = {spec.name: spec.kind for spec in self.specs}

@@ -16,16 +16,20 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
+
+from pydantic import BaseModel
 
 from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.lineage import RunRecord, StageRecord
+from loka_onnx.data import Dataset
 from loka_onnx.errors import CheckFailed, OutputError, UserError
 from loka_onnx.pipeline.lock import DirectoryLock
 
@@ -63,9 +67,37 @@ OWNED = (
     "train",
     RECORD,
 )
-"""What a run may leave in its directory, and `--force` may remove; the record last."""
+"""Files of a run, which `--force` may remove; the record last."""
 EARLIER, DISCARDED = ".earlier-run", ".discarded-run"
-"""Where `--force` keeps the earlier run until the inputs are accepted, and while it is deleted."""
+"""Directories for the earlier run: until the inputs are accepted, and during its deletion."""
+
+
+@dataclass(frozen=True)
+class Stage(Generic[T]):
+    """A stage whose result is one document.
+
+    Attributes:
+        name: In `run.json`.
+        document: Path of the document below the run directory.
+        kind: Type of the document.
+    """
+
+    name: str
+    document: str
+    kind: type[T]
+
+
+def keyed(value: Any) -> Any:
+    """Plain data that identifies an input of a stage: models and data by digest, documents as written."""
+    if isinstance(value, ModelArtifact | Dataset):
+        return value.digest
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {name: keyed(one) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [keyed(one) for one in value]
+    return serde.to_plain(value) if is_dataclass(value) else value
 
 
 @dataclass(frozen=True)
@@ -112,10 +144,7 @@ class RunDirectory:
 
         Args:
             path: The directory; created when missing.
-            config: The run file as it was understood.
-            versions: Versions of the libraries that take part.
             force: Start over: what an earlier run left is removed once the inputs are accepted.
-            resume: Take over the finished stages of an earlier run.
 
         Raises:
             OutputError: Another run is at work in the directory; it is not empty and neither was asked for,
@@ -196,10 +225,7 @@ class RunDirectory:
         """Run a stage, or take over its earlier result, and load what it left.
 
         Args:
-            name: Name of the stage.
-            key: Plain data that the result depends on.
             produce: Does the work and returns the files it wrote, below the run directory.
-            load: Reads the result from the files.
             again: Do the work even where it is finished.
         """
         digest = digest_json({"stage": name, "key": key, "versions": self.record.versions})
@@ -221,6 +247,31 @@ class RunDirectory:
         self._last = name
         self.on_stage(name, Outcome(name, False, seconds))
         return load()
+
+    def document(
+        self,
+        stage: Stage[T],
+        reads: Mapping[str, Any],
+        make: Callable[[], T],
+        files: Callable[[], Iterable[Path]] = tuple,
+        *,
+        again: bool = False,
+    ) -> T:
+        """Run a stage that leaves a document, or take it over.
+
+        Args:
+            reads: Inputs and settings that the result depends on (`keyed`).
+            again: Do the work even where it is finished.
+        """
+        path = self.path / stage.document
+
+        def produce() -> Sequence[Path]:
+            serde.write(make(), path)
+            return [path, *files()]
+
+        return self.stage(
+            stage.name, keyed(reads), produce, lambda: serde.read(stage.kind, path), again=again
+        )
 
     def forget(self, name: str) -> None:
         """Remove the record and the files of a stage that the run file does not ask for any more."""
@@ -339,7 +390,7 @@ def _check_usable(path: Path, left: Sequence[str], *, may_hold_run: bool) -> Non
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a run wrote the directory, in this version of the record or another."""
+    """Return True if a run wrote the directory, in any version of the record."""
     try:
         document = json.loads((path / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

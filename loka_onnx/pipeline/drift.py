@@ -140,10 +140,7 @@ def check_drift(
     """Compare live rows with the profile of a run.
 
     Args:
-        run: The run.
         data: The live rows; labels are not read.
-        options: How to compare.
-        progress: Called as rows are done.
 
     Raises:
         DataError: A row or a column cannot be used.

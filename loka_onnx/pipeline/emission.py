@@ -1,4 +1,4 @@
-"""What a run hands over: the choice, the report and the bundle."""
+"""Outputs of a run: choice, report and bundle."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.throughput import ThroughputSet
 from loka_onnx.data import Dataset
 from loka_onnx.graph.model_graph import read_model_graph
+from loka_onnx.pipeline.directory import Stage, keyed
 from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.pipeline.splits import split_rule
@@ -50,6 +51,7 @@ from loka_onnx.report import (
 )
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
+CHOOSE = Stage("choose", "choice.json", Choice)
 SAMPLE_ROWS = 16
 """Rows of the sample that a bundle carries, where engines take so many."""
 SIMULATION_MARGIN = 4.0
@@ -74,28 +76,25 @@ class Results:
 
 
 def choice_options(steps: Steps) -> ChoiceOptions:
-    """How engines are chosen."""
+    """Options of the choice, from the run file."""
     serving = steps.config.serving
     return ChoiceOptions(serving.by_batch, serving.margin)
 
 
 def choose_engines(steps: Steps, results: Results) -> Choice:
     """One engine per target, or several by batch size → `choice.json`."""
-    document = steps.directory.path / "choice.json"
     options = choice_options(steps)
-
-    def produce() -> Sequence[Path]:
-        engines = choosable(results.engines.engines)
-        serde.write(choose(engines, results.evaluations, results.plans, options), document)
-        return [document]
-
-    key = {
-        "engines": serde.to_plain(results.engines),
-        "evaluations": serde.to_plain(results.evaluations),
-        "plans": serde.to_plain(results.plans),
+    reads = {
+        "engines": results.engines,
+        "evaluations": results.evaluations,
+        "plans": results.plans,
         "options": [options.by_batch, options.margin, options.noise],
     }
-    return steps.directory.stage("choose", key, produce, lambda: serde.read(Choice, document))
+    return steps.directory.document(
+        CHOOSE,
+        reads,
+        lambda: choose(choosable(results.engines.engines), results.evaluations, results.plans, options),
+    )
 
 
 def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str) -> ReportData:
@@ -176,17 +175,17 @@ def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence
         verify_bundle(bundle)
         return bundle
 
-    key = {
-        "choice": serde.to_plain(choice),
-        "engines": serde.to_plain(results.engines),
-        "exported": results.exported.digest,
+    reads = {
+        "choice": choice,
+        "engines": results.engines,
+        "exported": results.exported,
         "split": () if steps.split is None else steps.split.digests,
-        "batch": steps.config.batch.model_dump(mode="json"),
+        "batch": steps.config.batch,
         "report": [digest_file(path) for path in report],
         "schema": Manifest.SCHEMA,
         "signer": None if steps.signing_key is None else signer_of(steps.signing_key),
     }
-    return steps.directory.stage("bundle", key, produce, load)
+    return steps.directory.stage("bundle", keyed(reads), produce, load)
 
 
 def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence[Path]) -> Path:

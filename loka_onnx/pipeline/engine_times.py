@@ -33,7 +33,7 @@ from loka_onnx.sessions.host_devices import device_of_architecture, is_target
 from loka_onnx.sessions.runner import Runner
 
 PER_LOAD = LatencyOptions(warmup=4, min_repeats=5, max_repeats=40, max_seconds=1.0 / LOADS)
-"""How long an engine is timed at a batch size in one load: a second over all of them."""
+"""Limits of timing one engine at one batch size in one load; one second over all loads."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _with_lookups(failures: Mapping[str, str], subjects: Iterable[str]) -> dict[
 
 
 def counts_here(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:
-    """Whether this machine has the target of engines that were timed on another device, by its full name.
+    """Return True if this machine has the target of engines that were timed on a device of another full name.
 
     Run files name an H100 PCIe and an H100 80GB HBM3 alike; a time belongs to one of them.
     """
@@ -170,7 +170,7 @@ class _Kind:
 
     @property
     def counts(self) -> bool:
-        """Whether the speed says something about the target."""
+        """The latency is that of the target: its own device, nothing simulated."""
         return self.is_target and not self.is_simulated
 
 

@@ -26,10 +26,8 @@ def execute_on_cluster(jobs: Mapping[Path, str], address: str | None, progress: 
     """Execute jobs, each on a node that has its device.
 
     Args:
-        jobs: Device of each job, by the job's directory.
         address: Address of the cluster, as in ``10.0.0.5:6379``; None for the one that this machine belongs
             to. A connection that this process already has is used as it is.
-        progress: Called as jobs end.
 
     Returns:
         Why a job has no result, by directory: no node has the device, or what went wrong on it. Jobs that
@@ -72,7 +70,7 @@ def execute_on_cluster(jobs: Mapping[Path, str], address: str | None, progress: 
 
 
 def _failure(ray: Any, reference: Any) -> str:
-    """What went wrong in a task; empty where it ended well."""
+    """Error of a task; empty if it succeeded."""
     try:
         found: str = ray.get(reference)
     except ray.exceptions.RayError as error:

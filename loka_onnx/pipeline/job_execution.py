@@ -45,10 +45,6 @@ def execute_job(directory: Path, progress: Progress = silent) -> JobResult:
     A build that fails is a result. Latency is measured on generated rows, those that the job carries for it;
     outputs are those on the rows of the splits, where it carries them.
 
-    Args:
-        directory: The job.
-        progress: Called as work is done.
-
     Raises:
         ModelError: The job is not whole.
         EngineError: This host cannot build such an engine.

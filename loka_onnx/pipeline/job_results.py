@@ -30,10 +30,6 @@ SPLITS = ("selection", "certification")
 def read_result(directory: Path, job: BuildJob) -> JobResult | None:
     """The result of a job; None where there is none yet.
 
-    Args:
-        directory: The directory of the job.
-        job: The job.
-
     Raises:
         ModelError: The result is of another job, or a file is missing, extra or altered.
         UserError: It was written by another version of this package.
@@ -68,7 +64,7 @@ def read_result(directory: Path, job: BuildJob) -> JobResult | None:
 
 
 def _read_document(document: Path) -> JobResult:
-    """What a host made of a job; its engine and outputs are files that the document lists.
+    """Read the result document of a job and check that it lists its engine and outputs.
 
     Raises:
         ModelError: One is not.
@@ -97,7 +93,6 @@ def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -
 
     Args:
         result: What `read_result` returned.
-        directory: The directory of the job.
         output: Where the engine goes.
         root: The run directory, which the artifact's path is relative to.
 
@@ -135,17 +130,13 @@ def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -
 
 
 class ElsewhereRuns:
-    """Results of engines of a run on other hosts.
-
-    Args:
-        root: The run directory.
-    """
+    """Results of engines of a run on other hosts."""
 
     def __init__(self, root: Path) -> None:
         self._jobs = root / JOBS
 
     def opener(self, engine: EngineArtifact, split: str) -> Callable[[], Run] | None:
-        """What gives the outputs that an engine gave for a split elsewhere; None for an engine of this host.
+        """Return a function that replays an engine's outputs from another host; None if it ran on this host.
 
         Raises:
             EvaluationError: The outputs are gone, or altered.
@@ -232,10 +223,6 @@ def choosable(engines: Iterable[EngineArtifact], command: str = "run --resume") 
 
     One that was run elsewhere was run. A target whose engines all wait for their jobs gets its choice when
     the run goes on with their results.
-
-    Args:
-        engines: Every candidate.
-        command: What goes on with the results of jobs.
 
     Raises:
         EngineError: Every target waits.

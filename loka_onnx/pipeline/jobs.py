@@ -31,7 +31,7 @@ from loka_onnx.pipeline.closed_world import list_files, verify_files
 JOBS, JOB, RESULT = "jobs", "job.json", "result"
 """Names: of the directory of all jobs in a run, of a job's document, of its result."""
 BUILD_JOB = "loka-onnx build --job"
-"""What executes a job, its directory behind it."""
+"""Command that executes a job; the job's directory follows."""
 _MODEL, _SAMPLE, _DATA = "model", "sample.npz", "data"
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -87,7 +87,6 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
     A job that asked for something else is replaced, and its result goes with it.
 
     Args:
-        directory: The directory of the job.
         request: What is to be built; its limits and options go along, its places do not.
         origin: Where it comes from.
 
@@ -145,10 +144,9 @@ def read_job(directory: Path) -> BuildJob:
 
 
 def request_of(job: BuildJob, directory: Path, output: Path) -> BuildRequest:
-    """What a job asks a backend for.
+    """Build request of a job.
 
     Args:
-        job: The job.
         directory: Where it is.
         output: Where the engine goes; the artifact's path is relative to the directory around it.
     """

@@ -30,7 +30,7 @@ from loka_onnx.evaluation.engines import (
 from loka_onnx.evaluation.latency import Interleaved, LatencyOptions
 from loka_onnx.evaluation.predictions import Run, padded
 from loka_onnx.numerics.intervals import CONFIDENCE
-from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.directory import RunDirectory, Stage
 from loka_onnx.pipeline.engine_times import TimingBench, counts_here
 from loka_onnx.pipeline.job_results import ElsewhereRuns
 from loka_onnx.pipeline.jobs import SplitRows
@@ -40,6 +40,7 @@ from loka_onnx.planning.climbing import SHARES
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Runner
 
+EVALUATE = Stage("evaluate", "evaluation.json", EvaluationSet)
 JOB_TIMED_BYTES = 1 << 26
 """Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
 
@@ -48,11 +49,7 @@ class Judging:
     """Judges the engines of one run, those of this host and those that ran elsewhere.
 
     Args:
-        config: The run file.
-        directory: The run directory.
         splits: The rows; selection and certification are read.
-        requests: What engines take.
-        progress: Called as rows are done.
         looks: Times that certification is looked at for this model; its error is divided.
 
     Attributes:
@@ -82,43 +79,35 @@ class Judging:
         """Accuracy on selection and certification, latency per batch size → `evaluation.json`.
 
         Args:
-            exported: What engines are judged against.
-            engines: Every candidate.
             known: What was judged of them before, which is not judged again.
         """
-        document = self.directory.path / "evaluation.json"
 
-        def produce() -> Sequence[Path]:
+        def judge() -> EvaluationSet:
             timed = self.time_engines(engines.engines)
             timed.latencies.update(self.elsewhere.latencies(engines.engines))
-            measured = [
+            measured = (
                 with_latencies(evaluation, timed)
                 for split in self.judged_splits()
                 for evaluation in self.judge(split, exported, engines.engines, known)
-            ]
-            serde.write(EvaluationSet(tuple(measured)), document)
-            return [document]
+            )
+            return EvaluationSet(tuple(measured))
 
-        key = {
-            "exported": exported.digest,
+        reads = {
+            "exported": exported,
             "engines": [[e.id, e.status, e.digest or e.detail] for e in engines.engines],
             "elsewhere": self.elsewhere.key(engines.engines),
             "split": () if self.requests.split is None else self.requests.split.digests,
-            "data": [self.splits.selection.digest, self.splits.certification.digest],
-            "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
+            "data": [self.splits.selection, self.splits.certification],
+            "outputs": self.config.outputs,
             "group": self.config.data.group,
             "slices": self.config.data.slices,
-            "batch": self.config.batch.model_dump(mode="json"),
+            "batch": self.config.batch,
             "inputs": self.config.serving.inputs,
             "looks": self.looks,
         }
-        return self.directory.stage(
-            "evaluate",
-            key,
-            produce,
-            lambda: serde.read(EvaluationSet, document),
-            again=document.is_file() and self._counts_now(document, engines),
-        )
+        document = self.directory.path / EVALUATE.document
+        again = document.is_file() and self._counts_now(document, engines)
+        return self.directory.document(EVALUATE, reads, judge, again=again)
 
     def judge_attempt(
         self, exported: ModelArtifact, engines: Sequence[EngineArtifact], number: int
@@ -126,8 +115,6 @@ class Judging:
         """Engines of a further attempt: accuracy on selection and on certification, and latency.
 
         Args:
-            exported: What engines are judged against.
-            engines: The engines.
             number: Of the attempt, from 0.
         """
         timed = self.time_engines(engines)
@@ -139,7 +126,7 @@ class Judging:
         ]
 
     def _counts_now(self, document: Path, engines: EngineSet) -> bool:
-        """Whether this machine has a target that engines were not timed on before."""
+        """Return True if this machine has a target on which engines were not timed before."""
         try:
             return counts_here(serde.read(EvaluationSet, document).evaluations, engines.engines)
         except UserError:
@@ -186,7 +173,7 @@ class Judging:
         )
 
     def job_rows(self) -> tuple[SplitRows, ...]:
-        """What engines take for the rows that they are judged on, as build jobs carry them."""
+        """Engine inputs of the judged rows, for build jobs."""
         return tuple(
             SplitRows(
                 split.name,
@@ -233,8 +220,6 @@ class Judging:
         """The reference on a split, then each engine, without latencies.
 
         Args:
-            split: The rows.
-            exported: What engines are judged against.
             engines: The engines; of one that was not run it is said why.
             known: What was judged before, which is not judged again.
         """

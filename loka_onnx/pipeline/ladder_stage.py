@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from loka_onnx.calibration.corrections.biases import fit_biases
 from loka_onnx.calibration.corrections.means import mean_scores
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.config import PlanId
-from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.evaluation import OutputEvaluation
 from loka_onnx.core.ladder import Climb
@@ -38,13 +36,14 @@ from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.correcting import Correcting
+from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.planning.climbing import Goal, Judged, climb, design_spread
 from loka_onnx.planning.policy import LadderStart, start_ladder
 
-DOCUMENT = "ladder.json"
+LADDER = Stage("ladder", "ladder.json", Climb)
 SCRATCH = "calibration/instrumented/ladder.onnx"
 
 
@@ -52,41 +51,33 @@ def climb_ladder(
     steps: Steps, exported: ModelArtifact, modified: ModelArtifact, profile: Profile
 ) -> Climb | None:
     """The sites of `fp8-safe` → `ladder.json`; None where that plan does not compete."""
-    document, options = steps.directory.path / DOCUMENT, steps.plan_options(modified)
+    options, chosen = steps.plan_options(modified), steps.config.plan
     if PlanId.FP8_SAFE not in options.plans:
-        steps.directory.forget("ladder")
+        steps.directory.forget(LADDER.name)
         return None
-
-    def produce() -> Sequence[Path]:
-        serde.write(Climbing(steps, exported, modified, profile).climb(), document)
-        return [document]
-
-    chosen = steps.config.plan
-    key = {
-        "exported": exported.digest,
-        "model": modified.digest,
-        "profile": serde.to_plain(profile),
+    reads = {
+        "exported": exported,
+        "model": modified,
+        "profile": profile,
         "keep": [chosen.keep, chosen.force, chosen.protect],
         "confidence": options.confidence,
         "timings": [known.key for known in options.devices],
-        "data": [steps.splits.selection.digest, steps.splits.certification.rows],
-        "outputs": [output.model_dump(mode="json") for output in steps.config.outputs],
+        "data": [steps.splits.selection, steps.splits.certification.rows],
+        "outputs": steps.config.outputs,
         "group": steps.config.data.group,
         "looks": steps.judging.looks,
         "corrections": chosen.corrections,
-        "calibration": steps.splits.calibration.digest,
+        "calibration": steps.splits.calibration,
     }
-    return steps.directory.stage("ladder", key, produce, lambda: serde.read(Climb, document))
+    climbing = Climbing(steps, exported, modified, profile)
+    return steps.directory.document(LADDER, reads, climbing.climb)
 
 
 class Climbing:
     """Judges rungs of one model.
 
     Args:
-        steps: The stages.
         exported: The FP32 model that rungs are judged against.
-        modified: The model that they are of.
-        profile: Its profile.
     """
 
     def __init__(
@@ -106,7 +97,6 @@ class Climbing:
         """A plan with fewer sites in FP8; None where none of them would be left.
 
         Args:
-            plan: One that missed on certification.
             attempt: The next one, from 0.
         """
         start = self._start(plan)
@@ -210,7 +200,7 @@ class _Rungs:
     exact: Mapping[str, float]
 
     def constants(self, means: Mapping[str, float]) -> dict[str, float]:
-        """What restores the mean score of FP32, by output."""
+        """Constants that restore the mean score of FP32, by output."""
         return {name: self.exact[name] - mean for name, mean in means.items() if name in self.exact}
 
 

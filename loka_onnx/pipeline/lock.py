@@ -23,9 +23,6 @@ LOCK = ".run.lock"
 class DirectoryLock:
     """The lock on a run directory, held until it is released.
 
-    Args:
-        directory: An existing directory.
-
     Raises:
         OutputError: Another run, in this process or another, holds the lock.
         OSError: The file cannot be written, or the file system has no locks.
@@ -80,7 +77,7 @@ def _lock(descriptor: int, file: Path) -> None:
 
 
 def _is_same(descriptor: int, file: Path) -> bool:
-    """Whether the open file still is the one of its name: the last run may have removed it meanwhile."""
+    """Return True if the path still names the open file; the last run may have removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat())
     except FileNotFoundError:

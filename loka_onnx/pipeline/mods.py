@@ -1,4 +1,4 @@
-"""Which mods a run applies, in order."""
+"""Mods that a run applies, in order."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ from loka_onnx.transforms.smoothing.choose_smoothing import ChooseSmoothing
 class ChosenMods:
     """The mods of a run.
 
-    Args:
-        config: The run file.
-
     Raises:
         ConfigError: `mods.skip` names no mod.
     """
@@ -41,7 +38,7 @@ class ChosenMods:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What the result depends on beside model and rows."""
+        """Settings that the result depends on, beside model and rows."""
         rounding = self._rounding
         return {
             "mods": [kind.name for kind in self._kinds],
@@ -49,12 +46,7 @@ class ChosenMods:
         }
 
     def make(self, rows: Mapping[str, npt.NDArray[Any]], scratch: Path) -> list[Mod[Any]]:
-        """The mods, but for loud channels, which are split off behind them.
-
-        Args:
-            rows: What smoothing is measured on.
-            scratch: Directory on the file system of the model.
-        """
+        """The mods, but for loud channels, which are split off behind them."""
         mods: list[Mod[Any]] = [kind() for kind in self._kinds]
         if self._rounding is not None:
             mods.append(ChooseSmoothing([rows], scratch, self._rounding))

@@ -27,7 +27,7 @@ from loka_onnx.core.recipe import Granularity
 from loka_onnx.data import Dataset
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.competing import competing_plans
-from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.directory import RunDirectory, Stage
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.redo import (
     Measurement,
@@ -51,14 +51,7 @@ REFRESH_ROWS = 4096
 
 
 class Probing:
-    """Calibration over one run directory.
-
-    Args:
-        config: The run file.
-        directory: The run directory.
-        data: The calibration split.
-        progress: Called as rows are done.
-    """
+    """Calibration over one run directory."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, data: Dataset, progress: Progress) -> None:
         self.config, self.directory, self.data, self.progress = config, directory, data, progress
@@ -73,8 +66,6 @@ class Probing:
         """Sites that mods changed, the others as they were.
 
         Args:
-            model: The model.
-            earlier: Profile of the model before.
             before: That model; the exported one when None.
         """
         changed = changed_sites(earlier, model)
@@ -86,7 +77,7 @@ class Probing:
 
     @property
     def merged(self) -> Profile:
-        """What `Steps.modify` measured."""
+        """Profile that `Steps.modify` wrote."""
         return serde.read(Profile, self.directory.path / MERGED)
 
     def recalibrate(self, model: ModelArtifact, before: ModelArtifact) -> Profile:
@@ -94,10 +85,6 @@ class Probing:
 
         Sites whose loud channels were split off are measured, and where FP16 may be used, the magnitudes of
         all tensors.
-
-        Args:
-            model: The model.
-            before: The one behind all other mods.
         """
         earlier = self.merged
 
@@ -181,7 +168,6 @@ class Probing:
         be told and not to be judged by, and without other draws.
 
         Args:
-            model: The model after mods.
             planned: Id of the recipe of each site that is a product.
         """
         known = {recipe.id: recipe for recipe in planned_recipes(self.config.plan)}
@@ -231,13 +217,7 @@ class Probing:
     def _stage(
         self, name: str, document: str, key: Any, measure: Callable[[], Profile], *, again: bool = False
     ) -> Profile:
-        path = self.directory.path / document
-
-        def produce() -> Sequence[Path]:
-            serde.write(measure(), path)
-            return [path]
-
-        return self.directory.stage(name, key, produce, lambda: serde.read(Profile, path), again=again)
+        return self.directory.document(Stage(name, document, Profile), key, measure, again=again)
 
     @property
     def _scratch(self) -> Path:
@@ -274,11 +254,7 @@ class Probing:
             return calibrate(model, self.specs, self.data, self._scratch, options, self.progress)
 
     def _options(self, still_open: OpenVerdicts) -> ProbeOptions:
-        """Options of one measurement.
-
-        Args:
-            still_open: Names the sites that rows are still wanted for.
-        """
+        """Options of one measurement."""
         settings, plan = self.config.calibration, self.config.plan
         best = plan.weight_granularity is WeightGranularity.BEST
         return ProbeOptions(
@@ -311,7 +287,7 @@ class Probing:
         return LocalExecutor(threads)
 
     def key(self, model: ModelArtifact) -> dict[str, Any]:
-        """What a profile depends on."""
+        """Inputs and settings that a profile depends on."""
         # Where batches run changes nothing in a profile.
         where = {"executor", "ray_address"}
         return {
@@ -320,7 +296,7 @@ class Probing:
             "settings": self.config.calibration.model_dump(mode="json", exclude=where),
             "weight": self.config.plan.weight_granularity,
             "recipes": [recipe.id for recipe in planned_recipes(self.config.plan)],
-            "outputs": [output.model_dump(mode="json") for output in self.config.outputs],
+            "outputs": self.config.outputs,
             "group": self.config.data.group,
             "synthetic": self.config.data.synthetic,
         }

@@ -48,7 +48,6 @@ def read_earlier(document: Path, now: Measurement) -> Profile:
 
     Args:
         document: Where it is.
-        now: What the sites will be measured on.
 
     Raises:
         ConfigError: There is none, or its sites were measured otherwise.
@@ -124,7 +123,6 @@ def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profil
     at any number of rows where either was stopped by what it saw.
 
     Args:
-        earlier: Sites that are kept, and others.
         later: Sites that were measured now, with their partners (`with_partners`).
         model: The model; it decides which sites there are, and their order.
     """
@@ -169,7 +167,7 @@ def carried(earlier: Profile, model: ModelArtifact) -> Profile:
 
 
 def _tensors(earlier: Profile, model: ModelArtifact) -> dict[str, TensorRange]:
-    """What is known of tensors: a mod may have changed any of them."""
+    """Ranges of tensors; dropped for another model, because a mod may have changed any of them."""
     return earlier.tensors if earlier.model_digest == model.digest else {}
 
 

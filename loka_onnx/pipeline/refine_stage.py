@@ -20,6 +20,7 @@ from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.errors import UserError
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.candidates import EngineBuilder
+from loka_onnx.pipeline.directory import keyed
 from loka_onnx.pipeline.engine_times import counts_here
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.refining import RefineLimits, refine
@@ -93,26 +94,27 @@ def refine_engines(steps: Steps, inputs: RefineInputs) -> RefineResult:
     def load() -> RefineResult:
         return _with(inputs, serde.read(RefinedRun, documents[1]), serde.read(Refinement, documents[0]))
 
-    key = {
-        "exported": inputs.exported.digest,
-        "plans": serde.to_plain(inputs.plans),
+    reads = {
+        "exported": inputs.exported,
+        "plans": inputs.plans,
         "engines": [[e.id, e.status, e.digest or e.detail] for e in inputs.engines.engines],
-        "corrections": serde.to_plain(inputs.corrections),
+        "corrections": inputs.corrections,
         "split": () if steps.split is None else steps.split.digests,
-        "data": [steps.splits.calibration.digest, steps.splits.selection.digest],
-        "outputs": [output.model_dump(mode="json") for output in steps.config.outputs],
+        "data": [steps.splits.calibration, steps.splits.selection],
+        "outputs": steps.config.outputs,
         "group": steps.config.data.group,
         "slices": steps.config.data.slices,
-        "batch": steps.config.batch.model_dump(mode="json"),
-        "refine": settings.model_dump(mode="json"),
+        "batch": steps.config.batch,
+        "refine": settings,
         "inputs": steps.config.serving.inputs,
-        "plan": steps.config.plan.model_dump(mode="json"),
+        "plan": steps.config.plan,
     }
-    return steps.directory.stage("refine", key, produce, load, again=_counts_now(documents[1], inputs))
+    again = _counts_now(documents[1], inputs)
+    return steps.directory.stage("refine", keyed(reads), produce, load, again=again)
 
 
 def _counts_now(document: Path, inputs: RefineInputs) -> bool:
-    """Whether this machine has a target that was refined for on another device, where no time counts."""
+    """Return True if this machine has a target whose plans were refined on another device."""
     if not document.is_file():
         return False
     try:
@@ -122,7 +124,7 @@ def _counts_now(document: Path, inputs: RefineInputs) -> bool:
 
 
 def _is_worth(inputs: RefineInputs) -> bool:
-    """Whether an engine here runs FP8 at a speed that counts."""
+    """Return True if an engine on this machine runs FP8 unsimulated."""
     return any(
         engine.status is BuildStatus.READY
         and not engine.simulated
@@ -144,10 +146,6 @@ def _with(inputs: RefineInputs, added: RefinedRun, document: Refinement) -> Refi
 
 class RunBench:
     """Builds, times and judges with the means of a run (`refining.Bench`).
-
-    Args:
-        steps: The stages.
-        inputs: What refining starts from.
 
     Attributes:
         corrections: Constants that were fitted to the plans that were built.
@@ -187,12 +185,7 @@ class RunBench:
 
 
 class RunProposals:
-    """Further plans of a run (`refining.Proposals`).
-
-    Args:
-        steps: The stages.
-        inputs: What refining starts from.
-    """
+    """Further plans of a run (`refining.Proposals`)."""
 
     def __init__(self, steps: Steps, inputs: RefineInputs) -> None:
         self._steps, self._inputs = steps, inputs

@@ -126,11 +126,7 @@ def refine(
     """Make plans better on every piece of hardware that is here and runs FP8.
 
     Args:
-        engines: Engines of the plans of the run file.
-        plans: These plans.
-        bench: Builds, times and judges.
         proposals: Where further plans come from.
-        limits: How far to go.
     """
     loops = [
         _Loop(rivals, plans, bench, proposals, limits)
@@ -284,7 +280,7 @@ class _Loop:
                 yield _Made(given.plan, Origin.GIVEN_BACK, plan.id, given.returned)
 
     def _searched(self, target: str) -> Iterator[_Made]:
-        """What kernel times propose."""
+        """Plans that kernel times propose."""
         return (_Made(plan, Origin.SEARCH) for plan in self._proposals.from_search(target))
 
     # What was found --------------------------------------------------------------------------------
@@ -313,7 +309,7 @@ class _Loop:
         return predict(plan, known, like.target)
 
     def _pace(self, engine: str) -> Mapping[int, float]:
-        """What the anchor took in the round of an engine over what it took in the first, by batch size."""
+        """Anchor's time in the round of an engine over its time in the first round, by batch size."""
         beside = self._anchors.get(engine)
         if beside is None or self._first is None:
             return {}
@@ -386,7 +382,7 @@ class _Loop:
 
 
 def _speed(timed: Interleaved, engine: EngineArtifact) -> Speed | None:
-    """What an engine takes; None where it failed at some batch size, or where the times do not count."""
+    """Latencies of an engine; None if it failed at a batch size or was timed on another device."""
     latencies = timed.latencies.get(engine.id, ())
     if not latencies or engine.id in timed.failures:
         return None
@@ -396,5 +392,5 @@ def _speed(timed: Interleaved, engine: EngineArtifact) -> Speed | None:
 
 
 def _assignment(plan: PrecisionPlan) -> tuple[frozenset[str], str]:
-    """What tells plans apart."""
+    """Key that identifies a plan: sites in FP8 and base precision."""
     return frozenset(plan.fp8_sites), plan.base

@@ -71,7 +71,7 @@ STAGES = {
     Stage.REPORT: ("choose", "throughput", "report"),
     Stage.BUNDLE: ("bundle",),
 }
-"""What a run does up to each end, as its record names it."""
+"""Stages up to each end, as the record names them."""
 
 
 def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tuple[str, ...]:
@@ -79,7 +79,6 @@ def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tu
 
     Args:
         config: The run file; None for one that says nothing of the stages.
-        until: Last stage to run.
     """
     left_out = {
         "split": config is None or not config.model.split_sparse,
@@ -149,7 +148,6 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
 
     Args:
         config: What `loka_onnx.load_run_file` read, or the path of a run file.
-        options: How to run.
 
     Raises:
         UserError: The configuration or an input is wrong, or another run is at work in the directory.

@@ -29,7 +29,6 @@ class Requests:
     """Generated inputs of a model, and what engines take of any.
 
     Args:
-        inputs: What the model takes.
         bindings: How that is made of columns, with the bounds of ids.
         threads: Of the lookup in front of engines; 0 for as many as there are cores.
 
@@ -53,7 +52,7 @@ class Requests:
         return self._drawn(rows, 0)
 
     def taken_by_engines(self, inputs: Arrays) -> Arrays:
-        """What engines take for these inputs of the model."""
+        """Engine inputs for these model inputs."""
         return taken_by_engines(inputs, self.split, self._threads)
 
     def _drawn(self, rows: int, seed: int) -> Arrays:

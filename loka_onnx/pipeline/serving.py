@@ -16,13 +16,14 @@ from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput, Throug
 from loka_onnx.errors import StageError, UserError
 from loka_onnx.evaluation.latency import Run
 from loka_onnx.evaluation.throughput import LoadOptions, find_highest_rate
+from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.planning.evidence import Evidence
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
 from loka_onnx.sessions.runner import Resident, Runner
 
-DOCUMENT = "throughput.json"
+LOAD = Stage("throughput", "throughput.json", ThroughputSet)
 INPUT_SETS = 4
 """Different requests that are taken in turns, so that embedding rows are not all in cache."""
 
@@ -84,34 +85,27 @@ def measure_throughput(
     Where the model was cut, engines are loaded alone, on looked-up rows, as they are timed. What was measured
     stays on a host without the target, and is measured again on another device of it.
     """
-    document = steps.directory.path / DOCUMENT
     serving = steps.config.serving
     wanted = tuple(under_load(engines, Evidence(evaluations, plans), choice, steps.config.batch.serve))
     if serving.p99_ms is None or not wanted:
-        steps.directory.forget("throughput")
+        steps.directory.forget(LOAD.name)
         return ThroughputSet()
 
-    def produce() -> Sequence[Path]:
+    def measure() -> ThroughputSet:
         on_target = (each for each in wanted if is_target(each.engine.target, each.engine.architecture))
-        measured = tuple(_measure(steps, loaded) for loaded in on_target)
-        serde.write(ThroughputSet(measured), document)
-        return [document]
+        return ThroughputSet(tuple(_measure(steps, loaded) for loaded in on_target))
 
-    key = {
+    reads = {
         "engines": [(each.engine.id, each.engine.digest, each.batch, each.role) for each in wanted],
-        "serving": serving.model_dump(mode="json"),
+        "serving": serving,
     }
-    return steps.directory.stage(
-        "throughput",
-        key,
-        produce,
-        lambda: serde.read(ThroughputSet, document),
-        again=document.is_file() and _counts_now(document, wanted),
-    )
+    document = steps.directory.path / LOAD.document
+    again = document.is_file() and _counts_now(document, wanted)
+    return steps.directory.document(LOAD, reads, measure, again=again)
 
 
 def _counts_now(document: Path, wanted: Iterable[Loaded]) -> bool:
-    """Whether this machine has the target of an engine that was measured on another device, or not at all."""
+    """Return True if this machine has the target of an engine that was not measured on this device."""
     try:
         known = {each.engine: each.device for each in serde.read(ThroughputSet, document).measurements}
     except UserError:
@@ -126,7 +120,7 @@ def _counts_now(document: Path, wanted: Iterable[Loaded]) -> bool:
 def under_load(
     engines: Sequence[EngineArtifact], evidence: Evidence, choice: Choice, batches: Sequence[int]
 ) -> Iterator[Loaded]:
-    """What is put under load: at each batch size the chosen engine, and the best one without FP8.
+    """Engines to put under load: at each batch size the chosen one and the best without FP8.
 
     Engines that do not run here, and those whose FP8 is simulated, are not.
     """

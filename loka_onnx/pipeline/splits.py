@@ -15,11 +15,10 @@ IdBounds = Mapping[str, tuple[range | None, ...]]
 def bind_inputs(
     config: RunConfig, inputs: Sequence[TensorSpec], bounds: IdBounds | None = None
 ) -> tuple[InputBinding, ...]:
-    """How each model input is made of columns.
+    """Bind each model input to its columns.
 
     Args:
         config: The run file; an input that it does not name is fed from the column of its own name.
-        inputs: Inputs of the model.
         bounds: Ids that lookups take, by input; one range for each of its columns.
 
     Raises:
@@ -33,11 +32,10 @@ def bind_inputs(
 def bind_columns(
     columns: Mapping[str, tuple[str, ...]], inputs: Sequence[TensorSpec], bounds: IdBounds | None = None
 ) -> tuple[InputBinding, ...]:
-    """How each model input is made of columns.
+    """Bind each model input to its columns.
 
     Args:
         columns: Columns of each input by its name; the column of its own name where it is left out.
-        inputs: Inputs of the model.
         bounds: Ids that lookups take, by input; one range for each of its columns.
 
     Raises:
@@ -90,7 +88,7 @@ def open_splits(config: RunConfig, bindings: Sequence[InputBinding]) -> Splits:
 
 
 def split_rule(config: RunConfig) -> str:
-    """How the splits are divided, in words."""
+    """Describe how the rows are split."""
     split = config.data.split
     if split is None:
         return "a file of its own"

@@ -64,10 +64,8 @@ def cut_model(
     """Cut the modified model → `model/lookup.onnx`, `model/dense.onnx`, `model/split.json`.
 
     Args:
-        model: The model after mods.
         calibration: Rows that the halves are held against the whole on.
         directory: Where the files go.
-        asked_for: What the run file says.
 
     Returns:
         The cut or the reason why there is none; None where it was not asked for.
@@ -103,7 +101,7 @@ def cut_model(
 
 
 def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) -> Source:
-    """What engines are built from: the dense half where there is one, else the whole.
+    """Model and plans that engines are built from: the dense half if the model was cut, else the whole.
 
     Raises:
         TransformError: A plan was made for another model than the one that was cut.
@@ -149,7 +147,7 @@ def with_lookup(runner: Runner, split: ModelSplit | None, threads: int) -> Runne
 def taken_by_engines(
     inputs: Mapping[str, npt.NDArray[Any]], split: ModelSplit | None, threads: int
 ) -> Arrays:
-    """What engines take for these inputs of the model: looked-up rows in place of ids where it was cut."""
+    """Engine inputs for these model inputs: looked-up rows in place of ids if the model was cut."""
     if split is None or split.halves is None:
         return dict(inputs)
     looked_up = open_lookup(split, threads).run(inputs)

@@ -1,4 +1,4 @@
-"""What each stage of a run does with the run directory; the order is in `run`."""
+"""Stages of a run over its directory; `run` holds their order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest, model_files
 from loka_onnx.pipeline.competing import competing_plans
 from loka_onnx.pipeline.correcting import Correcting, CorrectionInputs
-from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.directory import RunDirectory, Stage, keyed
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.mods import ChosenMods
 from loka_onnx.pipeline.probing import MERGED, Probing
@@ -57,6 +57,7 @@ LABEL_ROWS = 65536
 
 
 LOUD_CHANNELS = "model/loud-channels.json"
+PLAN = Stage("plan", "plan.json", PlanSet)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Steps:
         """
         target = self._path("model/exported.onnx")
         document = self._path("model/exported.json")
-        outputs = [output.model_dump(mode="json") for output in self.config.outputs]
+        outputs = keyed(self.config.outputs)
         if self.config.model.onnx is not None:
             source = self.config.model.onnx
             key = {"onnx": [str(source.name), model_digest(source)], "outputs": outputs}
@@ -119,7 +120,7 @@ class Steps:
 
     @cached_property
     def bindings(self) -> tuple[InputBinding, ...]:
-        """How model inputs are made of columns, with the bounds of their ids."""
+        """Bindings of model inputs to columns, with the bounds of ids."""
         graph = GraphModel.load(self._exported.path)
         return bind_inputs(self.config, self._exported.inputs, id_bounds(graph))
 
@@ -217,7 +218,6 @@ class Steps:
         """Mods but for loud channels, each checked on calibration rows → `model/modified.onnx`.
 
         Args:
-            model: The exported model.
             probed: Its profile, to measure what mods changed → `calibration/merged.json`; None for nothing.
         """
         target, document = self._path("model/modified.onnx"), self._path("model/merged.json")
@@ -247,12 +247,7 @@ class Steps:
         )
 
     def split_loud(self, merged: ModdedModel, left: Mapping[str, float]) -> ModdedModel:
-        """Loud channels of sites that do not fit as products of their own → `model/modified.json`.
-
-        Args:
-            merged: The model behind all other mods.
-            left: Part of its error that each site may keep.
-        """
+        """Loud channels of sites that do not fit as products of their own → `model/modified.json`."""
         document, log = self._path("model/modified.json"), self._path("model/mods.json")
         asked = self._path(LOUD_CHANNELS)
 
@@ -339,28 +334,24 @@ class Steps:
 
     def plan(self, model: ModelArtifact, profile: Profile, safe: Climb | None = None) -> PlanSet:
         """Profile → `plan.json`; `safe` says how far the ladder of `fp8-safe` was climbed."""
-        document = self._path("plan.json")
         chosen, options = self.config.plan, replace(self.plan_options(model), safe=safe)
-
-        def produce() -> Sequence[Path]:
-            recipes = planned_recipes(chosen)
-            serde.write(make_plans(model, profile, self.specs, recipes, options), document)
-            return [document]
-
-        key = {
-            "model": model.digest,
-            "profile": serde.to_plain(profile),
-            "plan": chosen.model_dump(mode="json"),
+        reads = {
+            "model": model,
+            "profile": profile,
+            "plan": chosen,
             "plans": options.plans,
             "confidence": options.confidence,
             "budgets": [spec.budget for spec in self.specs],
             "timings": [known.key for known in options.devices],
-            "safe": None if safe is None else serde.to_plain(safe),
+            "safe": safe,
         }
-        return self.directory.stage("plan", key, produce, lambda: serde.read(PlanSet, document))
+        recipes = planned_recipes(chosen)
+        return self.directory.document(
+            PLAN, reads, lambda: make_plans(model, profile, self.specs, recipes, options)
+        )
 
     def plan_options(self, model: ModelArtifact) -> PlanOptions:
-        """What the user decided about plans, with the kernel times of every target as they are now."""
+        """Plan options of the run file, with the current kernel times of every target."""
         chosen, devices = self.config.plan, device_timings(self.config, self.directory.path, model.path)
         return PlanOptions(
             keep=chosen.keep,
@@ -380,8 +371,6 @@ class Steps:
 
         Args:
             exported: The FP32 model that plans are judged against.
-            modified: The model that they are for.
-            plans: The plans.
             most: Rows that constants are fitted to, and selection rows that decide, at most; None for as
                 many as a run takes.
         """

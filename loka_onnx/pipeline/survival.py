@@ -27,7 +27,7 @@ ENDING_OPS = frozenset({"GRU", "LSTM"})
 """Operators by which ONNX Runtime is known to end the process."""
 _LIMITS = Limits(seconds=120.0)
 _BATCH = "loka-onnx: a batch of "
-"""What a child prints before each batch."""
+"""Text that the child prints before each batch."""
 
 
 def find_fatal_batch(model: ModelArtifact, batches: Batches) -> Finding | None:

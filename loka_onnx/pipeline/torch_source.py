@@ -81,7 +81,7 @@ def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
 
 
 def _load_weights(module: nn.Module, checkpoint: Path, reference: str) -> None:
-    from loka_onnx.zoo.checkpoint import load_checkpoint
+    from loka_onnx.export.checkpoint import load_checkpoint
 
     state = load_checkpoint(checkpoint)
     try:

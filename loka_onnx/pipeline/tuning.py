@@ -67,8 +67,6 @@ def tune_shapes(request: TuningRequest, timer: KernelTimer, progress: Progress =
     """Time what is not known yet, shape by shape; each is kept as soon as it is measured.
 
     Args:
-        request: What.
-        timer: Times kernels on this machine.
         progress: Called after each shape.
 
     Raises:
@@ -98,7 +96,6 @@ def shapes_of(sites: Iterable[Site], batches: Sequence[int]) -> tuple[Shape, ...
 
     Args:
         sites: Sites of a model; products of a stack of weights are left out.
-        batches: Batch sizes that will be served.
     """
     matrices = (site for site in sites if site.is_fp8_able and site.weight and len(site.weight.shape) == 2)
     return tuple(sorted({Shape(site.rows * batch, site.n, site.k) for site in matrices for batch in batches}))
@@ -133,8 +130,6 @@ def device_timings(
     multiply with much the same kernels.
 
     Args:
-        config: The run file.
-        directory: The run directory.
         model: The model that plans are made for; None where it does not matter what engine makers fuse.
     """
     base = Precision.BF16 if config.plan.base == "auto" else config.plan.base

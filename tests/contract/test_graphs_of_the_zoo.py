@@ -15,7 +15,7 @@ from loka_onnx.export.torch_module import export_torch  # noqa: E402
 from loka_onnx.graph.model_graph import read_model_graph  # noqa: E402
 from loka_onnx.report.graph_layout import lay_out  # noqa: E402
 from loka_onnx.transforms.sequence import apply_mods  # noqa: E402
-from loka_onnx.zoo import FeatureSpec, create  # noqa: E402
+from loka_zoo import FeatureSpec, create  # noqa: E402
 
 FEATURES = FeatureSpec(tuple((f"c{i}", 20 + i) for i in range(6)), tuple(f"n{i}" for i in range(5)))
 LOGIT = (OutputSpec("logit", OutputKind.LOGIT, "label"),)

@@ -24,10 +24,10 @@ from loka_onnx.calibration.passes.executors import (
 )
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.data import Batch, Dataset
-from loka_onnx.data.synthetic import SyntheticOptions, prepare_synthetic
 from loka_onnx.errors import CalibrationError, DataError
 from loka_onnx.export.torch_module import export_torch
-from loka_onnx.zoo import FeatureSpec, create
+from loka_zoo import FeatureSpec, create
+from loka_zoo.synthetic import SyntheticOptions, prepare_synthetic
 
 pytest.importorskip("torch", reason="needs torch")
 # Installed in CI, where this is no expected skip (tests/conftest.py).

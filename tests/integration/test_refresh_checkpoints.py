@@ -12,7 +12,7 @@ import loka_onnx
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.engines import registry
-from loka_onnx.pipeline.refresh import RefreshOptions, refresh
+from loka_onnx.operations.refresh.refreshing import RefreshOptions, refresh
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 pytestmark = pytest.mark.slow

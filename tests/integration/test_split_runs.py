@@ -356,7 +356,7 @@ def zoo_workplace(path: Path, architecture: str, is_cut: bool) -> Path:
     write_rows(path / "rows.parquet", {**columns, "y": (random.random(ZOO_ROWS) < 0.3).astype(np.float32)})
     values = {
         "model": {
-            "torch": "loka_onnx.zoo.builders:build",
+            "torch": "loka_zoo.builders:build",
             "arguments": {
                 "architecture": architecture,
                 "size": "tiny",

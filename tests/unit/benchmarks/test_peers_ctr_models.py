@@ -24,7 +24,7 @@ from benchmarks.peers.ctr_models import (
     ctr_checkpoint,
     import_library,
 )
-from loka_onnx.data.prepared import PreparedData
+from loka_zoo.prepared import PreparedData
 
 IDS = torch.tensor([[6039, 1], [257, 0], [2049, 1]])
 DENSE = torch.tensor([[0.5, -1.0], [1.5, 2.0], [0.25, 0.0]])

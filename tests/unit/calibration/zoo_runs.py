@@ -14,12 +14,12 @@ import pytest
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.data.dataset import Dataset
-from loka_onnx.data.prepared import PreparedData
-from loka_onnx.data.synthetic import SyntheticOptions, prepare_synthetic
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import Arrays, OnnxSession, SessionOptions
-from loka_onnx.zoo import MODEL_NAMES, FeatureSpec, create
+from loka_zoo import MODEL_NAMES, FeatureSpec, create
+from loka_zoo.prepared import PreparedData
+from loka_zoo.synthetic import SyntheticOptions, prepare_synthetic
 
 ROWS = 1500
 BATCH = 512

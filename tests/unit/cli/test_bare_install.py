@@ -23,11 +23,8 @@ HEAVY = (
     "onnxscript",
     "onnx_ir",
 )
-# Torch models and what trains and stores them: there is nothing in them without torch.
-TORCH_MODULES = {
-    f"loka_onnx.zoo.{name}"
-    for name in ("checkpoint", "dcnv2", "dlrm", "interformer", "layers", "training", "wukong")
-}
+# There is nothing in it without torch.
+TORCH_MODULES = {"loka_onnx.export.checkpoint"}
 # The lowering to PyTorch: the backend imports it when it builds.
 TORCH_MODULES |= {
     f"loka_onnx.engines.inductor.lowering.{name}"

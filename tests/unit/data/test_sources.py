@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from loka_onnx.data import ensure_disjoint
-from loka_onnx.data import movielens100k as ml
-from loka_onnx.data.criteo import CriteoOptions, prepare_criteo
-from loka_onnx.data.movielens1m import CATEGORICAL, movielens_1m
-from loka_onnx.data.prepared import SPLITS
-from loka_onnx.data.synthetic import LABEL, TEACHER, SyntheticOptions, prepare_synthetic
 from loka_onnx.errors import ConfigError, DataError, MissingPackage, OutputError
+from loka_zoo import movielens100k as ml
+from loka_zoo.criteo import CriteoOptions, prepare_criteo
+from loka_zoo.movielens1m import CATEGORICAL, movielens_1m
+from loka_zoo.prepared import SPLITS
+from loka_zoo.synthetic import LABEL, TEACHER, SyntheticOptions, prepare_synthetic
 
 USERS = [
     {"user_id": str(i), "age": a, "gender": g, "occupation": o, "zip_code": z}
@@ -211,7 +211,7 @@ def test_movielens_100k_is_the_same_every_time_and_leaves_no_rest(hundred, tmp_p
 
 def test_preparing_does_not_import_recbole(hundred, tmp_path):
     code = (
-        "import sys; from loka_onnx.data.movielens100k import prepare_movielens_100k as p; "
+        "import sys; from loka_zoo.movielens100k import prepare_movielens_100k as p; "
         f"p({str(tmp_path)!r}); assert 'recbole' not in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

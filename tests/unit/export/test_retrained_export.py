@@ -17,7 +17,7 @@ from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.retrained import Declined, EarlierExport, export_retrained, put_weights
 from loka_onnx.export.torch_module import export_torch, measure_parity
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.zoo.builders import build
+from loka_zoo.builders import build
 
 torch = pytest.importorskip("torch", reason="needs torch")
 

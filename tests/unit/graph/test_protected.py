@@ -200,7 +200,7 @@ def ranker():
     torch = pytest.importorskip("torch", reason="needs torch")
     from torch import nn
 
-    from loka_onnx.zoo.layers import Cross
+    from loka_zoo.layers import Cross
 
     class Calibrator(nn.Module):
         def __init__(self) -> None:

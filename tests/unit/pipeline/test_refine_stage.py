@@ -41,13 +41,12 @@ PLANS = PlanSet(
 
 def steps_in(directory: RunDirectory) -> Any:
     """What the stage reads of a run."""
-    empty = SimpleNamespace(model_dump=lambda mode: {})
     config = SimpleNamespace(
-        refine=SimpleNamespace(rounds=1, plans=1, seconds=9.0, model_dump=lambda mode: {}),
+        refine=SimpleNamespace(rounds=1, plans=1, seconds=9.0),
         outputs=(),
         data=SimpleNamespace(group=None, slices=()),
-        batch=empty,
-        plan=empty,
+        batch={},
+        plan={},
         serving=SimpleNamespace(inputs="host"),
     )
     split = SimpleNamespace(digest="data")

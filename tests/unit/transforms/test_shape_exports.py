@@ -16,7 +16,7 @@ from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.sequence import apply_mods
-from loka_onnx.zoo import FeatureSpec, create
+from loka_zoo import FeatureSpec, create
 
 torch = pytest.importorskip("torch", reason="needs torch")
 nn = torch.nn

@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 
-from loka_onnx.data import InputBinding, Part, PreparedData
+from loka_onnx.data import InputBinding
 from loka_onnx.errors import ConfigError
-from loka_onnx.zoo import MODEL_NAMES, PRESETS, FeatureSpec, create
-from loka_onnx.zoo.spec import WukongConfig
+from loka_zoo import MODEL_NAMES, PRESETS, FeatureSpec, create
+from loka_zoo.prepared import Part, PreparedData
+from loka_zoo.spec import WukongConfig
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -100,7 +101,7 @@ def test_logits_are_the_papers_formulas(name):
 
 
 def test_low_rank_cross_is_the_full_one_with_the_product_matrix():
-    from loka_onnx.zoo.layers import Cross
+    from loka_zoo.layers import Cross
 
     torch.manual_seed(0)
     low, full = Cross(12, 3), Cross(12, None)
@@ -112,7 +113,7 @@ def test_low_rank_cross_is_the_full_one_with_the_product_matrix():
 
 
 def test_attention_is_softmax_of_scaled_products():
-    from loka_onnx.zoo.interformer import Attention
+    from loka_zoo.interformer import Attention
 
     torch.manual_seed(0)
     attention = Attention(8, 2)
@@ -300,14 +301,14 @@ def test_features_of_movielens_take_genres_and_title_as_sequence(tmp_path):
 
 
 def test_importing_the_zoo_does_not_import_torch():
-    code = "import sys, loka_onnx.zoo, loka_onnx.data; assert 'torch' not in sys.modules"
+    code = "import sys, loka_zoo, loka_onnx.data; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_without_torch_the_remedy_is_named():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from loka_onnx.zoo import create, FeatureSpec\n"
+        "from loka_zoo import create, FeatureSpec\n"
         "from loka_onnx.errors import MissingPackage\n"
         "try: create('dlrm', FeatureSpec((('a', 2),), ('b',)))\n"
         "except MissingPackage as error: assert \"pip install 'loka-onnx[export]'\" in str(error)\n"

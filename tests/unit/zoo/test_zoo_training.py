@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from loka_onnx.data import Dataset
-from loka_onnx.data.synthetic import LABEL, TEACHER, SyntheticOptions, prepare_synthetic
 from loka_onnx.errors import ConfigError, DataError, MissingPackage, ModelError
-from loka_onnx.zoo import FeatureSpec, create
+from loka_zoo import FeatureSpec, create
+from loka_zoo.synthetic import LABEL, TEACHER, SyntheticOptions, prepare_synthetic
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from loka_onnx.zoo.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
-from loka_onnx.zoo.training import TrainOptions, predict, train  # noqa: E402
+from loka_onnx.export.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
+from loka_zoo.training import TrainOptions, predict, train  # noqa: E402
 
 OPTIONS = TrainOptions(epochs=4, batch_size=256, learning_rate=5e-3, threads=1)
 

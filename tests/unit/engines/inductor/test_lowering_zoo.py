@@ -27,7 +27,7 @@ from loka_onnx.numerics.scales import amax_scale, weight_scales  # noqa: E402
 from loka_onnx.sessions.onnx_session import OnnxSession  # noqa: E402
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan  # noqa: E402
 from loka_onnx.transforms.sequence import apply_mods  # noqa: E402
-from loka_onnx.zoo import FeatureSpec, create  # noqa: E402
+from loka_zoo import FeatureSpec, create  # noqa: E402
 
 FEATURES = FeatureSpec(tuple((f"c{i}", 20 + i) for i in range(6)), tuple(f"n{i}" for i in range(5)))
 LOGIT = (OutputSpec("logit", OutputKind.LOGIT, "label"),)

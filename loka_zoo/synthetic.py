@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from loka_onnx.data.batch import Array
 from loka_onnx.data.parquet import write_parquet
-from loka_onnx.data.prepared import SPLITS, Part, PreparedData, make_directory
 from loka_onnx.errors import ConfigError
+from loka_zoo.prepared import SPLITS, Part, PreparedData, make_directory
 
 LABEL, TEACHER = "label", "teacher_logit"
 

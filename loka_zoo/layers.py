@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from loka_onnx.zoo.spec import FeatureSpec
+from loka_zoo.spec import FeatureSpec
 
 
 class EmbeddingTables(nn.ModuleDict):

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from loka_onnx.data.batch import Array
-from loka_onnx.data.prepared import Part, PreparedData, make_directory
 from loka_onnx.data.selection import RowRange, stable_hash
 from loka_onnx.errors import ConfigError, DataError
+from loka_zoo.prepared import Part, PreparedData, make_directory
 
 NUMERIC = tuple(f"i{n}" for n in range(1, 14))
 CATEGORICAL = tuple(f"c{n}" for n in range(1, 27))

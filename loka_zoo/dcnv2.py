@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from loka_onnx.zoo.layers import MLP, Cross, EmbeddingTables
-from loka_onnx.zoo.spec import DCNv2Config, FeatureSpec
+from loka_zoo.layers import MLP, Cross, EmbeddingTables
+from loka_zoo.spec import DCNv2Config, FeatureSpec
 
 
 class DCNv2(nn.Module):

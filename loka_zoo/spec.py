@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from loka_onnx.data import PreparedData
 from loka_onnx.errors import ConfigError
+from loka_zoo.prepared import PreparedData
 
 # An embedding table becomes an entry of a torch.nn.ModuleDict, where these names are taken.
 _RESERVED = frozenset({"clear", "forward", "items", "keys", "pop", "training", "type", "update", "values"})

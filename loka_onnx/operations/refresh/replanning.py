@@ -27,10 +27,7 @@ def replan(
     """A plan with the scales and the predicted KL of a profile.
 
     Args:
-        plan: The earlier plan.
         model: The retrained model after mods, with the sites that the plan decides.
-        profile: Its profile, under the plan's recipes.
-        outputs: Judged outputs.
 
     Raises:
         PlanningError: The profile lacks a scale or a site.
@@ -59,7 +56,7 @@ def unproven_reason(
     profile: Profile,
     protect: Collection[Protection],
 ) -> str:
-    """Why plans in FP16 do not hold for other weights; empty where they do.
+    """Reason why plans in FP16 do not hold for the new weights; empty if they do.
 
     FP16 is used where the magnitudes of a model were shown to fit (`planning.fp16`): those of the retrained
     model must fit in the same places.

@@ -3,7 +3,7 @@
 `training` and `checkpoint` import PyTorch; this module, `spec` and `registry` do not.
 """
 
-from loka_onnx.zoo.registry import MODEL_NAMES, create
-from loka_onnx.zoo.spec import PRESETS, FeatureSpec
+from loka_zoo.registry import MODEL_NAMES, create
+from loka_zoo.spec import PRESETS, FeatureSpec
 
 __all__ = ["MODEL_NAMES", "PRESETS", "FeatureSpec", "create"]

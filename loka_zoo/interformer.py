@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from loka_onnx.errors import ConfigError
-from loka_onnx.zoo.layers import MLP, Cross, EmbeddingTables, PairwiseDots, tokens_of
-from loka_onnx.zoo.spec import FeatureSpec, InterFormerConfig
-from loka_onnx.zoo.wukong import TokenMix
+from loka_zoo.layers import MLP, Cross, EmbeddingTables, PairwiseDots, tokens_of
+from loka_zoo.spec import FeatureSpec, InterFormerConfig
+from loka_zoo.wukong import TokenMix
 
 
 class SelfGate(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from loka_onnx.zoo.layers import MLP, EmbeddingTables, PairwiseDots, tokens_of
-from loka_onnx.zoo.spec import DLRMConfig, FeatureSpec
+from loka_zoo.layers import MLP, EmbeddingTables, PairwiseDots, tokens_of
+from loka_zoo.spec import DLRMConfig, FeatureSpec
 
 
 class DLRM(nn.Module):

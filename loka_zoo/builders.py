@@ -1,4 +1,4 @@
-"""A model of the zoo as a run file names it: ``model: {torch: "loka_onnx.zoo.builders:build", ...}``."""
+"""A model of the zoo as a run file names it: ``model: {torch: "loka_zoo.builders:build", ...}``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.zoo.registry import create
-from loka_onnx.zoo.spec import FeatureSpec
+from loka_zoo.registry import create
+from loka_zoo.spec import FeatureSpec
 
 if TYPE_CHECKING:
     from torch import nn

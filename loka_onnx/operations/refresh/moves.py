@@ -1,4 +1,4 @@
-"""What moved between a run and its refresh: scales and KL of the sites, accuracy of the engines."""
+"""Changes between a run and its refresh: scales and KL of sites, accuracy of engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refresh import OutputMove, SiteMove
-from loka_onnx.pipeline.refresh_earlier import EarlierRun
+from loka_onnx.operations.refresh.earlier import EarlierRun
 
 CERTIFICATION = "certification"
 

@@ -28,18 +28,20 @@ from loka_onnx.core.refresh import DOCUMENT, LOOKS, Refresh
 from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
 from loka_onnx.graph.structure import differences
 from loka_onnx.numerics.intervals import CONFIDENCE
+from loka_onnx.operations.refresh.earlier import EarlierRun
+from loka_onnx.operations.refresh.moves import output_moves, site_moves
+from loka_onnx.operations.refresh.replanning import planned_recipe_ids, replan, unproven_reason
 from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
-from loka_onnx.pipeline.directory import Outcome, RunDirectory
-from loka_onnx.pipeline.emission import Results, describe_run, emit_bundle, write_report
+from loka_onnx.pipeline.directory import Outcome, RunDirectory, Stage
+from loka_onnx.pipeline.emission import CHOOSE, Results, describe_run, emit_bundle, write_report
 from loka_onnx.pipeline.job_results import choosable
-from loka_onnx.pipeline.refresh_earlier import EarlierRun
-from loka_onnx.pipeline.refresh_moves import output_moves, site_moves
-from loka_onnx.pipeline.replanning import planned_recipe_ids, replan, unproven_reason
+from loka_onnx.pipeline.judging import EVALUATE
 from loka_onnx.pipeline.run import RunOptions, RunResult, recorded, run, write_build_sample
 from loka_onnx.pipeline.splitting import source_of
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.pipeline.versions import library_versions
 
+REPLAN = Stage("replan", "plan.json", PlanSet)
 CERTIFICATION = "certification"
 STAGES = (
     "export",
@@ -57,7 +59,7 @@ STAGES = (
     "report",
     "bundle",
 )
-"""What a refresh does, as its record names it."""
+"""Stages of a refresh, as its record names them."""
 CORRECTION_ROWS = 16_384
 """Rows that corrections are fitted to, and selection rows that decide which are kept, at most: a mean is then
 known to .008 of its spread, and certification judges what comes of it."""
@@ -107,7 +109,6 @@ class _Outdated(Exception):
     """The earlier decisions do not hold: no error, but another way to go on.
 
     Args:
-        reason: Why.
         error: What is raised where there is no other way.
     """
 
@@ -120,9 +121,7 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
     """Bring a run to a retrained model of the same structure.
 
     Args:
-        earlier: Directory of a finished run.
         model: The retrained model: an ``.onnx`` file, or a checkpoint for the run's torch module.
-        options: How to run.
 
     Raises:
         UserError: The earlier run is not finished or waits for build jobs, or an input is wrong; without
@@ -235,7 +234,7 @@ class _Attempt:
         self.evaluations = EvaluationSet(())
 
     def earlier_failure(self) -> Refresh | None:
-        """What a refresh that is resumed found before its full run was interrupted; None for nothing."""
+        """Outcome of a refresh whose full run was interrupted; None if there is none."""
         document = self.steps.directory.path / DOCUMENT
         if not document.is_file():
             return None
@@ -246,7 +245,7 @@ class _Attempt:
         return found if is_same and found.fallback else None
 
     def described(self, fallback: str, seconds: float) -> Refresh:
-        """What moved, as far as it came."""
+        """Changes found so far."""
         profile, before = self.profile, self.before
         has_looked = bool(self.evaluations.evaluations) or not fallback
         return Refresh(
@@ -306,16 +305,13 @@ class _Attempt:
 
     def _emit(self, results: Results, built: Built) -> RunResult:
         steps, before = self.steps, self.before
-        document = steps.directory.path / "choice.json"
 
-        def produce() -> Sequence[Path]:
+        def choose() -> Choice:
             # As in a full run: a target that waits for its build job has no choice yet.
-            there = choosable(built.engines.engines, "refresh --resume")
-            serde.write(before.choice_again(there), document)
-            return [document]
+            return before.choice_again(choosable(built.engines.engines, "refresh --resume"))
 
-        key = {"choice": serde.to_plain(before.choice), "engines": serde.to_plain(built.engines)}
-        choice = steps.directory.stage("choose", key, produce, lambda: serde.read(Choice, document))
+        reads = {"choice": before.choice, "engines": built.engines}
+        choice = steps.directory.document(CHOOSE, reads, choose)
         data = describe_run(steps, results, choice, "")
         data = replace(data, notes=(*data.notes, before.note))
         files = write_report(steps, data)
@@ -340,21 +336,16 @@ class _Attempt:
 
     def _replanned(self, modified: ModelArtifact, profile: Profile) -> PlanSet:
         """The plans of the engines that are built, with the scales of now → `plan.json`."""
-        document = self.steps.directory.path / "plan.json"
         wanted = [plan for plan in self.before.plans.plans if plan.id in self.before.wanted_plans]
         reason = unproven_reason(wanted, modified, profile, self.steps.config.plan.protect)
         if reason:
             raise _Outdated(reason, ModelError)
 
-        def produce() -> Sequence[Path]:
+        def make() -> PlanSet:
             again = tuple(replan(plan, modified, profile, self.steps.specs) for plan in wanted)
-            serde.write(
-                PlanSet(again, self.before.plans.notes, able_share=self.before.plans.able_share), document
-            )
-            return [document]
+            return PlanSet(again, self.before.plans.notes, able_share=self.before.plans.able_share)
 
-        key = {"plans": [serde.to_plain(plan) for plan in wanted], "profile": serde.to_plain(profile)}
-        return self.steps.directory.stage("replan", key, produce, lambda: serde.read(PlanSet, document))
+        return self.steps.directory.document(REPLAN, {"plans": wanted, "profile": profile}, make)
 
     def _check_built(self, engines: EngineSet) -> None:
         for engine in self._chosen(engines):
@@ -369,24 +360,21 @@ class _Attempt:
         """Accuracy of what was chosen, or of its simulation, on certification → `evaluation.json`."""
         steps, config, judging = self.steps, self.steps.config, self.steps.judging
         split = judging.certification
-        document = steps.directory.path / "evaluation.json"
         judged = [engine for engine in engines.engines if engine.id in self.before.judged]
 
-        def produce() -> Sequence[Path]:
-            serde.write(EvaluationSet(tuple(judging.judge(split, exported, judged))), document)
-            return [document]
-
-        key = {
+        reads = {
             "refresh": [engine.digest or engine.detail for engine in judged],
             "elsewhere": judging.elsewhere.key(judged),
-            "exported": exported.digest,
-            "data": split.data.digest,
+            "exported": exported,
+            "data": split.data,
             "looks": judging.looks,
-            "outputs": [output.model_dump(mode="json") for output in config.outputs],
+            "outputs": config.outputs,
             "group": config.data.group,
             "slices": config.data.slices,
         }
-        return steps.directory.stage("evaluate", key, produce, lambda: serde.read(EvaluationSet, document))
+        return steps.directory.document(
+            EVALUATE, reads, lambda: EvaluationSet(tuple(judging.judge(split, exported, judged)))
+        )
 
     def _check_certified(self, engines: EngineSet) -> None:
         """Hold every engine that is emitted against the budget: on its own outputs, or on its plan's."""

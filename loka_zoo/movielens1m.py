@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from loka_onnx.data.movielens100k import LABEL, NUMERIC
-from loka_onnx.data.prepared import Part, PreparedData, data_root
 from loka_onnx.data.selection import RowRange
 from loka_onnx.errors import DataError
+from loka_zoo.movielens100k import LABEL, NUMERIC
+from loka_zoo.prepared import Part, PreparedData, data_root
 
 CATEGORICAL = (
     ("user_id", 6040),

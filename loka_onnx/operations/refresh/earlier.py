@@ -1,4 +1,4 @@
-"""What a refresh takes over from the run before it."""
+"""The finished run that a refresh starts from."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class EarlierRun:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What its run file gave."""
+        """Values of its run file."""
         try:
             found = json.loads(self._given["values"])
         except (ValueError, RecursionError):
@@ -144,7 +144,7 @@ class EarlierRun:
         given = self.config["model"].get("checkpoint")
         if given is None:
             return {}
-        from loka_onnx.zoo.checkpoint import load_checkpoint
+        from loka_onnx.export.checkpoint import load_checkpoint
 
         try:
             return {name: tensor.numpy() for name, tensor in load_checkpoint(self.base / given).items()}
@@ -158,7 +158,7 @@ class EarlierRun:
 
     @property
     def loud_channels(self) -> Mapping[str, float]:
-        """What its loud channels were split off by; nothing where it does not say so."""
+        """Error that each site with split channels may keep; empty if not recorded."""
         document = self.directory / LOUD_CHANNELS
         return serde.read(LoudChannels, document).left if document.is_file() else {}
 
@@ -190,7 +190,7 @@ class EarlierRun:
 
     @property
     def note(self) -> str:
-        """What the report of a refresh says of itself."""
+        """Note for the report of the refresh."""
         return (
             f"Refreshed from the run '{self.directory.name}': sites, precisions and engines are those that "
             "it chose; scales, corrections and certification are of this model. Speed was not measured "

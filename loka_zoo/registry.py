@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from loka_onnx.errors import MissingPackage
-from loka_onnx.zoo.spec import PRESETS, FeatureSpec, config_of
+from loka_zoo.spec import PRESETS, FeatureSpec, config_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +41,7 @@ def create(name: str, features: FeatureSpec, preset: str = "reference", *, seed:
             evidence=str(error),
             remedy="pip install 'loka-onnx[export]'",
         ) from error
-    module = importlib.import_module(f"loka_onnx.zoo.{name}")
+    module = importlib.import_module(f"loka_zoo.{name}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: nn.Module = getattr(module, _CLASSES[name])(features, config)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from loka_onnx.zoo.layers import MLP, EmbeddingTables, tokens_of
-from loka_onnx.zoo.spec import FeatureSpec, WukongConfig
+from loka_zoo.layers import MLP, EmbeddingTables, tokens_of
+from loka_zoo.spec import FeatureSpec, WukongConfig
 
 
 class TokenMix(nn.Module):

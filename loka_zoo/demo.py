@@ -1,28 +1,31 @@
 """The demo: a ranker trained on MovieLens 100K, and the whole pipeline over it.
 
-What it prepares is an ordinary run: Parquet files, a checkpoint, and a run file that names them.
+It prepares an ordinary run: Parquet files, a checkpoint, and a run file that names them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from loka_onnx.config import DataConfig, Preparation, Preset, load_preset, load_run_file
+from loka_onnx.config import DataConfig, load_run_file
 from loka_onnx.core import serde
 from loka_onnx.core.progress import Progress
-from loka_onnx.data.movielens100k import prepare_movielens_100k
-from loka_onnx.data.prepared import PreparedData
 from loka_onnx.export.torch_module import import_torch
 from loka_onnx.pipeline.directory import RUN_FILE, RunDirectory
 from loka_onnx.pipeline.run import RunOptions, RunResult, expected_stages, run
 from loka_onnx.pipeline.versions import library_versions
-from loka_onnx.zoo.builders import build
+from loka_zoo.builders import build
+from loka_zoo.movielens100k import prepare_movielens_100k
+from loka_zoo.prepared import PreparedData
 
-BUILDER = "loka_onnx.zoo.builders:build"
+BUILDER = "loka_zoo.builders:build"
+SEED = 0
 RUN_FILE_HEAD = "# What `loka-onnx demo` runs. Relative paths start at this file.\n"
 
 
@@ -30,14 +33,12 @@ def run_demo(output: Path, options: RunOptions | None = None) -> RunResult:
     """Prepare data, train, and run every stage; finished work is taken over.
 
     Args:
-        output: The run directory.
-        options: How to report; the directory is always resumed unless `force` is set.
+        output: The run directory; always resumed unless `options.force` is set.
 
     Raises:
         MissingPackage: recbole (the data) or PyTorch is not installed.
     """
     options = options or RunOptions()
-    preset = load_preset("demo")
     with RunDirectory.create(
         output, {"preset": "demo"}, library_versions(), force=options.force, resume=not options.force
     ) as directory:
@@ -47,23 +48,21 @@ def run_demo(output: Path, options: RunOptions | None = None) -> RunResult:
             import_torch()
             with directory.watched("prepare data"):
                 prepared = prepare_movielens_100k(directory.path / "data")
-        checkpoint = _train(directory, preset.prepare, prepared, options.progress)
-        run_file = _write_run_file(directory, preset, prepared, checkpoint)
+        checkpoint = _train(directory, prepared, options.progress)
+        run_file = _write_run_file(directory, prepared, checkpoint)
     # The run takes the lock again; a demo that slips in between does the same work.
     config = load_run_file(run_file)
     return run(config, replace(options, force=False, resume=True, label_rule=prepared.rule))
 
 
-def _write_run_file(
-    directory: RunDirectory, preset: Preset, prepared: PreparedData, checkpoint: Path
-) -> Path:
-    """What was prepared, as a run file → `RUN.yaml`."""
+def _write_run_file(directory: RunDirectory, prepared: PreparedData, checkpoint: Path) -> Path:
+    settings = resources.files("loka_zoo").joinpath("demo.yaml").read_text(encoding="utf-8")
     values = {
-        **preset.run,
+        **yaml.safe_load(settings),
         "model": {
             "torch": BUILDER,
             "checkpoint": checkpoint.relative_to(directory.path).as_posix(),
-            "arguments": _arguments(preset.prepare, prepared),
+            "arguments": _arguments(prepared),
         },
         "data": {
             **{split: f"data/{prepared.splits[split].path.name}" for split in DataConfig.SPLITS},
@@ -76,41 +75,36 @@ def _write_run_file(
     return run_file
 
 
-def _train(directory: RunDirectory, preparation: Preparation, data: PreparedData, progress: Progress) -> Path:
+def _train(directory: RunDirectory, data: PreparedData, progress: Progress) -> Path:
     """Train the model, once → `train/ranker.safetensors`."""
     checkpoint = directory.path / "train" / "ranker.safetensors"
     rows = data.open("train")
+    arguments = _arguments(data)
 
     def produce() -> Sequence[Path]:
-        from loka_onnx.zoo.checkpoint import save_checkpoint
-        from loka_onnx.zoo.training import TrainOptions, train
+        from loka_onnx.export.checkpoint import save_checkpoint
+        from loka_zoo.training import TrainOptions, train
 
-        arguments = _arguments(preparation, data)
-        module, _ = build(**arguments)  # type: ignore[arg-type]
+        module, _ = build(**arguments)
         train(
             module,
             rows,
-            TrainOptions(seed=preparation.seed),
+            TrainOptions(seed=SEED),
             lambda step, steps, loss: progress(f"train (loss {loss:.3f})", step, steps),
         )
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(checkpoint, module.state_dict())
         return [checkpoint]
 
-    key = {
-        "data": rows.digest,
-        "architecture": preparation.architecture,
-        "size": preparation.size,
-        "seed": preparation.seed,
-    }
+    key = {"data": rows.digest, **{name: arguments[name] for name in ("architecture", "size")}, "seed": SEED}
     return directory.stage("train", key, produce, lambda: checkpoint)
 
 
-def _arguments(preparation: Preparation, data: PreparedData) -> dict[str, object]:
+def _arguments(prepared: PreparedData) -> dict[str, Any]:
     """Arguments of the builder, as a run file holds them."""
     return {
-        "architecture": preparation.architecture,
-        "size": preparation.size,
-        "categorical": dict(data.categorical),
-        "numeric": list(data.numeric),
+        "architecture": "wukong",
+        "size": "reference",
+        "categorical": dict(prepared.categorical),
+        "numeric": list(prepared.numeric),
     }

@@ -1,0 +1,1 @@
+"""A run brought to a retrained checkpoint of the same structure."""
