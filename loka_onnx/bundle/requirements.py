@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import Need, Requirement
+from loka_onnx.engines.onnxruntime.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT, provider_for
 from loka_onnx.errors import ConfigError
-from loka_onnx.sessions.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT, provider_for
 
 LEAST_DRIVER: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580"}
 """Least Linux driver of the host for programs of each major version of the CUDA toolkit.

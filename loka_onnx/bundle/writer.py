@@ -54,11 +54,11 @@ from loka_onnx.core.manifest import (
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.seal import seal
 from loka_onnx.core.split import Part
+from loka_onnx.engines.migraphx.session import programs_beside
+from loka_onnx.engines.onnxruntime.io_binding_settings import settings_beside
 from loka_onnx.errors import BundleError
-from loka_onnx.sessions.bound_settings import settings_beside
 from loka_onnx.sessions.bundle_files import external_data_locations, verify_bundle
 from loka_onnx.sessions.bundle_signature import SIGNATURE_NAME
-from loka_onnx.sessions.migraphx_session import programs_beside
 from loka_onnx.sessions.replace import check_replaceable, staged_directory
 
 FALLBACK_ID = "fallback-fp32"

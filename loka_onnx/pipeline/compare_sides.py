@@ -13,6 +13,7 @@ import onnx
 from loka_onnx.core.artifact import OutputSpec, TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest
+from loka_onnx.engines.onnxruntime.providers import ONNXRUNTIME
 from loka_onnx.errors import ConfigError, EngineError, LokaError, ModelError
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.graph.storage import model_digest, read_proto
@@ -28,7 +29,6 @@ from loka_onnx.sessions.bundle_archive import unpacked
 from loka_onnx.sessions.bundle_manifest import read_manifest
 from loka_onnx.sessions.host_devices import device_of_architecture
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions, holds_float8, import_onnxruntime
-from loka_onnx.sessions.providers import ONNXRUNTIME
 
 UNLIMITED_ROWS = 1 << 20
 """Most rows of a request to a model with a dynamic batch, which states no limit."""

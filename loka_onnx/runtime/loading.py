@@ -19,25 +19,25 @@ from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
+from loka_onnx.engines.inductor.session import open_inductor
+from loka_onnx.engines.migraphx.session import open_migraphx
+from loka_onnx.engines.onnxruntime.io_binding_session import open_bound
+from loka_onnx.engines.onnxruntime.providers import CPU as CPU_PROVIDER
+from loka_onnx.engines.onnxruntime.providers import CUDA as CUDA_PROVIDER
+from loka_onnx.engines.onnxruntime.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
+from loka_onnx.engines.tensorrt.session import open_tensorrt, open_tensorrt_rtx
 from loka_onnx.errors import BundleInvalid, ConfigError, EngineError, InternalError, LokaError
 from loka_onnx.runtime.engine import Engine, Origin, Serving
 from loka_onnx.runtime.health import Cause, Skipped, in_line
 from loka_onnx.runtime.saturation import make_sampler
 from loka_onnx.runtime.selection import in_order, obstacle
-from loka_onnx.sessions.bound_session import open_bound
 from loka_onnx.sessions.bundle_archive import is_archive, unpacked
 from loka_onnx.sessions.bundle_files import read_sample, verify_directory
-from loka_onnx.sessions.inductor_session import open_inductor
-from loka_onnx.sessions.migraphx_session import open_migraphx
 from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.pinned import Pin, pinned
-from loka_onnx.sessions.providers import CPU as CPU_PROVIDER
-from loka_onnx.sessions.providers import CUDA as CUDA_PROVIDER
-from loka_onnx.sessions.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
 from loka_onnx.sessions.runner import Names, Runner
 from loka_onnx.sessions.split_runner import SplitRunner
-from loka_onnx.sessions.tensorrt_session import open_tensorrt, open_tensorrt_rtx
 
 _LOG = logging.getLogger("loka_onnx.runtime")
 EP_CONTEXT = "EPContext"

@@ -19,15 +19,21 @@ from importlib import metadata
 from loka_onnx.core.devices import CPU, device_called
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
+from loka_onnx.engines.inductor.package import release
+from loka_onnx.engines.migraphx.api import import_migraphx, version_of
+from loka_onnx.engines.migraphx.session import why_not_run
+from loka_onnx.engines.onnxruntime.providers import (
+    ONNXRUNTIME,
+    ONNXRUNTIME_TENSORRT,
+    provider_for,
+    why_not_here,
+)
+from loka_onnx.engines.tensorrt.vendors import TENSORRT, TENSORRT_RTX
 from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.runtime.health import Cause
+from loka_onnx.sessions.cuda import why_no_gpu
 from loka_onnx.sessions.host_devices import device_of_architecture
-from loka_onnx.sessions.inductor_package import release
-from loka_onnx.sessions.migraphx_api import import_migraphx, version_of
-from loka_onnx.sessions.migraphx_session import why_not_run
 from loka_onnx.sessions.onnx_session import import_onnxruntime
-from loka_onnx.sessions.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT, provider_for, why_not_here
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT, TENSORRT_RTX, why_no_gpu
 
 BACKENDS = (ONNXRUNTIME, ONNXRUNTIME_TENSORRT, "tensorrt", "tensorrt_rtx", "inductor", "migraphx")
 """Backends whose engines are run here."""

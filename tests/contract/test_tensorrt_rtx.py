@@ -20,13 +20,13 @@ from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
 from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, read_compiled_graphs
 from loka_onnx.engines.tensorrt.contents import EngineContents, read_contents
+from loka_onnx.engines.tensorrt.first_opening import check_opens
 from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
+from loka_onnx.engines.tensorrt.session import open_tensorrt_rtx
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
 from loka_onnx.errors import ConfigError, EngineError, ModelError
 from loka_onnx.sessions import cuda
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
-from loka_onnx.sessions.first_opening import check_opens
-from loka_onnx.sessions.tensorrt_session import open_tensorrt_rtx
 
 trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: its claims are not tested")
 

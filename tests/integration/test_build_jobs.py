@@ -19,10 +19,10 @@ from loka_onnx.core.job import BuildJob, JobResult
 from loka_onnx.engines import registry
 from loka_onnx.engines.base import Availability
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
+from loka_onnx.engines.onnxruntime.providers import Provider, provider_for
 from loka_onnx.errors import EngineError, ModelError, UserError
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.run import RunOptions, Stage, run
-from loka_onnx.sessions.providers import Provider, provider_for
 
 pytestmark = pytest.mark.slow
 

@@ -26,13 +26,13 @@ from loka_onnx.core.refresh import Refresh
 from loka_onnx.core.site import LOUD
 from loka_onnx.engines import registry
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
+from loka_onnx.engines.onnxruntime.providers import Provider, provider_for
 from loka_onnx.errors import ConfigError
 from loka_onnx.operations.refresh import refreshing
 from loka_onnx.operations.refresh.refreshing import RefreshOptions, refresh
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.jobs import find_jobs
 from loka_onnx.pipeline.run import RunOptions, run
-from loka_onnx.sessions.providers import Provider, provider_for
 
 pytestmark = pytest.mark.slow
 

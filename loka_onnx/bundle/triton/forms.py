@@ -29,11 +29,11 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry
-from loka_onnx.sessions.bound_settings import SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.inductor.package import InductorEngine, read_engine
+from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.providers import CUDA, MIGRAPHX, TENSORRT, Provider, provider_for
 from loka_onnx.sessions.bundle_files import external_data_locations
-from loka_onnx.sessions.inductor_package import InductorEngine, read_engine
 from loka_onnx.sessions.onnx_session import holds_float8
-from loka_onnx.sessions.providers import CUDA, MIGRAPHX, TENSORRT, Provider, provider_for
 
 DISABLE_ALL = 2
 """`optimization.graph.level` that Triton's ONNX Runtime backend reads as ORT_DISABLE_ALL; -1 is BASIC."""

@@ -13,8 +13,8 @@ import zipfile
 from pathlib import Path
 
 from loka_onnx.core.digests import CHUNK_BYTES
+from loka_onnx.engines.inductor.package import InductorEngine
 from loka_onnx.errors import BundleError
-from loka_onnx.sessions.inductor_package import InductorEngine
 
 PROGRAM = "model"
 """Name of the program that the backend loads."""

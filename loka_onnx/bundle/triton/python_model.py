@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from loka_onnx.engines.inductor.session import open_inductor
 from loka_onnx.errors import LokaError
-from loka_onnx.sessions.inductor_session import open_inductor
 
 ARCHITECTURE = "loka_onnx.architecture"
 """Parameter of the configuration that says what the engine was built for."""

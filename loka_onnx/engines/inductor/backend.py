@@ -30,15 +30,14 @@ from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.inductor.compile import OPTIONS, compile_engine
 from loka_onnx.engines.inductor.fusions import fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+from loka_onnx.engines.inductor.package import OPERATOR_MODULES
+from loka_onnx.engines.inductor.session import import_torch, open_inductor
 from loka_onnx.engines.inductor.site_precision import read_site_precisions
 from loka_onnx.engines.inductor.toolchain import build_environment, find_compilers
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
-from loka_onnx.sessions.inductor_package import OPERATOR_MODULES
-from loka_onnx.sessions.inductor_session import import_torch, open_inductor
+from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices, why_no_gpu
 from loka_onnx.sessions.runner import Runner
-from loka_onnx.sessions.tensorrt_vendors import why_no_gpu
 
 FIRST = 80
 """Least compute capability that Triton's products and BF16 need."""

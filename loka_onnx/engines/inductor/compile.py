@@ -4,7 +4,7 @@ In order: fusions of the ONNX graph (`fusions`), lowering to PyTorch, on a GPU t
 fused product (`choosing`), export with a batch that may vary, compilation ahead of time, packaging.
 
 The package holds `engine.json` beside its programs
-(`sessions.inductor_package`), which says what the exported programs multiply.
+(`engines.inductor.package`), which says what the exported programs multiply.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.exported import entering_types, marked, output_types, products_of
 from loka_onnx.engines.inductor.operator_packages import find_packages, needed_packages
-from loka_onnx.engines.inductor.toolchain import Compilers
-from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
-from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
-from loka_onnx.sessions.cuda import list_cuda_devices
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor.package import (
     RECORD,
     CompiledSite,
     InductorEngine,
@@ -38,6 +34,10 @@ from loka_onnx.sessions.inductor_package import (
     Program,
     instruction_sets,
 )
+from loka_onnx.engines.inductor.toolchain import Compilers
+from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
+from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
+from loka_onnx.sessions.cuda import list_cuda_devices
 
 PACKAGE = "engine.pt2"
 MOST_PROGRAMS = 3

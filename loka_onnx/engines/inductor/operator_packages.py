@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor.package import (
     FBGEMM,
     MSLK,
     OPERATOR_MODULES,

@@ -23,6 +23,14 @@ from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
+from loka_onnx.engines.migraphx.api import (
+    GPU,
+    import_migraphx,
+    load_program,
+    text_of,
+    version_of,
+    why_no_target,
+)
 from loka_onnx.engines.migraphx.build import (
     EXHAUSTIVE_TUNE,
     FAST_MATH,
@@ -31,19 +39,11 @@ from loka_onnx.engines.migraphx.build import (
 )
 from loka_onnx.engines.migraphx.dialect import FORMS
 from loka_onnx.engines.migraphx.program_text import parse_program
+from loka_onnx.engines.migraphx.session import open_migraphx, read_engine, why_not_run
 from loka_onnx.engines.migraphx.site_precision import PlannedSite, site_precisions
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.migraphx_api import (
-    GPU,
-    import_migraphx,
-    load_program,
-    text_of,
-    version_of,
-    why_no_target,
-)
-from loka_onnx.sessions.migraphx_session import open_migraphx, read_engine, why_not_run
-from loka_onnx.sessions.providers import list_amd_architectures
+from loka_onnx.sessions.host_devices import list_amd_architectures
 from loka_onnx.sessions.runner import Runner
 
 

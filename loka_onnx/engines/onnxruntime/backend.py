@@ -1,7 +1,7 @@
 """ONNX Runtime as an engine maker: the CPU, CUDA and MIGraphX providers, and TensorRT's under its own name.
 
-The engine is the planned ONNX file with its external data. On a GPU, a small document beside it says how it
-is to be loaded (`sessions.bound_settings`), and what a provider compiled is in a directory beside it.
+The engine is the planned ONNX file with its external data. On a GPU, a small document beside it says how to
+load it (`io_binding_settings`), and what a provider compiled is in a directory beside it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession, open_bound
+from loka_onnx.engines.onnxruntime.io_binding_settings import (
+    PROGRAMS,
+    SETTINGS_FILE,
+    BoundSettings,
+    settings_beside,
+)
 from loka_onnx.engines.onnxruntime.model_files import copy_model, model_files
 from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
-from loka_onnx.engines.onnxruntime.providers import (
+from loka_onnx.engines.onnxruntime.provider_settings import (
     CUDA_GRAPH,
     EXHAUSTIVE_TUNE,
     OPTIMIZATION_LEVEL,
@@ -29,13 +36,7 @@ from loka_onnx.engines.onnxruntime.providers import (
     why_declined,
     without_graphs,
 )
-from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
-from loka_onnx.engines.request import BuildRequest
-from loka_onnx.errors import LokaError, MissingPackage
-from loka_onnx.sessions.bound_session import BoundSession, open_bound
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings, settings_beside
-from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
-from loka_onnx.sessions.providers import (
+from loka_onnx.engines.onnxruntime.providers import (
     CPU,
     ONNXRUNTIME,
     ONNXRUNTIME_TENSORRT,
@@ -46,6 +47,10 @@ from loka_onnx.sessions.providers import (
     why_no_provider,
     why_not_here,
 )
+from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
+from loka_onnx.engines.request import BuildRequest
+from loka_onnx.errors import LokaError, MissingPackage
+from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
 from loka_onnx.sessions.runner import Runner
 
 LOADED_EXACTLY = "load FP8 at ORT_ENABLE_BASIC or below, with session.disable_quant_qdq=1"

@@ -23,9 +23,9 @@ from loka_onnx.engines.tensorrt.family import TensorRtFamily, asked_settings
 from loka_onnx.engines.tensorrt.inspector import read_layers
 from loka_onnx.engines.tensorrt.layer_precision import layer_precisions
 from loka_onnx.engines.tensorrt.timing_cache import timing_cache_file
+from loka_onnx.engines.tensorrt.vendors import TENSORRT
 from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.cuda import CudaContext, list_cuda_devices
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT, first_gpu, why_no_gpu
+from loka_onnx.sessions.cuda import CudaContext, first_gpu, list_cuda_devices, why_no_gpu
 
 
 class TensorRtBackend(TensorRtFamily):

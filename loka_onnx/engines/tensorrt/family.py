@@ -21,9 +21,10 @@ from loka_onnx.engines.tensorrt.build import (
     BuildSettings,
     build_engine,
 )
+from loka_onnx.engines.tensorrt.session import open_engine
+from loka_onnx.engines.tensorrt.vendors import Vendor
+from loka_onnx.sessions.cuda import why_no_gpu
 from loka_onnx.sessions.runner import Runner
-from loka_onnx.sessions.tensorrt_session import open_engine
-from loka_onnx.sessions.tensorrt_vendors import Vendor, why_no_gpu
 
 ENGINE_FILE = "engine.trt"
 BF16_FROM = 80

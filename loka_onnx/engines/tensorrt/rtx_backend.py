@@ -49,9 +49,9 @@ from loka_onnx.engines.tensorrt.compiled_graph import ANY_ARCHITECTURE, read_com
 from loka_onnx.engines.tensorrt.contents import read_contents
 from loka_onnx.engines.tensorrt.family import TensorRtFamily, asked_settings
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
+from loka_onnx.engines.tensorrt.vendors import TENSORRT_RTX
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.cuda import list_cuda_devices
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT_RTX
 
 
 class TensorRtRtxBackend(TensorRtFamily):

@@ -24,16 +24,16 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.evaluation import Evaluation
-from loka_onnx.errors import BundleError
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor.package import (
     InductorEngine,
     InputPort,
     NeededPackage,
     OutputPort,
     Program,
 )
-from loka_onnx.sessions.migraphx_session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
+from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.errors import BundleError
 
 OPTIONS = TritonOptions("ranker")
 Files = dict[str, bytes]

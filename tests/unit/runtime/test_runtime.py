@@ -17,9 +17,10 @@ from loka_onnx.bundle import BundleContents, write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.seal import seal
+from loka_onnx.engines.tensorrt import vendors as tensorrt_vendors
 from loka_onnx.errors import BundleInvalid, DataError, EngineError
 from loka_onnx.runtime import Cause, Health, Skipped, Snapshot, load, loading, selection
-from loka_onnx.sessions import host_devices, tensorrt_vendors
+from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Runner
 

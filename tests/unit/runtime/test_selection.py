@@ -15,9 +15,11 @@ from sample_run import SampleRun
 from loka_onnx.bundle import write_bundle
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
+from loka_onnx.engines.onnxruntime import providers
+from loka_onnx.engines.tensorrt import vendors as tensorrt_vendors
 from loka_onnx.runtime import Cause, load, selection
 from loka_onnx.runtime.selection import in_order, obstacle
-from loka_onnx.sessions import host_devices, providers, tensorrt_vendors
+from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.bundle_files import verify_bundle
 from loka_onnx.sessions.cuda import CudaDevice
 

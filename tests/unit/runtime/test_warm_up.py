@@ -11,11 +11,11 @@ import pytest
 from sample_run import SampleRun
 
 from loka_onnx.bundle import write_bundle
+from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
+from loka_onnx.engines.onnxruntime.io_binding_settings import BoundSettings
 from loka_onnx.errors import DataError, EngineError
 from loka_onnx.runtime import Cause, Serving, load, loading
 from loka_onnx.runtime.engine import WARM_UPS
-from loka_onnx.sessions.bound_session import BoundSession
-from loka_onnx.sessions.bound_settings import BoundSettings
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Arrays
 

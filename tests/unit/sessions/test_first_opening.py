@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from fake_cuda_driver import FakeDriver
 
+from loka_onnx.engines.tensorrt import first_opening
+from loka_onnx.engines.tensorrt import session as tensorrt_session
+from loka_onnx.engines.tensorrt.first_opening import check_opens
+from loka_onnx.engines.tensorrt.session import TensorRtSession, open_engine
+from loka_onnx.engines.tensorrt.vendors import Vendor
 from loka_onnx.errors import EngineError
-from loka_onnx.sessions import cuda, first_opening, tensorrt_session
+from loka_onnx.sessions import cuda
 from loka_onnx.sessions.cuda import CudaDevice
-from loka_onnx.sessions.first_opening import check_opens
-from loka_onnx.sessions.tensorrt_session import TensorRtSession, open_engine
-from loka_onnx.sessions.tensorrt_vendors import Vendor
 
 GPU = CudaDevice(0, "NVIDIA H100 80GB HBM3", "sm90")
 LIBRARY = """

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from fake_cuda_driver import STREAM, FakeDriver
 
-from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions import cuda
-from loka_onnx.sessions.tensorrt_session import (
+from loka_onnx.engines.tensorrt.session import (
     TensorRtSession,
     open_engine,
     open_tensorrt,
     open_tensorrt_rtx,
 )
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT, TENSORRT_RTX, Vendor
+from loka_onnx.engines.tensorrt.vendors import TENSORRT, TENSORRT_RTX, Vendor
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions import cuda
 
 RANGE = ((1, 2), (8, 2), (16, 2))
 

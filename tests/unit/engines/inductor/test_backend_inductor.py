@@ -25,11 +25,11 @@ from loka_onnx.engines.inductor.compile import (
     output_ports,
     torch_device,
 )
+from loka_onnx.engines.inductor.package import InputPort, OutputPort, Program
 from loka_onnx.engines.inductor.toolchain import Compilers, build_environment, find_compilers
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, ModelError
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
-from loka_onnx.sessions.inductor_package import InputPort, OutputPort, Program
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 

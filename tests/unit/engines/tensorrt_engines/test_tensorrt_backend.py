@@ -14,12 +14,12 @@ from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt import backend as module
+from loka_onnx.engines.tensorrt import vendors as tensorrt_vendors
 from loka_onnx.engines.tensorrt.backend import TensorRtBackend
 from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
+from loka_onnx.engines.tensorrt.vendors import Vendor
 from loka_onnx.errors import ConfigError
-from loka_onnx.sessions import tensorrt_vendors
 from loka_onnx.sessions.cuda import CudaDevice
-from loka_onnx.sessions.tensorrt_vendors import Vendor
 
 H100 = CudaDevice(1, "NVIDIA H100 80GB HBM3", "sm90")
 OLD = CudaDevice(0, "Tesla P100", "sm60")

@@ -28,9 +28,9 @@ FILES = (
     "engines/tensorrt/inspector.py",
     "engines/tensorrt/rtx_backend.py",
     "engines/tensorrt/timing_cache.py",
-    "sessions/first_opening.py",
-    "sessions/tensorrt_session.py",
-    "sessions/tensorrt_vendors.py",
+    "engines/tensorrt/first_opening.py",
+    "engines/tensorrt/session.py",
+    "engines/tensorrt/vendors.py",
 )
 """The files that talk to TensorRT."""
 LIBRARIES = {"tensorrt 10.16", "tensorrt 11.4", "tensorrt_rtx 1.7"}

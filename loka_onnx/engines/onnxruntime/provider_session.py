@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loka_onnx.engines.onnxruntime.providers import CUDA, TENSORRT, Provider
 from loka_onnx.errors import EngineError, ModelError
 from loka_onnx.sessions.model_files import read_model
 from loka_onnx.sessions.onnx_session import holds_float8, import_onnxruntime, keep_float8_exact
-from loka_onnx.sessions.providers import CUDA, TENSORRT, Provider
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ import numpy.typing as npt
 from loka_onnx.core import serde
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.serde import STRICT
-from loka_onnx.errors import EngineError, UserError
-from loka_onnx.sessions.buckets import run_in_buckets
-from loka_onnx.sessions.migraphx_api import (
+from loka_onnx.engines.migraphx.api import (
     GPU,
     REFERENCE,
     import_migraphx,
@@ -29,7 +27,9 @@ from loka_onnx.sessions.migraphx_api import (
     run_program,
     version_of,
 )
-from loka_onnx.sessions.providers import list_amd_architectures
+from loka_onnx.errors import EngineError, UserError
+from loka_onnx.sessions.buckets import run_in_buckets
+from loka_onnx.sessions.host_devices import list_amd_architectures
 from loka_onnx.sessions.runner import Arrays, Runner
 
 

@@ -17,12 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.devices import CPU
-from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.buckets import Piece, pieces_of, rows_of
-from loka_onnx.sessions.cuda import list_cuda_devices
-from loka_onnx.sessions.dlpack import Borrowed
-from loka_onnx.sessions.inductor_lanes import Call, DeviceLane, Gpu, HostLane, Lane, Placement
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor.lanes import Call, DeviceLane, Gpu, HostLane, Lane, Placement
+from loka_onnx.engines.inductor.package import (
     OPERATOR_MODULES,
     InductorEngine,
     check_host,
@@ -30,8 +26,11 @@ from loka_onnx.sessions.inductor_package import (
     read_engine,
     release,
 )
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.buckets import Piece, pieces_of, rows_of
+from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
+from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
-from loka_onnx.sessions.tensorrt_vendors import why_no_gpu
 
 MOST_PADDING = 2
 """A request is padded up to a captured batch size that is at most this many times as large."""

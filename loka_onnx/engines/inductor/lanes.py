@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loka_onnx.engines.inductor.package import InductorEngine, InputPort
 from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.buckets import Piece, padded
 from loka_onnx.sessions.dlpack import Borrowed, dtype_called
-from loka_onnx.sessions.inductor_package import InductorEngine, InputPort
 from loka_onnx.sessions.runner import Allocate, Arrays, Resident
 
 Tensor = Any

@@ -100,7 +100,7 @@ def _last_line(text: str) -> str:
 
 def main(module: str, engine: str, device: str) -> int:
     """Open and close an engine, in the child; the exit status."""
-    from loka_onnx.sessions.tensorrt_session import TensorRtSession
+    from loka_onnx.engines.tensorrt.session import TensorRtSession
 
     trt = importlib.import_module(module)
     print(BEGUN, flush=True)

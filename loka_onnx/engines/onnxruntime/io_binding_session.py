@@ -26,14 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core import serde
-from loka_onnx.errors import EngineError, ModelError
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
-from loka_onnx.sessions.buckets import padded, pieces_of, rows_of, run_in_buckets
-from loka_onnx.sessions.cuda import CudaContext
-from loka_onnx.sessions.dlpack import Borrowed
-from loka_onnx.sessions.onnx_session import import_onnxruntime
-from loka_onnx.sessions.provider_session import PlacedNode, placed_nodes, session_options, start_session
-from loka_onnx.sessions.providers import (
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.provider_session import (
+    PlacedNode,
+    placed_nodes,
+    session_options,
+    start_session,
+)
+from loka_onnx.engines.onnxruntime.providers import (
     PROVIDERS,
     TENSORRT,
     device_of,
@@ -42,6 +42,11 @@ from loka_onnx.sessions.providers import (
     timing_directory,
     why_not_here,
 )
+from loka_onnx.errors import EngineError, ModelError
+from loka_onnx.sessions.buckets import padded, pieces_of, rows_of, run_in_buckets
+from loka_onnx.sessions.cuda import CudaContext
+from loka_onnx.sessions.dlpack import Borrowed
+from loka_onnx.sessions.onnx_session import import_onnxruntime
 from loka_onnx.sessions.runner import Allocate, Arrays, Names, Resident, Runner
 
 MOST_PADDING = 2

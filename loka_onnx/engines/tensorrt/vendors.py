@@ -1,4 +1,4 @@
-"""The libraries of the TensorRT family, and the GPUs of this machine that run their engines."""
+"""The libraries of the TensorRT family."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
+from loka_onnx.errors import MissingPackage
 
 
 @dataclass(frozen=True)
@@ -49,24 +48,3 @@ class Vendor:
 
 TENSORRT = Vendor("tensorrt", "TensorRT", "tensorrt", "tensorrt")
 TENSORRT_RTX = Vendor("tensorrt_rtx", "TensorRT for RTX", "tensorrt-rtx-cu13", "tensorrt-rtx")
-
-
-def why_no_gpu(architecture: str) -> str:
-    """Why this host cannot run an engine for an architecture; empty when it has a GPU of it."""
-    devices = list_cuda_devices()
-    if any(device.architecture == architecture for device in devices):
-        return ""
-    here = ", ".join(f"{device.name} ({device.architecture})" for device in devices) or "no NVIDIA GPU"
-    return f"the engine is for {architecture} and this host has {here}"
-
-
-def first_gpu(architecture: str) -> CudaDevice:
-    """The first GPU of an architecture.
-
-    Raises:
-        EngineError: There is none.
-    """
-    for device in list_cuda_devices():
-        if device.architecture == architecture:
-            return device
-    raise EngineError(f"cannot run here: {why_no_gpu(architecture)}")

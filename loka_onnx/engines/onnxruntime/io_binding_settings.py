@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from loka_onnx.core.serde import STRICT
+from loka_onnx.engines.onnxruntime.providers import PROVIDERS
 from loka_onnx.errors import EngineError
-from loka_onnx.sessions.providers import PROVIDERS
 
 SETTINGS_FILE = "settings.json"
 """Beside the engine."""

@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loka_onnx.engines.tensorrt.first_opening import check_opens
+from loka_onnx.engines.tensorrt.vendors import TENSORRT, TENSORRT_RTX, Vendor
 from loka_onnx.errors import EngineError
-from loka_onnx.sessions.cuda import CudaContext, CudaGraph
+from loka_onnx.sessions.cuda import CudaContext, CudaGraph, first_gpu, why_no_gpu
 from loka_onnx.sessions.dlpack import Borrowed
-from loka_onnx.sessions.first_opening import check_opens
 from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT, TENSORRT_RTX, Vendor, first_gpu, why_no_gpu
 
 _LOG = logging.getLogger("loka_onnx.sessions")
 MOST_PADDING = 2
