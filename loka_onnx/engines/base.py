@@ -1,7 +1,7 @@
 """What every engine maker shares: checking, isolation, timing, cleaning up.
 
-A concrete `Backend` says what it can do (`availability`, `devices`, `decline`, `base_precision`) and fills
-four hooks that run in the child process (`compile`, `read_precision`, `why_not_run`, `load`). It never sees
+A concrete `Backend` says what it can do (`spec`, `availability`, `decline`, `base_precision`) and fills
+three hooks that run in the child process (`compile`, `read_precision`, `load`). It never sees
 limits, staging directories or half-written output.
 """
 
@@ -35,6 +35,7 @@ from loka_onnx.engines.request import (
     BuildResponse,
 )
 from loka_onnx.errors import ConfigError, EngineError, ModelError, UserError
+from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.runner import Runner
 
 
@@ -64,16 +65,22 @@ class Availability:
 class Backend(ABC):
     """An engine maker."""
 
-    name: ClassVar[str]
-    """As run files name it."""
-    devices: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Architectures of each device that a run file can name."""
+    spec: ClassVar[BackendSpec]
+    """What it declares."""
     options: ClassVar[Mapping[str, range]] = {}
     """Settings that `BuildRequest.options` may hold, and their values."""
-    modules: ClassVar[tuple[str, ...]] = ()
-    """Modules whose libraries decide what it builds, by the names that are imported."""
     times_kernels: ClassVar[bool] = False
     """Whether `compile` times kernels on the device: then it has the device for itself."""
+
+    @property
+    def name(self) -> str:
+        """As run files name it."""
+        return self.spec.name
+
+    @property
+    def devices(self) -> Mapping[str, tuple[str, ...]]:
+        """Architectures of each device that a run file can name."""
+        return self.spec.devices
 
     @abstractmethod
     def availability(self) -> Availability:
@@ -100,19 +107,29 @@ class Backend(ABC):
         """Hook, in the child process: what the engine runs each planned site in, read from the engine."""
 
     @abstractmethod
-    def why_not_run(self, architecture: str) -> str:
-        """Hook: why an engine for an architecture cannot run on this machine; empty when it can."""
-
-    @abstractmethod
     def load(self, engine: Path, architecture: str) -> Runner:
         """Hook: load an engine of this backend that can run here."""
+
+    def why_not_run(self, architecture: str) -> str:
+        """Why an engine for an architecture cannot run on this machine; empty when it can."""
+        reason = self.spec.device_obstacle(architecture)
+        return f"{reason}; latency and accuracy not measured" if reason else ""
+
+    def foreign_format(self, plan: PrecisionPlan) -> str | None:
+        """The first site of a plan in an FP8 format that this backend does not multiply, for `decline`."""
+        for decision in plan.decisions:
+            recipe = decision.recipe
+            if recipe is not None and recipe.format not in self.spec.formats:
+                known = ", ".join(self.spec.formats)
+                return f"site '{decision.site}' asks for {recipe.format}; {self.name} multiplies {known} only"
+        return None
 
     def versions(self) -> dict[str, str]:
         """Versions that decide what it builds, of the distributions that its modules come from.
 
         The version that its library tells stands under the backend's name, where no distribution has it.
         """
-        found, own = versions_of(self.modules), self.availability().version
+        found, own = versions_of(self.spec.modules), self.availability().version
         return {**found, self.name: own} if own and own not in found.values() else found
 
     def read_remarks(self, log: str) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ import onnx
 from loka_onnx.core.artifact import OutputSpec, TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest
-from loka_onnx.engines.onnxruntime.providers import ONNXRUNTIME
 from loka_onnx.errors import ConfigError, EngineError, LokaError, ModelError
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.graph.storage import model_digest, read_proto
@@ -258,7 +257,7 @@ def _open_model(path: Path, name: str, opening: Opening, stack: ExitStack) -> Si
     digest = model_digest(path)
     used = EngineUsed(
         id=path.name,
-        backend=ONNXRUNTIME,
+        backend="onnxruntime",
         version=str(import_onnxruntime().__version__),
         plan="",
         target=CPU,

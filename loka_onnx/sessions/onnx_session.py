@@ -39,6 +39,9 @@ _FLOAT8_TYPES = frozenset(
 _BFLOAT16 = "tensor(bfloat16)"
 
 
+INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)"
+
+
 def import_onnxruntime() -> Any:
     """The `onnxruntime` module.
 
@@ -51,7 +54,7 @@ def import_onnxruntime() -> Any:
         raise MissingPackage(
             "ONNX Runtime is not installed",
             evidence=str(error),
-            remedy="pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
+            remedy=INSTALL,
         ) from error
     return onnxruntime
 

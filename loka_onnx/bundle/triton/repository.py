@@ -24,18 +24,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from loka_onnx.bundle.triton.forms import Form, Refusal, Source, form_of
-from loka_onnx.bundle.triton.models import (
-    PARAMETER,
-    VERSION,
-    BackendModel,
-    Ensemble,
-    ModelFile,
-    Step,
-    TritonOptions,
-)
-from loka_onnx.bundle.triton.packages import rename_program
-from loka_onnx.bundle.triton.ports import ports_of
 from loka_onnx.bundle.triton.record import (
     RECORD_NAME,
     DeclinedEngine,
@@ -49,6 +37,18 @@ from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import CHUNK_BYTES, digest_file
 from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest, SparseCut
 from loka_onnx.core.split import Part
+from loka_onnx.engines.inductor.triton_package import rename_program
+from loka_onnx.engines.triton.forms import Form, Refusal, Source, form_of
+from loka_onnx.engines.triton.models import (
+    PARAMETER,
+    VERSION,
+    BackendModel,
+    Ensemble,
+    ModelFile,
+    Step,
+    TritonOptions,
+)
+from loka_onnx.engines.triton.ports import ports_of
 from loka_onnx.errors import (
     BundleError,
     BundleInvalid,

@@ -19,6 +19,7 @@ from typing import ClassVar
 from loka_onnx.core import serde
 from loka_onnx.core.serde import STRICT
 from loka_onnx.errors import EngineError, UserError
+from loka_onnx.sessions.backends import release
 
 RECORD = "engine.json"
 """Name of the document among the extra files of a package."""
@@ -269,11 +270,6 @@ def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], 
             evidence=f"this host lacks {', '.join(missing)}",
             remedy="build the engine on a host with this processor",
         )
-
-
-def release(version: str) -> str:
-    """Major and minor version, ``2.13`` of ``2.13.0+cu130``."""
-    return ".".join(version.split(".")[:2])
 
 
 def _record(archive: zipfile.ZipFile) -> str:

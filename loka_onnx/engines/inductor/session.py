@@ -24,9 +24,9 @@ from loka_onnx.engines.inductor.package import (
     check_host,
     instruction_sets,
     read_engine,
-    release,
 )
 from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.backends import release
 from loka_onnx.sessions.buckets import Piece, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
 from loka_onnx.sessions.dlpack import Borrowed
@@ -34,6 +34,9 @@ from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
 
 MOST_PADDING = 2
 """A request is padded up to a captured batch size that is at most this many times as large."""
+
+
+INSTALL = "pip install 'loka-onnx[inductor]'"
 
 
 def import_torch() -> Any:
@@ -45,9 +48,7 @@ def import_torch() -> Any:
     try:
         return importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        raise MissingPackage(
-            "PyTorch is not installed", evidence=str(error), remedy="pip install 'loka-onnx[inductor]'"
-        ) from error
+        raise MissingPackage("PyTorch is not installed", evidence=str(error), remedy=INSTALL) from error
 
 
 def open_inductor(package: Path, architecture: str) -> InductorSession:

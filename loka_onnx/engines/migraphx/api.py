@@ -63,6 +63,9 @@ class Parameter:
     shape: tuple[int, ...]
 
 
+INSTALL = "install ROCm with its package `migraphx`"
+
+
 def import_migraphx() -> Any:
     """The `migraphx` module.
 
@@ -75,13 +78,13 @@ def import_migraphx() -> Any:
         raise MissingPackage(
             "MIGraphX is not installed",
             evidence=str(error),
-            remedy="install ROCm with its package `migraphx`",
+            remedy=INSTALL,
         ) from error
     if not hasattr(module, "parse_onnx"):
         raise MissingPackage(
             "MIGraphX is not installed",
             evidence=f"'{getattr(module, '__file__', 'migraphx')}' is the placeholder of that name on PyPI",
-            remedy="pip uninstall migraphx migraphx-libs, and install ROCm with its package `migraphx`",
+            remedy=f"pip uninstall migraphx migraphx-libs, and {INSTALL}",
         )
     return module
 

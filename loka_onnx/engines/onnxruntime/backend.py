@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from loka_onnx.core import serde
-from loka_onnx.core.devices import AMD, NVIDIA
-from loka_onnx.core.devices import CPU as CPU_DEVICE
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
@@ -38,8 +36,6 @@ from loka_onnx.engines.onnxruntime.provider_settings import (
 )
 from loka_onnx.engines.onnxruntime.providers import (
     CPU,
-    ONNXRUNTIME,
-    ONNXRUNTIME_TENSORRT,
     TENSORRT,
     Provider,
     device_of,
@@ -48,8 +44,10 @@ from loka_onnx.engines.onnxruntime.providers import (
     why_not_here,
 )
 from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
+from loka_onnx.engines.onnxruntime.spec import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import LokaError, MissingPackage
+from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
 from loka_onnx.sessions.runner import Runner
 
@@ -59,10 +57,8 @@ LOADED_EXACTLY = "load FP8 at ORT_ENABLE_BASIC or below, with session.disable_qu
 class OnnxRuntimeBackend(Backend):
     """ONNX Runtime on the provider of the architecture: CPU, CUDA for ``sm…``, MIGraphX for ``gfx…``."""
 
-    name = ONNXRUNTIME
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {CPU_DEVICE: (CPU_DEVICE,), **NVIDIA, **AMD}
+    spec: ClassVar[BackendSpec] = ONNXRUNTIME
     options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), EXHAUSTIVE_TUNE: range(2)}
-    modules: ClassVar[tuple[str, ...]] = ("onnxruntime",)
     times_kernels = True
 
     def availability(self) -> Availability:
@@ -106,7 +102,7 @@ class OnnxRuntimeBackend(Backend):
 
     def why_not_run(self, architecture: str) -> str:
         """Every host runs the CPU provider; another needs its GPU and its build of ONNX Runtime."""
-        return why_not_here(self.provider(architecture), architecture)
+        return self.spec.device_obstacle(architecture)
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Open a session, never above BASIC for FP8."""
@@ -180,10 +176,8 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
     Precision flags stay off, so that networks are strongly typed: the types of the planned graph decide.
     """
 
-    name = ONNXRUNTIME_TENSORRT
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = NVIDIA
+    spec: ClassVar[BackendSpec] = ONNXRUNTIME_TENSORRT
     options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), OPTIMIZATION_LEVEL: range(6)}
-    modules: ClassVar[tuple[str, ...]] = ("onnxruntime", "tensorrt")
 
     def availability(self) -> Availability:
         """Whether ONNX Runtime is installed with TensorRT's provider, and there is a GPU for it."""

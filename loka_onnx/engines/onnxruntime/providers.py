@@ -84,14 +84,11 @@ PROVIDERS: Mapping[str, Provider] = {p.key: p for p in (CPU, CUDA, TENSORRT, MIG
 GRAPH_OPTIONS: Mapping[str, str] = {"cuda": "enable_cuda_graph", "tensorrt": "trt_cuda_graph_enable"}
 """By key of a provider that can: the option that records each run of fixed buffers as a CUDA graph."""
 
-ONNXRUNTIME, ONNXRUNTIME_TENSORRT = "onnxruntime", "onnxruntime_tensorrt"
-"""Backends whose engines ONNX Runtime runs."""
-
 _KEYS: Mapping[tuple[str, str], str] = {
-    (ONNXRUNTIME, "cpu"): CPU.key,
-    (ONNXRUNTIME, "sm"): CUDA.key,
-    (ONNXRUNTIME, "gfx"): MIGRAPHX.key,
-    (ONNXRUNTIME_TENSORRT, "sm"): TENSORRT.key,
+    ("onnxruntime", "cpu"): CPU.key,
+    ("onnxruntime", "sm"): CUDA.key,
+    ("onnxruntime", "gfx"): MIGRAPHX.key,
+    ("onnxruntime_tensorrt", "sm"): TENSORRT.key,
 }
 
 
@@ -145,7 +142,7 @@ def timing_directory(version: str) -> Path:
     Args:
         version: Of ONNX Runtime, which is built for one version of TensorRT.
     """
-    return cache_directory() / "timing" / f"{ONNXRUNTIME_TENSORRT}-{version}"
+    return cache_directory() / "timing" / f"onnxruntime_tensorrt-{version}"
 
 
 def why_no_provider(provider: Provider) -> str:

@@ -10,11 +10,9 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loka_onnx.core.devices import NVIDIA
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.engines.base import Availability
 from loka_onnx.engines.request import BuildRequest
@@ -22,8 +20,8 @@ from loka_onnx.engines.tensorrt.build import BuildSettings
 from loka_onnx.engines.tensorrt.family import TensorRtFamily, asked_settings
 from loka_onnx.engines.tensorrt.inspector import read_layers
 from loka_onnx.engines.tensorrt.layer_precision import layer_precisions
+from loka_onnx.engines.tensorrt.spec import TENSORRT, TensorRtSpec
 from loka_onnx.engines.tensorrt.timing_cache import timing_cache_file
-from loka_onnx.engines.tensorrt.vendors import TENSORRT
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.cuda import CudaContext, first_gpu, list_cuda_devices, why_no_gpu
 
@@ -31,16 +29,13 @@ from loka_onnx.sessions.cuda import CudaContext, first_gpu, list_cuda_devices, w
 class TensorRtBackend(TensorRtFamily):
     """TensorRT 10 and 11."""
 
-    name = "tensorrt"
-    vendor = TENSORRT
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = NVIDIA
-    modules: ClassVar[tuple[str, ...]] = (TENSORRT.module,)
+    spec: ClassVar[TensorRtSpec] = TENSORRT
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:
         """Whether the library is installed, and the GPUs here that it builds for."""
         try:
-            trt = self.vendor.load()
+            trt = self.spec.load_library()
         except MissingPackage as error:
             return Availability(False, "", False, False, (), error.what, error.remedy)
         version = str(trt.__version__)
@@ -83,7 +78,7 @@ class TensorRtBackend(TensorRtFamily):
         Raises:
             EngineError: The engine does not load, or its layers are not told.
         """
-        trt = self.vendor.load()
+        trt = self.spec.load_library()
         device = CudaContext(first_gpu(request.architecture).index)
         try:
             runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))

@@ -37,7 +37,6 @@ What else the compiler does, seen there:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,7 +48,7 @@ from loka_onnx.engines.tensorrt.compiled_graph import ANY_ARCHITECTURE, read_com
 from loka_onnx.engines.tensorrt.contents import read_contents
 from loka_onnx.engines.tensorrt.family import TensorRtFamily, asked_settings
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
-from loka_onnx.engines.tensorrt.vendors import TENSORRT_RTX
+from loka_onnx.engines.tensorrt.spec import TENSORRT_RTX, TensorRtSpec
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.cuda import list_cuda_devices
 
@@ -57,22 +56,12 @@ from loka_onnx.sessions.cuda import list_cuda_devices
 class TensorRtRtxBackend(TensorRtFamily):
     """TensorRT for RTX."""
 
-    name = "tensorrt_rtx"
-    vendor = TENSORRT_RTX
-    modules: ClassVar[tuple[str, ...]] = (TENSORRT_RTX.module,)
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "nvidia-rtx-turing": ("sm75",),
-        "nvidia-rtx-ampere": ("sm86",),
-        "nvidia-rtx-ada": ("sm89",),
-        "nvidia-rtx-blackwell": ("sm120",),
-        "nvidia-gb10": ("sm121",),
-        "nvidia-rtx": ("sm89", "sm120"),
-    }
+    spec: ClassVar[TensorRtSpec] = TENSORRT_RTX
 
     def availability(self) -> Availability:
         """Whether the library is installed, and which GPUs here its engines can run on."""
         try:
-            trt = self.vendor.load()
+            trt = self.spec.load_library()
         except MissingPackage as error:
             return Availability(False, "", False, False, (), error.what, error.remedy)
         version = str(trt.__version__)

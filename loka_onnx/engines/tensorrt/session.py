@@ -23,17 +23,19 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.engines.tensorrt.first_opening import check_opens
-from loka_onnx.engines.tensorrt.vendors import TENSORRT, TENSORRT_RTX, Vendor
 from loka_onnx.errors import EngineError
 from loka_onnx.sessions.cuda import CudaContext, CudaGraph, first_gpu, why_no_gpu
 from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
+
+if TYPE_CHECKING:
+    from loka_onnx.engines.tensorrt.spec import TensorRtSpec
 
 _LOG = logging.getLogger("loka_onnx.sessions")
 MOST_PADDING = 2
@@ -51,25 +53,15 @@ NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
 """By member of `DataType`; the other types have no NumPy counterpart."""
 
 
-def open_tensorrt(engine: Path, architecture: str, version: str = "") -> TensorRtSession:
-    """`open_engine` with TensorRT, for an engine that came from elsewhere."""
-    return open_engine(TENSORRT, engine, architecture, version, is_new=True)
-
-
-def open_tensorrt_rtx(engine: Path, architecture: str, version: str = "") -> TensorRtSession:
-    """`open_engine` with TensorRT for RTX, for an engine that came from elsewhere."""
-    return open_engine(TENSORRT_RTX, engine, architecture, version, is_new=True)
-
-
 def open_engine(
-    vendor: Vendor, engine: Path, architecture: str, version: str = "", *, is_new: bool = False
+    spec: TensorRtSpec, engine: Path, architecture: str, version: str = "", *, is_new: bool = False
 ) -> TensorRtSession:
     """Deserialize an engine on the first GPU of its architecture.
 
     The library sees nothing of it before the driver has answered.
 
     Args:
-        vendor: Library that built it.
+        spec: Backend that built it.
         engine: Serialized engine.
         architecture: What it was built for, for example ``sm89``.
         version: Version of the library that built it; not checked when empty.
@@ -79,21 +71,21 @@ def open_engine(
         MissingPackage: The library is not installed.
         EngineError: There is no such GPU, or the library has another version, refuses the engine or crashes.
     """
-    trt = vendor.load()
+    trt = spec.load_library()
     here = str(trt.__version__)
     if version not in {"", here}:
         raise EngineError(
-            f"the engine was built by another version of {vendor.title}",
+            f"the engine was built by another version of {spec.title}",
             where=str(engine),
             evidence=f"built by {version}, this host has {here}",
-            remedy=f"install {vendor.package} {version}, or build the engine again",
+            remedy=f"install {spec.package} {version}, or build the engine again",
         )
     reason = why_no_gpu(architecture)
     if reason:
         raise EngineError(f"cannot run here: {reason}", where=str(engine))
     device = first_gpu(architecture)
     if is_new:
-        check_opens(vendor.module, here, engine, device)
+        check_opens(spec.modules[0], here, engine, device)
     return TensorRtSession(trt, engine, device.index)
 
 

@@ -115,7 +115,6 @@ def test_accuracy_comes_with_its_interval_and_latency_with_its_device(
             "sm90",
             "ONNX Runtime exactly 1.31.1; NVIDIA driver (version not stated)",
         ),
-        ("another", "1", "sm90", "another (version not stated); NVIDIA driver (version not stated)"),
         ("tensorrt", "", "sm90", "TensorRT (version not stated); NVIDIA driver (version not stated)"),
     ],
 )

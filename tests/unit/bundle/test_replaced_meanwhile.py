@@ -29,7 +29,7 @@ from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.graph import storage
 from loka_onnx.runtime import load, loading
-from loka_onnx.sessions import bundle_files, bundle_signature, pinned
+from loka_onnx.sessions import bundle_files, bundle_signature, onnx_session, pinned
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.replace import move_into_place
 
@@ -85,7 +85,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[os.stat_result]]:
         seen.append(path.stat())
         return OnnxSession(path, *arguments)
 
-    monkeypatch.setattr(loading, "OnnxSession", opened)
+    monkeypatch.setattr(onnx_session, "OnnxSession", opened)
     yield seen
 
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from loka_onnx.bundle.triton.ports import Port
-from loka_onnx.bundle.triton.text_format import Fields, Symbol, entries, render
+from loka_onnx.engines.triton.ports import Port
+from loka_onnx.engines.triton.text_format import Fields, Symbol, entries, render
 from loka_onnx.errors import ConfigError
 
 VERSION = "1"

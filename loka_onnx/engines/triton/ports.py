@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loka_onnx.bundle.triton.text_format import Fields, Symbol
 from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.engines.triton.text_format import Fields, Symbol
 from loka_onnx.errors import BundleError
 
 DATA_TYPES: Mapping[str, str] = {
