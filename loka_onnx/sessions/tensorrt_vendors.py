@@ -1,4 +1,4 @@
-"""The libraries of the TensorRT family, and the GPUs of this machine that run their engines."""
+"""Libraries of the TensorRT family, and this machine's GPUs for their engines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Vendor:
     """A library of the TensorRT family.
 
     Attributes:
-        module: The module it is imported as.
+        module: Module to import.
         title: Its name in messages.
-        package: Its package, as `pip` knows it.
-        extra: The extra of this project that installs it.
+        package: Its package on PyPI.
+        extra: Extra of this project that installs it.
     """
 
     module: str
@@ -27,7 +27,7 @@ class Vendor:
     extra: str
 
     def load(self) -> Any:
-        """The module.
+        """Import the module.
 
         Raises:
             MissingPackage: It is not installed, or its libraries do not load.
@@ -35,7 +35,7 @@ class Vendor:
         try:
             module = importlib.import_module(self.module)
             if not hasattr(module, "__version__"):
-                # Python takes a directory of that name on its path for a package.
+                # Python imports a directory of that name on its path as a package.
                 places = ", ".join(getattr(module, "__path__", ()))
                 raise ImportError(f"'{self.module}' is not the library but {places}")
             return module
@@ -52,7 +52,7 @@ TENSORRT_RTX = Vendor("tensorrt_rtx", "TensorRT for RTX", "tensorrt-rtx-cu13", "
 
 
 def why_no_gpu(architecture: str) -> str:
-    """Why this host cannot run an engine for an architecture; empty when it has a GPU of it."""
+    """Reason why this host cannot run an engine for an architecture; empty when it has such a GPU."""
     devices = list_cuda_devices()
     if any(device.architecture == architecture for device in devices):
         return ""
@@ -61,7 +61,7 @@ def why_no_gpu(architecture: str) -> str:
 
 
 def first_gpu(architecture: str) -> CudaDevice:
-    """The first GPU of an architecture.
+    """Return the first GPU of an architecture.
 
     Raises:
         EngineError: There is none.
