@@ -29,7 +29,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name.
+    """Return the backend of that name.
 
     Raises:
         ConfigError: There is none.
@@ -45,5 +45,5 @@ def get_backend(name: str) -> Backend:
 
 
 def all_backends() -> tuple[Backend, ...]:
-    """Every backend, installed or not, in the order they compete."""
+    """All backends, installed or not, in the order of competition."""
     return tuple(make() for make in BACKENDS.values())
