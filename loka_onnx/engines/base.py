@@ -128,10 +128,6 @@ class Backend(ABC):
         kernel.
 
         FP8 would split the kernel and cost more than it saves, so that plans for speed leave these sites out.
-
-        Args:
-            model: The model of the plans, in FP32.
-            base: Precision of everything that is not FP8.
         """
         return {}
 
@@ -231,10 +227,6 @@ class Backend(ABC):
 
     def open(self, artifact: EngineArtifact, path: Path) -> Runner:
         """Load a built engine.
-
-        Args:
-            artifact: Result of `build`.
-            path: Its engine file.
 
         Raises:
             EngineError: Nothing was built, the file was altered, or the engine cannot run on this machine.

@@ -59,7 +59,6 @@ class CachedEngine:
     """One entry.
 
     Attributes:
-        key: Digest of its inputs.
         artifact: Result of its build; the path is relative to the engine's directory.
         files: SHA-256 of every file of the engine, by path relative to the same.
         built: Time of its build, ISO 8601 in UTC.
@@ -160,12 +159,7 @@ class EngineCache:
         return self.directory / key[:2] / key
 
     def _take(self, key: str, request: BuildRequest) -> EngineArtifact | None:
-        """Copy the engine of a key to the requested output; None where there is no complete one.
-
-        Raises:
-            OutputError: The output cannot be written.
-            _Unreadable: The cache cannot be read.
-        """
+        """Copy the engine of a key to the requested output; None where there is no complete one."""
         entry = self._entry(key)
         try:
             # In a directory without search permission, `is_file` raises an error.
@@ -202,12 +196,7 @@ class EngineCache:
         )
 
     def _copy_out(self, entry: Path, key: str, into: Path) -> CachedEngine | None:
-        """Copy an entry's files; None where one is missing, extra or altered.
-
-        Raises:
-            OutputError: The target cannot be written.
-            _Unreadable: The entry cannot be read.
-        """
+        """Copy an entry's files; None where one is missing, extra or altered."""
         try:
             cached = serde.loads(CachedEngine, (entry / ENTRY).read_text(encoding="utf-8"))
             if cached.key != key or set(cached.files) != _files_below(entry / ENGINE):

@@ -26,7 +26,6 @@ def device_alone(architecture: str, waiting: Path | None = None) -> Iterator[Non
     """Hold the accelerator for a block; the CPU needs no lock. Nested blocks in one process deadlock.
 
     Args:
-        architecture: Architecture of the engine, as its backend names it.
         waiting: File that exists while this process waits.
 
     Raises:

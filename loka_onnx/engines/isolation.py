@@ -43,9 +43,7 @@ class ChildOutcome:
     """Outcome of a child process.
 
     Attributes:
-        ending: Kind of its end.
         code: Exit code, or the number of the signal.
-        seconds: Wall time.
         peak_bytes: Largest resident memory seen, of the child and its descendants.
     """
 
@@ -132,10 +130,7 @@ def run_child(
     The child's whole process group has ended when this returns or is interrupted.
 
     Args:
-        module: Module to run.
-        arguments: Its arguments.
         log: File for the child's output, including standard error.
-        limits: Limits of the child.
         waiting: File that exists while the child waits for the device (`device_lock`); that time does not
             count against the limit.
 

@@ -27,9 +27,7 @@ class BatchRange:
     """Rows per request that an engine accepts.
 
     Attributes:
-        minimum: Fewest rows.
         serve: Rows that the engine is tuned for.
-        maximum: Most rows.
         sizes: Served batch sizes, ascending, each with its CUDA graph or program; `serve` alone when empty.
 
     Raises:
@@ -67,10 +65,6 @@ class BatchRange:
 class Limits:
     """Limits at which a build is ended.
 
-    Attributes:
-        seconds: Wall time.
-        memory_bytes: Resident memory of the child process and its descendants.
-
     Raises:
         ConfigError: A limit is not positive.
     """
@@ -95,18 +89,13 @@ class BuildRequest:
     Attributes:
         model: ONNX file for the backend: named sites, Q/DQ at FP8 sites, the rest in
             `Backend.base_precision`; weights may be external data beside it.
-        plan: Plan that the file was written for.
         sites: Sites of the model; each is the name of a node.
         target: Device as named in the run file.
-        architecture: One of its `Backend.architectures`.
-        batch: Rows per request.
         output: Directory for the engine; it appears only after a successful build, and replaces an earlier
             one as a whole.
         sample: ``.npz`` with one array per graph input, rows on axis 0, for the first batches in the child
             process.
         relative_to: Directory that `EngineArtifact.path` is relative to (the run directory); None: `output`.
-        limits: Limits of the build.
-        options: Settings of the backend (`Backend.options`).
     """
 
     SCHEMA: ClassVar[str] = "build-request/1"
@@ -140,8 +129,6 @@ class BuildResponse:
         files: All files of the engine, the engine first, relative to the same.
         sites: Precision of each planned site, read from the engine.
         not_run: Reason why the engine was not run here; empty when it was.
-        build_seconds: Wall time of compiling.
-        version: Version of the library that built it.
         error: Reason of a failure, which makes the other fields meaningless; empty on success.
     """
 

@@ -48,9 +48,6 @@ def torch_device(device: str | None) -> str:
 def device_to_time(device: str | None) -> str:
     """Device for timing kernels, as run files name it.
 
-    Args:
-        device: Requested device; None for the one of this machine.
-
     Raises:
         MissingPackage: torch is not installed.
         ConfigError: This machine has another device, a slice, or one without a name in run files.

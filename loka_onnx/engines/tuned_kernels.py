@@ -144,7 +144,6 @@ class PreparedOperands:
         Both are root mean square differences from a float64 product over its root mean square.
 
         Args:
-            kernel: Kernel that computed the result.
             result: (M, N).
             rows: Number of first rows to compare.
         """

@@ -109,7 +109,6 @@ class KernelTimer:
 
     Args:
         device: Device as run files name it; None for the one of this machine.
-        options: Options of timing.
 
     Attributes:
         device: Device as run files name it.

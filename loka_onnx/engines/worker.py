@@ -102,12 +102,7 @@ def _serve(backend: Backend, request: BuildRequest, directory: Path) -> BuildRes
 
 
 def _first_batches(runner: Runner, request: BuildRequest) -> None:
-    """Run the smallest batch, and the largest that the sample has rows for.
-
-    Raises:
-        DataError: The sample has fewer rows than the smallest batch.
-        EngineError: An output does not have one row per row of the batch.
-    """
+    """Run the smallest batch, and the largest that the sample has rows for."""
     with np.load(request.sample, allow_pickle=False) as arrays:
         sample = {name: np.asarray(arrays[name]) for name in arrays.files}
     rows = min((len(value) for value in sample.values()), default=0)

@@ -28,13 +28,7 @@ NUMPY, TORCH, CUPY = "numpy", "torch", "cupy"
 
 @dataclass(frozen=True)
 class Kind:
-    """Library and device of arrays.
-
-    Attributes:
-        library: Name of its module.
-        device_type: DLPack's number.
-        device: Number of the device.
-    """
+    """Library and device of arrays."""
 
     library: str = NUMPY
     device_type: int = CPU
@@ -136,7 +130,6 @@ def allocator(kind: Kind, stream: int) -> Allocate:
 
     Args:
         kind: Kind of the answer; not NumPy's.
-        stream: CUDA stream that writes the outputs.
     """
     library = sys.modules[kind.library]
 

@@ -85,16 +85,10 @@ class Engine:
     """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
     Args:
-        manifest: Manifest of its bundle.
-        entry: The engine.
-        runner: Its session.
-        sample: Sample of the self-test.
         part: ``whole`` for a runner with the model's own inputs, ``dense`` for one with looked-up rows in
             place of ids.
-        serving: Options of serving.
 
     Attributes:
-        entry: The engine in the manifest.
         inputs: Inputs of a request.
         outputs: Outputs of an answer.
         part: Part of the model that it computes.

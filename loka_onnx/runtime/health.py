@@ -53,10 +53,6 @@ class Health:
     Attributes:
         ready: Whether the engine reproduces its expected outputs on the sample.
         detail: Reason why not; empty when ready.
-        engine: Id of the loaded engine.
-        backend: Its backend.
-        plan: Its plan.
-        architecture: Its architecture.
         simulated: Whether its FP8 is simulated.
         is_fallback: Whether it is the FP32 model because no other engine runs here.
         model_digest: Digest of the exported model.

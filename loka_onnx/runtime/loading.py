@@ -152,9 +152,6 @@ class _Source:
     """A verified bundle.
 
     Attributes:
-        directory: Its directory.
-        manifest: Its manifest.
-        name: Its name in messages.
         trusted_by: Who vouches for programs in it; empty for nobody.
         pin: Keeps `directory` the verified one, whatever replaces it.
     """
@@ -219,11 +216,7 @@ class _Opener:
         return engine
 
     def _runner(self, entry: EngineEntry) -> Runner:
-        """Open an engine's session, behind the lookup where requests hold ids and it takes looked-up rows.
-
-        Raises:
-            LokaError: It does not load, or differs from the manifest's description.
-        """
+        """Open an engine's session, behind the lookup where requests hold ids and it takes looked-up rows."""
         manifest = self.source.manifest
         if not self.source.trusted_by:
             _refuse_programs(self.source.directory / entry.path, entry, self._options)
@@ -346,12 +339,7 @@ def _open(bundle: Path, entry: EngineEntry, options: SessionOptions | None) -> R
 
 
 def _refuse_programs(path: Path, entry: EngineEntry, options: SessionOptions | None) -> None:
-    """Refuse a model with a program for a requested provider.
-
-    Raises:
-        EngineError: It holds one (ONNX Runtime, "EP context design": node EPContext).
-        ModelError: It is no model.
-    """
+    """Refuse a model with a program for a requested provider."""
     asked = () if options is None else options.providers
     if entry.backend != ONNXRUNTIME or all(name in _HARMLESS for name in asked):
         return
@@ -364,11 +352,7 @@ def _refuse_programs(path: Path, entry: EngineEntry, options: SessionOptions | N
 
 
 def _check_names(names: Names | None, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec]) -> None:
-    """Check the names of a file's inputs and outputs against the manifest.
-
-    Raises:
-        EngineError: It has other inputs, or different outputs.
-    """
+    """Check the names of a file's inputs and outputs against the manifest."""
     if names is None:
         return
     taken, answered = {spec.name for spec in inputs}, {spec.name for spec in outputs}

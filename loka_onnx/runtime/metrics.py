@@ -59,11 +59,8 @@ class LatencyHistogram:
     """Answered requests of one engine and batch bucket.
 
     Attributes:
-        engine: Its id.
-        batch: The bucket.
         counts: Requests by bound of `LATENCY_BOUNDS_S`, not cumulative; the last is for longer ones.
         seconds: Sum of their latencies.
-        rows: Sum of their rows.
     """
 
     engine: str
@@ -85,7 +82,6 @@ class Snapshot:
     Attributes:
         latency: One histogram for each engine and batch bucket that has served.
         errors: Requests without an answer, by kind.
-        running: Running requests.
         host_copies: Requests that were copied from a device.
         skipped: Skipped engines by cause.
         is_fallback: Whether the FP32 model serves as fallback.
@@ -179,7 +175,6 @@ class Metrics:
         Args:
             engines: Counters of each loaded engine, and its id, backend, plan and architecture.
             causes: One for each skipped engine.
-            gate: Counts running requests.
             is_fallback: Whether the FP32 model serves as fallback.
         """
         with self._lock:

@@ -20,8 +20,6 @@ class Layout:
     """Inputs of a request, prepared for comparison.
 
     Args:
-        specs: Inputs, the batch on axis 0.
-        batch: Accepted rows.
         whose: Owner of the inputs, for messages.
     """
 

@@ -106,9 +106,6 @@ def make_sampler(bundle: Path, manifest: Manifest, entry: EngineEntry, every: in
     """Make the sampler of an engine; None where its plan quantizes no activation, or `every` is 0.
 
     Args:
-        bundle: A verified bundle.
-        manifest: Its manifest.
-        entry: The engine.
         every: Interval of sampled requests; 0 for none.
     """
     if every < 1:
@@ -142,8 +139,6 @@ def limits_of_inputs(
     """Largest magnitude of each input that reaches a quantized site unchanged.
 
     Args:
-        graph: The exported model; sites are names of its nodes.
-        magnitudes: Largest magnitude of each site's activation scale.
         manifest: Manifest; where the model was cut, the cut tensors are inputs too.
     """
     names = {spec.name for spec in manifest.inputs}

@@ -61,7 +61,6 @@ def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle 
     """Reason why an engine is not tried on this host; None where it is.
 
     Args:
-        entry: The engine.
         wanted: Part of the model that requests are for.
         is_trusted: Whether programs of the bundle may be loaded.
     """
@@ -159,11 +158,7 @@ def _other_version(entry: EngineEntry) -> Obstacle | None:
 
 
 def _version_here(backend: str) -> str:
-    """Version of the library that runs a backend's engines.
-
-    Raises:
-        MissingPackage: It is not installed.
-    """
+    """Version of the library that runs a backend's engines."""
     if backend in {ONNXRUNTIME, ONNXRUNTIME_TENSORRT}:
         return str(import_onnxruntime().__version__)
     if backend in _VENDORS:

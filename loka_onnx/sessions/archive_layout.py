@@ -118,10 +118,6 @@ class Header:
     """A header as read from an archive, untrusted.
 
     Attributes:
-        path: The name.
-        flags: General purpose bit flags.
-        method: Compression method.
-        crc: CRC-32 of the content.
         bytes: Uncompressed size of the content.
         mode: Type and permissions of the file; 0 in a local header.
         offset: Offset of the entry; 0 in a local header.

@@ -84,9 +84,6 @@ class BoundSession(Runner):
     records its CUDA graph. Calls from several threads run one after the other.
 
     Args:
-        engine: Path of the model; external data is mapped from beside it.
-        settings: Settings of the engine.
-        device: Number of the GPU.
         writes: Whether the provider keeps its programs beside the engine, as during a build; otherwise it
             gets a copy to write into, because an engine's files do not change.
         threads: CPU threads of one operator; 0 lets ONNX Runtime choose.
@@ -364,9 +361,6 @@ def open_bound(
     """Load an engine with the settings beside it, on the first GPU of its architecture.
 
     Args:
-        engine: The ONNX file.
-        backend: Backend that built it.
-        architecture: Architecture that it was built for.
         version: Expected version of ONNX Runtime; not checked when empty.
         threads: CPU threads of one operator; 0 lets ONNX Runtime choose.
 

@@ -25,7 +25,6 @@ class BoundSettings:
     """Settings of an engine; the document beside it.
 
     Attributes:
-        provider: Key of the provider.
         version: ONNX Runtime that built it.
         options: Options of the provider, other than the device and the directory of its programs.
         sizes: Batch sizes with fixed buffers, ascending; empty: every batch runs unpadded.

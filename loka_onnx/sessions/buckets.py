@@ -34,7 +34,6 @@ def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
     """Split a request: the largest program while it is full, then the smallest that holds the rest.
 
     Args:
-        rows: Rows of the request.
         sizes: Batch sizes of the programs, ascending.
 
     Raises:
@@ -61,7 +60,6 @@ def padded(value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
 
     Args:
         value: Shape (rows of the request, …).
-        piece: Rows to take.
 
     Returns:
         Shape (piece.size, …), C order; the array itself where the piece is all of it.
@@ -96,8 +94,6 @@ def run_in_buckets(
     """Serve a request with programs of fixed sizes.
 
     Args:
-        run: Runs one of them.
-        inputs: One array per graph input, the batch on axis 0.
         sizes: Batch sizes of the programs, ascending.
         batched: Outputs whose axis 0 is the batch; others are taken from the first piece.
 

@@ -68,9 +68,7 @@ def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = sile
     """Verify a bundle in either form.
 
     Args:
-        path: Its directory, or its archive.
         keys: Accepted public keys; without keys, no signature is required.
-        progress: Called with bytes done.
 
     Raises:
         BundleInvalid: It does not verify, or no accepted key signed it.
@@ -89,9 +87,7 @@ def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
     """Write the bundle of an archive as a directory, atomically.
 
     Args:
-        archive: The archive.
         directory: Destination; a bundle there is replaced as a whole.
-        progress: Called with bytes done.
 
     Returns:
         The directory, with links resolved.
@@ -112,7 +108,6 @@ def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
     """Unpack an archive into a temporary directory for a block.
 
     Args:
-        archive: The archive.
         parent: Directory for it; None for the system's temporary directory.
 
     Yields:
@@ -395,11 +390,7 @@ class _Archive:
         return any(file.path == path for file in self.manifest.files)
 
     def _content(self, file: BundleFile) -> Iterator[bytes]:
-        """Yield a file's content in chunks; it is verified after the last one.
-
-        Raises:
-            BundleInvalid: It was altered.
-        """
+        """Yield a file's content in chunks; it is verified after the last one."""
         entry = self._entries[file.path]
         state, crc, done, start = hashlib.sha256(), 0, 0, entry.content
         while done < entry.bytes:

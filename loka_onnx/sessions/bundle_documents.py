@@ -65,9 +65,6 @@ def parse_document(kind: type[T], data: bytes, name: str, where: Path) -> T:
     """Parse a sealed document.
 
     Args:
-        kind: Its type.
-        data: The bytes.
-        name: Its name in the bundle.
         where: The bundle, for messages.
 
     Raises:

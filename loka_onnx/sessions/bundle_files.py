@@ -105,9 +105,7 @@ def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progr
     Everything is read from one directory even if another replaces it meanwhile, and each document once.
 
     Args:
-        directory: The bundle.
         keys: Accepted public keys; without keys, no signature is required.
-        progress: Called with bytes done.
 
     Raises:
         BundleInvalid: See `verify_bundle`; or no accepted key signed it.
@@ -146,7 +144,6 @@ def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.Mod
     """Check that the ONNX models of a bundle read weights only from its files.
 
     Args:
-        manifest: Its manifest.
         where: The bundle, for messages.
         load: Reads the model at a path of the manifest, without external data.
 

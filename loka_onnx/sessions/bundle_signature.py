@@ -39,7 +39,6 @@ class KeySignature:
 
     Attributes:
         key: Fingerprint of the key: SHA-256 of the 32 bytes of the public key, hexadecimal.
-        signature: The 64 bytes of the signature, hexadecimal.
     """
 
     __pydantic_config__ = STRICT
@@ -54,7 +53,6 @@ class BundleSignature:
 
     Attributes:
         manifest: SHA-256 of the bytes of the manifest that was signed.
-        signatures: One entry per key, sorted by it.
         seal: SHA-256 of this document with these digits as zeros.
     """
 
@@ -75,7 +73,6 @@ def verify_signature(directory: Path, keys: Sequence[Path]) -> str:
     """Verify that an accepted key signed the manifest of a bundle; `verify_bundle` checks the files.
 
     Args:
-        directory: The bundle.
         keys: Accepted public keys, PEM files (SubjectPublicKeyInfo).
 
     Returns:

@@ -97,7 +97,6 @@ class CudaGraph:
     """A captured CUDA graph.
 
     Args:
-        driver: The driver.
         graph: Handle of the captured graph; freed here.
         stream: Stream that it is launched on.
 
@@ -130,9 +129,6 @@ class CudaContext:
     Each name has a buffer on the device and one in page-locked host memory, because only copies from such
     memory are asynchronous and can be captured into a graph. The context is current in the thread that made
     it; another thread must `activate` it first.
-
-    Args:
-        index: Number of the device.
 
     Raises:
         EngineError: The driver refuses.

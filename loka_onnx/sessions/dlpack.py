@@ -65,13 +65,8 @@ class Borrowed:
     """An array of another library, in C order.
 
     Attributes:
-        address: Address of its first element on its device.
-        shape: The batch is axis 0.
-        dtype: Element type.
         device_type: ``DLDeviceType`` of its memory.
-        device: Number of that device.
         capsule: Keeps the memory alive; one other consumer may take it.
-        source: The original array.
     """
 
     address: int
@@ -125,7 +120,6 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
     """Borrow an array.
 
     Args:
-        value: An object with ``__dlpack__`` and ``__dlpack_device__``.
         stream: CUDA stream that will use it, ordered after work that its library has queued on it; None for
             host memory.
 

@@ -35,12 +35,6 @@ def check_opens(module: str, version: str, engine: Path, device: CudaDevice) -> 
     An engine that is refused without a crash passes: the next opening raises that error. A child that cannot
     start is logged, and passes too.
 
-    Args:
-        module: Name of the vendor module.
-        version: Its version.
-        engine: Serialized engine.
-        device: The GPU.
-
     Raises:
         EngineError: The child ended while the library opened the engine.
     """

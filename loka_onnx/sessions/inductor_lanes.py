@@ -176,8 +176,6 @@ class DeviceLane(Lane):
     """Runs programs on a GPU, by CUDA graphs for served batch sizes.
 
     Args:
-        torch: The module.
-        engine: Manifest of the engine.
         calls: The loaded programs, by name; emptied by `close`.
         gpu: The GPU; closed with the lane.
 

@@ -36,13 +36,7 @@ _VECTOR_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes
 
 @dataclass(frozen=True)
 class InputPort:
-    """An input with the batch on axis 0.
-
-    Attributes:
-        name: Its name in the ONNX graph.
-        dtype: NumPy name of its element type.
-        row_shape: Shape without the batch.
-    """
+    """An input with the batch on axis 0."""
 
     name: str
     dtype: str
@@ -79,10 +73,8 @@ class Program:
     """One compiled program of a package.
 
     Attributes:
-        name: Its name in the package.
         minimum: Fewest rows.
         maximum: Most rows; `minimum` for a single size.
-        products: Its matrix products, in order.
         entering: PyTorch element types of the floating tensors that enter each site's node.
     """
 
@@ -95,15 +87,7 @@ class Program:
 
 @dataclass(frozen=True)
 class CompiledSite:
-    """Lowered form of a product of the ONNX graph (`engines.inductor.lowering`).
-
-    Attributes:
-        site: Its name.
-        kernel: Kernel that computes it.
-        operands: Element types that are multiplied.
-        engaged: Whether these are FP8.
-        reason: Reason why not, or a remark.
-    """
+    """Lowered form of a product of the ONNX graph (`engines.inductor.lowering`)."""
 
     site: str
     kernel: str
@@ -117,7 +101,6 @@ class NeededPackage:
     """A package whose operators the programs call.
 
     Attributes:
-        distribution: Name of its distribution.
         version: Version that the programs were compiled and timed with.
         module: Module that registers the operators on import.
     """
@@ -136,14 +119,8 @@ class InductorEngine:
         architecture: Target: ``cpu``, or an NVIDIA architecture.
         instruction_sets: Vector instruction sets of the build host; the host part of every program is
             compiled for them.
-        inputs: Inputs in the order of the programs' arguments.
-        outputs: Outputs in the order of the programs' results.
-        minimum: Fewest rows of a request.
-        maximum: Most rows of a request.
         sizes: Served batch sizes, ascending: CUDA graphs are captured for them.
         programs: One for every batch size, or one for each of `sizes`.
-        sites: Lowered form of each product.
-        options: Options of the build.
         packages: Packages to import before the programs are loaded.
     """
 
@@ -229,12 +206,6 @@ def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:
 
 def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], package: Path) -> None:
     """Refuse an engine that would crash with this host's PyTorch or processor.
-
-    Args:
-        engine: Its manifest.
-        torch_version: Version of PyTorch here.
-        host: Vector instruction sets here.
-        package: Its file, for the message.
 
     Raises:
         EngineError: PyTorch has another major or minor version, or the processor lacks an instruction set of

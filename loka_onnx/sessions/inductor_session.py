@@ -55,7 +55,6 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
     """Load a package on the CPU, or on the first GPU of its architecture, after checking that the host fits.
 
     Args:
-        package: The ``.pt2`` file.
         architecture: Target of the build: ``cpu``, or for example ``sm90``.
 
     Raises:
@@ -166,11 +165,6 @@ def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Pl
     sizes: the CUDA graph of the smallest size that holds the rows and is at most `MOST_PADDING` times as
         large; else the program
     itself, kernel by kernel.
-
-    Args:
-        engine: The engine.
-        rows: Rows of the request.
-        captures: Whether there are CUDA graphs.
 
     Raises:
         EngineError: The engine was not built for that many rows.

@@ -40,7 +40,6 @@ class Compilation:
     """Options of compiling a program.
 
     Attributes:
-        target: ``gpu`` or ``ref``.
         exhaustive_tune: Whether to time every kernel for each product, which takes minutes.
         fast_math: Whether functions may be approximated (the library's default).
     """
@@ -119,7 +118,6 @@ def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) ->
     silently becomes 1.
 
     Args:
-        migraphx: The module.
         model: ONNX file in the dialect; external data is read from beside it.
         dims: Every axis of every input.
 
@@ -152,7 +150,6 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
     lost in releases whose `add_instruction` does not take them.
 
     Args:
-        migraphx: The module.
         program: Program of a model whose E4M3FN bits are typed as E4M3FNUZ.
 
     Raises:
@@ -280,7 +277,6 @@ def run_program(
     """Run a compiled program.
 
     Args:
-        migraphx: The module.
         program: Program compiled with ``offload_copy``, which uses host memory.
         inputs: Every parameter, in its type and shape. They are referenced during the run, which
             `migraphx.argument` does not do.

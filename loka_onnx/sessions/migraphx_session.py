@@ -71,9 +71,6 @@ class MigraphxEngine:
     Attributes:
         architecture: LLVM target of the programs, or ``cpu``.
         version: Version of MIGraphX that compiled them.
-        programs: Programs by ascending batch size.
-        inputs: Inputs of a request.
-        outputs: Outputs of an answer.
     """
 
     SCHEMA: ClassVar[str] = "migraphx-engine/1"
@@ -147,7 +144,6 @@ def open_migraphx(engine: Path, architecture: str, version: str = "") -> Migraph
 
     Args:
         engine: Its manifest; the programs are beside it.
-        architecture: Target of the build, for example ``gfx942``, or ``cpu``.
         version: Version of MIGraphX that built it; empty: that of the manifest.
 
     Raises:
@@ -238,11 +234,7 @@ def _converted(inputs: Mapping[str, npt.NDArray[Any]], spec: ProgramInput) -> np
 
 
 def _check_parameters(loaded: Any, program: ProgramFile, document: MigraphxEngine) -> None:
-    """Refuse buffers of other sizes, which the library would read out of bounds.
-
-    Raises:
-        EngineError: The program's parameters differ from the manifest's.
-    """
+    """Refuse buffers of other sizes, which the library would read out of bounds."""
     expected = {spec.name: (program.rows, *spec.shape) for spec in document.inputs}
     found = {name: parameter.shape for name, parameter in parameters_of(loaded).items()}
     # A program lacks inputs that its outputs do not depend on.

@@ -167,8 +167,6 @@ class OnnxSession(Runner):
         Args:
             proto: The model; initializers of its main graph may be external data.
             weights: Values of those initializers, by name, in C order; used in place and not to be changed.
-            model: Path by which errors name the model.
-            options: Options of the session.
 
         Raises:
             ModelError: ONNX Runtime refuses the model.
@@ -206,7 +204,6 @@ class OnnxSession(Runner):
         """Run one batch.
 
         Args:
-            inputs: One array per graph input, the batch on axis 0.
             outputs: Names of the outputs to compute; all when None.
 
         Raises:

@@ -29,7 +29,6 @@ class Pin:
     Attributes:
         path: Path for opening its files, valid in this process and its forks until the pin ends.
         name: Path that it was opened by, used in messages.
-        status: Its device and inode.
     """
 
     path: Path
@@ -65,9 +64,6 @@ class Pin:
 @contextlib.contextmanager
 def pinned(directory: Path) -> Iterator[Pin]:
     """Pin a directory for a block.
-
-    Args:
-        directory: The directory, or a link to it.
 
     Yields:
         The pin. Errors of this package that leave the block show the name in place of the pin's path.

@@ -19,7 +19,6 @@ class PlacedNode:
 
     Attributes:
         name: Name of the node, in the graph after basic optimizations.
-        op: Its operator.
         provider: ONNX Runtime's name of the provider.
     """
 
@@ -34,8 +33,6 @@ def start_session(engine: Path, settings: Any, chain: list[tuple[str, dict[str, 
     By itself, ONNX Runtime falls back to the CPU where a provider does not start, and only logs it.
 
     Args:
-        engine: Path of the model.
-        settings: `onnxruntime.SessionOptions`.
         chain: Providers and their options, from `provider_chain`.
 
     Raises:

@@ -118,9 +118,6 @@ def provider_chain(
     """Providers of a session in order; each runs what the ones before do not support.
 
     Args:
-        provider: Provider that should run everything.
-        options: Its options in the engine's settings.
-        device: Number of its GPU.
         programs: Directory of compiled programs; None: not kept.
         timing: Directory of kernel timings between builds; None: not kept.
     """
@@ -140,11 +137,7 @@ def provider_chain(
 
 
 def timing_directory(version: str) -> Path:
-    """Directory of the timing caches of TensorRT's provider, which names files by architecture.
-
-    Args:
-        version: Version of ONNX Runtime, which is built for one version of TensorRT.
-    """
+    """Directory of the timing caches of TensorRT's provider, which names files by architecture."""
     return cache_directory() / "timing" / f"{ONNXRUNTIME_TENSORRT}-{version}"
 
 
@@ -221,10 +214,6 @@ def list_amd_devices(nodes: Path = KFD_NODES, cards: Path = DRM_CARDS) -> tuple[
     `drivers/gpu/drm/amd/amdkfd/kfd_topology.c`); LLVM spells minor and stepping as one hexadecimal digit
     each. The product's name, if the board has one, is the card's ``product_name`` (Linux, "AMDGPU Misc
     Information", section "product_name").
-
-    Args:
-        nodes: Directory of the driver's topology.
-        cards: Directory of the graphics cards.
     """
     found = []
     for node in sorted(nodes.glob("*/properties"), key=lambda path: int(path.parent.name)):

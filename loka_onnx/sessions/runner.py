@@ -99,7 +99,6 @@ class Runner(ABC):
 
         Args:
             inputs: One array per graph input, in its type, borrowed for `stream`.
-            allocate: Makes the outputs.
 
         Raises:
             EngineError: See `run`.

@@ -28,8 +28,6 @@ def map_in_order(work: Callable[[A], B], items: Iterable[A], streams: int) -> It
     At most two items per stream are in flight, which bounds memory.
 
     Args:
-        work: Called in a worker thread.
-        items: Consumed lazily.
         streams: Number of threads, at least 1.
     """
     waiting: deque[Future[B]] = deque()

@@ -66,9 +66,6 @@ def open_engine(
     """Deserialize an engine on the first GPU of its architecture, after the driver has answered.
 
     Args:
-        vendor: Library that built it.
-        engine: Serialized engine.
-        architecture: Target of the build, for example ``sm89``.
         version: Version of the library that built it; not checked when empty.
         is_new: Whether it may never have been opened on this host, so that a child process opens it first.
 
@@ -99,10 +96,7 @@ class _Lane:
     """An execution context with its CUDA graphs and current state.
 
     Attributes:
-        context: The execution context, with its optimization profile.
         is_captured: Whether its work becomes a CUDA graph: it serves a single batch size.
-        inputs: Its current input shapes.
-        outputs: The output shapes that follow.
         moves: `CudaContext.moves` when its buffers were set.
         is_warm: Whether it has run with these shapes and buffers.
         graph: Graph of a batch: copies to the device, the engine, copies back.
@@ -133,9 +127,6 @@ class TensorRtSession(Runner):
     Calls from several threads run one after the other.
 
     Args:
-        trt: The vendor module.
-        engine: Serialized engine.
-        device: Number of the GPU.
         cuda_graphs: Whether tuned batch sizes are captured into CUDA graphs.
 
     Raises:
@@ -351,11 +342,7 @@ class TensorRtSession(Runner):
         return chosen
 
     def _bind(self, lane: _Lane, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Set shapes and buffers that differ from the context's.
-
-        Raises:
-            EngineError: A shape is outside the optimization profile.
-        """
+        """Set shapes and buffers that differ from the context's."""
         context = lane.context
         if lane.inputs != shapes:
             lane.drop_graphs()

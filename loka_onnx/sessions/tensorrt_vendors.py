@@ -12,14 +12,7 @@ from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
 
 @dataclass(frozen=True)
 class Vendor:
-    """A library of the TensorRT family.
-
-    Attributes:
-        module: Module to import.
-        title: Its name in messages.
-        package: Its package on PyPI.
-        extra: Extra of this project that installs it.
-    """
+    """A library of the TensorRT family."""
 
     module: str
     title: str

@@ -77,8 +77,6 @@ class Measured:
     """One candidate at one site.
 
     Attributes:
-        site: Name of the site.
-        kernel: Name of the candidate.
         us: Median latency by batch size, microseconds.
         error: Root mean square error relative to the exact product of the same values.
         obstacle: Reason why it was not measured or may not be chosen; empty otherwise.
@@ -93,13 +91,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Measurements, and the choice that follows from them.
-
-    Attributes:
-        measured: Every candidate of every site.
-        tried: Candidates by site and name.
-        otherwise: Strategy of all other products.
-    """
+    """Measurements, and the choice that follows from them."""
 
     measured: tuple[Measured, ...]
     tried: Mapping[tuple[str, str], ProductStrategy]
@@ -122,12 +114,7 @@ class Chosen:
 
 @dataclass(eq=False)
 class Recorder(EpilogueStrategy):
-    """Computes products by the library and keeps their operands.
-
-    Attributes:
-        library: Strategy that computes them.
-        seen: First product of each site, with its epilogue.
-    """
+    """Computes products by the library and keeps their operands."""
 
     library: ProductStrategy
     seen: dict[str, tuple[FloatProduct, Epilogue]] = field(default_factory=dict)
@@ -152,9 +139,7 @@ def candidates(
     """Return the candidates of a product by name.
 
     Args:
-        product: Product to compute.
         fast_accumulation: Whether FP8 sums may keep fewer bits than FP32.
-        packages: Other installed packages.
         fewest_rows: Rows of the product in the smallest served request; None: as in `product`.
     """
     exact = ScaledMatMul()
@@ -207,12 +192,6 @@ def compile_candidates(
 ) -> None:
     """Compile every tile of every product in parallel, ahead of timing. Compile errors surface when it is
     measured.
-
-    Args:
-        seen: Product and epilogue by site, on a GPU.
-        batch: See `choose_kernels`.
-        sizes: See `choose_kernels`.
-        fast_accumulation: See `candidates`.
     """
     different = {_key(product, epilogue): (product, epilogue) for product, epilogue in seen.values()}
 
@@ -265,9 +244,6 @@ def choose_kernels(
         seen: Product on real values and epilogue by site, on a GPU.
         batch: Rows of the request that the values come from.
         sizes: Served batch sizes.
-        progress: Called after each site.
-        fast_accumulation: See `candidates`.
-        packages: See `candidates`.
     """
     strategies: dict[tuple[str, str], ProductStrategy] = {}
     measured: list[Measured] = []
@@ -428,12 +404,7 @@ def _error(strategy: ProductStrategy, case: _Case) -> float:
 
 
 def time_in_graph(run: Callable[[], object], launches: int = _LAUNCHES) -> float:
-    """Median time of one launch in a CUDA graph, microseconds.
-
-    Args:
-        run: Launches the kernel.
-        launches: Launches in the graph.
-    """
+    """Median time of one launch in a CUDA graph, microseconds."""
     for _ in range(2):
         run()
     torch.cuda.synchronize()

@@ -101,8 +101,6 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     """Build a package; call it only in a child process, which PyTorch may crash.
 
     Args:
-        request: Model, plan and target.
-        into: Directory for the package.
         compilers: The C++ compiler, already set in the environment (`toolchain.build_environment`).
 
     Raises:
@@ -255,12 +253,7 @@ def output_ports(graph: onnx.GraphProto) -> tuple[OutputPort, ...]:
 
 
 def lower_model(model: Path, products: Any) -> Any:
-    """Lower a model to a PyTorch module whose operators carry the names of their ONNX nodes.
-
-    Args:
-        model: Planned model, fused or not.
-        products: `ProductStrategy` of its FP8 products.
-    """
+    """Lower a model to a PyTorch module whose operators carry the names of their ONNX nodes."""
     import loka_onnx.engines.inductor.kernels.operators  # noqa: F401 (registers what fusions write)
     from loka_onnx.engines.inductor.lowering.model import LoweringOptions, lower
     from loka_onnx.engines.inductor.lowering.registry import OPERATORS
@@ -297,11 +290,7 @@ def torch_device(architecture: str) -> Any:
 
 
 def compiled_sites(lowered: Sequence[Mapping[str, Any]]) -> tuple[CompiledSite, ...]:
-    """Merge the lowered products of all programs by node; programs may use different kernels.
-
-    Args:
-        lowered: `LoweredSite` of every site, for each program.
-    """
+    """Merge the lowered products of all programs by node; programs may use different kernels."""
     found = []
     for name, site in lowered[0].items():
         kernels = dict.fromkeys(each[name].kernel for each in lowered)

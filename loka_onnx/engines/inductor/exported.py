@@ -95,7 +95,6 @@ def entering_types(graph: Any, names: Collection[str]) -> dict[str, tuple[str, .
     """Element types of the floating tensors that enter the operators of each node from other nodes.
 
     Args:
-        graph: `torch.fx.Graph` of an exported program.
         names: Nodes of the ONNX graph; one without operators is left out.
     """
     found: dict[str, dict[str, None]] = {}

@@ -40,7 +40,6 @@ class PackageOperator:
     """An operator that multiplies (M, K) by the transpose of (N, K), both E4M3FN, and returns BF16.
 
     Attributes:
-        name: Its name in the namespace of its package.
         per_channel: Whether its arguments are ``XQ, WQ, x_scale, w_scale, bias, use_fast_accum``, with a
             scale for each row and each column; otherwise ``XQ, WQ, scale, use_fast_accum``.
         capabilities: Compute capabilities of its kernels.
@@ -68,10 +67,8 @@ class OperatorPackage:
 
     Attributes:
         module: Module that registers them on import; one of `OPERATOR_MODULES`.
-        namespace: Their namespace.
         built_for: PyTorch release of each of its releases, where published: its libraries may crash with
             another.
-        operators: The operators.
     """
 
     module: str

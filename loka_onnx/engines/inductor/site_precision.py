@@ -64,7 +64,6 @@ def product_calls(sources: Sequence[str], named: Sequence[str] = ()) -> Counter[
     program.
 
     Args:
-        sources: Generated files.
         named: Operators called by number (`read_called_operators`).
     """
     found = Counter[str]()
@@ -82,13 +81,7 @@ def site_precisions(
     calls: Mapping[str, Mapping[str, int]],
     planned: Sequence[tuple[Site, Precision]],
 ) -> tuple[SitePrecision, ...]:
-    """Return the precision of each planned site.
-
-    Args:
-        engine: Manifest of the engine.
-        calls: `product_calls` of each program.
-        planned: Sites with their planned precisions.
-    """
+    """Return the precision of each planned site."""
     compiled = {site.site: site for site in engine.sites}
     return tuple(_site_precision(engine, calls, compiled, each) for each in planned)
 

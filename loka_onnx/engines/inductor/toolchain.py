@@ -32,7 +32,6 @@ def find_compilers(
 
     Args:
         environment: Environment variables; None: those of this process.
-        system: Compilers of the system.
     """
     variables = os.environ if environment is None else environment
     pairs = [

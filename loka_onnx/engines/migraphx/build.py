@@ -44,9 +44,6 @@ class BuildSettings:
     Attributes:
         architecture: LLVM target, for example ``gfx942``, or ``cpu`` for the reference target.
         batch: Rows per request; each served size gets a program.
-        exhaustive_tune: Whether to time every kernel.
-        fast_math: Whether functions may be approximated.
-        holds_float8: Whether the plan has FP8 sites.
         problem_cache: File with results of tuning, for the device and version in its name.
     """
 
@@ -65,12 +62,6 @@ class BuildSettings:
 
 def build_engine(migraphx: Any, model: Path, settings: BuildSettings, into: Path) -> Path:
     """Build and write the programs and their manifest.
-
-    Args:
-        migraphx: The vendor module.
-        model: The planned model; external data is read from beside it.
-        settings: Settings of the build.
-        into: Directory for the engine.
 
     Returns:
         The manifest.

@@ -67,8 +67,6 @@ def write_dialect(model: onnx.ModelProto, folder: Path, form: Float8Form) -> onn
 
     Args:
         model: The planned model; not changed. Its external data stays external unless a rule changes it.
-        folder: Directory of its external data.
-        form: Form of FP8 for the device.
 
     Raises:
         ModelError: A planned product has a form that MIGraphX cannot honour.

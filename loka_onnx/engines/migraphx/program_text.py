@@ -30,13 +30,9 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        name: Its name.
         operation: Operator, for example ``quant_dot`` or ``gpu::code_object``.
-        attributes: Its attributes, in brackets.
-        inputs: Names of its inputs.
         type: Element type of its result without ``_type``: ``float``, ``half``, ``bf16``, ``fp8e4m3fn``;
             empty where none is printed.
-        shape: Lengths of its result.
         symbols: Names of its ONNX nodes, where the release prints them.
     """
 

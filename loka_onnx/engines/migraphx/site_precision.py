@@ -55,10 +55,8 @@ class Product:
     """A product of a compiled program.
 
     Attributes:
-        instruction: Its instruction.
         factors: Types of the multiplied values: FP8 where they come from a DQ of FP8.
         weight: K and N of the stored factor; None where both are computed.
-        shapes: Lengths of its inputs.
         is_float8: Whether the device multiplies FP8.
     """
 

@@ -77,11 +77,6 @@ _DECLINES: Mapping[str, Callable[[PrecisionPlan], str | None]] = {
 def settings_for(provider: Provider, request: BuildRequest, version: str) -> BoundSettings:
     """Settings for loading an engine, with fixed buffers for the request's batch sizes.
 
-    Args:
-        provider: Provider that runs it.
-        request: The engine to build.
-        version: Version of ONNX Runtime.
-
     Raises:
         ModelError: TensorRT needs the shape of every input, and one has a dynamic axis besides the batch.
     """

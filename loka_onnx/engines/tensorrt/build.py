@@ -48,7 +48,6 @@ class BuildSettings:
     """Settings of a build.
 
     Attributes:
-        architecture: Target, for example ``sm89``.
         batch: Rows per request; becomes the optimization profiles.
         optimization_level: Effort of the builder's search, 0 to 5; None for its default.
         workspace_mib: Most scratch memory of a tactic; None for all of the device's.
@@ -77,8 +76,6 @@ def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -
     Args:
         trt: The vendor module, `tensorrt_rtx` or `tensorrt`.
         model: ONNX file; external data is read from beside it.
-        settings: Settings of the build.
-        target: File to write.
 
     Raises:
         ModelError: The parser refuses the model.
@@ -171,11 +168,7 @@ def _parser_errors(parser: Any) -> str:
 
 
 def _configure(trt: Any, config: Any, settings: BuildSettings) -> None:
-    """Apply the settings.
-
-    Raises:
-        EngineError: The module lacks a setting, which it would otherwise ignore silently.
-    """
+    """Apply the settings."""
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if hasattr(trt.BuilderFlag, "TF32"):
         # On by default; it rounds the operands of FP32 products to 10 bits.
@@ -206,11 +199,7 @@ def _lacks(trt: Any, option: str) -> EngineError:
 
 
 def _choose_architecture(trt: Any, config: Any, architecture: str) -> None:
-    """Select the target GPU where the module supports that; others build for the current GPU.
-
-    Raises:
-        EngineError: The module does not know the architecture.
-    """
+    """Select the target GPU where the module supports that; others build for the current GPU."""
     if not hasattr(config, "num_compute_capabilities") or not hasattr(config, "set_compute_capability"):
         return
     kinds, known = getattr(trt, "ComputeCapability", None), known_capabilities(trt)
@@ -234,11 +223,7 @@ def _profile_sizes(settings: BuildSettings) -> Iterator[tuple[int, int, int]]:
 
 
 def _profile(builder: Any, network: Any, sizes: tuple[int, int, int]) -> Any:
-    """Make one optimization profile over axis 0 of every input.
-
-    Raises:
-        ModelError: An input has another dynamic axis.
-    """
+    """Make one optimization profile over axis 0 of every input."""
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)

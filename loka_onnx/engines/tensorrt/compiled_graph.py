@@ -66,9 +66,6 @@ class Operation:
 
     Attributes:
         kind: ``fully_connected``, ``function``, ``runtime_fusion``, ``copy``, …
-        name: Its name.
-        inputs: Input tensors.
-        outputs: Output tensors.
         layers: Names of its ONNX nodes.
     """
 
@@ -85,9 +82,6 @@ class CompiledGraph:
 
     Attributes:
         architectures: Devices that it was compiled for (``sm89``); ``*`` in the program of a fusion.
-        settings: Plain entries of the header.
-        tensors: Tensors by name.
-        operations: Operations in order.
     """
 
     architectures: tuple[str, ...]
@@ -148,9 +142,6 @@ def compiled_graph_texts(engine: Path) -> tuple[str, ...]:
 def parse_compiled_graph(text: str) -> CompiledGraph:
     """Parse one compiled graph.
 
-    Args:
-        text: Starts with ``header {``; text behind the last section is ignored.
-
     Raises:
         EngineError: The text ends within a section, or lacks ``descriptors`` or ``main``.
     """
@@ -198,11 +189,7 @@ def _sections(text: str) -> Iterator[tuple[str, _Block]]:
 
 
 def _parse_block(text: str, position: int) -> tuple[_Block, int]:
-    """Parse until the closing brace of the block; iterative, because deep graphs exceed Python's stack.
-
-    Raises:
-        EngineError: The text ends first.
-    """
+    """Parse until the closing brace of the block; iterative, because deep graphs exceed Python's stack."""
     root = _Block()
     stack = [root]
     key = ""

@@ -36,11 +36,7 @@ class EngineContents:
     """Contents of an engine file, in bytes.
 
     Attributes:
-        total: Size of the file.
         constants: Size of the constants by the compiler's element type: ``fp8_e4m3``, ``bf16``, …
-        kernels: Number of generated kernels.
-        sources: Size of their source.
-        graphs: Size of the compiled graphs, as text.
     """
 
     total: int

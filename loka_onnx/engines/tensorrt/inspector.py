@@ -80,12 +80,8 @@ class EngineLayer:
     """A layer of an engine: one kernel, or a call of a library.
 
     Attributes:
-        name: Its name.
         kind: ``gemm``, ``kgen``, ``CaskConvolution``, …
         tactic: Name of the kernel; empty where it is missing.
-        inputs: Input tensors.
-        constants: Weights.
-        outputs: Output tensors.
         nodes: Names of its ONNX nodes.
     """
 
@@ -108,8 +104,6 @@ def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
     """Read the layers of an engine, for each optimization profile at its tuned batch.
 
     Args:
-        trt: The vendor module.
-        engine: A deserialized engine.
         stream: Handle of a CUDA stream of its device.
 
     Raises:

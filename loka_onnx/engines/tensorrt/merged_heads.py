@@ -33,7 +33,6 @@ class _Heads:
     Attributes:
         lead: Sizes in front of the heads, from the Reshapes.
         counts: Heads of each part.
-        width: Columns of a head.
     """
 
     lead: tuple[int, ...]

@@ -27,10 +27,7 @@ def timing_cache_file(module: str, version: str, device: str, architecture: str)
     """File of a device and version.
 
     Args:
-        module: ``tensorrt`` or ``tensorrt_rtx``.
-        version: Its version.
         device: Driver's name of the GPU: devices of one architecture differ in speed.
-        architecture: For example ``sm90``.
     """
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device} {architecture}").strip("-")
     return cache_directory() / "timing" / f"{module}-{version}" / f"{name}.cache"
@@ -41,7 +38,6 @@ class TimingCache:
     """The timing cache of one build.
 
     Attributes:
-        file: Its file.
         found: Contents of the file at the start of the build.
         attached: The vendor's cache, which the configuration does not keep alive.
     """

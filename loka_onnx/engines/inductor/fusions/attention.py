@@ -60,15 +60,10 @@ class _Found:
     """A matched attention.
 
     Attributes:
-        q: Q.
-        kt: Kᵀ.
-        v: V.
-        out: Node P · V.
         inside: All other nodes, Q · Kᵀ last.
         mask: Added mask, or a condition where `keep` or `drop` is set.
         keep: Whether the mask is true where products stay.
         drop: Whether it is true where they become −∞.
-        scale: s.
     """
 
     q: Tensor
@@ -95,11 +90,6 @@ def is_short(queries: int, keys: int, width: int) -> bool:
     multiprocessor. On an H100, 11 shapes of 200 to 10816 products took .37 to .97 of the unfused time
     (`benchmarks/records/attention-times.json`); more than 104 queries or keys were not timed. On a CPU, 2
     queries of 100 keys took 1.3 times the unfused time.
-
-    Args:
-        queries: Queries of a head.
-        keys: Keys of a head.
-        width: Elements of a head.
     """
     fits = padded(keys) * padded(width) <= SHORT_ELEMENTS
     return keys in SHORT_KEYS and queries <= SHORT_QUERIES and width <= SHORT_WIDTH and fits

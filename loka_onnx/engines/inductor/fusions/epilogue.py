@@ -17,14 +17,7 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tenso
 
 @dataclass
 class Epilogue:
-    """Matched epilogue of a product.
-
-    Attributes:
-        end: The tensor Z.
-        bias: b.
-        relu: Whether negative values become 0.
-        cross: x0 and x of a cross layer.
-    """
+    """Matched epilogue of a product."""
 
     end: Tensor
     bias: Tensor | None = None

@@ -39,7 +39,6 @@ class Tensor:
     """A tensor of the graph.
 
     Attributes:
-        name: Its name.
         kind: ONNX element type; 0 where unknown.
         shape: Lengths of its axes, None for a dynamic one; None where the rank is unknown.
         producer: The node that computes it; None for inputs and constants.
@@ -88,10 +87,6 @@ class Node:
     """A node of the graph.
 
     Attributes:
-        op: Operator.
-        name: Its name.
-        domain: Its domain; empty for ONNX's own.
-        attrs: Attributes as Python values.
         inputs: Input tensors; None for an omitted optional one.
         outputs: Output tensors; empty once another node computes them.
         source: The original node; None for a new one.
@@ -231,10 +226,7 @@ class PlannedGraph:
 
         Args:
             op: ``domain::operator``.
-            name: Name of the node.
-            inputs: Its inputs.
             outputs: Its outputs; their names, types and readers stay.
-            attrs: Attributes.
         """
         domain, _, kind = op.partition("::")
         node = Node(kind, name, domain, dict(attrs), list(inputs), list(outputs))

@@ -240,11 +240,7 @@ def _scale(node: Node, value: Value, factor: Tensor) -> Tensor:
 
 
 def _number(node: Node, value: Value) -> float:
-    """Return a constant scale as a number.
-
-    Raises:
-        EngineError: The scale is computed, so that it cannot be compiled into a kernel.
-    """
+    """Return a constant scale as a number."""
     if isinstance(value, Constant) and value.array is not None and value.array.size == 1:
         return float(value.array.reshape(())[()])
     raise node.error("a scale is not a constant number", f"it is {type(value).__name__}")

@@ -31,9 +31,6 @@ class PackageProduct(ProductStrategy):
     """An operator of a package.
 
     Attributes:
-        found: The package.
-        operator: One of its operators.
-        fast_accumulation: Whether Hopper may keep fewer bits than FP32 of partial sums.
         otherwise: Strategy for products that the operator does not take.
     """
 

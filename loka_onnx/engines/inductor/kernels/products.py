@@ -79,15 +79,7 @@ class Epilogue:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A computed product with its epilogue.
-
-    Attributes:
-        outputs: See `Epilogue.apply`.
-        kernel: Kernel that computed it (`LoweredSite.kernel`).
-        operands: Element types that were multiplied.
-        engaged: Whether these are FP8.
-        reason: Reason why not.
-    """
+    """A computed product with its epilogue."""
 
     outputs: tuple[Tensor, ...]
     kernel: str
@@ -117,11 +109,8 @@ class Tile:
     """Division of a matrix product into programs.
 
     Attributes:
-        rows: Output rows of one program.
-        columns: Output columns of one program.
         depth: Part of K in one step.
         stages: Steps that are loaded ahead.
-        warps: Warps of one program.
         is_exact: Whether FP8 sums move to FP32 registers after each step: Hopper's tensor cores keep fewer
             bits.
         split: Parts of K, each multiplied by its own program.

@@ -32,13 +32,7 @@ PRODUCTS, LOADED = 64, 128
 
 @dataclass(frozen=True)
 class Shape:
-    """Tile of a program; each side is a power of two of at least 16.
-
-    Attributes:
-        queries: Rows.
-        keys: All keys of a head.
-        width: Values of a head.
-    """
+    """Tile of a program; each side is a power of two of at least 16."""
 
     queries: int
     keys: int

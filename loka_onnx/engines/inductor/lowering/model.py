@@ -41,13 +41,9 @@ class _Program:
     """Contents of a module.
 
     Attributes:
-        inputs: Names of the graph's inputs.
-        batched: Inputs with a dynamic batch on axis 0.
-        outputs: Names of its outputs.
         steps: Its nodes that were not folded.
         constants: Constants that the steps read, by name of the tensor.
         stored: Their buffers, by name of the constant.
-        scope: State that the nodes share.
     """
 
     inputs: tuple[str, ...]

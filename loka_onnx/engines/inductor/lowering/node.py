@@ -29,8 +29,6 @@ class Scope:
     """State that the nodes of one module share.
 
     Attributes:
-        products: Strategy of FP8 products.
-        load: Returns the tensor of a constant.
         device: Device of tensors that depend on no other.
         sites: Lowered products by node name; filled when the module runs or is traced.
     """
@@ -58,14 +56,12 @@ class Node:
     """One node of the graph.
 
     Attributes:
-        op_type: Operator.
         domain: Its domain; empty for ONNX's own.
         name: Name of the node, or of its first output where it has none.
         attributes: Attributes as Python values: text as `str`, tensors as arrays.
         opset: Version of the domain that the model imports.
         inputs: Names of input tensors; empty for an omitted optional one.
         outputs: Names of output tensors; empty for an unused one.
-        scope: State that it shares with other nodes.
     """
 
     op_type: str

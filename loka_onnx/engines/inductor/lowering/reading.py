@@ -25,9 +25,7 @@ class SourceGraph:
     """The main graph of a model.
 
     Attributes:
-        inputs: Names of its inputs.
         batched: Inputs with a dynamic first axis.
-        outputs: Names of its outputs.
         constants: Its initializers, by name.
         nodes: Its nodes, producers before consumers.
     """

@@ -26,7 +26,6 @@ class Operator:
     """Lowering of an operator.
 
     Attributes:
-        lower: Its function.
         numbers: Positions of inputs that are read as numbers.
         scalars: Positions of inputs that are read as a number where they are scalar constants.
         moves: Whether it only moves the elements of its first input.

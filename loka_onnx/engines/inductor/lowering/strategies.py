@@ -30,11 +30,8 @@ class LoweredSite:
     """Lowered form of a product of the graph.
 
     Attributes:
-        name: Name of the node, and of the site.
-        op_type: Its operator.
         kernel: ``scaled_mm`` or a strategy's own name; ``dequantized`` for FP8 factors multiplied as floats,
             ``dense`` for float factors.
-        operands: Element types that the kernel multiplies.
         engaged: Whether it multiplies FP8.
         reason: Reason why it does not although a factor is FP8, or a remark on how it does.
     """
@@ -95,7 +92,6 @@ class Multiplied:
     Attributes:
         values: The result, (…, M, N).
         kernel: See `LoweredSite.kernel`.
-        operands: Element types that were multiplied.
         engaged: Whether these are FP8.
         reason: Reason why not, or a remark.
     """

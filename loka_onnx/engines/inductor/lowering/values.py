@@ -30,9 +30,7 @@ class Constant:
     """An initializer or a folded result.
 
     Attributes:
-        name: Tensor of the graph.
         dtype: Its element type in the graph; its buffer may be wider.
-        shape: Its shape in the graph.
         array: Its values; None where only the buffer holds them.
     """
 
@@ -52,7 +50,6 @@ class ShapeValue:
     """A few numbers, plain or symbolic.
 
     Attributes:
-        entries: The numbers.
         dtype: Element type of the tensor that they represent.
         scalar: Whether that tensor has rank 0; otherwise its shape is (len(entries),).
     """
