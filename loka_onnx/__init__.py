@@ -16,7 +16,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loka_onnx.bundle import verify_bundle, write_bundle
+    from loka_onnx.bundle.format.files import verify_bundle
+    from loka_onnx.bundle.writer import write_bundle
     from loka_onnx.calibration.calibrate import calibrate
     from loka_onnx.config import RunConfig, load_run_file
     from loka_onnx.engines.registry import get_backend
@@ -72,7 +73,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "bundle": ("verify_bundle", "write_bundle"),
+    "bundle.format.files": ("verify_bundle",),
+    "bundle.writer": ("write_bundle",),
     "calibration.calibrate": ("calibrate",),
     "operations.drift.measure": ("measure_drift",),
     "operations.drift.monitor": ("Monitor",),

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.files import read_sample, verify_directory
+from loka_onnx.bundle.format.pinned import Pin, pinned
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
@@ -25,11 +28,8 @@ from loka_onnx.runtime.saturation import make_sampler
 from loka_onnx.runtime.selection import in_order, obstacle
 from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.backends import get_spec
-from loka_onnx.sessions.bundle_archive import is_archive, unpacked
-from loka_onnx.sessions.bundle_files import read_sample, verify_directory
 from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.pinned import Pin, pinned
 from loka_onnx.sessions.runner import Names, Runner
 from loka_onnx.sessions.split_runner import SplitRunner
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from registry_bundles import tree
 
-from loka_onnx.bundle import verify_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import TransferOptions, pull_bundle, push_bundle
 from loka_onnx.bundle.registry import layout as registry_layout
 from loka_onnx.core.digests import digest_bytes

@@ -9,7 +9,7 @@ import pytest
 from registry_bundles import read, tree, with_files
 from sample_run import SampleRun
 
-from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import (
     TransferOptions,
     list_names,
@@ -19,6 +19,7 @@ from loka_onnx.bundle.registry import (
     resolve,
 )
 from loka_onnx.bundle.registry import layout as registry_layout
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.errors import BundleError, BundleInvalid, ConfigError, OutputError, UserError
 
 FAST = TransferOptions(threads=4)
@@ -231,7 +232,7 @@ def test_signatures_travel_and_are_checked_when_asked_for(one, url, tmp_path):
 
 
 def test_a_bundle_in_its_single_file_form_can_be_pushed(one, url, tmp_path):
-    from loka_onnx.sessions.bundle_archive import write_archive
+    from loka_onnx.bundle.format.archive import write_archive
 
     write_archive(one, tmp_path / "one.zip")
     assert push_bundle(tmp_path / "one.zip", f"{url}#prod", FAST).sent_parts == parts(one)

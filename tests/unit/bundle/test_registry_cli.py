@@ -6,7 +6,7 @@ from registry_bundles import tree, with_files
 from sample_run import SampleRun
 from typer.testing import CliRunner
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.core.digests import digest_file
 from loka_onnx.errors import BundleInvalid, CheckFailed, ConfigError, UserError

@@ -15,11 +15,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from registry_bundles import read, rewrite, tree, with_files
 from sample_run import SampleRun
 
-from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle, resolve
 from loka_onnx.bundle.registry import layout as registry_layout
 from loka_onnx.bundle.registry.names import write_pointer
 from loka_onnx.bundle.registry.store import Store
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, BundleFile
 from loka_onnx.errors import (
     BundleError,

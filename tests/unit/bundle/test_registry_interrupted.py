@@ -13,9 +13,10 @@ import pytest
 from registry_bundles import tree, with_files
 from sample_run import SampleRun
 
-from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import TransferOptions, pull_bundle, push_bundle
 from loka_onnx.bundle.registry import layout as registry_layout
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.errors import OutputError
 
 FAST = TransferOptions(threads=2)

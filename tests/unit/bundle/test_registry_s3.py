@@ -7,9 +7,9 @@ from registry_bundles import read, tree, with_files
 from s3_server import s3_server
 from sample_run import SampleRun
 
-from loka_onnx.bundle import write_bundle
 from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle, resolve
 from loka_onnx.bundle.registry import layout as registry_layout
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.errors import BundleError, BundleInvalid, OutputError, UserError
 
 PART = 10_000

@@ -3,7 +3,7 @@
 Entries are the manifest, the signature if there is one, and the files in the order of their paths,
 uncompressed; of files with equal content only the first is stored. The archive follows byte for byte from the
 bundle. A reader parses the manifest first, which gives all headers with their offsets and sizes
-(`sessions.archive_layout`), and compares them: it trusts no offset, count or size in the archive. All headers
+(`archive_layout`), and compares them: it trusts no offset, count or size in the archive. All headers
 are checked before anything is written; contents are checked against their digests while they are copied to a
 staged directory, which is moved into place last.
 """
@@ -23,6 +23,27 @@ from typing import BinaryIO, NoReturn
 
 import onnx
 
+from loka_onnx.bundle.format.archive_layout import (
+    MAX_HEADER_BYTES,
+    Header,
+    Stored,
+    central_header,
+    ending,
+    local_header,
+    parse_central,
+    parse_local,
+)
+from loka_onnx.bundle.format.documents import refuse
+from loka_onnx.bundle.format.files import Verified, check_models, verify_directory
+from loka_onnx.bundle.format.manifest import parse_manifest
+from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
+from loka_onnx.bundle.format.signature import (
+    MAX_SIGNATURE_BYTES,
+    SIGNATURE_NAME,
+    check_signature,
+    parse_signature,
+)
 from loka_onnx.core.digests import CHUNK_BYTES
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
@@ -33,28 +54,7 @@ from loka_onnx.core.manifest import (
 )
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError, OutputError
-from loka_onnx.sessions.archive_layout import (
-    MAX_HEADER_BYTES,
-    Header,
-    Stored,
-    central_header,
-    ending,
-    local_header,
-    parse_central,
-    parse_local,
-)
-from loka_onnx.sessions.bundle_documents import refuse
-from loka_onnx.sessions.bundle_files import Verified, check_models, verify_directory
-from loka_onnx.sessions.bundle_manifest import parse_manifest
-from loka_onnx.sessions.bundle_signature import (
-    MAX_SIGNATURE_BYTES,
-    SIGNATURE_NAME,
-    check_signature,
-    parse_signature,
-)
 from loka_onnx.sessions.model_files import read_model
-from loka_onnx.sessions.pinned import pinned
-from loka_onnx.sessions.replace import check_replaceable, staged_directory
 
 _NOT_OURS = "an archive of a bundle is written by `loka-onnx bundle pack` and by nothing else"
 

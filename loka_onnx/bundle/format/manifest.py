@@ -1,4 +1,4 @@
-"""Untrusted reading of a bundle's manifest, and its consistency; `sessions.bundle_files` checks the files."""
+"""Untrusted reading of a bundle's manifest, and its consistency; `bundle.format.files` checks the files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from loka_onnx.bundle.format.documents import parse_document, read_document, refuse
+from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.signature import SIGNATURE_NAME
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
     MAX_FILES,
@@ -17,10 +20,7 @@ from loka_onnx.core.manifest import (
     paths_problem,
 )
 from loka_onnx.core.split import Part
-from loka_onnx.sessions.bundle_documents import parse_document, read_document, refuse
-from loka_onnx.sessions.bundle_signature import SIGNATURE_NAME
 from loka_onnx.sessions.dlpack import DTYPES
-from loka_onnx.sessions.pinned import pinned
 
 MAX_FILE_BYTES = 1 << 50
 """Larger than any file, and valid in every size field of a header or system call."""
