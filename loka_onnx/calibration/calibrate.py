@@ -25,7 +25,7 @@ from loka_onnx.calibration.effects.sensitivity import (
     Subject,
 )
 from loka_onnx.calibration.effects.switchable import Switch
-from loka_onnx.calibration.instruments.taps import recipes_for
+from loka_onnx.calibration.observers.site_observers import recipes_for
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.instruments.arithmetic import NORM_PRECISION
+from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent

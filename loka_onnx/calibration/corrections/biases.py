@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.corrections.means import MeanRows, Means, MeanTaps, Values
-from loka_onnx.calibration.instruments.arithmetic import ActivationQuantizer
+from loka_onnx.calibration.corrections.means import MeanObservers, MeanRows, Means, Values
+from loka_onnx.calibration.observers.arithmetic import ActivationQuantizer
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Float8
 from loka_onnx.core.plan import Decision, PrecisionPlan
@@ -116,11 +116,13 @@ def fit_biases(
             products[site.name] = _Product.of(graph, site)
         except _NoBias as reason:
             left_alone[site.name] = str(reason)
-    taps = MeanTaps(graph, specs)
-    outputs = {name: taps.mean(biased(graph, p.node), p.output_axes(graph)) for name, p in products.items()}
-    exact = {name: taps.mean(p.source, p.axes) for name, p in products.items()}
-    rounded = _tap_rounded(taps, plans, products)
-    means = taps.measure(rows, path, "mean of sites")
+    observers = MeanObservers(graph, specs)
+    outputs = {
+        name: observers.mean(biased(graph, p.node), p.output_axes(graph)) for name, p in products.items()
+    }
+    exact = {name: observers.mean(p.source, p.axes) for name, p in products.items()}
+    rounded = _observe_rounded(observers, plans, products)
+    means = observers.measure(rows, path, "mean of sites")
 
     def correction(plan: PrecisionPlan, name: str) -> Values:
         product, decision = products[name], plan.decision(name)
@@ -154,17 +156,19 @@ def observe(
     """
     graph = GraphModel.load(path)
     nodes = {name: graph.node(name) for name in shapes}
-    taps = MeanTaps(graph, specs)
+    observers = MeanObservers(graph, specs)
     outputs = {
-        name: taps.mean(biased(graph, node), _axes_of(graph, node, shapes[name]))
+        name: observers.mean(biased(graph, node), _axes_of(graph, node, shapes[name]))
         for name, node in nodes.items()
     }
-    means = taps.measure(rows, path.with_suffix(".means.onnx"), "mean of the planned model")
+    means = observers.measure(rows, path.with_suffix(".means.onnx"), "mean of the planned model")
     return _site_means(means, outputs)
 
 
 def _site_means(means: Means, outputs: Mapping[str, str]) -> SiteMeans:
-    return SiteMeans({name: means.tensors[tap] for name, tap in outputs.items()}, means.scores, means.rows)
+    return SiteMeans(
+        {name: means.tensors[observer] for name, observer in outputs.items()}, means.scores, means.rows
+    )
 
 
 class _NoBias(Exception):
@@ -248,10 +252,10 @@ def _axes_of(graph: GraphModel, node: Node, shape: Sequence[int]) -> tuple[int, 
     return tuple(axis for axis, length in enumerate(padded) if length == 1)
 
 
-def _tap_rounded(
-    taps: MeanTaps, plans: Iterable[PrecisionPlan], products: Mapping[str, _Product]
+def _observe_rounded(
+    observers: MeanObservers, plans: Iterable[PrecisionPlan], products: Mapping[str, _Product]
 ) -> dict[tuple[str, str], str]:
-    """Name of the tap of each planned activation after rounding, by plan and site."""
+    """Name of the observer of each planned activation after rounding, by plan and site."""
     quantizers: dict[tuple[Float8, float], ActivationQuantizer] = {}
     found: dict[tuple[str, str], str] = {}
     for plan in plans:
@@ -265,8 +269,10 @@ def _tap_rounded(
             key = (_recipe_of(decision).format, scale)
             if key not in quantizers:
                 tensors = {p.source.name: scale for p in products.values()}
-                quantizers[key] = ActivationQuantizer(taps.model, key[0], tensors)
-            found[plan.id, name] = taps.mean(quantizers[key].values(source, f"{name}.rounded"), product.axes)
+                quantizers[key] = ActivationQuantizer(observers.model, key[0], tensors)
+            found[plan.id, name] = observers.mean(
+                quantizers[key].values(source, f"{name}.rounded"), product.axes
+            )
     return found
 
 

@@ -24,6 +24,7 @@ from loka_onnx.calibration.passes.executors import (
     Span,
     spans_in_random_order,
 )
+from loka_onnx.calibration.passes.row_order import first_rows, rows_of
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Batch, Dataset
@@ -62,20 +63,15 @@ class MeanRows:
     @property
     def spans(self) -> tuple[Span, ...]:
         """The spans that are drawn."""
-        drawn: list[Span] = []
-        left = self.most
         used = min(self.data.rows, self.first or self.data.rows)
-        for span in spans_in_random_order(used, self.batch_size, self.seed):
-            if left > 0:
-                drawn.append(Span(span.start, min(span.stop, span.start + left)))
-                left -= drawn[-1].stop - span.start
+        drawn = first_rows(spans_in_random_order(used, self.batch_size, self.seed), self.most)
         # In file order from here on: what is read in one go is read faster.
         return tuple(sorted(drawn, key=lambda span: span.start))
 
     @property
     def count(self) -> int:
         """How many rows they are."""
-        return sum(span.stop - span.start for span in self.spans)
+        return rows_of(self.spans)
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class Means:
     """Means over rows.
 
     Attributes:
-        tensors: By name of the tap, with axes that were averaged over of length 1.
+        tensors: By name of the observer, with axes that were averaged over of length 1.
         scores: Weighted mean of the logit (or regression), by output; where there is one.
         rows: Rows behind them.
     """
@@ -93,7 +89,7 @@ class Means:
     rows: int
 
 
-class MeanTaps:
+class MeanObservers:
     """Collects what a graph is to average, and makes it its outputs in place of the model's own.
 
     Args:
@@ -105,24 +101,24 @@ class MeanTaps:
         self.model, self.specs = model, tuple(specs)
         scores = expose_scores(model, {spec.name: spec.kind for spec in specs})
         self._scores = [
-            _ScoreTap(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores
+            _ScoreObserver(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores
         ]
-        kept = {tap.tensor for tap in self._scores}
+        kept = {observer.tensor for observer in self._scores}
         model.graph.outputs = [tensor for tensor in model.graph.outputs if tensor.name in kept]
-        self._taps: dict[tuple[str, tuple[int, ...]], str] = {}
+        self._observers: dict[tuple[str, tuple[int, ...]], str] = {}
 
     def mean(self, tensor: Tensor, axes: tuple[int, ...]) -> str:
-        """The mean of a tensor over some axes, which keep length 1; returns the name of the tap."""
+        """The mean of a tensor over some axes, which keep length 1; returns the name of the observer."""
         key = (tensor.name, axes)
-        if key not in self._taps:
+        if key not in self._observers:
             name = f"{tensor.name}.mean"
             to = {"to": onnx.TensorProto.DOUBLE}
             wide = self.model.add("Cast", [tensor], f"{name}.wide", np.float64, to)
             over = self.model.constant(f"{name}.axes", np.array(axes, np.int64))
             mean = self.model.add("ReduceMean", [wide, over], name, np.float64, {"keepdims": 1})
             self.model.add_output(mean, np.float64, None)
-            self._taps[key] = mean.name
-        return self._taps[key]
+            self._observers[key] = mean.name
+        return self._observers[key]
 
     def measure(self, rows: MeanRows, path: Path, task: str) -> Means:
         """Write the graph and run it over rows.
@@ -136,9 +132,9 @@ class MeanTaps:
             CalibrationError: A mean is not finite.
         """
         self.model.save(path)
-        work = _MeanWork(path, tuple(self._taps.values()), tuple(self._scores))
+        work = _MeanWork(path, tuple(self._observers.values()), tuple(self._scores))
         tensors: dict[str, Values] = {}
-        totals = {tap.output: np.zeros(2) for tap in self._scores}
+        totals = {observer.output: np.zeros(2) for observer in self._scores}
         done = 0
         with closing(rows.executor.run(work, rows.data, rows.spans, rows.batch_size)) as results:
             for result in results:
@@ -165,18 +161,20 @@ def mean_scores(
         specs: Judged outputs.
         rows: The rows.
     """
-    taps = [_ScoreTap(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores]
-    totals = {tap.output: np.zeros(2) for tap in taps}
+    observers = [
+        _ScoreObserver(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores
+    ]
+    totals = {observer.output: np.zeros(2) for observer in observers}
     for span in rows.spans:
         for batch in rows.data.batches(rows.batch_size, start=span.start, stop=span.stop):
             outputs = run(batch.inputs)
-            for tap in taps:
-                totals[tap.output] += tap.sums(outputs, batch)
+            for observer in observers:
+                totals[observer.output] += observer.sums(outputs, batch)
     return {name: float(total / weight) for name, (total, weight) in totals.items() if weight > 0.0}
 
 
 @dataclass(frozen=True)
-class _ScoreTap:
+class _ScoreObserver:
     """Where the score of an output is found, and the column of its row weights."""
 
     output: str
@@ -200,21 +198,16 @@ class _BatchMeans:
 
 @dataclass(frozen=True)
 class _MeanWork(BatchWork[_BatchMeans]):
-    path: Path
-    taps: tuple[str, ...]
-    scores: tuple[_ScoreTap, ...]
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return (self.path,)
+    observers: tuple[str, ...]
+    scores: tuple[_ScoreObserver, ...]
 
     def open(self) -> Callable[[Batch], _BatchMeans]:
         session = OnnxSession(self.path, SessionOptions(threads=1))
 
         def run(batch: Batch) -> _BatchMeans:
             outputs = session.run(batch.inputs)
-            sums = {tap.output: tap.sums(outputs, batch) for tap in self.scores}
-            return _BatchMeans({name: outputs[name] for name in self.taps}, sums)
+            sums = {observer.output: observer.sums(outputs, batch) for observer in self.scores}
+            return _BatchMeans({name: outputs[name] for name in self.observers}, sums)
 
         return run
 

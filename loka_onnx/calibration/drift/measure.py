@@ -18,7 +18,7 @@ from pathlib import Path
 from loka_onnx.calibration.drift.alarms import Changes, find_alarms
 from loka_onnx.calibration.drift.baseline import Baseline
 from loka_onnx.calibration.drift.live import Live, LiveOptions, LiveProbe
-from loka_onnx.calibration.instruments.batch_spread import COLUMN
+from loka_onnx.calibration.observers.batch_spread import COLUMN
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.core.drift import (
     DriftReport,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from loka_onnx.calibration.drift.exposition import Family, Kind
-from loka_onnx.calibration.instruments.batch_spread import COLUMN
+from loka_onnx.calibration.observers.batch_spread import COLUMN
 from loka_onnx.core.drift import DriftReport
 
 PREFIX = "loka_onnx_"

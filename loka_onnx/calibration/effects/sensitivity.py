@@ -5,7 +5,7 @@ label and is what a site is judged on; the second is reported beside it.
 
 Batches of rows in random order run through one switchable model, once exact and once for every unit of sites,
 and each leaves its sums behind (`calibration.effects.loss_totals`). At each look of the schedule
-(`effects.stopping`) whoever asked says which sites are still undecided; with none left the pass ends.
+(`effects.sensitivity`) whoever asked says which sites are still undecided; with none left the pass ends.
 Before that, the first rows run under scales that were moved a little (`calibration.effects.perturbation`).
 """
 
@@ -28,16 +28,20 @@ from loka_onnx.calibration.effects.loss_totals import (
     sum_batch,
 )
 from loka_onnx.calibration.effects.perturbation import DRAW_ROWS, draw_factors
-from loka_onnx.calibration.effects.stopping import TIGHTEST_AT_ROWS, Looks
-from loka_onnx.calibration.effects.switchable import Switch, SwitchableFile, write_switchable
-from loka_onnx.calibration.effects.units import Unit, units_of
+from loka_onnx.calibration.effects.switchable import (
+    Switch,
+    SwitchableFile,
+    Unit,
+    units_of,
+    write_switchable,
+)
 from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     Executor,
     Span,
 )
-from loka_onnx.calibration.passes.row_order import first_batches, first_rows, rows_of, scattered
+from loka_onnx.calibration.passes.row_order import first_rows, rows_of, scattered
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.profile import Sampling, WeightedMean
 from loka_onnx.core.progress import UNTIL, Progress, silent
@@ -48,6 +52,9 @@ from loka_onnx.graph.model import GraphModel
 
 KL, LABELLED = 0, 1
 """Terms of the loss change (`LossRows.terms`)."""
+FIRST_LOOK_ROWS = 4096
+GROWTH = 1.5
+TIGHTEST_AT_ROWS = 16384
 
 
 @dataclass(frozen=True)
@@ -125,11 +132,6 @@ class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
     outputs: tuple[OutputSpec, ...]
     group: str | None
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """See `BatchWork.files`."""
-        return (self.file.path,)
-
     def open(self) -> Callable[[Batch], tuple[BatchLoss, ...]]:
         """See `BatchWork.open`."""
         model = self.file.open(threads=1)
@@ -159,6 +161,34 @@ class Drawn:
     terms: tuple[tuple[Rows, ...], ...] = ()
 
 
+class Looks:
+    """Numbers of rows that are looked at.
+
+    Args:
+        limit: Most rows; there is a look when they are reached.
+        may_stop: Whether there are looks before.
+
+    Attributes:
+        taken: Looks so far.
+        may_stop_early: Whether a look before the last may come.
+    """
+
+    def __init__(self, limit: int, may_stop: bool) -> None:
+        self.limit, self.taken = limit, 0
+        self.may_stop_early = may_stop and limit > FIRST_LOOK_ROWS
+        self._next = FIRST_LOOK_ROWS if self.may_stop_early else limit
+
+    def is_due(self, done: int) -> bool:
+        """Whether so many rows are to be looked at."""
+        return done >= min(self._next, self.limit)
+
+    def take(self, done: int) -> None:
+        """A look was taken at so many rows."""
+        self.taken += 1
+        while self._next <= done:
+            self._next = max(int(self._next * GROWTH), self._next + 1)
+
+
 class SensitivityPass:
     """The pass over the calibration split.
 
@@ -186,7 +216,7 @@ class SensitivityPass:
         self.units = units_of(GraphModel.load(subject.model), subject.switches)
         order = scattered(options.rows, options.batch_size, options.seed)
         self._spans = first_rows(order, options.most)
-        self._drawn_spans = first_batches(self._spans, DRAW_ROWS, options.batch_size)
+        self._drawn_spans = first_rows(self._spans, DRAW_ROWS, options.batch_size)
         self._factors = draw_factors(options.draws)
         self._denominators = [denominator_of(spec) for spec in subject.outputs]
         self._moved = [position for position, unit in enumerate(self.units) if unit.has_scales]
@@ -262,7 +292,7 @@ class SensitivityPass:
         file = write_switchable(
             GraphModel.load(subject.model), subject.switches, subject.scales, path, factor
         )
-        return SensitivityWork(file, tuple(u.sites for u in units), subject.outputs, self.options.group)
+        return SensitivityWork(path, file, tuple(u.sites for u in units), subject.outputs, self.options.group)
 
     def _run(
         self, work: SensitivityWork, spans: Iterable[Span]

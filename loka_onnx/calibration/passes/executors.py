@@ -15,7 +15,9 @@ from typing import Generic, Self, TypeVar
 
 import numpy as np
 
+from loka_onnx.calibration.observers.reductions import Outputs, reduced_only
 from loka_onnx.data import Batch, Dataset
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.streams import map_in_order, stream_count
 
 R = TypeVar("R")
@@ -75,17 +77,25 @@ class BatchResult(Generic[R]):
     value: R
 
 
+@dataclass(frozen=True)
 class BatchWork(ABC, Generic[R]):
-    """Work on each batch; can be pickled, as long as its files are where they are here."""
+    """Work on each batch; picklable. `path` is the graph that `open` loads, readable where batches run."""
 
-    @property
-    @abstractmethod
-    def files(self) -> tuple[Path, ...]:
-        """Files that `open` reads."""
+    path: Path
 
     @abstractmethod
     def open(self) -> Callable[[Batch], R]:
-        """Load what is needed, once in each process. What it returns is called from several threads."""
+        """Load the graph, once in each process; the function returned is called from several threads."""
+
+
+@dataclass(frozen=True)
+class ReductionWork(BatchWork[Outputs]):
+    """Runs a graph whose outputs are `Reductions`."""
+
+    def open(self) -> Callable[[Batch], Outputs]:
+        """See `BatchWork.open`."""
+        session = OnnxSession(self.path, SessionOptions(threads=1))
+        return lambda batch: reduced_only(session.run(batch.inputs))
 
 
 class Executor(ABC):

@@ -14,22 +14,22 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from loka_onnx.calibration.instruments.magnitudes import tap_magnitudes
-from loka_onnx.calibration.instruments.sampling import sampling_stride
-from loka_onnx.calibration.instruments.taps import tap_errors, tap_ranges
-from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
+from loka_onnx.calibration.observers.magnitudes import observe_magnitudes
+from loka_onnx.calibration.observers.sampling import sampling_stride
+from loka_onnx.calibration.observers.site_observers import observe_errors, observe_ranges
+from loka_onnx.calibration.passes.error_pass import ErrorTotals
 from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     Executor,
     LocalExecutor,
+    ReductionWork,
     Span,
     batch_numbers,
     spans_in_order,
     spans_in_random_order,
 )
-from loka_onnx.calibration.passes.magnitude_pass import MagnitudeTotals, MagnitudeWork
-from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
+from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork, TensorRangeTotals
 from loka_onnx.calibration.passes.row_order import rows_of
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import UNTIL, Progress, silent
@@ -161,7 +161,7 @@ class Probe:
             return {}
         size = self.options.batch_size
         graph = GraphModel.load(self.model.path)
-        totals = RangeTotals(tap_ranges(graph, self.sites, sampling_stride(size)), size)
+        totals = RangeTotals(observe_ranges(graph, self.sites, sampling_stride(size)), size)
         path = scratch / "ranges.onnx"
         graph.save(path)
         for step in self._run(RangeWork(path, totals.samples), self._range_spans, "ranges"):
@@ -178,11 +178,11 @@ class Probe:
             CalibrationError: A tensor holds NaN.
         """
         graph = GraphModel.load(self.model.path)
-        totals = MagnitudeTotals(tap_magnitudes(graph))
+        totals = TensorRangeTotals(observe_magnitudes(graph))
         path = scratch / "magnitudes.onnx"
         graph.save(path)
         spans = spans_in_order(self.rows, self.options.batch_size)
-        for step in self._run(MagnitudeWork(path), spans, "magnitudes"):
+        for step in self._run(ReductionWork(path), spans, "magnitudes"):
             totals.add(step.result, step.where)
         return totals.read()
 
@@ -203,7 +203,7 @@ class Probe:
             return MeasuredErrors({}, 0)
         size, precision = self.options.batch_size, self.options.error_precision
         graph = GraphModel.load(self.model.path)
-        totals = ErrorTotals(tap_errors(graph, self.sites, self.options.recipes, scales, ranges))
+        totals = ErrorTotals(observe_errors(graph, self.sites, self.options.recipes, scales, ranges))
         path = scratch / "errors.onnx"
         graph.save(path)
         spans = (
@@ -212,7 +212,7 @@ class Probe:
             else spans_in_random_order(self.rows, size, self.options.seed)
         )
         task = "fp8 error" if precision is None else f"fp8 error{UNTIL}precise"
-        with closing(self._run(ErrorWork(path), spans, task)) as steps:
+        with closing(self._run(ReductionWork(path), spans, task)) as steps:
             for step in steps:
                 totals.add(step.result, step.where)
                 if precision is None or not step.ends_span:

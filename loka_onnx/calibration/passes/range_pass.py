@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from loka_onnx.calibration.instruments.batch_spread import SpreadTotals, without_columns
-from loka_onnx.calibration.instruments.batch_totals import BatchTotals
-from loka_onnx.calibration.instruments.reductions import Outputs, all_finite, reduced_only
-from loka_onnx.calibration.instruments.sampling import Magnitudes, MagnitudeTotals, SampleTap
-from loka_onnx.calibration.instruments.taps import RangeSlots, RangeTap
+from loka_onnx.calibration.observers.batch_spread import SpreadTotals, without_columns
+from loka_onnx.calibration.observers.magnitudes import MagnitudeObserver
+from loka_onnx.calibration.observers.reductions import BatchTotals, Outputs, all_finite, reduced_only
+from loka_onnx.calibration.observers.sampling import Magnitudes, MagnitudeTotals, SampleObserver
+from loka_onnx.calibration.observers.site_observers import RangeObserver, RangeSlots
 from loka_onnx.calibration.passes.executors import BatchResult, BatchWork
-from loka_onnx.core.statistics import RangeStats
+from loka_onnx.core.statistics import RangeStats, TensorRange
 from loka_onnx.data import Batch
 from loka_onnx.errors import CalibrationError
 from loka_onnx.numerics.histograms import histogram_of
@@ -37,20 +36,9 @@ class RangeBatch:
 
 @dataclass(frozen=True)
 class RangeWork(BatchWork[RangeBatch]):
-    """Runs a graph with range taps.
+    """Runs a graph with range observers; `samples` are the outputs that hold sampled rows."""
 
-    Attributes:
-        path: The graph.
-        samples: Where the sampled rows of each tensor are found.
-    """
-
-    path: Path
-    samples: tuple[SampleTap, ...]
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """See `BatchWork.files`."""
-        return (self.path,)
+    samples: tuple[SampleObserver, ...]
 
     def open(self) -> Callable[[Batch], RangeBatch]:
         """See `BatchWork.open`."""
@@ -67,22 +55,22 @@ class RangeTotals:
     """Adds up batches, in place.
 
     Args:
-        taps: What is measured.
+        observers: What is measured.
         batch_rows: Rows of a full batch.
     """
 
-    def __init__(self, taps: Sequence[RangeTap], batch_rows: int) -> None:
-        self.taps = tuple(taps)
+    def __init__(self, observers: Sequence[RangeObserver], batch_rows: int) -> None:
+        self.observers = tuple(observers)
         # Layouts of one tensor share its slots.
         self._positions: dict[RangeSlots, int] = {}
-        for tap in taps:
-            self._positions.setdefault(tap.slots, len(self._positions))
+        for observer in observers:
+            self._positions.setdefault(observer.slots, len(self._positions))
         self._totals = BatchTotals()
         self._magnitudes = [MagnitudeTotals() for _ in self._positions]
         self._spread = SpreadTotals(len(self._positions), batch_rows)
 
     @property
-    def samples(self) -> tuple[SampleTap, ...]:
+    def samples(self) -> tuple[SampleObserver, ...]:
         """Where the sampled rows of each tensor are found."""
         return tuple(slots.sample for slots in self._positions)
 
@@ -124,28 +112,66 @@ class RangeTotals:
         """Range of every tensor, by name."""
         spreads = self._spread.read()
         found: dict[str, RangeStats] = {}
-        for tap in self.taps:
-            position = self._positions[tap.slots]
+        for observer in self.observers:
+            position = self._positions[observer.slots]
             magnitudes = self._magnitudes[position]
-            found[tap.tensor] = replace(
-                tap.read(self._totals),
+            found[observer.tensor] = replace(
+                observer.read(self._totals),
                 histogram=histogram_of(magnitudes.counts),
-                channel_amax=() if tap.is_layout else magnitudes.channel_amax,
-                spread=without_columns(spreads[position]) if tap.is_layout else spreads[position],
+                channel_amax=() if observer.is_layout else magnitudes.channel_amax,
+                spread=without_columns(spreads[position]) if observer.is_layout else spreads[position],
             )
         return found
 
     def _not_finite(self, reduced: Outputs, rows: int, where: str) -> CalibrationError:
-        for tap in self.taps:
-            slots = tap.slots
+        for observer in self.observers:
+            slots = observer.slots
             low, high = slots.minimum.read(reduced), slots.maximum.read(reduced)
             total, squares = slots.total.read(reduced), slots.squares.read(reduced)
             if not all(map(math.isfinite, (low, high, total, squares))):
                 return CalibrationError(
-                    f"site '{tap.site}': its input '{tap.tensor}' is not finite in {where}",
+                    f"site '{observer.site}': its input '{observer.tensor}' is not finite in {where}",
                     evidence=f"amax {max(abs(low), abs(high)):g}, sum of squares {squares:g}, "
                     f"{slots.count.read(reduced, rows)} elements",
                     remedy="an FP8 scale needs a finite range: drop those rows, or clamp the input in the "
                     "model",
                 )
-        raise AssertionError("every reduction belongs to a tap")
+        raise AssertionError("every reduction belongs to a observer")
+
+
+class TensorRangeTotals:
+    """Adds up batches, in place.
+
+    Args:
+        observers: What is measured.
+    """
+
+    def __init__(self, observers: tuple[MagnitudeObserver, ...]) -> None:
+        self.observers = observers
+        self._totals = BatchTotals()
+
+    def add(self, result: BatchResult[Outputs], where: str) -> None:
+        """Take in one batch.
+
+        Args:
+            result: The batch.
+            where: Which it is, for a message.
+
+        Raises:
+            CalibrationError: A tensor holds NaN. Infinities are magnitudes.
+        """
+        if any(np.isnan(values).any() for values in result.value.values()):
+            raise self._not_a_number(result.value, where)
+        self._totals.add(result.value, result.rows)
+
+    def read(self) -> dict[str, TensorRange]:
+        """Magnitudes of every tensor, by name."""
+        return {observer.tensor: observer.read(self._totals) for observer in self.observers}
+
+    def _not_a_number(self, reduced: Outputs, where: str) -> CalibrationError:
+        first = next(t for t in self.observers if np.isnan([t.low.read(reduced), t.high.read(reduced)]).any())
+        return CalibrationError(
+            f"tensor '{first.tensor}' is not a number in {where}",
+            evidence=f"of {len(self.observers)} tensors it is the first",
+            remedy="a model that makes NaN of these rows cannot be served: drop them, or mend the model",
+        )

@@ -180,7 +180,7 @@ def _run_span(
     key: str, work: BatchWork[R], data: Dataset, span: Span, batch_size: int
 ) -> list[BatchResult[R]]:
     """What the batches of a span left behind; `key` names the run."""
-    _check_files((*work.files, data.path))
+    _check_files((work.path, data.path))
     if key not in _opened:
         _opened.clear()
         _opened[key] = work.open()

@@ -58,26 +58,15 @@ def _lengths(batches: int, batch_size: int) -> list[int]:
     return found
 
 
-def first_rows(spans: Iterable[Span], rows: int) -> list[Span]:
-    """The first spans, the last of them cut short, that hold so many rows or all there are."""
-    found: list[Span] = []
-    for span in spans:
-        if rows <= 0:
-            break
-        found.append(Span(span.start, min(span.stop, span.start + rows)))
-        rows -= found[-1].stop - span.start
-    return found
-
-
-def first_batches(spans: Iterable[Span], rows: int, batch_size: int) -> list[Span]:
-    """The first spans, cut between batches, that hold at least so many rows or all there are."""
+def first_rows(spans: Iterable[Span], rows: int, batch_size: int = 1) -> list[Span]:
+    """Return the first spans that hold `rows` rows or all there are; the last is cut between batches."""
     found: list[Span] = []
     for span in spans:
         if rows <= 0:
             break
         needed = -(-rows // batch_size) * batch_size
         found.append(Span(span.start, min(span.stop, span.start + needed)))
-        rows -= found[-1].stop - span.start
+        rows -= found[-1].rows
     return found
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drift_models import BATCH, LIVE_ROWS, PROFILE_ROWS, baseline, drift_of, live_columns, live_data
+from loka_onnx.calibration.observers.batch_spread import without_columns
 from small_models import LOGIT, columns_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.calibration.drift.baseline import Baseline
 from loka_onnx.calibration.drift.live import LiveOptions, LiveProbe
 from loka_onnx.calibration.drift.measure import DriftOptions
-from loka_onnx.calibration.instruments.batch_spread import without_columns
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.core import serde
 from loka_onnx.core.drift import DriftReport, Measure, Relevance

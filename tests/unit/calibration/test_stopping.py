@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loka_onnx.calibration.effects.stopping import Looks
+from loka_onnx.calibration.effects.sensitivity import Looks
 
 
 def looked_at(limit: int, batch: int, may_stop: bool = True) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loka_onnx.calibration.effects.stopping import Looks
+from loka_onnx.calibration.effects.sensitivity import Looks
 from loka_onnx.config.loading import build_run_config
 from loka_onnx.errors import ConfigError
 

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import onnx
 
-from loka_onnx.calibration.instruments.arithmetic import (
+from loka_onnx.calibration.observers.arithmetic import (
     NORM_PRECISION,
     ActivationQuantizer,
     bfloat16_norm,
     quantized_product,
 )
-from loka_onnx.calibration.instruments.batch_totals import BatchTotals
-from loka_onnx.calibration.instruments.reductions import Count, Reductions, Slot
-from loka_onnx.calibration.instruments.sampling import SampleTap, add_sample
+from loka_onnx.calibration.observers.reductions import BatchTotals, Count, Reductions, Slot
+from loka_onnx.calibration.observers.sampling import SampleObserver, add_sample
 from loka_onnx.core.formats import FLOAT8_SPECS
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
@@ -37,11 +36,11 @@ class RangeSlots:
     maximum: Slot
     total: Slot
     squares: Slot
-    sample: SampleTap
+    sample: SampleObserver
 
 
 @dataclass(frozen=True)
-class RangeTap:
+class RangeObserver:
     """The range of one activation.
 
     Attributes:
@@ -70,7 +69,7 @@ class RangeTap:
         )
 
 
-def tap_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tuple[RangeTap, ...]:
+def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tuple[RangeObserver, ...]:
     """Add range statistics of every activation that a site reads.
 
     Tensors in common are tapped once, and so are layouts of one tensor.
@@ -81,7 +80,7 @@ def tap_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tup
         stride: Every how many rows one is handed out for the histogram.
     """
     reductions = Reductions(model)
-    found: dict[str, RangeTap] = {}
+    found: dict[str, RangeObserver] = {}
     roots: dict[str, RangeSlots] = {}
     for site in sites:
         node = model.node(site.name)
@@ -99,7 +98,9 @@ def tap_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tup
                     reductions.squares(root, f"{name}.squares"),
                     add_sample(model, root, stride, name),
                 )
-            found[operand.tensor] = RangeTap(operand.tensor, site.name, roots[root.name], root is not tensor)
+            found[operand.tensor] = RangeObserver(
+                operand.tensor, site.name, roots[root.name], root is not tensor
+            )
     reductions.finish()
     return tuple(found.values())
 
@@ -142,7 +143,7 @@ class ActivationSlots:
 
 
 @dataclass(frozen=True)
-class ErrorTap:
+class ErrorObserver:
     """The error of one site under one recipe.
 
     Attributes:
@@ -178,7 +179,7 @@ class ErrorTap:
         )
 
 
-class ErrorTapBuilder:
+class ErrorObserverBuilder:
     """Adds the error of sites under recipes to a graph; what sites share is computed once.
 
     Args:
@@ -192,7 +193,7 @@ class ErrorTapBuilder:
     ) -> None:
         self.model, self.scales, self.ranges = model, scales, ranges
         self.reductions = Reductions(model)
-        self.found: list[ErrorTap] = []
+        self.found: list[ErrorObserver] = []
         self._quantizers: dict[str, ActivationQuantizer] = {}
         self._activations: dict[tuple[str, str], ActivationSlots] = {}
         self._exact: dict[str, tuple[Count, Slot]] = {}
@@ -206,7 +207,7 @@ class ErrorTapBuilder:
         product = quantized_product(self._quantizers[rounding], site, recipe)
         name = f"{site.name}.{recipe.id}"
         self.found.append(
-            ErrorTap(
+            ErrorObserver(
                 site.name,
                 recipe.id,
                 scales[site.activation.tensor],
@@ -219,7 +220,9 @@ class ErrorTapBuilder:
         """Tap a norm in BF16."""
         name = f"{site.name}.{NORM_PRECISION}"
         output = bfloat16_norm(self.model, site)
-        self.found.append(ErrorTap(site.name, NORM_PRECISION, None, self._output(site, output, name), None))
+        self.found.append(
+            ErrorObserver(site.name, NORM_PRECISION, None, self._output(site, output, name), None)
+        )
 
     def _output(self, site: Site, quantized: Tensor, name: str) -> OutputSlots:
         exact = self.model.node(site.name).outputs[0]
@@ -297,18 +300,18 @@ class ErrorTapBuilder:
         return self.reductions.total(as_float, f"{name}.saturated")
 
 
-def tap_errors(
+def observe_errors(
     model: GraphModel,
     sites: Sequence[Site],
     recipes: Sequence[Recipe],
     scales: dict[str, dict[str, float]],
     ranges: Mapping[str, RangeStats],
-) -> tuple[ErrorTap, ...]:
+) -> tuple[ErrorObserver, ...]:
     """Add the output error of every site under every recipe that applies to it.
 
     Where two scale rules come to the same scales, the first of them is measured.
     """
-    builder = ErrorTapBuilder(model, scales, ranges)
+    builder = ErrorObserverBuilder(model, scales, ranges)
     for site in sites:
         if site.kind is SiteKind.NORM:
             builder.add_norm(site)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
-from loka_onnx.calibration.instruments.batch_totals import BatchTotals
-from loka_onnx.calibration.instruments.reductions import Reductions, Slot
+from loka_onnx.calibration.observers.reductions import BatchTotals, Reductions, Slot
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.graph.divisors import divisors
 from loka_onnx.graph.layout import layout_root
@@ -23,7 +22,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
-class MagnitudeTap:
+class MagnitudeObserver:
     """Place of the magnitudes of one tensor.
 
     Attributes:
@@ -45,7 +44,7 @@ class MagnitudeTap:
         return TensorRange(min(amax, LARGEST), None if found == LARGEST else found)
 
 
-def tap_magnitudes(model: GraphModel) -> tuple[MagnitudeTap, ...]:
+def observe_magnitudes(model: GraphModel) -> tuple[MagnitudeObserver, ...]:
     """Add the magnitudes of every FP32 tensor of the main graph that is not a constant.
 
     Args:
@@ -55,7 +54,7 @@ def tap_magnitudes(model: GraphModel) -> tuple[MagnitudeTap, ...]:
     divided_by = {divisor.tensor.name for divisor in divisors(model)}
     reductions = Reductions(model)
     extremes: dict[str, tuple[Slot, Slot]] = {}
-    taps = []
+    observers = []
     for position, tensor in enumerate(tensors):
         root, name = layout_root(tensor).tensor, f"magnitude{position}"
         if root.name not in extremes:
@@ -66,9 +65,9 @@ def tap_magnitudes(model: GraphModel) -> tuple[MagnitudeTap, ...]:
         smallest = None
         if tensor.name in divided_by:
             smallest = reductions.minimum(_nonzero_magnitude(model, tensor, name), f"{name}.smallest")
-        taps.append(MagnitudeTap(tensor.name, *extremes[root.name], smallest))
+        observers.append(MagnitudeObserver(tensor.name, *extremes[root.name], smallest))
     reductions.finish()
-    return tuple(taps)
+    return tuple(observers)
 
 
 def _tensors(model: GraphModel) -> Iterator[Tensor]:

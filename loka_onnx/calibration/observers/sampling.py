@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.instruments.reductions import Outputs
+from loka_onnx.calibration.observers.reductions import Outputs
 from loka_onnx.core.histogram import BINS
 from loka_onnx.graph.model import GraphModel, Tensor
 from loka_onnx.numerics.histograms import Counts, count_magnitudes
@@ -51,7 +51,7 @@ class Magnitudes:
 
 
 @dataclass(frozen=True)
-class SampleTap:
+class SampleObserver:
     """Rows of one tensor.
 
     Attributes:
@@ -108,7 +108,7 @@ def sampling_stride(batch_size: int) -> int:
     return stride
 
 
-def add_sample(model: GraphModel, tensor: Tensor, stride: int, name: str) -> SampleTap:
+def add_sample(model: GraphModel, tensor: Tensor, stride: int, name: str) -> SampleObserver:
     """Make every `stride`-th row of a tensor an output of the graph.
 
     A tensor that is known to be a scalar is taken whole; one of unknown rank is taken by elements.
@@ -126,4 +126,4 @@ def add_sample(model: GraphModel, tensor: Tensor, stride: int, name: str) -> Sam
     kept: list[int | str] = ["samples" + str(len(model.outputs))]
     kept += [d if isinstance(d, int) else f"{kept[0]}.{axis}" for axis, d in enumerate((shape or ())[1:])]
     model.add_output(sample, np.float32, kept)
-    return SampleTap(sample.name, shape is not None and len(shape) > 1 and isinstance(shape[-1], int))
+    return SampleObserver(sample.name, shape is not None and len(shape) > 1 and isinstance(shape[-1], int))
