@@ -47,7 +47,7 @@ from benchmarks.pipeline.site_effects import (
 from benchmarks.pipeline.training import GROUP, TRAINING
 from benchmarks.recording import write_record
 from loka_onnx.calibration.effects.loss_totals import BUCKETS, buckets_of
-from loka_onnx.calibration.effects.sensitivity import TIGHTEST_AT_ROWS, Looks
+from loka_onnx.calibration.effects.sensitivity import TIGHTEST_AT_ROWS, StoppingSchedule
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.ratio_moments import RatioMoments
@@ -259,7 +259,7 @@ def _looks(world: World, random: np.random.Generator, together: bool) -> Iterato
 
 def look_rows(limit: int) -> Iterator[int]:
     """Numbers of rows at which calibration looks."""
-    looks = Looks(limit, may_stop=True)
+    looks = StoppingSchedule(limit, may_stop=True)
     for done in (*range(BATCH, limit, BATCH), limit):
         if looks.is_due(done):
             looks.take(done)

@@ -1,9 +1,8 @@
-"""A profile with further rows: measured alone, under the profile's own scales, and merged exactly.
+"""Add rows to a profile: measure them alone under the profile's own scales and merge exactly.
 
-The scales stay what they are, because what was measured under others does not add up. So where new rows reach
-beyond the old range, the profile's range grows, and its scales do not: what is beyond them saturates, is
-counted as saturated, and is part of the measured error. That is what the quantized model does to such rows.
-When it costs too much, calibrate again on all rows, which gives new scales.
+Errors measured under different scales do not add up, so scales stay. New rows beyond the old range widen the
+profile's range; they saturate, are counted as saturated and are part of the measured error, as in the
+quantized model. Where that costs too much, calibrate again on all rows for new scales.
 """
 
 from __future__ import annotations
@@ -25,13 +24,8 @@ _AGAIN = "calibrate again on all rows"
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Subject of a profile.
-
-    Attributes:
-        model: The model.
-        outputs: Judged outputs.
-    """
+class ProfiledModel:
+    """A model and its judged outputs, as a profile was measured on them."""
 
     model: ModelArtifact
     outputs: tuple[OutputSpec, ...]
@@ -39,27 +33,20 @@ class Subject:
 
 def update(
     profile: Profile,
-    subject: Subject,
+    subject: ProfiledModel,
     data: Dataset,
     scratch: Path,
     options: ProbeOptions,
     progress: Progress = silent,
 ) -> Profile:
-    """Add rows to a profile.
+    """Measure further rows and merge them into a profile.
 
-    Rows that belong together (`ProbeOptions.group`) are taken to be in one of both sets.
-
-    Args:
-        profile: What is known so far.
-        subject: What it was measured on.
-        data: Rows that are not in it.
-        scratch: Directory for instrumented models, on the file system of the model.
-        options: How to run. Recipes, scales, sites and the size of a batch are those of the profile.
-        progress: Called as rows are done.
+    Groups of rows (`ProbeOptions.group`) must not be split between both sets. Of `options`, recipes, scales,
+    sites and batch size are replaced by the profile's.
 
     Raises:
-        CalibrationError: The rows are in the profile already, the profile is of another model, of other
-            outputs or of recipes that the options lack, or a value is not finite.
+        CalibrationError: The rows are already in the profile; the profile is of another model, of other
+            outputs or of recipes that the options lack; or a value is not finite.
     """
     _check(profile, subject, data)
     changed = _options(profile, options)
@@ -89,7 +76,7 @@ def _options(profile: Profile, options: ProbeOptions) -> ProbeOptions:
     )
 
 
-def _check(profile: Profile, subject: Subject, data: Dataset) -> None:
+def _check(profile: Profile, subject: ProfiledModel, data: Dataset) -> None:
     if profile.model_digest != subject.model.digest:
         raise CalibrationError(
             "the profile is of another model",

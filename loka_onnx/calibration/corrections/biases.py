@@ -1,24 +1,24 @@
-"""The mean error that quantization adds at a site, by output channel.
+"""Mean error that quantization adds at a site, by output channel.
 
 A planned site computes ŷ = x̂·Ŵ + b where the model computes y = x·W + b. The product is linear in the
-activation, so that its mean needs no more than the means of x and x̂ along K::
+activation, so its mean needs only the means of x and x̂ along K::
 
     E[ŷ − y] = E[x̂]·Ŵ − E[x]·W
 
-Rows, and what else the product does not sum over, are averaged over; what the weight has for itself, as
-experts have, is kept. The correction is −E[ŷ − y], one constant for each output channel. Rounding to nearest
-has no preference, but a channel of W has few values, and an activation may have few as well: what they leave
-is the same for every row.
+Means are over rows and over all other axes that the product does not sum; separate axes of the weight
+(experts) are kept. The correction is −E[ŷ − y], one constant for each output channel. Rounding to nearest is
+unbiased, but a channel of W has few values, and an activation may have few too: their mean error is the same
+for every row.
 
-The error is **local**: x is what the exact model computes there, x̂ that value rounded. What earlier rounding
-does to later means through functions that are not linear stays, about half of the mean error of deep sites.
-Restoring the means in the quantized model instead, site after site with a pass for each, takes all of it and
-did no better (Wukong on MovieLens 1M, every site in FP8, selection rows: ΔNE .361 % against .370 %). The
-constant on the output takes what is left. Source: Nagel et al., "Data-Free Quantization Through Weight
-Equalization and Bias Correction" (arXiv 1906.04721), section 4.2, with measured means in place of those that
-it derives from BatchNorm, and with the rounding of activations beside that of weights.
+The error is **local**: x is the exact model's value, x̂ that value rounded. The effect of earlier rounding
+through nonlinear functions stays, about half of the mean error of deep sites. Restoring the means in the
+quantized model instead, with a pass for each site, removes all of it and was no better (Wukong on MovieLens
+1M, every site in FP8, selection rows: ΔNE .361 % against .370 %). The constant on the output takes the rest.
+Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv
+1906.04721), section 4.2, with measured means in place of those derived from BatchNorm, and with the rounding
+of activations too.
 
-A product of two activations has no bias: the mean of its error is no product of means.
+A product of two activations has no such bias: the mean of its error is no product of means.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from loka_onnx.numerics.float8 import fake_quantize
 
 @dataclass(frozen=True)
 class FittedBiases:
-    """Biases to be added behind the sites of one plan.
+    """Biases to add behind the sites of one plan.
 
     Attributes:
         values: By site, broadcasting to its output: (1, N) and the like.
-        left_alone: Why a site in FP8 has none, by its name.
+        left_alone: Reason why an FP8 site has none, by its name.
     """
 
     values: dict[str, Values]
@@ -75,12 +75,7 @@ class SiteMeans:
 
 @dataclass(frozen=True)
 class Fit:
-    """Biases of every plan, and the means that they restore.
-
-    Attributes:
-        plans: By id of the plan.
-        exact: Means of the FP32 model.
-    """
+    """Biases of every plan (by plan id), and the FP32 model's means that they restore."""
 
     plans: dict[str, FittedBiases]
     exact: SiteMeans
@@ -93,10 +88,10 @@ def fit_biases(
     rows: MeanRows,
     path: Path,
 ) -> Fit:
-    """The mean error of every planned site, from one pass over rows.
+    """Return the mean error of every planned site, from one pass over rows.
 
     Args:
-        model: The FP32 model that the plans are for.
+        model: The FP32 model of the plans.
         plans: Plans with sites in FP8.
         specs: Judged outputs.
         rows: Calibration rows.
@@ -143,10 +138,10 @@ def fit_biases(
 def observe(
     path: Path, shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OutputSpec], rows: MeanRows
 ) -> SiteMeans:
-    """Means of a planned model, with corrections or without, on the rows that they are fitted to.
+    """Return the means of a planned FP32 model, corrected or not, on the rows of the fit.
 
     Args:
-        path: The planned model in FP32; the instrumented one is written beside it.
+        path: The planned model; the instrumented one is written beside it.
         shapes: Shape of the correction of each site.
         specs: Judged outputs.
         rows: The rows.
@@ -172,7 +167,7 @@ def _site_means(means: Means, outputs: Mapping[str, str]) -> SiteMeans:
 
 
 class _NoBias(Exception):
-    """The site has no mean error that a bias could take; the message says why."""
+    """The site has no mean error that a bias could remove; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +193,7 @@ class _Product:
         """Read a site.
 
         Raises:
-            _NoBias: It is another product than one of an activation with a weight, or of unknown rank.
+            _NoBias: It is no product of an activation with a weight, or its rank is unknown.
         """
         if site.kind is not SiteKind.LINEAR or site.weight is None:
             raise _NoBias("a product of two activations has no bias")
@@ -219,14 +214,14 @@ class _Product:
         return cls(node, site.weight, source, weight, axes)
 
     def rounded_weight(self, decision: Decision) -> npt.NDArray[np.float32]:
-        """The weight as the plan stores it."""
+        """Return the weight as the plan stores it."""
         recipe = _recipe_of(decision)
         axis = channel_axis(self.operand) if recipe.weight is Granularity.PER_CHANNEL else None
         scales = np.array(decision.weight_scale if axis is not None else decision.weight_scale[0], np.float32)
         return fake_quantize(self.weight, scales, recipe.format, axis)
 
     def times(self, mean: Values, weight: npt.NDArray[np.float32]) -> Values:
-        """The mean activation times a weight, in float64."""
+        """Return the mean activation times a weight, in float64."""
         factors = [mean, weight.astype(np.float64)]
         if self.operand.index == 0:
             factors.reverse()
@@ -238,7 +233,7 @@ class _Product:
         return np.asarray(float(self.node.attrs.get("alpha", 1.0)) * (left @ right))
 
     def output_axes(self, graph: GraphModel) -> tuple[int, ...]:
-        """Axes of the output that are averaged over."""
+        """Return the axes of the output that are averaged over."""
         lengths = [1 if axis in self.axes else d for axis, d in enumerate(self.source.shape)]
         k = self.operand.contracting_axis
         whole = [self.weight.shape[k or 0] if not isinstance(d, int) else d for d in lengths]
@@ -246,7 +241,9 @@ class _Product:
 
 
 def _axes_of(graph: GraphModel, node: Node, shape: Sequence[int]) -> tuple[int, ...]:
-    """Axes of a site's output, its bias included, along which a correction of that shape is constant."""
+    """Return the axes of a site's output, its bias included, along which a correction of that shape is
+    constant.
+    """
     rank = len(biased(graph, node).shape)
     padded = [1] * (rank - len(shape)) + list(shape)
     return tuple(axis for axis, length in enumerate(padded) if length == 1)
@@ -255,7 +252,7 @@ def _axes_of(graph: GraphModel, node: Node, shape: Sequence[int]) -> tuple[int, 
 def _observe_rounded(
     observers: MeanObservers, plans: Iterable[PrecisionPlan], products: Mapping[str, _Product]
 ) -> dict[tuple[str, str], str]:
-    """Name of the observer of each planned activation after rounding, by plan and site."""
+    """Return the observer's name of each planned activation after rounding, by plan and site."""
     quantizers: dict[tuple[Float8, float], ActivationQuantizer] = {}
     found: dict[tuple[str, str], str] = {}
     for plan in plans:

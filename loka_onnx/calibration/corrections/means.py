@@ -1,8 +1,8 @@
-"""Means over rows, computed by the graph itself: of activations and sites by channel, and of scores.
+"""Means over rows, computed by the graph: of activations and sites by channel, and of scores.
 
-Sums run in DOUBLE: what is looked for is the difference of two means, a ten-thousandth of either. Rows are
-taken in a drawn order, because a file may be sorted, and every example has equally many elements, so that the
-mean of all rows is that of the batches' means, each weighted by its rows.
+Sums run in DOUBLE, because the difference of two means is a ten-thousandth of either. Rows come in random
+order, because a file may be sorted. Every example has equally many elements, so the mean of all rows is that
+of the batches' means, weighted by their rows.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class MeanRows:
 
     Attributes:
         data: The data set, with the weights of outputs among its columns.
-        most: How many rows at most, in spans that are drawn.
+        most: Most rows, in random spans.
         batch_size: Rows of one pass through the graph.
-        seed: Of the drawing.
+        seed: Of the random order.
         executor: Where batches run.
         progress: Called as rows are done.
-        first: How many rows of the data set are used at all, the first ones; None for all.
+        first: Use only so many first rows of the data set; None for all.
     """
 
     data: Dataset
@@ -62,7 +62,7 @@ class MeanRows:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans that are drawn."""
+        """The random spans."""
         used = min(self.data.rows, self.first or self.data.rows)
         drawn = first_rows(spans_in_random_order(used, self.batch_size, self.seed), self.most)
         # In file order from here on: what is read in one go is read faster.
@@ -70,7 +70,7 @@ class MeanRows:
 
     @property
     def count(self) -> int:
-        """How many rows they are."""
+        """Number of rows."""
         return rows_of(self.spans)
 
 
@@ -79,7 +79,7 @@ class Means:
     """Means over rows.
 
     Attributes:
-        tensors: By name of the observer, with axes that were averaged over of length 1.
+        tensors: By name of the observer; averaged axes have length 1.
         scores: Weighted mean of the logit (or regression), by output; where there is one.
         rows: Rows behind them.
     """
@@ -90,11 +90,9 @@ class Means:
 
 
 class MeanObservers:
-    """Collects what a graph is to average, and makes it its outputs in place of the model's own.
+    """Collects means of tensors of a graph and makes them its outputs, in place of the model's own.
 
-    Args:
-        model: The graph; edited.
-        specs: Outputs whose score is averaged.
+    The graph is edited. Of `specs`, the scores are averaged too.
     """
 
     def __init__(self, model: GraphModel, specs: Sequence[OutputSpec] = ()) -> None:
@@ -108,7 +106,7 @@ class MeanObservers:
         self._observers: dict[tuple[str, tuple[int, ...]], str] = {}
 
     def mean(self, tensor: Tensor, axes: tuple[int, ...]) -> str:
-        """The mean of a tensor over some axes, which keep length 1; returns the name of the observer."""
+        """Observe the mean of a tensor over some axes, which keep length 1; return the observer's name."""
         key = (tensor.name, axes)
         if key not in self._observers:
             name = f"{tensor.name}.mean"
@@ -121,12 +119,7 @@ class MeanObservers:
         return self._observers[key]
 
     def measure(self, rows: MeanRows, path: Path, task: str) -> Means:
-        """Write the graph and run it over rows.
-
-        Args:
-            rows: The rows.
-            path: Where the graph is written, on the file system of its tables.
-            task: What progress is reported as.
+        """Write the graph to `path`, on the file system of its tables, and run it over rows.
 
         Raises:
             CalibrationError: A mean is not finite.
@@ -153,11 +146,11 @@ class MeanObservers:
 def mean_scores(
     run: Run, scores: Mapping[str, str], specs: Sequence[OutputSpec], rows: MeanRows
 ) -> dict[str, float]:
-    """Weighted mean of the score of each output, of whatever runs batches.
+    """Return the weighted mean of the score of each output.
 
     Args:
         run: Runs one batch.
-        scores: What `run` calls the score of an output, by output.
+        scores: Name of the score among the outputs of `run`, by output.
         specs: Judged outputs.
         rows: The rows.
     """
@@ -175,14 +168,14 @@ def mean_scores(
 
 @dataclass(frozen=True)
 class _ScoreObserver:
-    """Where the score of an output is found, and the column of its row weights."""
+    """Score of an output, and the column of its row weights."""
 
     output: str
     tensor: str
     weight: str | None
 
     def sums(self, outputs: Mapping[str, npt.NDArray[Any]], batch: Batch) -> Values:
-        """Weighted sum of the score over a batch, and the sum of the weights."""
+        """Return the weighted sum of the score over a batch, and the sum of the weights."""
         score = outputs[self.tensor].reshape(-1).astype(np.float64)
         weight = np.ones(score.size) if self.weight is None else batch.columns[self.weight]
         return np.array([(weight * score).sum(), weight.sum()], np.float64)

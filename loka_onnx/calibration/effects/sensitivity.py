@@ -1,12 +1,20 @@
-"""What each site, alone in low precision, does to the model's outputs; sites that share a tensor, together.
+"""Effect of each site, alone in low precision, on the model's outputs; sites that share a tensor also
+together.
 
-The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_rows`). The first term needs no
-label and is what a site is judged on; the second is reported beside it.
+The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_rows`). A site is judged on the
+first term, which needs no label; the second is reported beside it.
 
 Batches of rows in random order run through one switchable model, once exact and once for every unit of sites,
-and each leaves its sums behind (`calibration.effects.loss_totals`). At each look of the schedule
-(`effects.sensitivity`) whoever asked says which sites are still undecided; with none left the pass ends.
-Before that, the first rows run under scales that were moved a little (`calibration.effects.perturbation`).
+and leave their sums (`effects.loss_totals`). At each interim analysis the caller names the undecided sites;
+with none left the pass ends. Before that, the first rows run under slightly moved scales
+(`effects.perturbation`).
+
+**Stopping.** The first analysis is after 4096 rows, each next one after half as many rows more, so a verdict
+takes at most half again the rows it needs, and a million rows take fifteen analyses. The intervals hold at
+every number of rows at once (`RatioMoments.anytime_interval`), so frequent analyses cost width only once.
+They are tightest at 16384 rows; this is fixed because it must depend neither on the data nor on the number of
+rows. Fewer rows than the first analysis needs, or a pass that nobody stops, have one analysis at a fixed
+number of rows.
 """
 
 from __future__ import annotations
@@ -79,12 +87,12 @@ OpenSites = Callable[[Sensitivities], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Subject of the measurement.
+class SwitchedModel:
+    """The model that is measured.
 
     Attributes:
         model: Path of the exact model.
-        switches: Sites and the recipes that they would run in.
+        switches: Sites and their recipes.
         scales: Activation scales by `Recipe.activation_id` and tensor name.
         outputs: Judged outputs.
     """
@@ -101,10 +109,10 @@ class SensitivityOptions:
 
     Attributes:
         rows: First rows of the data set that may be taken.
-        most: How many of them are taken at most.
+        most: Most rows taken of them.
         batch_size: Rows of one pass through the graph.
         group: Column of rows that belong together; None where rows are independent.
-        draws: Draws of the rounding noise, that of the scales themselves included.
+        draws: Noise seeds, that of the scales themselves included.
         seed: Order of the rows.
     """
 
@@ -118,7 +126,7 @@ class SensitivityOptions:
 
 @dataclass(frozen=True)
 class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
-    """Runs a batch exact and under every unit of sites, and sums what that does to each output.
+    """Runs a batch exact and under every unit of sites, and sums the loss changes of each output.
 
     Attributes:
         file: The switchable model.
@@ -150,27 +158,27 @@ class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The first rows under moved scales.
+class MovedScales:
+    """Loss changes of the first rows under moved scales.
 
     Attributes:
-        terms: For each draw and each output, (terms, units) of the loss change, relative to the denominator;
-            units are those whose rounding has scales.
+        terms: For each noise seed and output, (terms, units) over the denominator, of the units that have
+            scales.
     """
 
     terms: tuple[tuple[Rows, ...], ...] = ()
 
 
-class Looks:
-    """Numbers of rows that are looked at.
+class StoppingSchedule:
+    """Numbers of rows at which an interim analysis is due.
 
     Args:
-        limit: Most rows; there is a look when they are reached.
-        may_stop: Whether there are looks before.
+        limit: Most rows; there is an analysis when they are reached.
+        may_stop: Whether there are analyses before.
 
     Attributes:
-        taken: Looks so far.
-        may_stop_early: Whether a look before the last may come.
+        taken: Analyses so far.
+        may_stop_early: Whether one before the last may come.
     """
 
     def __init__(self, limit: int, may_stop: bool) -> None:
@@ -179,11 +187,11 @@ class Looks:
         self._next = FIRST_LOOK_ROWS if self.may_stop_early else limit
 
     def is_due(self, done: int) -> bool:
-        """Whether so many rows are to be looked at."""
+        """Whether an analysis is due after `done` rows."""
         return done >= min(self._next, self.limit)
 
     def take(self, done: int) -> None:
-        """A look was taken at so many rows."""
+        """Record an analysis at `done` rows."""
         self.taken += 1
         while self._next <= done:
             self._next = max(int(self._next * GROWTH), self._next + 1)
@@ -192,20 +200,13 @@ class Looks:
 class SensitivityPass:
     """The pass over the calibration split.
 
-    Args:
-        subject: What is measured.
-        data: The calibration split.
-        options: How.
-        executor: Runs the batches.
-        progress: Called as rows are done.
-
     Raises:
-        ConfigError: The number of draws is out of range.
+        ConfigError: The number of noise seeds is out of range.
     """
 
     def __init__(
         self,
-        subject: Subject,
+        subject: SwitchedModel,
         data: Dataset,
         options: SensitivityOptions,
         executor: Executor,
@@ -221,11 +222,8 @@ class SensitivityPass:
         self._denominators = [denominator_of(spec) for spec in subject.outputs]
         self._moved = [position for position, unit in enumerate(self.units) if unit.has_scales]
 
-    def draws(self, scratch: Path) -> Drawn:
-        """The first rows under moved scales, those of weights included.
-
-        Args:
-            scratch: Directory for instrumented models, on the file system of the model.
+    def draws(self, scratch: Path) -> MovedScales:
+        """Run the first rows under moved scales, those of weights included; graphs are written to `scratch`.
 
         Raises:
             CalibrationError: An output is not finite.
@@ -242,22 +240,25 @@ class SensitivityPass:
                 self.progress("moved scales", done, rows * (len(self._factors) - 1))
             self._check_denominators(totals)
             found.append(tuple(total.relative() for total in totals))
-        return Drawn(tuple(found))
+        return MovedScales(tuple(found))
 
-    def measure(self, scratch: Path, drawn: Drawn, open_sites: OpenSites | None = None) -> Sensitivities:
-        """Every unit of sites over the same rows, until no verdict is open.
+    def measure(
+        self, scratch: Path, drawn: MovedScales, open_sites: OpenSites | None = None
+    ) -> Sensitivities:
+        """Run every unit of sites over the same rows until no verdict is open.
 
         Args:
             scratch: Directory for instrumented models, on the file system of the model.
-            drawn: What `draws` found.
-            open_sites: Says at each look which sites are still undecided; None for one look at the end.
+            drawn: The result of `draws`.
+            open_sites: Returns the undecided sites at each interim analysis; None for one analysis at the
+                end.
 
         Raises:
             CalibrationError: An output is not finite, or a denominator is 0.
         """
         task = "sensitivity" if open_sites is None else f"sensitivity{UNTIL}decided"
         limit, drawn_rows = rows_of(self._spans), rows_of(self._drawn_spans)
-        looks = Looks(limit, may_stop=open_sites is not None)
+        looks = StoppingSchedule(limit, may_stop=open_sites is not None)
         totals, draws = self._new_totals(), dict[tuple[int, int], Draws]()
         done = 0
         found: Sensitivities | None = None
@@ -336,8 +337,10 @@ class SensitivityPass:
             sampling,
         )
 
-    def _draws_of(self, totals: Sequence[OutputTotals], drawn: Drawn) -> dict[tuple[int, int], Draws]:
-        """By output and unit, from the totals of the very rows that ran under moved scales."""
+    def _draws_of(self, totals: Sequence[OutputTotals], drawn: MovedScales) -> dict[tuple[int, int], Draws]:
+        """Return the spread by output and unit; `totals` must hold exactly the rows that ran under moved
+        scales.
+        """
         if not drawn.terms:
             return {}
         self._check_denominators(totals)
@@ -362,10 +365,8 @@ class SensitivityPass:
 
 
 def spread_of_draws(terms: Rows) -> Draws:
-    """How much draws of the rounding noise differ.
-
-    Args:
-        terms: (draws, terms) of the loss change; the first draw is that of the profile's own scales.
+    """Return the spread over noise seeds of (seeds, terms) loss changes; the first seed has the profile's own
+    scales.
     """
     kl = terms[:, KL]
     low, high, own = float(kl.min()), float(kl.max()), float(kl[0])

@@ -1,1 +1,1 @@
-"""What is added to a graph so that it measures itself."""
+"""Observers: graph outputs that measure the graph itself."""

@@ -1,7 +1,7 @@
-"""Magnitudes of every floating-point tensor of a graph: what decides whether it fits FP16.
+"""Magnitudes of every floating-point tensor of a graph, which decide whether it fits FP16.
 
-One pass over the values of a tensor, without its absolute value being written: largest and smallest element.
-Movements of another tensor share what was found there; constants are known without data.
+Observed are the largest and smallest element, without writing the absolute values. Layouts of one tensor
+share its observer; constants need no data.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class MagnitudeObserver:
-    """Place of the magnitudes of one tensor.
+    """Slots of the magnitudes of one tensor.
 
     Attributes:
         tensor: Its name.
         low: Smallest element.
         high: Largest element.
-        smallest: Smallest magnitude above 0, or `LARGEST`; None for what nothing is divided by.
+        smallest: Smallest nonzero magnitude, or `LARGEST`; None for a tensor that is no divisor.
     """
 
     tensor: str
@@ -38,18 +38,14 @@ class MagnitudeObserver:
     smallest: Slot | None
 
     def read(self, totals: BatchTotals) -> TensorRange:
-        """The magnitudes over all batches."""
+        """Return the magnitudes over all batches."""
         amax = max(abs(totals.extreme(self.low)), abs(totals.extreme(self.high)))
         found = LARGEST if self.smallest is None else totals.extreme(self.smallest)
         return TensorRange(min(amax, LARGEST), None if found == LARGEST else found)
 
 
 def observe_magnitudes(model: GraphModel) -> tuple[MagnitudeObserver, ...]:
-    """Add the magnitudes of every FP32 tensor of the main graph that is not a constant.
-
-    Args:
-        model: The graph; its outputs become the magnitudes.
-    """
+    """Observe every non-constant FP32 tensor of the main graph; the graph's outputs become the magnitudes."""
     tensors = list(_tensors(model))
     divided_by = {divisor.tensor.name for divisor in divisors(model)}
     reductions = Reductions(model)
@@ -78,7 +74,7 @@ def _tensors(model: GraphModel) -> Iterator[Tensor]:
 
 
 def _nonzero_magnitude(model: GraphModel, tensor: Tensor, name: str) -> Tensor:
-    """Magnitudes of a tensor, with `LARGEST` in place of 0."""
+    """Add the magnitudes of a tensor, with `LARGEST` in place of 0."""
     zero = model.constant(f"{name}.zero", np.array(0, np.float32))
     largest = model.constant(f"{name}.largest", np.array(LARGEST, np.float32))
     magnitude = model.add("Abs", [tensor], f"{name}.magnitude")

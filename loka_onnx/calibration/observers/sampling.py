@@ -1,15 +1,15 @@
-"""Rows that an instrumented graph hands out, to count their magnitudes outside.
+"""Rows that an instrumented graph outputs, to count their magnitudes outside.
 
 ONNX has no bincount. For an activation of 512 × 512, on one core, a batch's five exact reductions take 150
-µs; a histogram in the graph (Log, Floor, ScatterElements) takes 1430 µs, counting every element in NumPy
-470 µs, and counting every 11th row 40 µs, the copy out of the graph included. The largest magnitude of each
-channel takes 135 µs in the graph: ONNX Runtime is slow at reductions over rows. Both therefore come from
-every n-th row of a batch, with n the first prime that leaves at most 64 rows (and at least 11); a prime, so
-that the sample does not fall in step with fields that are folded into the first axis. Ranges and errors of
-a whole model then take 1.05 times what they took without (DCNv2 and Wukong, median of 7 in turns). What
-must not be missed (amax, zeros, saturated and underflowed elements) is counted over all rows.
+µs; a histogram in the graph (Log, Floor, ScatterElements) 1430 µs, counting every element in NumPy 470 µs,
+and counting every 11th row 40 µs, the copy included. The largest magnitude of each channel takes 135 µs in
+the graph: ONNX Runtime is slow at reductions over rows. Both therefore come from every n-th row of a batch,
+with n the first prime that leaves at most 64 rows (and at least 11); a prime, so that the sample does not
+align with fields folded into the first axis. Ranges and errors of a whole model take 1.05 times what they
+took without (DCNv2 and Wukong, median of 7 in turns). Exact statistics (amax, zeros, saturated and
+underflowed elements) count all rows.
 
-The sample is a fixed function of the batches, so that a profile is the same however many threads took it.
+The sample is a fixed function of the batches, so a profile does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Magnitudes:
 
     Attributes:
         counts: (BINS,) elements of each bin.
-        channel_amax: (channels,) largest magnitude at each index of the last axis; empty where that is not
-            a channel axis.
+        channel_amax: (channels,) largest magnitude at each index of the last axis; empty where that is not a
+            channel axis.
         columns: (2, columns) mean and mean square of each column; (2, 0) unless the tensor is narrow.
     """
 
@@ -52,7 +52,7 @@ class Magnitudes:
 
 @dataclass(frozen=True)
 class SampleObserver:
-    """Rows of one tensor.
+    """Sampled rows of one tensor.
 
     Attributes:
         output: Name of the graph output that holds them.
@@ -83,7 +83,7 @@ class MagnitudeTotals:
         self._channels: npt.NDArray[np.float32] | None = None
 
     def add(self, found: Magnitudes) -> None:
-        """Take in one batch."""
+        """Add one batch."""
         self.counts += found.counts
         known = self._channels
         self._channels = found.channel_amax if known is None else np.maximum(known, found.channel_amax)
@@ -95,11 +95,7 @@ class MagnitudeTotals:
 
 
 def sampling_stride(batch_size: int) -> int:
-    """Every how many rows of a batch one is taken.
-
-    Args:
-        batch_size: Rows of a full batch.
-    """
+    """Return n: every n-th row of a full batch of `batch_size` rows is sampled."""
     if batch_size <= SAMPLED_ROWS:
         return 1
     stride = max(-(-batch_size // SAMPLED_ROWS), _SMALLEST_STRIDE)
@@ -109,9 +105,8 @@ def sampling_stride(batch_size: int) -> int:
 
 
 def add_sample(model: GraphModel, tensor: Tensor, stride: int, name: str) -> SampleObserver:
-    """Make every `stride`-th row of a tensor an output of the graph.
-
-    A tensor that is known to be a scalar is taken whole; one of unknown rank is taken by elements.
+    """Output every `stride`-th row of a tensor; of a scalar all, of a tensor of unknown rank every n-th
+    element.
     """
     shape: Sequence[Any] | None = tensor.shape
     rows = tensor

@@ -1,4 +1,4 @@
-"""What the graph is asked to measure: ranges of activations, and errors of sites under recipes."""
+"""Observers of sites: ranges of activations, and output errors under recipes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, produce
 
 @dataclass(frozen=True)
 class RangeSlots:
-    """Places of the range of one tensor."""
+    """Slots of the range of one tensor."""
 
     count: Count
     minimum: Slot
@@ -41,14 +41,14 @@ class RangeSlots:
 
 @dataclass(frozen=True)
 class RangeObserver:
-    """The range of one activation.
+    """Range of one activation.
 
     Attributes:
         tensor: Name of the activation.
         site: The first site that reads it.
-        slots: Where it is found.
-        is_layout: Whether the activation is a layout of the tensor that was tapped, so that its last axis is
-            another one.
+        slots: Its slots.
+        is_layout: Whether the activation is a layout of the observed tensor, so that its last axis is
+            another.
     """
 
     tensor: str
@@ -57,7 +57,7 @@ class RangeObserver:
     is_layout: bool
 
     def read(self, totals: BatchTotals) -> RangeStats:
-        """The range over all batches, without magnitudes and spread: those are not `Reductions`."""
+        """Return the range over all batches, without magnitudes and spread, which are not `Reductions`."""
         low, high = totals.extreme(self.slots.minimum), totals.extreme(self.slots.maximum)
         return RangeStats(
             count=totals.count(self.slots.count),
@@ -70,14 +70,9 @@ class RangeObserver:
 
 
 def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tuple[RangeObserver, ...]:
-    """Add range statistics of every activation that a site reads.
+    """Observe the range of every activation that a site reads; layouts of one tensor share an observer.
 
-    Tensors in common are tapped once, and so are layouts of one tensor.
-
-    Args:
-        model: The graph; its outputs become the statistics.
-        sites: Sites whose activations are tapped.
-        stride: Every how many rows one is handed out for the histogram.
+    The graph's outputs become the statistics; every `stride`-th row is output for the histogram.
     """
     reductions = Reductions(model)
     found: dict[str, RangeObserver] = {}
@@ -107,7 +102,7 @@ def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) ->
 
 @dataclass(frozen=True)
 class OutputSlots:
-    """Places of the exact and the quantized output of a site."""
+    """Slots of the exact and the quantized output of a site."""
 
     count: Count
     signal: Slot
@@ -117,13 +112,13 @@ class OutputSlots:
 
 @dataclass(frozen=True)
 class ActivationSlots:
-    """Places of the fate of an activation's elements.
+    """Slots of saturation and underflow of an activation's elements.
 
     Attributes:
         count: Elements.
         saturated: Elements beyond the format's range; None where the range shows that there are none.
         nonzero: Nonzero elements, as multiples of `TINY`.
-        survived: Elements that are still nonzero after rounding, as multiples of the smallest subnormal.
+        survived: Elements still nonzero after rounding, as multiples of the smallest subnormal.
         smallest: The smallest subnormal.
     """
 
@@ -134,24 +129,24 @@ class ActivationSlots:
     smallest: float
 
     def nonzeros(self, totals: BatchTotals) -> int:
-        """Elements that are not zero."""
+        """Return the number of nonzero elements."""
         return round(totals.sum(self.nonzero).value / TINY)
 
     def underflowed(self, totals: BatchTotals) -> int:
-        """Nonzero elements that became zero."""
+        """Return the number of nonzero elements that became zero."""
         return self.nonzeros(totals) - round(totals.sum(self.survived).value / self.smallest)
 
 
 @dataclass(frozen=True)
 class ErrorObserver:
-    """The error of one site under one recipe.
+    """Error of one site under one recipe.
 
     Attributes:
         site: Name of the site.
         recipe: Id of the recipe, or the precision of a norm.
         activation_scale: Scale of the first activation; None for a norm.
-        output: Where its outputs are found.
-        activation: Where the fate of its first activation is found; None for a norm.
+        output: Slots of its outputs.
+        activation: Slots of its first activation; None for a norm.
     """
 
     site: str
@@ -161,7 +156,7 @@ class ErrorObserver:
     activation: ActivationSlots | None
 
     def read(self, totals: BatchTotals) -> ErrorStats:
-        """The error over all batches."""
+        """Return the error over all batches."""
         activation = self.activation
         saturated = activation.saturated if activation is not None else None
         elements = totals.count(activation.count) if activation is not None else 0
@@ -180,7 +175,7 @@ class ErrorObserver:
 
 
 class ErrorObserverBuilder:
-    """Adds the error of sites under recipes to a graph; what sites share is computed once.
+    """Adds error observers to a graph; tensors that sites share are computed once.
 
     Args:
         model: The graph to add to.
@@ -199,7 +194,7 @@ class ErrorObserverBuilder:
         self._exact: dict[str, tuple[Count, Slot]] = {}
 
     def add_product(self, site: Site, recipe: Recipe) -> None:
-        """Tap a linear or interaction site under a recipe."""
+        """Observe a linear or interaction site under a recipe."""
         rounding = recipe.activation_id
         scales = self.scales[rounding]
         if rounding not in self._quantizers:
@@ -217,7 +212,7 @@ class ErrorObserverBuilder:
         )
 
     def add_norm(self, site: Site) -> None:
-        """Tap a norm in BF16."""
+        """Observe a norm in BF16."""
         name = f"{site.name}.{NORM_PRECISION}"
         output = bfloat16_norm(self.model, site)
         self.found.append(
@@ -243,9 +238,9 @@ class ErrorObserverBuilder:
         )
 
     def _wide_difference(self, node: Node, quantized: Tensor, name: str) -> Tensor:
-        """Quantized less exact product, both computed in DOUBLE.
+        """Add quantized less exact product, both computed in DOUBLE.
 
-        In FP32 the noise energy of one example is off by some 1e-6. That averages out over examples, unless
+        In FP32 the noise energy of one example is off by some 1e-6, which averages out over examples unless
         all are the same.
         """
         low = producer(quantized)
@@ -283,7 +278,9 @@ class ErrorObserverBuilder:
         return self._activations[key]
 
     def _capped(self, magnitude: Tensor, cap: float, name: str) -> Slot:
-        """Sum of min(magnitude, cap): `cap` times the number of elements that are at least `cap`, exactly."""
+        """Add the sum of min(magnitude, cap): `cap` times the number of elements that are at least `cap`,
+        exactly.
+        """
         bounds = [self.model.constant(f"{name}.bound", np.array(b, dtype=np.float32)) for b in (0.0, cap)]
         capped = self.model.add("Clip", [magnitude, *bounds], f"{name}.capped")
         capped.shape = magnitude.shape
@@ -307,9 +304,8 @@ def observe_errors(
     scales: dict[str, dict[str, float]],
     ranges: Mapping[str, RangeStats],
 ) -> tuple[ErrorObserver, ...]:
-    """Add the output error of every site under every recipe that applies to it.
-
-    Where two scale rules come to the same scales, the first of them is measured.
+    """Observe the output error of every site under every applicable recipe; of recipes with equal scales, the
+    first.
     """
     builder = ErrorObserverBuilder(model, scales, ranges)
     for site in sites:
@@ -323,14 +319,14 @@ def observe_errors(
 
 
 def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
-    """Recipes that make sense at a site: only one with output channels can have a scale for each."""
+    """Return the recipes that apply to a site: without output channels, only those with one weight scale."""
     if site.kind is SiteKind.INTERACTION or (site.weight is not None and len(site.weight.shape) < 2):
         return tuple(r for r in recipes if r.weight == "per_tensor")
     return tuple(recipes)
 
 
 def _repeats_a_constant(node: Node, site: Site) -> bool:
-    """Whether a site's activation is one parameter for every example, as learned queries are."""
+    """Whether a site's activation is one parameter repeated for every example, as learned queries are."""
     source = producer(layout_root(node.inputs[site.activation.index]).tensor)
     return source is not None and source.op == "Expand" and is_constant(source.inputs[0])
 
@@ -338,7 +334,7 @@ def _repeats_a_constant(node: Node, site: Site) -> bool:
 def _distinct(
     site: Site, recipes: Sequence[Recipe], scales: Mapping[str, Mapping[str, float]]
 ) -> tuple[Recipe, ...]:
-    """Recipes that differ at a site: one for each format, granularity and scales of its activations."""
+    """Return recipes that differ at a site by format, granularity or scales of its activations."""
     activations = [operand.tensor for operand in site.operands if not operand.constant]
     found: dict[tuple[object, ...], Recipe] = {}
     for recipe in recipes:

@@ -1,9 +1,9 @@
-"""The error pass: what the batches of a graph with error observers add up to, and when that is enough.
+"""The error pass: totals over batches of a graph with error observers, and the stopping rule.
 
-Ranges need every row, because the largest value is one row's. An error is a mean, √(ΣA/ΣB) of noise energy A
-and signal energy B, and some ten thousand rows say what all would. `core.ratio_moments` says how sure ΣA/ΣB
-is, at every number of rows at once, because the pass ends when it is sure enough. Spans of rows come in a
-drawn order and are its units: a file may be sorted, and the batches of one span alike.
+Ranges need every row, because one row holds the largest value. An error is a mean, √(ΣA/ΣB) of noise energy A
+and signal energy B, for which some ten thousand rows suffice. `core.ratio_moments` bounds ΣA/ΣB at every
+number of rows at once, because the pass stops when the bound is tight. Its units are spans of rows in random
+order: a file may be sorted, and the batches of one span alike.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ TIGHTEST_AT = 16
 
 
 class ErrorTotals:
-    """Adds up batches, in place.
-
-    Args:
-        observers: What is measured.
-    """
+    """Adds up batches of error observers, in place."""
 
     def __init__(self, observers: Sequence[ErrorObserver]) -> None:
         self.observers = tuple(observers)
@@ -47,11 +43,7 @@ class ErrorTotals:
         return self._totals.rows
 
     def add(self, result: BatchResult[Outputs], where: str) -> None:
-        """Take in one batch.
-
-        Args:
-            result: The batch.
-            where: Which it is, for a message.
+        """Add one batch, which messages call `where`.
 
         Raises:
             CalibrationError: The output of a site is not finite.
@@ -64,25 +56,24 @@ class ErrorTotals:
         self._energies[1] += [observer.output.signal.read(outputs) for observer in self.observers]
 
     def end_span(self) -> None:
-        """The batches since the last call are a span."""
+        """End a span: the batches added since the last call."""
         noise, signal = self._energies
         self._products += np.stack([noise * noise, noise * signal, signal * signal])
         self._energies = np.zeros_like(self._energies)
         self._spans += 1
 
     def is_precise(self, precision: float) -> bool:
-        """Whether the relative error ‖quantized − exact‖ / ‖exact‖ is known of every observer.
+        """Whether every site's relative error ‖quantized − exact‖ / ‖exact‖ is known well enough.
 
-        Args:
-            precision: Half width of its 95 % interval over its value, at most. The interval holds after every
-                span at once.
+        `precision` is the largest half width of its 95 % interval over its value. The interval holds after
+        every span at once.
         """
         return self._spans >= FEWEST_UNITS and all(
             self._is_precise(position, precision) for position in range(len(self.observers))
         )
 
     def read(self) -> dict[str, list[ErrorStats]]:
-        """Errors by site, in the order of the observers."""
+        """Return errors by site, in the order of the observers."""
         by_site: dict[str, list[ErrorStats]] = {}
         for observer in self.observers:
             by_site.setdefault(observer.site, []).append(observer.read(self._totals))

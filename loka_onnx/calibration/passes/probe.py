@@ -1,8 +1,7 @@
-"""The range pass and the error pass over the calibration split.
+"""The range, magnitude and error passes over the calibration split.
 
-Two passes, because FP8 error depends on the scale and the scale on the final range. Both stream: a batch
-leaves behind a few numbers a site and counts of magnitudes (`sampling`), so that memory does not grow with
-the number of batches.
+Ranges come before errors because FP8 error depends on the scale and the scale on the final range. All passes
+stream: a batch leaves a few numbers per site and counts of magnitudes (`observers.sampling`).
 """
 
 from __future__ import annotations
@@ -51,14 +50,13 @@ class PassOptions:
         recipes: Recipes whose error is measured.
         batch_size: Rows of one pass through the graph.
         rows: Rows, the first of the data set; None for all.
-        range_rows: Fewest of these that ranges are taken from, some thousand at a time in a drawn order; None
-            for all of them. One of n rows that are drawn alike exceeds the amax of the others with a
-            probability of 1/n: that is how often a scale from fewer rows saturates.
-        error_precision: How well the relative error of each site and recipe must be known before the error
-            pass may end: half width of its 95 % interval over its value. Some thousand rows at a time then
-            come in a drawn order, at least eight times. Where few rows hold most of the error, ask for all
-            rows. None for all rows, in file order.
-        seed: Of the drawn order.
+        range_rows: Least rows that ranges are taken from, in spans in random order; None for all. One of n
+            rows drawn alike exceeds the amax of the others with probability 1/n: so often a scale from fewer
+            rows saturates.
+        error_precision: Half width of the 95 % interval of each relative error over its value at which the
+            error pass may end, after eight spans in random order or more. Where few rows hold most of the
+            error, ask for all rows. None for all rows, in file order.
+        seed: Of the random order.
     """
 
     recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
@@ -69,7 +67,7 @@ class PassOptions:
     seed: int = 0
 
     def range_spans(self, available: int) -> list[Span]:
-        """What ranges are taken from, of so many rows of a data set."""
+        """Return the spans that ranges are taken from, of `available` rows."""
         rows = available if self.rows is None else min(self.rows, available)
         if self.range_rows is None or self.range_rows >= rows:
             return spans_in_order(rows, self.batch_size)
@@ -80,19 +78,14 @@ class PassOptions:
 
 @dataclass(frozen=True)
 class MeasuredErrors:
-    """The result of the error pass.
-
-    Attributes:
-        by_site: Output error of every site under every recipe.
-        rows: Rows that it was taken from.
-    """
+    """Output error of every site under every recipe, and the rows behind it."""
 
     by_site: dict[str, list[ErrorStats]]
     rows: int
 
 
 def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
-    """Activation scale of every tensor, by `Recipe.activation_id` and tensor name."""
+    """Return the activation scale of every tensor, by `Recipe.activation_id` and tensor name."""
     one_each = {recipe.activation_id: recipe for recipe in recipes}
     return {
         name: {tensor: activation_scale(stats, recipe) for tensor, stats in ranges.items()}
@@ -105,8 +98,8 @@ class _Step(Generic[R]):
     """One batch of a pass.
 
     Attributes:
-        result: What it left behind.
-        where: Which it is, for a message.
+        result: Its result.
+        where: Its name in messages.
         ends_span: Whether it is the last of its span.
     """
 
@@ -119,11 +112,11 @@ class Probe:
     """The passes over the calibration split.
 
     Args:
-        model: The model; its path must be readable from here, and from where the executor runs.
+        model: Its path must be readable here and where the executor runs.
         sites: Sites to calibrate.
         data: The calibration split.
-        options: How to run.
-        executor: Where to run; in this process, a batch on each core, for None.
+        options: None for the defaults.
+        executor: None for this process, a batch on each core.
         progress: Called as rows are done.
 
     Attributes:
@@ -149,10 +142,9 @@ class Probe:
         self.range_rows = rows_of(self._range_spans)
 
     def ranges(self, scratch: Path) -> dict[str, RangeStats]:
-        """Range of every activation that a site reads, by tensor name; over `range_rows`.
+        """Return the range of every activation that a site reads, by tensor name, over `range_rows`.
 
-        Args:
-            scratch: Directory for the instrumented model, on the file system of the model.
+        `scratch` must be on the file system of the model, here and below.
 
         Raises:
             CalibrationError: An activation is not finite.
@@ -169,10 +161,7 @@ class Probe:
         return totals.read()
 
     def magnitudes(self, scratch: Path) -> dict[str, TensorRange]:
-        """Magnitudes of every FP32 tensor of the model that is not a constant, by name; over all rows.
-
-        Args:
-            scratch: Directory for the instrumented model, on the file system of the model.
+        """Return the magnitudes of every non-constant FP32 tensor of the model, by name, over all rows.
 
         Raises:
             CalibrationError: A tensor holds NaN.
@@ -189,12 +178,7 @@ class Probe:
     def errors(
         self, scratch: Path, ranges: Mapping[str, RangeStats], scales: dict[str, dict[str, float]]
     ) -> MeasuredErrors:
-        """Output error of every site under every recipe, over as many rows as the asked precision takes.
-
-        Args:
-            scratch: Directory for the instrumented model, on the file system of the model.
-            ranges: What `ranges` found.
-            scales: Activation scales by `Recipe.activation_id` and tensor name.
+        """Return the output error of every site under every recipe, over as many rows as the precision needs.
 
         Raises:
             CalibrationError: The output of a site is not finite.

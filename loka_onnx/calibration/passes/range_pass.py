@@ -1,4 +1,4 @@
-"""The range pass: what a batch leaves behind, and what the batches add up to."""
+"""Totals over batches of the range pass, and of the pass over magnitudes of all tensors (for FP16)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 @dataclass(frozen=True)
 class RangeBatch:
-    """Result of one batch.
-
-    Attributes:
-        reduced: The outputs of `Reductions`.
-        magnitudes: What the sampled rows of each tensor said.
-    """
+    """Result of one batch: the outputs of `Reductions`, and the magnitudes of each tensor's sampled rows."""
 
     reduced: Outputs
     magnitudes: tuple[Magnitudes, ...]
@@ -52,12 +47,7 @@ class RangeWork(BatchWork[RangeBatch]):
 
 
 class RangeTotals:
-    """Adds up batches, in place.
-
-    Args:
-        observers: What is measured.
-        batch_rows: Rows of a full batch.
-    """
+    """Adds up batches of range observers, in place; `batch_rows` is the size of a full batch."""
 
     def __init__(self, observers: Sequence[RangeObserver], batch_rows: int) -> None:
         self.observers = tuple(observers)
@@ -71,15 +61,11 @@ class RangeTotals:
 
     @property
     def samples(self) -> tuple[SampleObserver, ...]:
-        """Where the sampled rows of each tensor are found."""
+        """Graph outputs with the sampled rows of each tensor."""
         return tuple(slots.sample for slots in self._positions)
 
     def add(self, result: BatchResult[RangeBatch], where: str) -> None:
-        """Take in one batch.
-
-        Args:
-            result: The batch.
-            where: Which it is, for a message.
+        """Add one batch, which messages call `where`.
 
         Raises:
             CalibrationError: An activation is not finite.
@@ -109,7 +95,7 @@ class RangeTotals:
         )
 
     def read(self) -> dict[str, RangeStats]:
-        """Range of every tensor, by name."""
+        """Return the range of every tensor, by name."""
         spreads = self._spread.read()
         found: dict[str, RangeStats] = {}
         for observer in self.observers:
@@ -140,22 +126,14 @@ class RangeTotals:
 
 
 class TensorRangeTotals:
-    """Adds up batches, in place.
-
-    Args:
-        observers: What is measured.
-    """
+    """Adds up batches of magnitude observers, in place."""
 
     def __init__(self, observers: tuple[MagnitudeObserver, ...]) -> None:
         self.observers = observers
         self._totals = BatchTotals()
 
     def add(self, result: BatchResult[Outputs], where: str) -> None:
-        """Take in one batch.
-
-        Args:
-            result: The batch.
-            where: Which it is, for a message.
+        """Add one batch, which messages call `where`.
 
         Raises:
             CalibrationError: A tensor holds NaN. Infinities are magnitudes.
@@ -165,7 +143,7 @@ class TensorRangeTotals:
         self._totals.add(result.value, result.rows)
 
     def read(self) -> dict[str, TensorRange]:
-        """Magnitudes of every tensor, by name."""
+        """Return the magnitudes of every tensor, by name."""
         return {observer.tensor: observer.read(self._totals) for observer in self.observers}
 
     def _not_a_number(self, reduced: Outputs, where: str) -> CalibrationError:

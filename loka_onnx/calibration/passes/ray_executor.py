@@ -1,12 +1,12 @@
-"""Batches on the machines of a Ray cluster.
+"""Executor on the machines of a Ray cluster.
 
 A span is a task; each worker process loads a model once and runs its spans on one thread. Results come back
-in order and are added up here, exactly. So a profile is the one that this process would have measured, to the
-last bit, as long as the machines' processors run the same FP32 kernels. A task whose worker dies runs again
-elsewhere: a batch leaves nothing behind but its result.
+in order and are added up exactly here, so the profile equals that of one process to the last bit, as long as
+the processors run the same FP32 kernels. The task of a dead worker runs again elsewhere: a batch has no
+effect but its result.
 
-What a worker reads (models, their tables, the data) it opens by the same path as this process: on more than
-one machine that is a file system which all of them share. They also need this package, in the same version.
+Workers open files (models, tables, data) by the same path as this process: several machines need a shared
+file system. They also need this package in the same version.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _numbers = count()
 class RayExecutor(Executor):
     """Runs spans of batches as tasks of a Ray cluster.
 
-    It connects when it is first used, and a cluster that it started ends with `close`.
+    It connects at first use; `close` ends a cluster that it started.
 
     Args:
         address: Address of the cluster that this machine belongs to, as in ``10.0.0.5:6379``, or ``auto``;
-            None to start one on this machine. A connection that this process already has is used as it is.
-        workers: Worker processes of a cluster that is started; 0 for one a core.
+            None to start one here. An existing connection of this process is used as it is.
+        workers: Worker processes of a cluster that is started; 0 for one per core.
 
     Raises:
         ConfigError: The address is one of Ray Client's.
@@ -64,7 +64,7 @@ class RayExecutor(Executor):
         """See `Executor.run`.
 
         Raises:
-            CalibrationError: A worker finds a file missing, or workers keep dying.
+            CalibrationError: A worker does not find a file, or workers keep dying.
         """
         ray = self._connected()
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(_run_span)
@@ -86,7 +86,7 @@ class RayExecutor(Executor):
                 ray.cancel(result, force=False)
 
     def close(self) -> None:
-        """End the cluster, if this executor started it."""
+        """End the cluster if this executor started it."""
         if self._is_ours:
             self._ray.shutdown()
             self._is_ours = False
@@ -179,7 +179,7 @@ _opened: dict[str, Callable[[Batch], Any]] = {}
 def _run_span(
     key: str, work: BatchWork[R], data: Dataset, span: Span, batch_size: int
 ) -> list[BatchResult[R]]:
-    """What the batches of a span left behind; `key` names the run."""
+    """Return the results of a span's batches; `key` names the run."""
     _check_files((work.path, data.path))
     if key not in _opened:
         _opened.clear()

@@ -1,13 +1,13 @@
-"""Which rows come first where not all of them may be needed.
+"""Order of rows where not all of them may be needed.
 
-Files are sorted by time or by user, and neighbours are alike: the first rows of a file are not like the rest,
-and 4096 rows from one place say less than as many from eight. But a row is read by decoding what precedes
-it, so that every place costs. The file is therefore divided into spans of growing length, which stand in it
-in a random order and are taken from the shortest on: batches one by one, then 4096 rows at a time, then a
-sixteenth of what was taken before. No place ever has much weight, and ten million rows are read from 150.
+Files are sorted by time or user, so neighbours are alike: 4096 rows from one position tell less than as many
+from eight. But reading a row decodes the rows before it, so each position costs. The file is therefore
+divided into spans of growing length at random positions, taken from the shortest on: single batches, then
+4096 rows, then a sixteenth of the rows taken before. No position has much weight, and ten million rows are
+read from 150 positions.
 
-The division begins at a random row and goes around the end of the file; without that, short spans would be
-too frequent at both ends.
+The division begins at a random row and wraps around the end of the file; otherwise short spans would be too
+frequent at both ends.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ LARGEST_PART = 16
 
 
 def scattered(rows: int, batch_size: int, seed: int) -> list[Span]:
-    """All rows, in spans of whole batches.
-
-    Args:
-        rows: Rows of the data set, at least 1.
-        batch_size: Rows of a batch.
-        seed: Of the order.
-    """
+    """Return spans of all rows (at least 1), in whole batches, in the order described above."""
     batches = -(-rows // batch_size)
     lengths = np.array(_lengths(batches, batch_size))
     random = np.random.default_rng(seed)
@@ -48,7 +42,7 @@ def scattered(rows: int, batch_size: int, seed: int) -> list[Span]:
 
 
 def _lengths(batches: int, batch_size: int) -> list[int]:
-    """Batches of each span."""
+    """Return the batches of each span."""
     found: list[int] = []
     done = 0
     while done < batches:
@@ -71,5 +65,5 @@ def first_rows(spans: Iterable[Span], rows: int, batch_size: int = 1) -> list[Sp
 
 
 def rows_of(spans: Iterable[Span]) -> int:
-    """Rows that spans hold."""
+    """Return the rows that spans hold."""
     return sum(span.rows for span in spans)
