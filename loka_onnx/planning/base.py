@@ -1,4 +1,4 @@
-"""The base precision of a plan: of everything that is not FP8, and what stays in FP32 beside it."""
+"""Base precision of a plan: that of everything not in FP8, and the nodes that stay in FP32 beside it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Base:
 
 
 class Bases:
-    """Base precisions of one model, each with what it costs.
+    """Base precisions of one model.
 
     Args:
         model: The model after mods.
         tensors: Magnitudes of its tensors; empty where they were not measured.
-        protect: What is protected.
+        protect: Protected parts.
         named: Nodes that the user named, each with the pattern.
-        forced: Sites that are not protected, because the user wants them in FP8.
+        forced: Sites that the user wants in FP8; they are not protected.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Bases:
 
     @property
     def protected(self) -> Mapping[str, str]:
-        """What stays in FP32 in BF16 and FP16 plans alike, each with the reason."""
+        """Nodes that stay in FP32 in BF16 and FP16 plans alike, each with the reason."""
         return self._protected
 
     def fixed(self, precision: Precision) -> Base:
-        """The base that the user asked for.
+        """Return the base that the user asked for.
 
         Raises:
             PlanningError: It is FP16, and the profile has no magnitudes.
@@ -79,10 +79,8 @@ class Bases:
         return Base(precision, wide)
 
     def chosen(self, quantized: Iterable[Decision]) -> Base:
-        """FP16 where the profile shows that it fits, else BF16.
-
-        Args:
-            quantized: Decisions of the sites that run in FP8, with their scales.
+        """Return FP16 where the profile shows that it fits, scales of the `quantized` sites included, else
+        BF16.
 
         Raises:
             PlanningError: The profile has no magnitudes.

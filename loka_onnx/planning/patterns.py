@@ -1,8 +1,8 @@
-"""What the patterns of a user name: sites, the sites that they were merged from, nodes, and modules.
+"""Match user patterns with sites, the sites that they were merged from, nodes, and modules.
 
-A pattern is that of a shell. It names a site or node when it matches its name, the name of a site that it
-replaces (a user writes the names that `loka-onnx export` lists; mods merge them), or a module that one of
-these is in: `tower.calibrator` names `tower.calibrator.fc` and `tower.calibrator/mul`.
+A shell pattern matches the name of a site or node, the name of a site that it replaces (users write the names
+that `loka-onnx export` lists; mods merge them), or a module that contains one: `tower.calibrator` matches
+`tower.calibrator.fc` and `tower.calibrator/mul`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from loka_onnx.graph.model import GraphModel
 
 @dataclass(frozen=True)
 class Named:
-    """Sites that patterns name, each with the pattern.
+    """Matches of patterns, each with the pattern.
 
     Attributes:
         sites: By name.
-        nodes: Those that are no sites, by name; only of patterns that name no site.
-        nothing: Patterns that name neither.
+        nodes: Nodes that are no sites, by name; only of patterns that match no site.
+        nothing: Patterns that match neither.
     """
 
     sites: Mapping[str, str]
@@ -34,10 +34,10 @@ class Named:
 
 
 def matching_sites(patterns: Sequence[str], sites: Sequence[Site], key: str) -> dict[str, str]:
-    """Sites that a pattern names, each with the pattern.
+    """Return the sites that patterns match, each with the pattern.
 
     Raises:
-        ConfigError: A pattern names no site.
+        ConfigError: A pattern matches no site.
     """
     return dict(named_places(patterns, sites, None, key).sites)
 
@@ -49,17 +49,17 @@ def named_places(
     key: str,
     earlier: Iterable[str] = (),
 ) -> Named:
-    """Sites that a pattern names, and for a pattern that names none, the other nodes.
+    """Return the sites that patterns match, and the other nodes that patterns without a site match.
 
     Args:
         patterns: The patterns.
         sites: Sites of the model.
-        nodes: Names of its nodes; None where a pattern must name sites.
-        key: Where the user wrote the patterns.
-        earlier: Names that the exported model had. Mods may have removed all that a pattern named there.
+        nodes: Names of its nodes; None where a pattern must match sites.
+        key: Config key of the patterns.
+        earlier: Names in the exported model. Mods may have removed the matches there.
 
     Raises:
-        ConfigError: A pattern names nothing, and named nothing earlier.
+        ConfigError: A pattern matches nothing, and matched nothing earlier.
     """
     found = find_places(patterns, sites, nodes or ())
     known = list(earlier) if found.nothing else []
@@ -70,7 +70,7 @@ def named_places(
 
 
 def find_places(patterns: Sequence[str], sites: Sequence[Site], nodes: Iterable[str]) -> Named:
-    """What patterns name; a pattern that names nothing is told, not refused."""
+    """Match patterns; those without a match are returned, not refused."""
     found: dict[str, str] = {}
     others: dict[str, str] = {}
     nothing: list[str] = []
@@ -94,7 +94,7 @@ def wishes(
     force: Sequence[str],
     exported: ModelArtifact | None,
 ) -> tuple[Named, Named]:
-    """What the patterns of `plan.keep` name, and those of `plan.force`.
+    """Return the matches of `plan.keep` and of `plan.force`.
 
     Args:
         model: The model.
@@ -104,7 +104,7 @@ def wishes(
         exported: The model before mods; None where it is the same.
 
     Raises:
-        ConfigError: A pattern names nothing in either model, or a site is kept and forced.
+        ConfigError: A pattern matches nothing in either model, or a site is kept and forced.
     """
     products = [site for site in model.sites if site.kind is not SiteKind.NORM]
     nodes = (node.name for node in graph.nodes)
@@ -121,7 +121,7 @@ def wishes(
 
 
 def nothing_left(key: str, patterns: Sequence[str]) -> Iterator[str]:
-    """A note for each pattern that decides nothing."""
+    """Return a note for each pattern that decides nothing."""
     return (
         f"'{pattern}' of {key} decides nothing: mods removed all that it names in the exported model"
         for pattern in patterns
@@ -129,7 +129,7 @@ def nothing_left(key: str, patterns: Sequence[str]) -> Iterator[str]:
 
 
 def _names_of(model: ModelArtifact | None) -> Iterator[str]:
-    """Names of all nodes, sites among them; the model is read when they are asked for."""
+    """Yield names of all nodes, sites among them; loads the model when first asked."""
     if model is not None:
         yield from (node.name for node in GraphModel.load(model.path).nodes)
 

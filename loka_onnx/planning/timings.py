@@ -1,9 +1,9 @@
-"""The database of kernel times, and the records that are shipped.
+"""The database of kernel times, and the shipped records.
 
 One SQLite file in WAL mode: any number of processes may read while one writes, and writers wait for one
-another (https://sqlite.org/wal.html). WAL needs shared memory, so that all of them are on one machine;
-between machines times travel as JSON (`TimingRecords`). Of several times of one kernel on one shape the last
-one stands.
+another (https://sqlite.org/wal.html). WAL needs shared memory, so all of them are on one machine; between
+machines times travel as JSON (`TimingRecords`). Of several times of one kernel on one shape the last one
+counts.
 """
 
 from __future__ import annotations
@@ -46,14 +46,11 @@ _COLUMNS = (*_KEY, "us", "spread_us", "repeats", "error")
 
 
 class TimingDatabase:
-    """A file of kernel times; use it as a context manager.
-
-    Args:
-        path: The file; created when it is missing.
+    """A file of kernel times, created when missing; use it as a context manager.
 
     Raises:
         UserError: The file is no such database, or is one of another version.
-        OutputError: The place cannot be written.
+        OutputError: The file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,13 +99,10 @@ class TimingDatabase:
                 )
 
     def read(self, device: str | None = None) -> tuple[KernelTiming, ...]:
-        """Times ordered by kernel and shape.
-
-        Args:
-            device: Only those of this device; None for all.
+        """Return times ordered by kernel and shape, of one device or of all.
 
         Raises:
-            UserError: A row holds what this version does not know.
+            UserError: A row holds values that this version does not know.
         """
         where, values = ("", ()) if device is None else (" WHERE device = ?", (device,))
         rows = self._connection.execute(
@@ -129,12 +123,10 @@ class TimingDatabase:
     def missing(
         self, wanted: Iterable[tuple[Kernel, Shape]], device_name: str | None = None
     ) -> tuple[tuple[Kernel, Shape], ...]:
-        """Those that no time is known of, in their order.
+        """Return the wanted kernels on shapes without a known time, in their order.
 
-        Args:
-            wanted: Kernels on shapes.
-            device_name: The device as its driver names it: a time of another one (an H100 of another form
-                factor, say) is as good as none. None for any.
+        `device_name` is the device as its driver names it: a time of another one (an H100 of another form
+        factor) does not count. None for any.
         """
         condition = " AND ".join(f"{column} = ?" for column in _KEY)
         query = (
@@ -151,7 +143,7 @@ class TimingDatabase:
         return tuple((kernel, shape) for kernel, shape in wanted if is_missing(kernel, shape))
 
     def export(self, path: Path) -> int:
-        """Write every time as JSON (`TimingRecords`) and return how many there are.
+        """Write every time as JSON (`TimingRecords`) and return their number.
 
         Raises:
             OutputError: The file cannot be written.
@@ -161,7 +153,7 @@ class TimingDatabase:
         return len(timings)
 
     def take(self, path: Path) -> int:
-        """Add every time of a JSON file (`TimingRecords`) and return how many there are.
+        """Add every time of a JSON file (`TimingRecords`) and return their number.
 
         Raises:
             UserError: The file is missing or is not such a document.
@@ -247,7 +239,7 @@ class TimingDatabase:
 
 
 def read_records(path: Path) -> tuple[KernelTiming, ...]:
-    """Times of a JSON file.
+    """Return the times of a JSON file.
 
     Raises:
         UserError: The file is missing or is not such a document.
@@ -259,7 +251,7 @@ def read_records(path: Path) -> tuple[KernelTiming, ...]:
 
 
 def shipped_timings(device: str) -> tuple[KernelTiming, ...]:
-    """Times of a device that come with this package; none where there are none."""
+    """Return the times of a device that come with this package; none where there are none."""
     resource = files("loka_onnx.planning") / "records" / f"{device}.json"
     if not resource.is_file():
         return ()
@@ -268,12 +260,10 @@ def shipped_timings(device: str) -> tuple[KernelTiming, ...]:
 
 
 def known_timings(device: str, databases: Sequence[Path]) -> tuple[KernelTiming, ...]:
-    """Every time of a device: shipped ones and those of databases.
+    """Return every time of a device: shipped ones and those of databases.
 
-    Args:
-        device: As run files name it.
-        databases: Files of `loka-onnx tune`; one that does not exist holds nothing. Of several times of one
-            kernel on one shape, that of the last database stands.
+    Missing files count as empty. Of several times of one kernel on one shape, that of the last database
+    counts.
 
     Raises:
         UserError: A file is no timing database.
