@@ -31,7 +31,7 @@ from loka_onnx.evaluation.columns import (
 )
 from loka_onnx.evaluation.paired import PairedRows, loss_rows, paired_rows
 from loka_onnx.evaluation.slices import SliceColumn, read_slices, slice_differences
-from loka_onnx.numerics.auc_difference import auc_difference
+from loka_onnx.numerics.auc import auc_difference
 from loka_onnx.numerics.intervals import CONFIDENCE, ratio_interval
 from loka_onnx.numerics.task_metrics import (
     auc,
