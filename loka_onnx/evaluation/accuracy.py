@@ -1,8 +1,8 @@
-"""Accuracy of a built engine: its own outputs against the FP32 reference's on the same rows, paired.
+"""Accuracy of a built engine: its outputs against the FP32 reference's on the same rows, paired.
 
-Every figure is a difference row by row, because the noise of the task metric itself is a hundred times what a
-budget allows. `paired` says what it is relative to, with labels and without, and `slices` judges it where a
-column has one value.
+Every figure is a difference row by row, because the noise of the task metric itself is a hundred times the
+budget. `paired` defines the denominator, with labels and without; `slices` judges rows with one value of a
+column.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Units:
 
     @classmethod
     def of(cls, columns: Mapping[str, Array], group: str | None, slices: Sequence[str] = ()) -> Units:
-        """From the columns of a split.
+        """Read groups and slices from the columns of a split.
 
         Raises:
             DataError: A slice column is missing.
@@ -72,11 +72,7 @@ class Units:
         return cls(grouping, read_slices(columns, slices))
 
     def basis(self, paired: PairedRows) -> Basis:
-        """What intervals over rows of these units rest on.
-
-        Args:
-            paired: Changes of all rows.
-        """
+        """Return the basis of intervals over the paired changes of all rows."""
         weight, tail = np.ones(paired.base.size) if paired.weights is None else paired.weights, paired.tail
         if self.grouping is not None:
             weight = np.bincount(self.grouping.ids, weights=weight).astype(np.float64)
@@ -96,20 +92,10 @@ class Units:
 def evaluate_reference(
     reference: Mapping[str, Array], columns: Mapping[str, Array], specs: tuple[OutputSpec, ...]
 ) -> tuple[OutputEvaluation, ...]:
-    """Quality of the FP32 reference itself.
+    """Return the quality of the FP32 reference itself, per spec: without a difference, within budget by
+    definition.
 
-    Args:
-        reference: (rows,) or (rows, 1) arrays by output name.
-        columns: (rows,) labels and weights by column name.
-        specs: The judged outputs.
-
-    Returns:
-        One entry per spec, without a difference and within its budget by definition.
-
-    Raises:
-        DataError: A label or weight is missing, not finite, or out of range; there are no rows.
-        ConfigError: An output does not hold what its kind declares.
-        EvaluationError: An output is missing or not finite.
+    Arguments and errors are those of `evaluate_outputs`.
     """
     return tuple(_reference(spec, reference, read_truth(columns, spec, None)) for spec in specs)
 
@@ -122,7 +108,7 @@ def evaluate_outputs(
     units: Units | None = None,
     confidence: float = CONFIDENCE,
 ) -> tuple[OutputEvaluation, ...]:
-    """Quality of an engine, and its paired difference from the FP32 reference.
+    """Return the quality of an engine per spec, and its paired difference from the FP32 reference.
 
     Args:
         reference: (rows,) or (rows, 1) arrays by output name, of the FP32 reference.
@@ -130,11 +116,8 @@ def evaluate_outputs(
         columns: (rows,) labels and weights by column name.
         specs: The judged outputs.
         units: Groups and slices; None for independent rows without slices.
-        confidence: Of the two-sided intervals that are judged, and of all slices of an output together; the
-            other intervals have 95 %.
-
-    Returns:
-        One entry per spec.
+        confidence: Of the judged two-sided intervals, and of all slices of an output together; other
+            intervals have 95 %.
 
     Raises:
         DataError: A label or weight is missing, not finite, or out of range; there are no rows.

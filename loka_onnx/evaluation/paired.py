@@ -1,11 +1,11 @@
-"""Loss changes of an engine row by row, and what they come to relative to the FP32 model.
+"""Loss changes of an engine row by row, relative to the FP32 model.
 
 With labels, ΔNE is E[ΔL] / E[L_fp32] by the exact identity of `numerics.loss_change`, with the delta method
-for the estimated denominator; KL and labelled part are relative to the same denominator, so that they add up.
+for the estimated denominator; KL and labelled part have the same denominator, so they add up.
 
-Without labels only KL is known. It is relative to the mean entropy of the FP32 model's predictions,
-E[−p·log p − (1−p)·log(1−p)], which is its expected loss if it is calibrated (E[y | p] = p). An overconfident
-model has less entropy than loss, which makes the ratio too large: the verdict then errs on the safe side.
+Without labels only KL is known. Its denominator is the mean entropy of the FP32 model's predictions, E[−p·log
+p − (1−p)·log(1−p)], which is its expected loss if it is calibrated (E[y | p] = p). An overconfident model has
+less entropy than loss, which makes the ratio too large: the verdict then errs on the safe side.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RelativeChange:
-    """Changes of the loss over the loss (or entropy) of the FP32 model.
+    """Changes over the loss (or entropy) of the FP32 model.
 
     Attributes:
         delta_ne: Of the whole loss; None without labels.
@@ -69,7 +69,7 @@ class PairedRows:
         return ENTROPY if self.labelled is None else LOSS
 
     def take(self, rows: npt.NDArray[Any]) -> PairedRows:
-        """Some of the rows, by index or mask."""
+        """Return some of the rows, by index or mask."""
         return PairedRows(
             self.base[rows],
             self.kl[rows],
@@ -81,12 +81,12 @@ class PairedRows:
 
     @cached_property
     def tail(self) -> Tail:
-        """How much of KL few rows carry; needs a base that does not sum to 0."""
+        """Tail of KL; needs a base that does not sum to 0."""
         weight = 1.0 if self.weights is None else self.weights
         return tail_of(weight * self.kl, weight * self.base, self.groups)
 
     def relative(self, confidence: float = CONFIDENCE) -> RelativeChange:
-        """The changes with two-sided intervals; needs a base that does not sum to 0."""
+        """Return the changes with two-sided intervals; needs a base that does not sum to 0."""
         # The labelled part has both signs and most of the spread: the rows that carry KL need not carry the
         # loss change.
         ends = Ends.BY_SKEWNESS
@@ -102,17 +102,7 @@ class PairedRows:
 
 
 def paired_rows(spec: OutputSpec, before: Scores, after: Scores, truth: Truth) -> PairedRows:
-    """The changes of one output.
-
-    Args:
-        spec: The output.
-        before: Scores of the FP32 reference.
-        after: Scores of the engine on the same rows.
-        truth: Labels, as far as there are any, weights and groups.
-
-    Returns:
-        The changes, with every row.
-    """
+    """Return the changes of one output on every row, from the reference's and the engine's scores."""
     probabilities = None if spec.kind is OutputKind.REGRESSION else before.predictions
     rest = (truth.weights, truth.groups, probabilities)
     if truth.labels is None:
@@ -122,6 +112,6 @@ def paired_rows(spec: OutputSpec, before: Scores, after: Scores, truth: Truth) -
 
 
 def loss_rows(spec: OutputSpec, scores: Scores, labels: Rows) -> Rows:
-    """(rows,) log loss, or squared error for a regression."""
+    """Return (rows,) log loss, or squared error for a regression."""
     rule = squared_error_rows if spec.kind is OutputKind.REGRESSION else log_loss_rows
     return rule(scores.scores, labels)
