@@ -97,15 +97,9 @@ def calibrate(
     options: ProbeOptions | None = None,
     progress: Progress = silent,
 ) -> Profile:
-    """Measure every site on real rows.
+    """Measure every site on the rows of the calibration split.
 
-    Args:
-        model: Its path must be readable from here.
-        outputs: Judged outputs.
-        data: The calibration split.
-        scratch: Directory for instrumented models, on the file system of the model.
-        options: None for the defaults.
-        progress: Called as rows are done.
+    Instrumented models are written to `scratch`, on the file system of the model.
 
     Raises:
         CalibrationError: An activation or an output is not finite, or a loss is 0.

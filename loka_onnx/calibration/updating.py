@@ -42,11 +42,9 @@ def update(
     """Measure further rows and merge them into a profile.
 
     Groups of rows (`ProbeOptions.group`) must not be split between both sets. Of `options`, recipes, scales,
-    sites and batch size are replaced by the profile's.
-
-    Raises:
-        CalibrationError: The rows are already in the profile; the profile is of another model, of other
-            outputs or of recipes that the options lack; or a value is not finite.
+    sites and batch size are replaced by the profile's. Raises CalibrationError if the rows are already in the
+    profile; the profile is of another model, of other outputs or of recipes that the options lack; or a value
+    is not finite.
     """
     _check(profile, subject, data)
     changed = _options(profile, options)

@@ -46,12 +46,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Units:
-    """Groups and slices of the rows of a split.
-
-    Attributes:
-        grouping: Rows that belong together; None for independent rows.
-        slices: Columns whose values are judged apart.
-    """
+    """Groups of rows that belong together, and slices that are judged apart, of the rows of a split."""
 
     grouping: Groups | None = None
     slices: tuple[SliceColumn, ...] = ()
@@ -65,8 +60,7 @@ class Units:
     def of(cls, columns: Mapping[str, Array], group: str | None, slices: Sequence[str] = ()) -> Units:
         """Read groups and slices from the columns of a split.
 
-        Raises:
-            DataError: A slice column is missing.
+        Raises DataError if a slice column is missing.
         """
         grouping = Groups.of(group, columns[group]) if group else None
         return cls(grouping, read_slices(columns, slices))

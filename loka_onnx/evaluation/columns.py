@@ -23,13 +23,7 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Truth:
-    """Labels, weights and groups of the rows, for one output.
-
-    Attributes:
-        labels: (rows,), None where there are none.
-        weights: (rows,), None for equal weights.
-        groups: (rows,) integer ids of rows that belong together, None for independent rows.
-    """
+    """Labels, weights and group ids of the rows for one output, (rows,) each; None where there are none."""
 
     labels: Rows | None
     weights: Rows | None
@@ -43,12 +37,8 @@ class Truth:
 
 @dataclass(frozen=True)
 class Scores:
-    """One output of one engine.
-
-    Attributes:
-        raw: (rows,) as the engine returned them; used to rank rows.
-        scores: (rows,) logits, or regression outputs, for the loss.
-        predictions: (rows,) probabilities, or regression outputs, in the unit of the label.
+    """One output of one engine, (rows,) each: as returned, for ranking; as logit, for the loss; as
+    prediction.
     """
 
     raw: Rows
@@ -60,10 +50,8 @@ class Scores:
 class Groups:
     """Rows that belong together, by number, so that statistics need not sort strings.
 
-    Attributes:
-        column: Name of their column.
-        ids: (rows,) number of each row's group. A row whose group is null is a group of its own.
-        values: Distinct groups in the order of their numbers; single rows without an id come last.
+    `ids` (rows,) number each row's group; a row whose group is null is a group of its own. `values` are the
+    distinct groups; single rows without an id come last.
     """
 
     column: str

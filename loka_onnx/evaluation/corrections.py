@@ -62,13 +62,9 @@ class Simulated:
 def try_corrections(
     specs: Sequence[OutputSpec], reference: Reference, plain: Simulated, biased: Simulated | None
 ) -> tuple[OutputCorrection, ...]:
-    """Judge every variant and decide.
+    """Judge every variant on the selection split and decide.
 
-    Args:
-        specs: Judged outputs.
-        reference: Outputs of the FP32 reference on the selection split, with its columns.
-        plain: The plan without corrected biases on the same rows.
-        biased: The plan with them; None where no site has a bias to correct.
+    `biased` is the plan with corrected biases; None where no site has one to correct.
 
     Raises:
         DataError: A label or a weight cannot be used.

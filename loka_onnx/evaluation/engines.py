@@ -27,11 +27,9 @@ Of 4096, ONNX Runtime takes 4 times as long for a row of a sequence model (BST) 
 
 @dataclass(frozen=True)
 class Split:
-    """Rows that engines are judged on.
+    """Rows that engines are judged on, ``selection`` or ``certification``.
 
     Attributes:
-        name: ``selection`` or ``certification``.
-        data: The rows.
         columns: Required columns, group and slices included.
         group: Column of rows that belong together.
         slices: Columns whose values are judged apart.

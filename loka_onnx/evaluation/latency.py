@@ -97,12 +97,7 @@ class LatencyOptions:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Latencies of engines that were timed in turns.
-
-    Attributes:
-        latencies: By engine id, one entry per finished batch size, in the order requested.
-        failures: By engine id, the error that ended its measurements.
-    """
+    """Latencies by engine, one per finished batch size, and the errors that ended engines' measurements."""
 
     latencies: dict[str, tuple[Latency, ...]]
     failures: dict[str, str]
@@ -116,18 +111,10 @@ def measure_latency(
     device: str,
     counts_for_choice: bool,
 ) -> tuple[Latency, ...]:
-    """Return the latency of one engine, one entry per batch size in order.
+    """Return the latency of one engine, one entry per batch size in order; raises StageError if it fails.
 
-    Args:
-        prepare: Makes a request of its inputs; not timed.
-        make_inputs: Returns inputs for a number of rows; not timed.
-        batches: Rows per request.
-        options: How long to measure.
-        device: Name of the device, recorded.
-        counts_for_choice: Whether the speed is valid for the target, recorded.
-
-    Raises:
-        StageError: The engine fails.
+    `prepare` makes a request of the inputs that `make_inputs` returns for a number of rows; neither is timed.
+    Recorded are the `device` and whether the speed is valid for the target.
     """
     latencies: tuple[Latency, ...] = ()
     for batch in batches:

@@ -30,13 +30,7 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RelativeChange:
-    """Changes over the loss (or entropy) of the FP32 model.
-
-    Attributes:
-        delta_ne: Of the whole loss; None without labels.
-        kl: Of its label-free part.
-        labelled: Of its labelled part; None without labels.
-    """
+    """Changes over the FP32 model's loss (or entropy): whole, label-free and labelled part."""
 
     delta_ne: Interval | None
     kl: Interval
@@ -45,15 +39,15 @@ class RelativeChange:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Effect of a change of one output on the loss of each row.
+    """Effect of a change of one output on the loss of each row, (rows,) each.
 
     Attributes:
-        base: (rows,) loss of the FP32 model, or without labels the entropy of its predictions.
-        kl: (rows,) label-free part of the change.
-        labelled: (rows,) labelled part; None without labels.
-        weights: (rows,), None for equal weights.
-        groups: (rows,) ids of rows that belong together, None for independent rows.
-        probabilities: (rows,) predictions of the FP32 model; None for a regression.
+        base: Loss of the FP32 model, or without labels the entropy of its predictions.
+        kl: Label-free part of the change.
+        labelled: Labelled part; None without labels.
+        weights: None for equal weights.
+        groups: Ids of rows that belong together, None for independent rows.
+        probabilities: Predictions of the FP32 model; None for a regression.
     """
 
     base: Rows

@@ -40,13 +40,7 @@ def padded(run: Run, least: int) -> Run:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Outputs of an engine for a split, in the order of its rows.
-
-    Attributes:
-        outputs: (rows,) or (rows, n) by output name.
-        columns: (rows,) by column name.
-        rows: Rows of the split.
-    """
+    """Outputs (rows,) or (rows, n) and columns (rows,) of a split, in the order of its rows."""
 
     outputs: dict[str, Array]
     columns: dict[str, Array]
@@ -60,16 +54,10 @@ def predict(
     columns: tuple[str, ...] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Predictions:
-    """Run an engine over every batch and keep the requested outputs and columns.
+    """Run an engine over every batch, one at a time, and keep the named outputs and columns.
 
     Outputs are copied, because an engine may reuse its buffers. Trailing axes of length 1 are dropped.
-
-    Args:
-        run: Runs one batch.
-        batches: The split, in order; only one batch is held at a time.
-        outputs: Names of the outputs to keep.
-        columns: Names of the columns to keep.
-        progress: Called after each batch with the number of rows done.
+    `progress` is called after each batch with the number of rows done.
 
     Raises:
         EvaluationError: An output is missing, its first axis is not the batch, it has more than two axes that

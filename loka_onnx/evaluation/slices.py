@@ -41,12 +41,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class SliceColumn:
-    """A column that the rows are divided by.
-
-    Attributes:
-        name: Its name.
-        codes: (rows,) index of each row's value.
-        values: The distinct values as text; None for null.
+    """A column that the rows are divided by: index of each row's value, and the values as text, None for
+    null.
     """
 
     name: str
@@ -56,12 +52,7 @@ class SliceColumn:
 
 @dataclass(frozen=True)
 class SliceTable:
-    """The slices of one output.
-
-    Attributes:
-        slices: Judged ones by falling lower end, then the others by falling number of rows.
-        left_out: Number of values left out, by column.
-    """
+    """Judged slices by falling lower end, then the others by falling rows; values left out, by column."""
 
     slices: tuple[SliceDifference, ...]
     left_out: Mapping[str, int]
@@ -69,14 +60,7 @@ class SliceTable:
 
 @dataclass(frozen=True)
 class _Slice:
-    """One value of a column.
-
-    Attributes:
-        column: Its column.
-        value: The value as text; None for null.
-        rows: (rows of the slice,) their indices.
-        paired: Their changes, without rows of weight 0.
-    """
+    """One value of a column: indices of its rows, and their changes without rows of weight 0."""
 
     column: str
     value: str | None
@@ -112,8 +96,7 @@ def read_slices(columns: Mapping[str, Array], names: Sequence[str]) -> tuple[Sli
     """Number the values of each slice column: numbers, strings, timestamps, or objects; None, NaN and NaT are
     null.
 
-    Raises:
-        DataError: A column is missing.
+    Raises DataError if a column is missing.
     """
     for name in names:
         if name not in columns:

@@ -86,7 +86,7 @@ class WallClock:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of the measurement.
+    """Options of the measurement; ones that ask for nothing are an InternalError.
 
     Attributes:
         p99_us: Limit of the 99th percentile.
@@ -96,11 +96,6 @@ class LoadOptions:
         confirmations: Most times that an unconfirmed rate is lowered.
         confidence: One-sided, of each verdict.
         seed: Of the arrivals.
-        clock: Time.
-        on_trial: Called after each trial.
-
-    Raises:
-        InternalError: They ask for nothing.
     """
 
     p99_us: float
@@ -120,13 +115,10 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Answers:
-    """Outcomes of the requests of a trial, in the order of arrival; microseconds.
+    """Outcomes of the requests of a trial, (requests,) in the order of arrival.
 
-    Attributes:
-        latency_us: (requests,) from the intended arrival to the answer.
-        service_us: (requests,) time of the engine itself.
-        late_us: (requests,) from the moment at which it had arrived and its stream was free to its start.
-        seconds: From the first arrival to the last answer.
+    `latency_us` counts from the intended arrival, `service_us` is the engine's own time, `late_us` counts
+    from the moment at which the request had arrived and its stream was free to its start.
     """
 
     latency_us: Floats
@@ -137,13 +129,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class HighestRate:
-    """Result of a search.
-
-    Attributes:
-        requests_per_s: The rate; 0 where none is low enough.
-        capacity_per_s: Requests per second without pause.
-        trials: Every rate that was tried.
-    """
+    """Requests per second at the limit (0 where no rate is low enough) and without pause, and all trials."""
 
     requests_per_s: float
     capacity_per_s: float
@@ -161,10 +147,7 @@ def offer(
 ) -> Answers:
     """Answer requests as they arrive; one of `runs` for each stream, `inputs` in turns.
 
-    `arrivals` are (requests,) rising times in seconds.
-
-    Raises:
-        StageError: An engine fails.
+    `arrivals` are (requests,) rising times in seconds. Raises StageError if an engine fails.
     """
     queue = _Queue(arrivals, clock)
     threads = [
@@ -204,8 +187,7 @@ def find_highest_rate(
 ) -> HighestRate:
     """Return the highest rate whose 99th percentile is under the limit; `runs` and `inputs` as in `offer`.
 
-    Raises:
-        StageError: An engine fails.
+    Raises StageError if an engine fails.
     """
     search = _Search(runs, inputs, options)
     capacity, is_hopeless = search.capacity()

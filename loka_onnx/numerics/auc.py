@@ -38,14 +38,10 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AucPlacements:
-    """Placement values of every row.
+    """AUC and placement values of every row, (rows,).
 
-    Attributes:
-        auc: Area under the ROC curve.
-        positive: (rows,) weight of each row as a positive, over their sum.
-        negative: (rows,) weight of each row as a negative, over their sum.
-        above: (rows,) share of the negatives that score below the row, ties half.
-        below: (rows,) share of the positives that score above the row, ties half.
+    `positive` and `negative` are weights as such, over their sum; `above` is the share of negatives below the
+    row, `below` that of positives above it, ties half.
     """
 
     auc: float
@@ -56,13 +52,7 @@ class AucPlacements:
 
 
 def auc_placements(scores: Array, labels: Array, weights: Array | None = None) -> AucPlacements | None:
-    """Return placement values in O(rows · log rows); None where one class has no weight.
-
-    Args:
-        scores: (rows,), finite.
-        labels: (rows,), in [0, 1].
-        weights: (rows,) nonnegative; None for equal weights.
-    """
+    """Return placement values of finite scores with labels in [0, 1]; None where one class has no weight."""
     y = labels.astype(np.float64)
     w = np.ones_like(y) if weights is None else weights.astype(np.float64)
     positive, negative = w * y, w * (1.0 - y)
@@ -92,16 +82,8 @@ def auc_difference(
 ) -> Interval | None:
     """Return the AUC of the candidate minus that of the reference, with its paired interval.
 
-    Args:
-        reference: (rows,) scores, finite.
-        candidate: (rows,) scores of the same rows, finite.
-        labels: (rows,), in [0, 1].
-        weights: (rows,) nonnegative; None for equal weights.
-        groups: (rows,) ids of rows that belong together; None for independent rows.
-        confidence: Coverage.
-
-    Returns:
-        None where one class has no weight. Infinite where a class has one row.
+    Arrays are (rows,), of the same rows; labels are in [0, 1], `groups` ids of rows that belong together.
+    None where one class has no weight. Infinite where a class has one row.
     """
     before, after = auc_placements(reference, labels, weights), auc_placements(candidate, labels, weights)
     if before is None or after is None:

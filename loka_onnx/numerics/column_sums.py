@@ -36,8 +36,7 @@ class ColumnSums:
     def add(self, row: Values) -> None:
         """Add one row, (columns,).
 
-        Raises:
-            InternalError: It, or an earlier one, holds a number that is not finite.
+        Raises InternalError if it, or an earlier one, holds a number that is not finite.
         """
         filled = np.flatnonzero(row)
         self._waiting.append(_Row(filled, row[filled]))
@@ -45,11 +44,7 @@ class ColumnSums:
             self._collapse()
 
     def sums(self) -> tuple[ExactSum, ...]:
-        """Return the sum of each column so far.
-
-        Raises:
-            InternalError: A number is not finite.
-        """
+        """Return the sum of each column so far; raises InternalError if a number is not finite."""
         if self._waiting:
             self._collapse()
         return tuple(self._sums)

@@ -93,12 +93,9 @@ class Tail:
 
 
 def tail_of(values: Array, denominators: Array, groups: Array | None = None) -> Tail:
-    """Return the tail of the numerator of a ratio of sums.
+    """Return the tail of the numerator of a ratio of sums, of (rows,) weighted, nonnegative values.
 
-    Args:
-        values: (rows,) numerators, weighted, never negative.
-        denominators: (rows,) weighted; their sum must not be 0.
-        groups: (rows,) ids of rows that belong together; None for independent rows.
+    The denominators' sum must not be 0; `groups` are ids of rows that belong together.
     """
     _check_rows(values, denominators, groups)
     total = float(values.sum())
@@ -141,8 +138,7 @@ def interval_around(
 ) -> Interval:
     """Return the two-sided interval of a point estimate over `rows` rows; infinite for fewer than two units.
 
-    Raises:
-        InternalError: The confidence is not between 0 and 1.
+    Raises InternalError if the confidence is not between 0 and 1.
     """
     if not 0.0 < confidence < 1.0:
         raise InternalError("a confidence lies between 0 and 1", evidence=f"it is {confidence:g}")
@@ -162,10 +158,8 @@ def interval_around(
 def spread_of(influence: Array, groups: Array | None = None) -> Spread:
     """Return the cluster-robust standard error from the (rows,) influence ψ of each row.
 
-    `groups` are (rows,) ids of rows that belong together; None for independent rows.
-
-    Raises:
-        InternalError: The arrays are of different lengths or empty.
+    `groups` are (rows,) ids of rows that belong together; None for independent rows. Raises InternalError if
+    the arrays are of different lengths or empty.
     """
     _check_rows(influence, groups)
     sums = _unit_sums(influence, groups)
@@ -196,18 +190,10 @@ def ratio_interval(
     confidence: float = CONFIDENCE,
     ends: Ends = Ends.STUDENT,
 ) -> Interval:
-    """Return the delta-method interval of Σwa / Σwb, whose denominator is estimated from the same rows.
+    """Return the delta-method interval of Σwa / Σwb, whose denominator is estimated from the same (rows,).
 
-    Args:
-        numerators: (rows,) a.
-        denominators: (rows,) b; their weighted sum must not be 0.
-        weights: (rows,) nonnegative; None for equal weights.
-        groups: (rows,) ids of rows that belong together; None for independent rows.
-        confidence: Coverage.
-        ends: Rule for the ends.
-
-    Raises:
-        InternalError: Lengths differ, there is no row, or the denominators sum to 0.
+    Weights are nonnegative, None for equal ones; `groups` are ids of rows that belong together, None for
+    independent rows. Raises InternalError if lengths differ, there is no row, or the denominators sum to 0.
     """
     _check_rows(numerators, denominators, weights, groups)
     a, b = numerators.astype(np.float64), denominators.astype(np.float64)
@@ -227,12 +213,8 @@ def mean_interval(
     groups: Array | None = None,
     confidence: float = CONFIDENCE,
 ) -> Interval:
-    """Return the interval of a (weighted) mean by the central limit theorem, ddof = 1.
-
-    Arguments are those of `ratio_interval`; weights are not all zero.
-
-    Raises:
-        InternalError: Lengths differ, there is no row, or every weight is 0.
+    """Return the interval of a (weighted) mean by the central limit theorem; arguments and errors of
+    `ratio_interval`.
     """
     # Centring first keeps a large common offset out of the sums.
     x = values.astype(np.float64)

@@ -18,10 +18,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     The number of values below the true median is binomial with p = ½, so the r-th smallest and the r-th
     largest of n enclose it with probability 1 − 2·P(B(n, ½) ≤ r − 1) (David and Nagaraja, *Order Statistics*,
     3rd edition, section 7.1). r is the largest for which that is at least the confidence. None where there
-    are too few values (fewer than 6 at 0.95).
-
-    Raises:
-        InternalError: There is no value.
+    are too few values (fewer than 6 at 0.95). Raises InternalError if there is no value.
     """
     if not values:
         raise InternalError("there is no value to take the median of")
@@ -38,8 +35,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """Return the lower and upper quartile, interpolated between values.
 
-    Raises:
-        InternalError: There is no value.
+    Raises InternalError if there is no value.
     """
     if not values:
         raise InternalError("there is no value to take quartiles of")

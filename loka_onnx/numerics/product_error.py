@@ -61,14 +61,10 @@ class Product:
     def relative_error(
         self, rows: Doubles, exact: Doubles, before: Doubles, behind: Doubles, rounding: Rounding
     ) -> float:
-        """Return ‖rounded − exact‖² / ‖exact‖² on rows; 0 where the product is 0 throughout.
+        """Return ‖rounded − exact‖² / ‖exact‖² on rows x (M, K), with divisors a = `before` (K,) and b =
+        `behind` (N,).
 
-        Args:
-            rows: x, (M, K).
-            exact: `exact(rows)`.
-            before: a, (K,).
-            behind: b, (N,).
-            rounding: Rounding of the operands.
+        `exact` is `exact(rows)`; 0 where it is 0 throughout.
         """
         energy = float(np.square(exact).sum())
         if energy == 0.0:

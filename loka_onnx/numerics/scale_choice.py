@@ -44,10 +44,8 @@ Values = npt.NDArray[np.float64]
 def activation_scale(stats: RangeStats, recipe: Recipe) -> float:
     """Return the scale of an activation by a recipe's rule, a BF16 number.
 
-    ``percentile`` reaches that percentage of all magnitudes, zeros included; where that is zero, amax.
-
-    Raises:
-        CalibrationError: The range is not finite, or the rule needs a histogram that the profile lacks.
+    ``percentile`` reaches that percentage of all magnitudes, zeros included; where that is zero, amax. Raises
+    CalibrationError if the range is not finite, or the rule needs a histogram that the profile lacks.
     """
     widest = amax_scale(stats.amax, recipe.format)
     if recipe.scale == AMAX or stats.amax == 0.0:

@@ -31,8 +31,7 @@ Array = npt.NDArray[Any]
 def amax_scale(amax: float, format: Float8) -> float:
     """Return a positive BF16 number s with amax / s ≤ the format's max; 1.0 where amax is 0.
 
-    Raises:
-        CalibrationError: amax is negative, not finite, or beyond FP32.
+    Raises CalibrationError if amax is negative, not finite, or beyond FP32.
     """
     return float(_scales(np.asarray(amax, dtype=np.float64), format)[()])
 
@@ -41,10 +40,8 @@ def weight_scales(w: Array, granularity: Granularity, channel_axis: int, format:
     """Return the FP32 scales of a constant operand: shape () per tensor, (w.shape[channel_axis],) per
     channel.
 
-    A channel that is zero throughout has the scale 1.
-
-    Raises:
-        CalibrationError: The weight holds NaN or an infinity.
+    A channel that is zero throughout has the scale 1. Raises CalibrationError if the weight holds NaN or an
+    infinity.
     """
     magnitudes = np.abs(w.astype(np.float64))
     if not np.isfinite(magnitudes).all():

@@ -30,19 +30,11 @@ Floats = npt.NDArray[np.floating]
 def smoothing_factors(
     activation_channel_amax: Floats, weight_channel_amax: Floats, strength: float
 ) -> npt.NDArray[np.float64]:
-    """Return the divisors of an activation's channels, which are factors of the weight's rows.
+    """Return sₖ (K,), divisors of an activation's channels and factors of the weight's rows; 1 where either
+    is zero.
 
-    Args:
-        activation_channel_amax: Largest magnitude of each input channel, (K,).
-        weight_channel_amax: Largest magnitude of each row of the weight over its output channels, (K,); where
-            several weights read the activation, over all of them.
-        strength: α.
-
-    Returns:
-        sₖ, (K,), positive; 1 where a channel or a row is zero throughout.
-
-    Raises:
-        ValueError: The shapes differ, a magnitude is negative or not finite, or α is not between 0 and 1.
+    `weight_channel_amax` is over the output channels of all weights that read the activation; `strength` is
+    α. Raises ValueError if shapes differ, a magnitude is negative or not finite, or α is not between 0 and 1.
     """
     activation = np.asarray(activation_channel_amax, np.float64)
     weight = np.asarray(weight_channel_amax, np.float64)

@@ -57,8 +57,7 @@ def squared_error_rows(predictions: Array, labels: Array) -> Rows:
 def logits_from_probabilities(probabilities: Array, clip: float) -> Rows:
     """Return finite logits of probabilities, clipped to [clip, 1 − clip].
 
-    Raises:
-        InternalError: The clip is outside (0, ½).
+    Raises InternalError if the clip is outside (0, ½).
     """
     if not 0.0 < clip < 0.5:
         raise InternalError("a probability clip lies between 0 and one half", evidence=f"clip is {clip:g}")

@@ -66,8 +66,7 @@ class BatchSample:
     def of(cls, spread: BatchSpread, statistic: str) -> BatchSample:
         """Return a statistic by its name; a missing one was 0 in every batch.
 
-        Raises:
-            InternalError: There are fewer than two batches.
+        Raises InternalError if there are fewer than two batches.
         """
         count = spread.batches
         if count < 2:
@@ -79,12 +78,8 @@ class BatchSample:
 
 @dataclass(frozen=True)
 class MeanChange:
-    """Difference of two means of batches.
-
-    Attributes:
-        difference: Second less first.
-        standard_error: Of the difference: the larger of Welch's and Student's.
-        p_value: Two-sided.
+    """Second mean less first, the larger of Welch's and Student's standard errors,
+    and the two-sided p-value.
     """
 
     difference: float
@@ -123,8 +118,8 @@ def compare_means(
             variance is then taken to be smaller than the other implies. None for the sets' own variances.
 
     Returns:
-        The difference with the larger p-value of Welch's and of Student's test. 1 where the means are equal,
-            0 where they differ and nothing varies.
+        The difference with the larger p-value: 1 where the means are equal, 0 where they differ and nothing
+            varies.
     """
     n1, n2 = first.batches, second.batches
     v1, v2 = first.variance, second.variance
@@ -153,8 +148,7 @@ def _two_sided(difference: float, standard_error: float, freedom: float) -> floa
 def exceedance_probability(beyond: int, live: int, profile: int) -> float:
     """Return the probability that `beyond` of `live` batches or more exceed every one of `profile` batches.
 
-    Raises:
-        InternalError: The numbers contradict one another.
+    Raises InternalError if the numbers contradict one another.
     """
     if not 0 <= beyond <= live or profile < 1:
         raise InternalError(

@@ -16,12 +16,9 @@ from loka_onnx.planning.fp16 import FEW, MARGIN, Unproven, count_places, scale_f
 
 @dataclass(frozen=True)
 class Base:
-    """A base precision.
+    """A base precision; `wide` nodes stay in FP32, each with the reason.
 
-    Attributes:
-        precision: BF16, FP16 or FP32.
-        wide: Nodes that stay in FP32, sites among them, each with the reason.
-        reason: Why this precision; empty where the user asked for it.
+    `reason` says why this precision; empty where the user asked for it.
     """
 
     precision: Precision
@@ -65,8 +62,7 @@ class Bases:
     def fixed(self, precision: Precision) -> Base:
         """Return the base that the user asked for.
 
-        Raises:
-            PlanningError: It is FP16, and the profile has no magnitudes.
+        Raises PlanningError if it is FP16, and the profile has no magnitudes.
         """
         if precision is Precision.FP32:
             return Base(precision, {})
@@ -82,8 +78,7 @@ class Bases:
         """Return FP16 where the profile shows that it fits, scales of the `quantized` sites included, else
         BF16.
 
-        Raises:
-            PlanningError: The profile has no magnitudes.
+        Raises PlanningError if the profile has no magnitudes.
         """
         places = self._unproven()
         count = count_places(places)

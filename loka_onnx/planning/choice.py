@@ -58,15 +58,12 @@ MARGIN = 0.03
 
 @dataclass(frozen=True)
 class ChoiceOptions:
-    """Options of choosing engines.
+    """Options of choosing engines; a negative margin is a ValueError.
 
     Attributes:
         by_batch: Whether batch sizes may get engines of their own.
         margin: Least relative gain at a batch size that is worth another engine.
         noise: Relative difference that counts for nothing, beside the spread of the measurement.
-
-    Raises:
-        ValueError: A margin is negative.
     """
 
     by_batch: bool = True
@@ -86,14 +83,8 @@ def choose(
 ) -> Choice:
     """Choose one engine for each piece of hardware, or several by batch size.
 
-    Args:
-        engines: Every candidate, declined and failed ones included.
-        evaluations: Their measurements.
-        plans: The plans that the candidates run.
-        options: How to choose.
-
-    Raises:
-        PlanningError: A target has no engine that could be emitted.
+    `engines` are all candidates, declined and failed ones included. Raises PlanningError if a target has no
+    engine that could be emitted.
     """
     evidence, options = Evidence(evaluations, plans), options or ChoiceOptions()
     predictions = evidence.predictions(engines)
@@ -311,14 +302,8 @@ def _high_precision(
 ) -> EngineArtifact:
     """Return the engine without FP8 that is closest to the exact model; the faster of two alike.
 
-    Args:
-        engines: Engines that were run.
-        evidence: Their measurements.
-        target: Their target.
-        missed: The selected engine that missed on certification.
-
-    Raises:
-        PlanningError: Every candidate was seen outside the budget.
+    `missed` is the selected engine that missed on certification. Raises PlanningError if every candidate was
+    seen outside the budget.
     """
 
     def rank(engine: EngineArtifact) -> tuple[int, float]:

@@ -59,11 +59,8 @@ WORTH = 0.005
 
 @dataclass(frozen=True)
 class Judged:
-    """A rung on the selection split.
-
-    Attributes:
-        outputs: Each output.
-        spread: Standard error on certification over that on selection (s'/s), by output.
+    """A rung on the selection split; `spread` is s'/s, standard error on certification over that on
+    selection.
     """
 
     outputs: tuple[OutputEvaluation, ...]
@@ -88,11 +85,8 @@ class Goal:
 def design_spread(plain: float, grouped: float, before: Sequence[int], after: Sequence[int]) -> float:
     """Return the standard error on certification over that on selection, s'/s, both with groups.
 
-    Args:
-        plain: Standard error on selection as if rows were independent.
-        grouped: The one with groups.
-        before: Rows of each group of selection.
-        after: Rows of each group of certification.
+    `plain` is that on selection as if rows were independent, `grouped` the one with groups; `before` and
+    `after` are the rows of each group of selection and certification.
     """
     n, m = sum(before), sum(size * size for size in before) / sum(before)
     later, larger = sum(after), sum(size * size for size in after) / sum(after)
@@ -124,12 +118,8 @@ def climb(
 ) -> Climb:
     """Return the highest rung that meets the goal, as far as `MOST` judgements tell.
 
-    Args:
-        ladder: Costs of the sites.
-        rungs: Nested, ascending; the first needs no judgement.
-        judge: Judges a rung on the selection split.
-        goal: The goal.
-        rows: Rows of ``selection`` and ``certification``, for the starting point.
+    `rungs` are nested and ascending; the first needs no judgement. `rows` are those of ``selection`` and
+    ``certification``, for the starting point.
     """
     climber = _Climber(ladder, judge, goal, rows)
     below = number = 0
@@ -205,7 +195,6 @@ class _Reading:
     """One output of a rung, measured or expected.
 
     Attributes:
-        output: Its name.
         kl: Label-free part of the change.
         rest: Labelled part; a gain without the part that its noise explains.
         error: Standard error of the change on selection; from the upper half of the interval.

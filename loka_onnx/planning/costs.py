@@ -48,7 +48,6 @@ class Cost:
     """KL of sites in low precision, on one output.
 
     Attributes:
-        spec: The output.
         denominator: Of KL: ``loss`` or ``entropy``.
         kl: KL with its interval, other noise seeds included.
         draws: Noise seeds that `kl` is the worst of; 0 where none is worse than the profile's own.
@@ -100,11 +99,7 @@ class Costs:
         return tuple(self._groups)
 
     def of_site(self, site: str, spec: OutputSpec) -> Sensitivity:
-        """Return the effect of a site on an output.
-
-        Raises:
-            PlanningError: It was not measured.
-        """
+        """Return the effect of a site on an output; raises PlanningError if it was not measured."""
         if (site, spec.name) not in self._found:
             raise self._unknown(f"site '{site}' and output '{spec.name}'")
         return self._found[site, spec.name]
@@ -112,8 +107,7 @@ class Costs:
     def of_group(self, sites: frozenset[str], spec: OutputSpec) -> Sensitivity:
         """Return the effect of sites that were measured together on an output.
 
-        Raises:
-            PlanningError: It was not measured.
+        Raises PlanningError if it was not measured.
         """
         try:
             return self._groups[sites].sensitivity(spec.name)
@@ -124,8 +118,7 @@ class Costs:
     def predicted(self, sites: Collection[str], spec: OutputSpec) -> float:
         """Return the sum of costs: of groups where sites were measured together, else of single sites.
 
-        Raises:
-            PlanningError: One was not measured.
+        Raises PlanningError if one was not measured.
         """
         chosen = frozenset(sites)
         together = [group for group in self.groups if group <= chosen]
@@ -145,10 +138,7 @@ class Costs:
         """Return the cost on each output of one site, or of several that share a quantized tensor.
 
         `risk` is the risk that an interval fails; of sites not measured together, that the interval of one
-        site fails.
-
-        Raises:
-            PlanningError: They were not measured.
+        site fails. Raises PlanningError if they were not measured.
         """
         return tuple(self._cost(sites, spec, risk) for spec in self.outputs)
 

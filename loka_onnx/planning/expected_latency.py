@@ -15,13 +15,7 @@ from loka_onnx.core.plan import PrecisionPlan
 
 @dataclass(frozen=True)
 class Known:
-    """A measured engine.
-
-    Attributes:
-        engine: Its id.
-        plan: Its plan.
-        us: Its latency by batch size, microseconds.
-    """
+    """A measured engine: its id, its plan, and its latency by batch size in microseconds."""
 
     engine: str
     plan: PrecisionPlan
@@ -30,12 +24,8 @@ class Known:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Expected latency of an engine.
-
-    Attributes:
-        start: Id of the measured engine that it starts from; empty where there is none.
-        us: By batch size, microseconds; empty where unknown.
-        why_not: The reason where unknown.
+    """Expected latency by batch size in microseconds, from the measured engine `start`; empty where
+    `why_not`.
     """
 
     start: str
@@ -44,16 +34,11 @@ class Prediction:
 
 
 def predict(plan: PrecisionPlan, known: Iterable[Known], device: str) -> Prediction | None:
-    """Return the latency of an engine of a plan, before it is measured.
+    """Return the latency of a plan's engine before it is measured, from engines of its backend and
+    architecture.
 
-    Args:
-        plan: The plan.
-        known: Measured engines of the same backend and architecture.
-        device: Where.
-
-    Returns:
-        With a reason instead of times where every measured plan has other kernels; None where no plan in the
-            same base precision was measured, or no product time is known.
+    With a reason instead of times where every measured plan has other kernels; None where no plan in the same
+    base precision was measured, or no product time is known.
     """
     obstacles = []
     alike = (each for each in known if each.plan.base is plan.base)

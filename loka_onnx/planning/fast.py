@@ -31,13 +31,8 @@ class Candidates:
 
 
 class FastSearch:
-    """The search over the sites of one model, on one device.
-
-    Args:
-        candidates: Sites that may run in FP8.
-        speeds: Savings of sites.
-        costs: Costs of sites.
-        risk: That any interval of the costs fails.
+    """The search over the sites of one model, on one device; `risk` is that any
+    interval of the costs fails.
     """
 
     def __init__(self, candidates: Candidates, speeds: SiteSpeeds, costs: Costs, risk: float) -> None:

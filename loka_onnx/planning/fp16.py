@@ -56,13 +56,7 @@ _SQUARES = frozenset({"ReduceL2", "ReduceSumSquare"})
 
 @dataclass(frozen=True)
 class Unproven:
-    """One place that is not shown to fit FP16.
-
-    Attributes:
-        at: Tensor or node.
-        nodes: Names of the nodes that stay in FP32 for it.
-        reason: Why, as a sentence that names the place.
-    """
+    """A tensor or node not shown to fit FP16, the nodes that stay in FP32 for it, and why, as a sentence."""
 
     at: str
     nodes: tuple[str, ...]

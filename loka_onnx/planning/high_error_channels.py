@@ -39,17 +39,9 @@ def errors_to_leave(
 ) -> dict[str, float]:
     """Return the part of its error, between 0 and 1, that each site that does not fit may keep.
 
-    Args:
-        model: The model.
-        profile: Its profile.
-        outputs: Judged outputs with their budgets.
-        recipes: Recipes that the profile holds.
-        options: Decisions of the user. A pattern that matches nothing here may match sites that mods make
-            later; `make_plans` judges it.
-        rows: Rows of ``selection`` and ``certification``.
-
-    Raises:
-        PlanningError: The profile lacks a site of the model, or an output.
+    A pattern of `options` that matches nothing here may match sites that mods make later; `make_plans` judges
+    it. `rows` are those of ``selection`` and ``certification``. Raises PlanningError if the profile lacks a
+    site of the model, or an output.
     """
     nodes = [node.name for node in GraphModel.load(model.path).nodes]
     gone = find_places((*options.keep, *options.force), model.sites, nodes).nothing

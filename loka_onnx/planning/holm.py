@@ -33,24 +33,16 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class StepDown(Generic[C]):
-    """Result of stepping down.
-
-    Attributes:
-        shown: Claims that were shown, each with the risk of its test.
-        risk: Of the last test of each claim that is left.
-    """
+    """Shown claims with the risk of their tests, and the risk of the last test of the others."""
 
     shown: dict[C, float]
     risk: float
 
 
 def step_down(claims: Collection[C], risk: float, is_shown: Callable[[C, float], bool]) -> StepDown[C]:
-    """Test all claims.
+    """Test all claims at a joint risk α of showing a false one.
 
-    Args:
-        claims: The claims, in any order.
-        risk: α, that any false claim is shown.
-        is_shown: Whether a claim's bound at a risk is inside its limit; a larger risk must not undo it.
+    `is_shown` tells whether a claim's bound at a risk is inside its limit; a larger risk must not undo it.
     """
     left, shown, each = list(claims), dict[C, float](), risk
     while left:

@@ -68,20 +68,10 @@ def judge(
     outputs: tuple[OutputSpec, ...],
     confidence: float,
 ) -> dict[str, Judgement]:
-    """Judge every product in FP8, and every norm in the base precision.
+    """Return the verdict of every product in FP8 and, unless kept, of every norm in the base precision.
 
-    Args:
-        sites: Sites of the model, in any order.
-        kept: Names of those that do not compete for the budget.
-        profile: Their profile.
-        outputs: Judged outputs.
-        confidence: Of all intervals together.
-
-    Returns:
-        By site; norms that are kept are left out.
-
-    Raises:
-        PlanningError: The profile lacks a site or an output.
+    `kept` sites do not compete for the budget; `confidence` is that of all intervals together. Raises
+    PlanningError if the profile lacks a site or an output.
     """
     costs = Costs(profile, outputs)
     able = {site.name: site.flops_per_example for site in sites if site.is_fp8_able}
@@ -118,11 +108,8 @@ def units_of(names: Collection[str], groups: Iterable[Unit]) -> tuple[Unit, ...]
 
 @dataclass
 class _Rest:
-    """Remaining allowance, as parts of it.
-
-    Attributes:
-        surely: With reallocated costs at their upper bounds.
-        at_best: With them at their lower ends.
+    """Remaining allowance: `surely` at the upper bounds of reallocated costs,
+    `at_best` at their lower ends.
     """
 
     surely: float = 1.0
@@ -135,13 +122,9 @@ class _Rest:
 
 
 class _Judges:
-    """The bounds of one model, and the verdicts that follow.
+    """The bounds of one model and the verdicts that follow, at a `risk` that any interval fails.
 
-    Args:
-        costs: Costs of the sites.
-        flops: Operations of the products that compete, by site.
-        norms: Names of the norms.
-        risk: That any interval fails.
+    `flops` are the operations of the products that compete.
     """
 
     def __init__(self, costs: Costs, flops: Mapping[str, int], norms: Sequence[str], risk: float) -> None:

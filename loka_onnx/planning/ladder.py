@@ -44,12 +44,7 @@ happens to find good."""
 
 @dataclass(frozen=True)
 class Reverted:
-    """A plan with fewer sites in FP8.
-
-    Attributes:
-        plan: The plan, under the id of the original one; the caller renames it.
-        returned: Sites no longer in FP8, in the order of reverting.
-    """
+    """A plan, under its original id, without the FP8 of some sites, `returned` in the order of reverting."""
 
     plan: PrecisionPlan
     returned: tuple[Returned, ...]
@@ -58,12 +53,7 @@ class Reverted:
 class Ladder:
     """Costs and savings of the sites of one model, and the order that follows.
 
-    Args:
-        model: The model of the plans.
-        profile: Its profile.
-        outputs: Judged outputs.
-        speeds: Savings of FP8 at sites, on any device.
-        forced: Sites that the user wants in FP8 whatever they cost.
+    `forced` sites are in FP8 whatever they cost.
     """
 
     def __init__(
@@ -83,13 +73,8 @@ class Ladder:
     def revert_sites(self, plan: PrecisionPlan, evaluation: Evaluation, device: str) -> Reverted | None:
         """Return the plan with the fewest sites reverted that should bring its engine inside the budget.
 
-        Args:
-            plan: A plan with sites in FP8.
-            evaluation: Its engine on the selection split.
-            device: Where the engine runs.
-
-        Returns:
-            None where no FP8 site would be left, or nothing is expected to help.
+        `evaluation` is the engine's on the selection split. None where no FP8 site would be left, or nothing
+        is expected to help.
         """
         measured = {output.output: output for output in evaluation.outputs if output.difference is not None}
         *lower, top = self.rungs(plan.fp8_sites, device)

@@ -11,13 +11,7 @@ from loka_onnx.errors import InternalError
 
 @dataclass(frozen=True)
 class Point:
-    """One engine.
-
-    Attributes:
-        name: Its id.
-        time: In any unit; not NaN.
-        loss: Worst upper bound over budget of its outputs; not NaN, infinite where the data allow no bound.
-    """
+    """An engine, its time in any unit, and its worst upper bound over budget; infinite without a bound."""
 
     name: str
     time: float
@@ -27,8 +21,7 @@ class Point:
 def front(points: Sequence[Point]) -> tuple[Point, ...]:
     """Return the points that no other dominates, by rising time; equal points are all on it.
 
-    Raises:
-        InternalError: A time or a loss is NaN, which has no order.
+    Raises InternalError if a time or a loss is NaN, which has no order.
     """
     for point in points:
         if isnan(point.time) or isnan(point.loss):

@@ -20,13 +20,7 @@ from loka_onnx.graph.model import GraphModel
 
 @dataclass(frozen=True)
 class Named:
-    """Matches of patterns, each with the pattern.
-
-    Attributes:
-        sites: By name.
-        nodes: Nodes that are no sites, by name; only of patterns that match no site.
-        nothing: Patterns that match neither.
-    """
+    """Matched sites, other nodes (of patterns without a site), and the patterns without any match."""
 
     sites: Mapping[str, str]
     nodes: Mapping[str, str]
@@ -36,8 +30,7 @@ class Named:
 def matching_sites(patterns: Sequence[str], sites: Sequence[Site], key: str) -> dict[str, str]:
     """Return the sites that patterns match, each with the pattern.
 
-    Raises:
-        ConfigError: A pattern matches no site.
+    Raises ConfigError if a pattern matches no site.
     """
     return dict(named_places(patterns, sites, None, key).sites)
 
@@ -51,15 +44,9 @@ def named_places(
 ) -> Named:
     """Return the sites that patterns match, and the other nodes that patterns without a site match.
 
-    Args:
-        patterns: The patterns.
-        sites: Sites of the model.
-        nodes: Names of its nodes; None where a pattern must match sites.
-        key: Config key of the patterns.
-        earlier: Names in the exported model. Mods may have removed the matches there.
-
-    Raises:
-        ConfigError: A pattern matches nothing, and matched nothing earlier.
+    Without `nodes` a pattern must match sites. `earlier` are names in the exported model, whose matches mods
+    may have removed; a pattern that matches nothing in either is a ConfigError, which names the config key
+    `key`.
     """
     found = find_places(patterns, sites, nodes or ())
     known = list(earlier) if found.nothing else []
@@ -94,17 +81,10 @@ def wishes(
     force: Sequence[str],
     exported: ModelArtifact | None,
 ) -> tuple[Named, Named]:
-    """Return the matches of `plan.keep` and of `plan.force`.
+    """Return the matches of `plan.keep` (sites and nodes) and of `plan.force` (products).
 
-    Args:
-        model: The model.
-        graph: The same.
-        keep: Patterns of sites and nodes.
-        force: Patterns of products.
-        exported: The model before mods; None where it is the same.
-
-    Raises:
-        ConfigError: A pattern matches nothing in either model, or a site is kept and forced.
+    `exported` is the model before mods; None where it is the same. Raises ConfigError if a pattern matches
+    nothing in either model, or a site is kept and forced.
     """
     products = [site for site in model.sites if site.kind is not SiteKind.NORM]
     nodes = (node.name for node in graph.nodes)

@@ -65,13 +65,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class LadderStart:
-    """Ladder that `fp8-safe` is climbed on.
-
-    Attributes:
-        ladder: Costs and savings of sites.
-        rungs: Nested sets of sites, from the forced ones alone on.
-        plan: The plan with all of its sites in FP8.
-    """
+    """Ladder that `fp8-safe` is climbed on, its nested rungs, and the plan with all of its sites in FP8."""
 
     ladder: Ladder
     rungs: tuple[frozenset[str], ...]
@@ -90,14 +84,7 @@ def make_plans(
     recipes: Sequence[Recipe],
     options: PlanOptions | None = None,
 ) -> PlanSet:
-    """Make every requested plan.
-
-    Args:
-        model: The model after mods.
-        profile: Its profile.
-        outputs: Judged outputs with their budgets.
-        recipes: Recipes that the profile holds.
-        options: Decisions of the user.
+    """Make every requested plan for the model after mods.
 
     Raises:
         ConfigError: A pattern matches nothing in this model nor in the exported one, a site is kept and
@@ -130,9 +117,8 @@ def start_ladder(
 def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
     """Refuse patterns that `make_plans` would refuse, without a profile.
 
-    Raises:
-        ConfigError: A pattern matches nothing in this model nor in the exported one, or a site is kept and
-            forced.
+    Raises ConfigError if a pattern matches nothing in this model nor in the exported one, or a site is kept
+    and forced.
     """
     wishes(model, GraphModel.load(model.path), options.keep, options.force, options.exported)
 

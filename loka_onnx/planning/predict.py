@@ -43,14 +43,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time of a kernel on a shape.
+    """Time of a kernel on a shape, measured there or predicted.
 
-    Attributes:
-        kernel: The kernel.
-        us: Microseconds.
-        is_measured: Whether this very shape was measured; else it is predicted.
-        error_us: Standard error, microseconds: of a measured time its spread (0 where unknown), of a
-            prediction the error seen on measured times.
+    `error_us` is the standard error: the spread of a measured time (0 where unknown), or the error seen when
+    measured times are predicted.
     """
 
     kernel: Kernel
@@ -68,14 +64,7 @@ class Compared:
 
 
 class KernelModel:
-    """Times of one kernel over all shapes.
-
-    Args:
-        timings: Its measured times, at least one, each shape once.
-
-    Raises:
-        ValueError: They are of several kernels, or there are none.
-    """
+    """Times of one kernel over all shapes, each measured once; other timings or none are a ValueError."""
 
     def __init__(self, timings: Sequence[KernelTiming]) -> None:
         if len({timing.kernel for timing in timings}) != 1:
@@ -115,13 +104,9 @@ class TimeTable:
     def product(
         self, backend: str, precision: Precision, shape: Shape, scales: Granularity | None = None
     ) -> Estimate | None:
-        """Return the fastest kernel of a product alone; measured times precede predicted ones.
+        """Return the fastest kernel of a product alone, M×K by K×N; measured times precede predicted ones.
 
-        Args:
-            backend: Backend of the kernel.
-            precision: Of the operands.
-            shape: M×K by K×N.
-            scales: Of an FP8 weight. A kernel with one scale per channel serves one scale as well.
+        A kernel with one scale per channel serves one scale of the weight as well.
         """
         of_product = self._kernels(backend, precision, scales)
         return self._best(shape, (kernel for kernel in of_product if kernel.name != PRODUCT))
@@ -129,21 +114,13 @@ class TimeTable:
     def compared(
         self, backend: str, base: Precision, shape: Shape, scales: Granularity | None
     ) -> Compared | None:
-        """Return a product's time in the base precision and in FP8, measured alike.
+        """Return a product's time in the base precision and in FP8, measured alike; None where one is
+        unknown.
 
         Either both are the kernels of engines (`PRODUCT`) or both products alone: a time with the following
         operations is not comparable to one without. The former only where both were measured: the following
-        operations depend on the site and cannot be predicted from the shape.
-
-        Args:
-            backend: Backend of the kernels.
-            base: Base precision. FP16 counts as BF16 where only that was timed: tensor cores multiply both at
-                one rate, and both have two bytes.
-            shape: M×K by K×N.
-            scales: Of the weight in FP8.
-
-        Returns:
-            None where one of the two is unknown.
+        operations depend on the site and cannot be predicted from the shape. FP16 counts as BF16 where only
+        that was timed: tensor cores multiply both at one rate, and both have two bytes.
         """
         half = (base, Precision.BF16) if base is Precision.FP16 else (base,)
         built = _first(self._built(backend, each, shape, None) for each in half)

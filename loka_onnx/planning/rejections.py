@@ -25,13 +25,10 @@ _ACCURACY = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict for one piece of hardware.
+    """The main winner on one piece of hardware, and all engines `emitted` with it.
 
-    Attributes:
-        winner: The engine that is emitted; of several, the main one.
-        emitted: Ids of all engines that are emitted.
-        missed: Selected engines that are not inside the budget on certification.
-        alike: Ids of engines that are within noise of the fastest.
+    `missed` engines were selected and are not inside the budget on certification; `alike` ones are within
+    noise of the fastest.
     """
 
     winner: EngineArtifact
@@ -43,14 +40,7 @@ class Verdict:
 def rejections(
     engines: Sequence[EngineArtifact], verdict: Verdict, speeds: Mapping[str, Speed], evidence: Evidence
 ) -> tuple[Rejection, ...]:
-    """Return every engine that is not emitted, with the reason.
-
-    Args:
-        engines: All engines of the hardware, unbuilt ones included.
-        verdict: The decision.
-        speeds: Of the engines that were timed on the target, by id.
-        evidence: Their measurements.
-    """
+    """Return every engine of the hardware, unbuilt ones included, that is not emitted, with the reason."""
     return tuple(
         _rejection(engine, verdict, speeds, evidence)
         for engine in engines

@@ -19,12 +19,9 @@ from loka_onnx.planning.speed import Speed
 def alike(
     engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed], noise: float
 ) -> tuple[EngineArtifact, ...]:
-    """Return the fastest engine, then those that are not surely slower; timed apart, medians decide.
+    """Return the fastest of one or more engines, then those not surely slower; timed apart, medians decide.
 
-    Args:
-        engines: At least one; all of them in `speeds`.
-        speeds: By engine id.
-        noise: Relative difference that counts for nothing, beside the spread of the measurement.
+    `noise` is the relative difference that counts for nothing, beside the spread of the measurement.
     """
     fastest = min(engines, key=lambda e: speeds[e.id].per_row_us)
     others = (
@@ -51,12 +48,8 @@ def routes(
 ) -> tuple[Route, ...]:
     """Return the table of batch sizes, ascending; empty where one engine serves all.
 
-    Args:
-        engines: Candidates; all of them in `speeds`.
-        speeds: By engine id, all at the same batch sizes.
-        evidence: Their measurements.
-        noise: As for `alike`.
-        margin: Least gain, relative to the main engine, that is worth another engine.
+    All engines are in `speeds`, at the same batch sizes. `margin` is the least gain, relative to the main
+    engine, that is worth another engine.
     """
     main = pick(engines, speeds, evidence, noise)
     best = {}

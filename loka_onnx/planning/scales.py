@@ -20,10 +20,8 @@ class ScaleReader:
     def read(self, site: Site, recipe: Recipe) -> tuple[float, tuple[float, ...]]:
         """Return the scale of the site's first activation, and those of its other operand.
 
-        The latter are one per output channel or one for the weight, or that of the second activation.
-
-        Raises:
-            PlanningError: The profile holds none for an activation of the site.
+        The latter are one per output channel or one for the weight, or that of the second activation. Raises
+        PlanningError if the profile holds none for an activation of the site.
         """
         activation = site.activation
         second = next(operand for operand in site.operands if operand is not activation)

@@ -51,13 +51,10 @@ _VALUE_SCALE = 1e4
 
 @dataclass(frozen=True)
 class Item:
-    """A site that may run in FP8.
+    """A site that may run in FP8, and the quantized tensor that it reads.
 
-    Attributes:
-        site: Its name.
-        saved: Time that its product saves; negative where FP8 is slower. Any unit, the same for all.
-        error: Standard error of that time.
-        tensor: The quantized tensor that it reads.
+    `saved` is the time that its product saves, negative where FP8 is slower, in any unit; `error` its
+    standard error.
     """
 
     site: str
@@ -68,18 +65,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Problem:
-    """Items to choose from, and their costs.
+    """Items to choose from, and their costs; a site in no unit or in two is an InternalError.
 
     Attributes:
-        items: The sites.
         quantize: Time of the quantize step of each tensor; 0 where it is missing.
         units: Sites whose cost is known together; each site is in exactly one.
         cost: Cost of a non-empty part of one unit.
         room: Limit of all costs.
         makers: Site that makes a tensor, and quantizes it as well where it runs in FP8 itself.
-
-    Raises:
-        InternalError: A site is in no unit or in two.
     """
 
     items: tuple[Item, ...]
@@ -128,12 +121,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """Result of a search.
-
-    Attributes:
-        sites: The sites that run in FP8.
-        is_proven: Whether it is optimal; False where `SECONDS` ended the search.
-    """
+    """The sites in FP8; `is_proven` unless `SECONDS` ended the search."""
 
     sites: Sites
     is_proven: bool = True
@@ -148,12 +136,8 @@ def solve(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Sites | 
 def search(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Solution | None:
     """Return the sites that save the most time inside the budget, as far as `SECONDS` go.
 
-    Args:
-        problem: The problem.
-        fixed: Sites that are in (True) or out (False) whatever they save.
-
-    Returns:
-        None where the sites fixed to be in do not fit. No other site is in without saving time.
+    `fixed` sites are in (True) or out (False) whatever they save. None where the sites fixed to be in do not
+    fit. No other site is in without saving time.
     """
     fixed = fixed or {}
     columns = _columns(problem)
@@ -170,17 +154,11 @@ def search(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Solutio
 def neighbours(
     problem: Problem, chosen: Sites, count: int, fixed: Mapping[str, bool] | None = None
 ) -> tuple[Sites, ...]:
-    """Return other choices worth measuring, the most informative first.
+    """Return at most `count` other choices worth measuring, the most informative first.
 
     Each toggles the sites of one tensor against `chosen` and is otherwise the best: first tensors whose
     saving has an uncertain sign (by falling uncertainty over saving), then by falling saving the others that
-    save time. Sure losses are not tried.
-
-    Args:
-        problem: The problem.
-        chosen: The current choice.
-        count: Most choices to return.
-        fixed: Sites that are not toggled.
+    save time. Sure losses are not tried, nor `fixed` sites toggled.
     """
     fixed = dict(fixed or {})
     found: list[Sites] = []
@@ -201,12 +179,8 @@ def neighbours(
 
 @dataclass(frozen=True)
 class _Prospect:
-    """Saving of the sites of one tensor together.
-
-    Attributes:
-        tensor: The tensor.
-        net: Savings of those that save time, less the quantize step.
-        error: Its standard error.
+    """Net saving of the sites of one tensor that save time, less the quantize step,
+    and its standard error.
     """
 
     tensor: str

@@ -70,14 +70,9 @@ class DeviceTimings:
 
 @dataclass(frozen=True)
 class SiteTime:
-    """One site at one batch size.
+    """One site at one batch size: its product in the base precision and in FP8, and the cast of its input.
 
-    Attributes:
-        base: Its product in the base precision.
-        float8: Its product in FP8.
-        quantize: The cast of its input; None where it costs nothing.
-        beside: Product of its high-error channels, part of the site's own where it is not in FP8; None for
-            none.
+    `beside` is the product of its high-error channels, part of the site's own where it is not in FP8.
     """
 
     base: Estimate
@@ -108,13 +103,10 @@ class SiteTime:
 
 @dataclass(frozen=True)
 class Source:
-    """Input of a site.
+    """Input tensor of a site, before layout operations.
 
-    Attributes:
-        tensor: Name of the tensor before layout operations.
-        fused_into: Name of the node that makes it, where its kernel quantizes as well; else empty.
-        made_by: Name of the linear site that makes it, where its kernel quantizes as well when it runs in
-            FP8; else empty.
+    `fused_into` is the node that makes it, where its kernel quantizes as well; `made_by` the linear site that
+    makes it, where its kernel quantizes when it runs in FP8. Else empty.
     """
 
     tensor: str
@@ -123,14 +115,9 @@ class Source:
 
 
 class SiteSpeeds:
-    """Savings by FP8 at the linear sites of one model on one device.
+    """Savings by FP8, against `base`, at the linear sites of one model on one device.
 
-    Args:
-        graph: The model.
-        sites: Its sites.
-        known: Kernel times.
-        base: Base precision.
-        scales: Granularity of the weight in FP8, of the sites that may run in it.
+    `scales` are the weight granularities of the sites that may run in FP8.
     """
 
     def __init__(

@@ -48,12 +48,10 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Speed:
-    """Time of one engine on the target.
+    """Time of one engine on the target, by batch size.
 
-    Attributes:
-        latencies: By batch size.
-        rivals: Latencies by batch size of all engines of the contest, this one included; empty for two.
-        contests: Contests that share the risk: batch sizes judged one by one.
+    `rivals` are the latencies of all engines of the contest, this one included; empty for two. `contests`
+    share the risk: batch sizes judged one by one.
     """
 
     latencies: Mapping[int, Latency]
@@ -82,8 +80,7 @@ class Speed:
     def at(self, batch: int) -> Speed:
         """Return the speed at one batch size; among rivals each size is a contest of its own.
 
-        Raises:
-            KeyError: It was not timed at that size.
+        Raises KeyError if it was not timed at that size.
         """
         contests = len(self.latencies) if self.rivals else 1
         return replace(self, latencies={batch: self.latencies[batch]}, contests=contests)
@@ -91,21 +88,16 @@ class Speed:
     def ratio(self, other: Speed) -> float:
         """Return this engine's time over another's by their medians, wherever they were timed.
 
-        Raises:
-            KeyError: They have no batch size in common.
+        Raises KeyError if they have no batch size in common.
         """
         batches = self._in_common(other)
         return _per_row(self.latencies, batches) / _per_row(other.latencies, batches)
 
     def over(self, other: Speed) -> Interval | None:
-        """Return this engine's time over another's, over their common batch sizes.
+        """Return this engine's time over another's, over their common batch sizes, as a ratio of medians.
 
-        Returns:
-            The ratio of the medians with its interval; without width where there was one load. Its rows are
-                the loads. None where the two were not timed in turns.
-
-        Raises:
-            KeyError: They have no batch size in common.
+        Without width where there was one load; its rows are the loads. None where the two were not timed in
+        turns. Raises KeyError if they have no batch size in common.
         """
         batches = self._in_common(other)
         if _timed_in(self.latencies, batches) != _timed_in(other.latencies, batches):
@@ -158,14 +150,10 @@ def rivals(speeds: Mapping[str, Speed]) -> dict[str, Speed]:
 
 
 def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[str, ...]:
-    """Return the ids of engines not surely slower than the fastest, over all batch sizes or at one of them.
+    """Return the ids of engines, timed in turns, not surely slower than the fastest, over all sizes or at
+    one.
 
-    Args:
-        timed: Latencies by engine id, of engines that were timed in turns.
-        noise: Relative difference that counts for nothing.
-
-    Returns:
-        None of them where the fastest has no rival.
+    `noise` is the relative difference that counts for nothing. Empty where the fastest has no rival.
     """
     speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in timed.items()})
     sizes = {frozenset(speed.latencies) for speed in speeds.values()}
@@ -205,11 +193,7 @@ class _Spread:
 
 
 def _spread(engines: Sequence[Sequence[float]]) -> _Spread:
-    """Return the spread of the residuals of the additive model.
-
-    Args:
-        engines: (engines, loads) logarithms of times; an engine may have fewer loads than others.
-    """
+    """Return the spread of the additive model's residuals, of (engines, loads) logarithms of times."""
     cells = [(e, load, value) for e, values in enumerate(engines) for load, value in enumerate(values)]
     loads = max(map(len, engines))
     design = np.zeros((len(cells), len(engines) + loads))

@@ -74,11 +74,7 @@ class TimingDatabase:
         self._connection.close()
 
     def add(self, timings: Iterable[KernelTiming]) -> None:
-        """Write times, all of them or none.
-
-        Raises:
-            OutputError: The file cannot be written.
-        """
+        """Write times, all of them or none; raises OutputError if the file cannot be written."""
         given = list(timings)
         with self._transaction() as connection:
             for timing in given:
@@ -101,8 +97,7 @@ class TimingDatabase:
     def read(self, device: str | None = None) -> tuple[KernelTiming, ...]:
         """Return times ordered by kernel and shape, of one device or of all.
 
-        Raises:
-            UserError: A row holds values that this version does not know.
+        Raises UserError if a row holds values that this version does not know.
         """
         where, values = ("", ()) if device is None else (" WHERE device = ?", (device,))
         rows = self._connection.execute(
@@ -145,8 +140,7 @@ class TimingDatabase:
     def export(self, path: Path) -> int:
         """Write every time as JSON (`TimingRecords`) and return their number.
 
-        Raises:
-            OutputError: The file cannot be written.
+        Raises OutputError if the file cannot be written.
         """
         timings = self.read()
         serde.write(TimingRecords.of(timings), path)
@@ -155,8 +149,7 @@ class TimingDatabase:
     def take(self, path: Path) -> int:
         """Add every time of a JSON file (`TimingRecords`) and return their number.
 
-        Raises:
-            UserError: The file is missing or is not such a document.
+        Raises UserError if the file is missing or is not such a document.
         """
         timings = read_records(path)
         self.add(timings)
@@ -239,11 +232,7 @@ class TimingDatabase:
 
 
 def read_records(path: Path) -> tuple[KernelTiming, ...]:
-    """Return the times of a JSON file.
-
-    Raises:
-        UserError: The file is missing or is not such a document.
-    """
+    """Return the times of a JSON file; raises UserError if the file is missing or is not such a document."""
     try:
         return serde.read(TimingRecords, path).timings
     except ValueError as error:
@@ -263,10 +252,7 @@ def known_timings(device: str, databases: Sequence[Path]) -> tuple[KernelTiming,
     """Return every time of a device: shipped ones and those of databases.
 
     Missing files count as empty. Of several times of one kernel on one shape, that of the last database
-    counts.
-
-    Raises:
-        UserError: A file is no timing database.
+    counts. Raises UserError if a file is no timing database.
     """
     found = {(timing.kernel, timing.shape): timing for timing in shipped_timings(device)}
     for path in databases:

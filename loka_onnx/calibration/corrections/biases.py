@@ -47,11 +47,9 @@ from loka_onnx.numerics.float8 import fake_quantize
 
 @dataclass(frozen=True)
 class FittedBiases:
-    """Biases to add behind the sites of one plan.
+    """Biases to add behind the sites of one plan, by site, broadcasting to its output: (1, N) and the like.
 
-    Attributes:
-        values: By site, broadcasting to its output: (1, N) and the like.
-        left_alone: Reason why an FP8 site has none, by its name.
+    `left_alone` has the reason why an FP8 site has none, by its name.
     """
 
     values: dict[str, Values]
@@ -60,12 +58,8 @@ class FittedBiases:
 
 @dataclass(frozen=True)
 class SiteMeans:
-    """Means over rows of a model, with corrections or without.
-
-    Attributes:
-        sites: Mean output of each site, its bias included, in the shape of its correction.
-        scores: Mean logit (or regression), by output.
-        rows: Rows behind them.
+    """Means over `rows` rows: of each site's output, bias included, in the shape of its correction; of each
+    score.
     """
 
     sites: dict[str, Values]
@@ -88,17 +82,9 @@ def fit_biases(
     rows: MeanRows,
     path: Path,
 ) -> Fit:
-    """Return the mean error of every planned site, from one pass over rows.
+    """Return the mean error of every planned site, from one pass of the FP32 model over rows.
 
-    Args:
-        model: The FP32 model of the plans.
-        plans: Plans with sites in FP8.
-        specs: Judged outputs.
-        rows: Calibration rows.
-        path: Where the instrumented model is written.
-
-    Raises:
-        CalibrationError: A mean is not finite.
+    The instrumented model is written to `path`. Raises CalibrationError if a mean is not finite.
     """
     graph = GraphModel.load(model.path)
     planned = {name for plan in plans for name in plan.fp8_sites}
@@ -140,14 +126,8 @@ def observe(
 ) -> SiteMeans:
     """Return the means of a planned FP32 model, corrected or not, on the rows of the fit.
 
-    Args:
-        path: The planned model; the instrumented one is written beside it.
-        shapes: Shape of the correction of each site.
-        specs: Judged outputs.
-        rows: The rows.
-
-    Raises:
-        CalibrationError: A mean is not finite.
+    `shapes` are those of the corrections by site; the instrumented model is written beside `path`. Raises
+    CalibrationError if a mean is not finite.
     """
     graph = GraphModel.load(path)
     nodes = {name: graph.node(name) for name in shapes}
@@ -172,15 +152,7 @@ class _NoBias(Exception):
 
 @dataclass(frozen=True)
 class _Product:
-    """A linear site in a form whose mean is known.
-
-    Attributes:
-        node: Its node.
-        operand: Its weight.
-        source: Its activation.
-        weight: Values of the weight.
-        axes: Axes of the activation that are averaged over.
-    """
+    """A linear site in a form whose mean is known; `axes` of the activation `source` are averaged over."""
 
     node: Node
     operand: Operand
@@ -192,8 +164,7 @@ class _Product:
     def of(cls, graph: GraphModel, site: Site) -> _Product:
         """Read a site.
 
-        Raises:
-            _NoBias: It is no product of an activation with a weight, or its rank is unknown.
+        Raises _NoBias if it is no product of an activation with a weight, or its rank is unknown.
         """
         if site.kind is not SiteKind.LINEAR or site.weight is None:
             raise _NoBias("a product of two activations has no bias")

@@ -40,16 +40,10 @@ Run = Callable[[Mapping[str, npt.NDArray[Any]]], Mapping[str, npt.NDArray[Any]]]
 
 @dataclass(frozen=True)
 class MeanRows:
-    """The rows that means are taken of.
+    """The rows that means are taken of: `most` at most, in random spans of the first `first` rows (None for
+    all).
 
-    Attributes:
-        data: The data set, with the weights of outputs among its columns.
-        most: Most rows, in random spans.
-        batch_size: Rows of one pass through the graph.
-        seed: Of the random order.
-        executor: Where batches run.
-        progress: Called as rows are done.
-        first: Use only so many first rows of the data set; None for all.
+    The data set has the weights of outputs among its columns.
     """
 
     data: Dataset
@@ -76,12 +70,8 @@ class MeanRows:
 
 @dataclass(frozen=True)
 class Means:
-    """Means over rows.
-
-    Attributes:
-        tensors: By name of the observer; averaged axes have length 1.
-        scores: Weighted mean of the logit (or regression), by output; where there is one.
-        rows: Rows behind them.
+    """Means over `rows` rows: of tensors by observer, averaged axes of length 1; of scores (weighted) by
+    output.
     """
 
     tensors: dict[str, Values]
@@ -121,8 +111,7 @@ class MeanObservers:
     def measure(self, rows: MeanRows, path: Path, task: str) -> Means:
         """Write the graph to `path`, on the file system of its tables, and run it over rows.
 
-        Raises:
-            CalibrationError: A mean is not finite.
+        Raises CalibrationError if a mean is not finite.
         """
         self.model.save(path)
         work = _MeanWork(path, tuple(self._observers.values()), tuple(self._scores))
@@ -146,13 +135,8 @@ class MeanObservers:
 def mean_scores(
     run: Run, scores: Mapping[str, str], specs: Sequence[OutputSpec], rows: MeanRows
 ) -> dict[str, float]:
-    """Return the weighted mean of the score of each output.
-
-    Args:
-        run: Runs one batch.
-        scores: Name of the score among the outputs of `run`, by output.
-        specs: Judged outputs.
-        rows: The rows.
+    """Return the weighted mean of each output's score, whose name among the outputs
+    of `run` is in `scores`.
     """
     observers = [
         _ScoreObserver(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores

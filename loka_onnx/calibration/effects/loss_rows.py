@@ -71,16 +71,10 @@ def as_scores(spec: OutputSpec, values: npt.NDArray[Any]) -> Rows:
 
 
 def loss_rows(spec: OutputSpec, exact: Rows, changed: Sequence[Rows], columns: Arrays) -> LossRows:
-    """Return the terms of the loss change.
+    """Return the terms of the loss change from (rows,) scores: `exact`, and `changed` for each unit switched
+    on.
 
-    Args:
-        spec: The output.
-        exact: (rows,) scores of the exact model.
-        changed: (rows,) scores with each unit switched on.
-        columns: (rows,) labels and weights by name.
-
-    Raises:
-        CalibrationError: A score, a label or a weight is not finite.
+    Raises CalibrationError if a score, a label or a weight is not finite.
     """
     scores = np.stack(changed) if changed else np.empty((0, exact.size))
     weights = np.ones(exact.shape)

@@ -36,12 +36,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class GroupSums:
-    """Sums of one batch over the rows of each bucket.
-
-    Attributes:
-        buckets: (buckets,) those that occur in the batch.
-        denominator: (buckets,).
-        terms: (terms, units, buckets).
+    """Sums of one batch over the rows of each bucket that occurs: (buckets,), and `terms` (terms, units,
+    buckets).
     """
 
     buckets: npt.NDArray[np.int64]

@@ -37,8 +37,7 @@ MOST_DRAWS = 8
 def draw_factors(draws: int) -> tuple[float, ...]:
     """Return the factor of the scales for each noise seed; the first is 1.
 
-    Raises:
-        ConfigError: `draws` is not between 1 and `MOST_DRAWS`.
+    Raises ConfigError if `draws` is not between 1 and `MOST_DRAWS`.
     """
     if not 1 <= draws <= MOST_DRAWS:
         raise ConfigError(

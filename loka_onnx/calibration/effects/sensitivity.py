@@ -69,11 +69,7 @@ TIGHTEST_AT_ROWS = 16384
 class Sensitivities:
     """The result of the pass.
 
-    Attributes:
-        by_site: Effect of each site on each output.
-        groups: Effect of the sites that share a quantized tensor.
-        baseline_loss: Mean loss of the exact model per output; without labels, mean entropy.
-        sampling: The rows that it comes from.
+    `baseline_loss` is the mean loss of the exact model per output; without labels, mean entropy.
     """
 
     by_site: dict[str, tuple[Sensitivity, ...]]
@@ -88,13 +84,8 @@ OpenSites = Callable[[Sensitivities], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class SwitchedModel:
-    """The model that is measured.
-
-    Attributes:
-        model: Path of the exact model.
-        switches: Sites and their recipes.
-        scales: Activation scales by `Recipe.activation_id` and tensor name.
-        outputs: Judged outputs.
+    """The exact model, the sites and recipes to switch, activation scales by `Recipe.activation_id` and
+    tensor.
     """
 
     model: Path
@@ -110,7 +101,6 @@ class SensitivityOptions:
     Attributes:
         rows: First rows of the data set that may be taken.
         most: Most rows taken of them.
-        batch_size: Rows of one pass through the graph.
         group: Column of rows that belong together; None where rows are independent.
         draws: Noise seeds, that of the scales themselves included.
         seed: Order of the rows.
@@ -126,14 +116,7 @@ class SensitivityOptions:
 
 @dataclass(frozen=True)
 class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
-    """Runs a batch exact and under every unit of sites, and sums the loss changes of each output.
-
-    Attributes:
-        file: The switchable model.
-        units: Names of the sites of each unit.
-        outputs: Judged outputs.
-        group: Column of rows that belong together.
-    """
+    """Runs a batch exact and under every unit of sites, and sums the loss changes of each output."""
 
     file: SwitchableFile
     units: tuple[tuple[str, ...], ...]
@@ -170,16 +153,7 @@ class MovedScales:
 
 
 class StoppingSchedule:
-    """Numbers of rows at which an interim analysis is due.
-
-    Args:
-        limit: Most rows; there is an analysis when they are reached.
-        may_stop: Whether there are analyses before.
-
-    Attributes:
-        taken: Analyses so far.
-        may_stop_early: Whether one before the last may come.
-    """
+    """Numbers of rows at which an interim analysis is due: at `limit`, and before if it `may_stop`."""
 
     def __init__(self, limit: int, may_stop: bool) -> None:
         self.limit, self.taken = limit, 0
@@ -200,8 +174,7 @@ class StoppingSchedule:
 class SensitivityPass:
     """The pass over the calibration split.
 
-    Raises:
-        ConfigError: The number of noise seeds is out of range.
+    Raises ConfigError if the number of noise seeds is out of range.
     """
 
     def __init__(
@@ -225,8 +198,7 @@ class SensitivityPass:
     def draws(self, scratch: Path) -> MovedScales:
         """Run the first rows under moved scales, those of weights included; graphs are written to `scratch`.
 
-        Raises:
-            CalibrationError: An output is not finite.
+        Raises CalibrationError if an output is not finite.
         """
         units = [self.units[position] for position in self._moved]
         found: list[tuple[Rows, ...]] = []
@@ -245,16 +217,10 @@ class SensitivityPass:
     def measure(
         self, scratch: Path, drawn: MovedScales, open_sites: OpenSites | None = None
     ) -> Sensitivities:
-        """Run every unit of sites over the same rows until no verdict is open.
+        """Run every unit of sites over the same rows until `open_sites` returns no undecided site.
 
-        Args:
-            scratch: Directory for instrumented models, on the file system of the model.
-            drawn: The result of `draws`.
-            open_sites: Returns the undecided sites at each interim analysis; None for one analysis at the
-                end.
-
-        Raises:
-            CalibrationError: An output is not finite, or a denominator is 0.
+        Without `open_sites` there is one analysis at the end. `drawn` is the result of `draws`. Raises
+        CalibrationError if an output is not finite, or a denominator is 0.
         """
         task = "sensitivity" if open_sites is None else f"sensitivity{UNTIL}decided"
         limit, drawn_rows = rows_of(self._spans), rows_of(self._drawn_spans)

@@ -37,13 +37,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class SwitchableFile:
-    """A switchable model on disk, picklable.
-
-    Attributes:
-        path: The model file.
-        sites: Names of the sites, in the order of their switches.
-        outputs: Names of the model's outputs.
-    """
+    """A switchable model on disk, picklable; `sites` are in the order of their switches."""
 
     path: Path
     sites: tuple[str, ...]
@@ -62,13 +56,10 @@ def write_switchable(
     factor: float = 1.0,
     biases: Mapping[str, npt.NDArray[np.float64]] | None = None,
 ) -> SwitchableFile:
-    """Write the model that runs any subset of its sites in low precision.
+    """Write the model that runs any subset of its sites in low precision; `model` is consumed.
 
     Args:
-        model: The exact model; consumed.
-        switches: Sites that can be switched; each once at most.
         scales: Activation scales by `Recipe.activation_id` and tensor name.
-        path: Output file, on the file system of the tables.
         factor: Multiplies every scale, those of weights included (`effects.perturbation`).
         biases: Added to a low-precision site, by its name; broadcasts to its output.
     """

@@ -26,14 +26,9 @@ NORM_PRECISION = "bf16"
 
 @dataclass
 class ActivationQuantizer:
-    """Rounds activations of one graph to one FP8 format, each tensor once; layouts of one tensor count as
-    one.
+    """Rounds activations of one graph to one FP8 format, each tensor and its layouts once.
 
-    Attributes:
-        model: The graph to add to.
-        format: FP8 format.
-        scales: Scale by tensor name.
-        ranges: Range of each tensor over the very rows that the graph will see, where known.
+    `scales` are by tensor name; `ranges`, where known, over the very rows that the graph will see.
     """
 
     model: GraphModel
@@ -70,13 +65,9 @@ class ActivationQuantizer:
 def quantized_product(
     quantizer: ActivationQuantizer, site: Site, recipe: Recipe, weight_factor: float = 1.0
 ) -> Tensor:
-    """Add the product of a site with both operands rounded to FP8; return its output.
+    """Add the product of a linear or interaction site with both operands rounded to FP8; return its output.
 
-    Args:
-        quantizer: Rounds the activations, and holds the graph.
-        site: A linear or interaction site.
-        recipe: Format, granularities and scale rule.
-        weight_factor: Multiplies the scales of the weight (`calibration.effects.perturbation`).
+    `weight_factor` multiplies the scales of the weight (`calibration.effects.perturbation`).
     """
     model = quantizer.model
     node = model.node(site.name)
@@ -108,12 +99,7 @@ def low_precision(
 ) -> Tensor:
     """Add the site in the low precision of its kind; return its output.
 
-    Args:
-        model: The graph to add to.
-        site: The site, of any kind.
-        recipe: Format, granularities and scale rule of a product.
-        scales: Activation scale by tensor name.
-        weight_factor: Multiplies the scales of the weight (`calibration.effects.perturbation`).
+    `scales` are by tensor name; `weight_factor` as in `quantized_product`.
     """
     if site.kind is SiteKind.NORM:
         return bfloat16_norm(model, site)

@@ -23,13 +23,9 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class MagnitudeObserver:
-    """Slots of the magnitudes of one tensor.
+    """Slots of one tensor's smallest and largest element.
 
-    Attributes:
-        tensor: Its name.
-        low: Smallest element.
-        high: Largest element.
-        smallest: Smallest nonzero magnitude, or `LARGEST`; None for a tensor that is no divisor.
+    `smallest` is the smallest nonzero magnitude, or `LARGEST`; None for a tensor that is no divisor.
     """
 
     tensor: str

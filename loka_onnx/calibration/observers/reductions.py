@@ -50,12 +50,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Count:
-    """Number of elements of a tensor.
-
-    Attributes:
-        per_row: Elements of one example; None where only the graph knows.
-        slot: Where the graph counts them.
-    """
+    """Number of elements: `per_row` of one example, or a `slot` where only the graph knows."""
 
     per_row: int | None
     slot: Slot | None

@@ -52,12 +52,7 @@ class Magnitudes:
 
 @dataclass(frozen=True)
 class SampleObserver:
-    """Sampled rows of one tensor.
-
-    Attributes:
-        output: Name of the graph output that holds them.
-        has_channels: Whether the last axis has the same length in every batch.
-    """
+    """Graph output with one tensor's sampled rows; `has_channels` if its last axis has a fixed length."""
 
     output: str
     has_channels: bool

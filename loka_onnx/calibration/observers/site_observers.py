@@ -41,14 +41,9 @@ class RangeSlots:
 
 @dataclass(frozen=True)
 class RangeObserver:
-    """Range of one activation.
+    """Range of one activation; `site` is the first that reads it.
 
-    Attributes:
-        tensor: Name of the activation.
-        site: The first site that reads it.
-        slots: Its slots.
-        is_layout: Whether the activation is a layout of the observed tensor, so that its last axis is
-            another.
+    `is_layout` if the activation is a layout of the observed tensor, so that its last axis is another.
     """
 
     tensor: str
@@ -139,14 +134,8 @@ class ActivationSlots:
 
 @dataclass(frozen=True)
 class ErrorObserver:
-    """Error of one site under one recipe.
-
-    Attributes:
-        site: Name of the site.
-        recipe: Id of the recipe, or the precision of a norm.
-        activation_scale: Scale of the first activation; None for a norm.
-        output: Slots of its outputs.
-        activation: Slots of its first activation; None for a norm.
+    """Error of one site under one recipe, or of a norm, which has a precision as
+    `recipe` and no activation.
     """
 
     site: str
@@ -177,10 +166,7 @@ class ErrorObserver:
 class ErrorObserverBuilder:
     """Adds error observers to a graph; tensors that sites share are computed once.
 
-    Args:
-        model: The graph to add to.
-        scales: Activation scales by `Recipe.activation_id` and tensor name.
-        ranges: Range of each activation over the same rows.
+    `scales` are by `Recipe.activation_id` and tensor name, `ranges` of activations over the same rows.
     """
 
     def __init__(

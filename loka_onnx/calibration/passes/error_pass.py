@@ -45,8 +45,7 @@ class ErrorTotals:
     def add(self, result: BatchResult[Outputs], where: str) -> None:
         """Add one batch, which messages call `where`.
 
-        Raises:
-            CalibrationError: The output of a site is not finite.
+        Raises CalibrationError if the output of a site is not finite.
         """
         outputs = result.value
         if not all_finite(outputs):

@@ -95,13 +95,7 @@ def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> di
 
 @dataclass(frozen=True)
 class _Step(Generic[R]):
-    """One batch of a pass.
-
-    Attributes:
-        result: Its result.
-        where: Its name in messages.
-        ends_span: Whether it is the last of its span.
-    """
+    """One batch of a pass, which messages call `where`; `ends_span` if it is the last of its span."""
 
     result: BatchResult[R]
     where: str
@@ -111,17 +105,8 @@ class _Step(Generic[R]):
 class Probe:
     """The passes over the calibration split.
 
-    Args:
-        model: Its path must be readable here and where the executor runs.
-        sites: Sites to calibrate.
-        data: The calibration split.
-        options: None for the defaults.
-        executor: None for this process, a batch on each core.
-        progress: Called as rows are done.
-
-    Attributes:
-        rows: Most rows of each pass.
-        range_rows: Rows of the range pass.
+    `model.path` must be readable here and where the executor runs. `rows` is the largest number of rows of
+    each pass, `range_rows` that of the range pass.
     """
 
     def __init__(
@@ -144,10 +129,8 @@ class Probe:
     def ranges(self, scratch: Path) -> dict[str, RangeStats]:
         """Return the range of every activation that a site reads, by tensor name, over `range_rows`.
 
-        `scratch` must be on the file system of the model, here and below.
-
-        Raises:
-            CalibrationError: An activation is not finite.
+        `scratch` must be on the file system of the model, here and below. Raises CalibrationError if an
+        activation is not finite.
         """
         if not self.sites:
             return {}
@@ -163,8 +146,7 @@ class Probe:
     def magnitudes(self, scratch: Path) -> dict[str, TensorRange]:
         """Return the magnitudes of every non-constant FP32 tensor of the model, by name, over all rows.
 
-        Raises:
-            CalibrationError: A tensor holds NaN.
+        Raises CalibrationError if a tensor holds NaN.
         """
         graph = GraphModel.load(self.model.path)
         totals = TensorRangeTotals(observe_magnitudes(graph))
@@ -180,8 +162,7 @@ class Probe:
     ) -> MeasuredErrors:
         """Return the output error of every site under every recipe, over as many rows as the precision needs.
 
-        Raises:
-            CalibrationError: The output of a site is not finite.
+        Raises CalibrationError if the output of a site is not finite.
         """
         if not self.sites:
             return MeasuredErrors({}, 0)

@@ -67,8 +67,7 @@ class RangeTotals:
     def add(self, result: BatchResult[RangeBatch], where: str) -> None:
         """Add one batch, which messages call `where`.
 
-        Raises:
-            CalibrationError: An activation is not finite.
+        Raises CalibrationError if an activation is not finite.
         """
         batch, rows = result.value, result.rows
         if not all_finite(batch.reduced):
@@ -135,8 +134,7 @@ class TensorRangeTotals:
     def add(self, result: BatchResult[Outputs], where: str) -> None:
         """Add one batch, which messages call `where`.
 
-        Raises:
-            CalibrationError: A tensor holds NaN. Infinities are magnitudes.
+        Raises CalibrationError if a tensor holds NaN. Infinities are magnitudes.
         """
         if any(np.isnan(values).any() for values in result.value.values()):
             raise self._not_a_number(result.value, where)

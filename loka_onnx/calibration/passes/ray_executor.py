@@ -63,8 +63,7 @@ class RayExecutor(Executor):
     ) -> Generator[BatchResult[R]]:
         """See `Executor.run`.
 
-        Raises:
-            CalibrationError: A worker does not find a file, or workers keep dying.
+        Raises CalibrationError if a worker does not find a file, or workers keep dying.
         """
         ray = self._connected()
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(_run_span)
