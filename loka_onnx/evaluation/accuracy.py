@@ -20,15 +20,7 @@ from loka_onnx.core.evaluation import Basis, BudgetStatus, OutputEvaluation, Pai
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import EvaluationError
 from loka_onnx.evaluation.budget import judge
-from loka_onnx.evaluation.columns import (
-    Groups,
-    Rows,
-    Scores,
-    Truth,
-    read_scores,
-    read_truth,
-    refuse_no_rows,
-)
+from loka_onnx.evaluation.columns import Groups, Rows, Scores, Truth, read_scores, read_truth, refuse_no_rows
 from loka_onnx.evaluation.paired import PairedRows, loss_rows, paired_rows
 from loka_onnx.evaluation.slices import SliceColumn, read_slices, slice_differences
 from loka_onnx.numerics.auc import auc_difference

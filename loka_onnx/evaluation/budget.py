@@ -14,15 +14,7 @@ from dataclasses import dataclass
 from scipy.special import ndtri
 
 from loka_onnx.core.artifact import OutputSpec
-from loka_onnx.core.evaluation import (
-    MOST_TIMES,
-    Basis,
-    Because,
-    BudgetStatus,
-    Guard,
-    PairedDifference,
-    worst,
-)
+from loka_onnx.core.evaluation import MOST_TIMES, Basis, Because, BudgetStatus, Guard, PairedDifference, worst
 from loka_onnx.core.intervals import Interval
 from loka_onnx.numerics.intervals import required_rows
 

@@ -28,10 +28,7 @@ from loka_onnx.evaluation.columns import Scores, Truth, read_scores, read_truth
 from loka_onnx.evaluation.engines import Reference
 from loka_onnx.evaluation.paired import paired_rows
 from loka_onnx.evaluation.predictions import Predictions
-from loka_onnx.numerics.task_metrics import (
-    probabilities_from_logits,
-    weighted_mean,
-)
+from loka_onnx.numerics.task_metrics import probabilities_from_logits, weighted_mean
 
 Rows = npt.NDArray[np.float64]
 

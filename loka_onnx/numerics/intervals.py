@@ -130,11 +130,7 @@ class Spread:
 
 
 def interval_around(
-    value: float,
-    spread: Spread,
-    rows: int,
-    confidence: float = CONFIDENCE,
-    ends: Ends = Ends.STUDENT,
+    value: float, spread: Spread, rows: int, confidence: float = CONFIDENCE, ends: Ends = Ends.STUDENT
 ) -> Interval:
     """Return the two-sided interval of a point estimate over `rows` rows; infinite for fewer than two units.
 
@@ -208,10 +204,7 @@ def ratio_interval(
 
 
 def mean_interval(
-    values: Array,
-    weights: Array | None = None,
-    groups: Array | None = None,
-    confidence: float = CONFIDENCE,
+    values: Array, weights: Array | None = None, groups: Array | None = None, confidence: float = CONFIDENCE
 ) -> Interval:
     """Return the interval of a (weighted) mean by the central limit theorem; arguments and errors of
     `ratio_interval`.

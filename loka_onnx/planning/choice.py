@@ -29,15 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import (
-    Choice,
-    EvaluationSet,
-    Rejection,
-    Route,
-    TargetChoice,
-    Why,
-    median_error,
-)
+from loka_onnx.core.evaluation import Choice, EvaluationSet, Rejection, Route, TargetChoice, Why, median_error
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import PlanningError
@@ -295,10 +287,7 @@ def _revert_routes(
 
 
 def _high_precision(
-    engines: Sequence[EngineArtifact],
-    evidence: Evidence,
-    target: str,
-    missed: EngineArtifact | None = None,
+    engines: Sequence[EngineArtifact], evidence: Evidence, target: str, missed: EngineArtifact | None = None
 ) -> EngineArtifact:
     """Return the engine without FP8 that is closest to the exact model; the faster of two alike.
 

@@ -9,13 +9,7 @@ from functools import cached_property
 from scipy.special import stdtrit
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import (
-    BudgetStatus,
-    Evaluation,
-    EvaluationSet,
-    OutputEvaluation,
-    PredictedTime,
-)
+from loka_onnx.core.evaluation import BudgetStatus, Evaluation, EvaluationSet, OutputEvaluation, PredictedTime
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.planning.expected_latency import expected_us, why_not_expected

@@ -100,11 +100,7 @@ def _rejection(
 
 
 def _of_judged(
-    engine: EngineArtifact,
-    evaluation: Evaluation,
-    verdict: Verdict,
-    compared: str,
-    evidence: Evidence,
+    engine: EngineArtifact, evaluation: Evaluation, verdict: Verdict, compared: str, evidence: Evidence
 ) -> tuple[Why, str]:
     """Return why an engine was rejected whose accuracy was judged, and the words beside its accuracy."""
     if engine.simulated:

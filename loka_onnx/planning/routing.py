@@ -71,10 +71,7 @@ def main_of(table: Sequence[Route]) -> str:
 
 
 def _table(
-    main: EngineArtifact,
-    best: Mapping[int, EngineArtifact],
-    speeds: Mapping[str, Speed],
-    margin: float,
+    main: EngineArtifact, best: Mapping[int, EngineArtifact], speeds: Mapping[str, Speed], margin: float
 ) -> tuple[Route, ...]:
     table = []
     for batch, other in best.items():

@@ -270,12 +270,7 @@ def _timing(row: Sequence[Any]) -> KernelTiming:
     device, backend, name, precision, scales, fused, m, n, k, us, spread_us, repeats, error, document = row
     return KernelTiming(
         Kernel(
-            device,
-            backend,
-            name,
-            Precision(precision),
-            Granularity(scales) if scales else None,
-            bool(fused),
+            device, backend, name, Precision(precision), Granularity(scales) if scales else None, bool(fused)
         ),
         Shape(m, n, k),
         us,

@@ -36,19 +36,8 @@ from loka_onnx.calibration.effects.loss_totals import (
     sum_batch,
 )
 from loka_onnx.calibration.effects.perturbation import DRAW_ROWS, draw_factors
-from loka_onnx.calibration.effects.switchable import (
-    Switch,
-    SwitchableFile,
-    Unit,
-    units_of,
-    write_switchable,
-)
-from loka_onnx.calibration.passes.executors import (
-    BatchResult,
-    BatchWork,
-    Executor,
-    Span,
-)
+from loka_onnx.calibration.effects.switchable import Switch, SwitchableFile, Unit, units_of, write_switchable
+from loka_onnx.calibration.passes.executors import BatchResult, BatchWork, Executor, Span
 from loka_onnx.calibration.passes.row_order import first_rows, rows_of, scattered
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.profile import Sampling, WeightedMean
