@@ -119,16 +119,8 @@ def evaluate_outputs(
 
 
 def _reference(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> OutputEvaluation:
-    scores = _reference_scores(spec, reference, truth)
-    return OutputEvaluation(
-        spec.name,
-        spec.kind,
-        _metrics(spec, scores, truth),
-        None,
-        spec.budget,
-        BudgetStatus.WITHIN,
-        rows_to_decide=None,
-    )
+    metrics = _metrics(spec, _reference_scores(spec, reference, truth), truth)
+    return OutputEvaluation(spec.name, spec.kind, metrics, None, spec.budget, BudgetStatus.WITHIN, None)
 
 
 def _reference_scores(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> Scores:
@@ -172,17 +164,15 @@ def _against(
 
 
 def _nothing_to_relate_to(spec: OutputSpec, paired: PairedRows) -> EvaluationError:
+    rows = paired.base.size
     if paired.labelled is None:
-        return EvaluationError(
-            f"the entropy of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it",
-            evidence=f"it predicts 0 or 1 for certain on {paired.base.size} rows",
-            remedy="check the kind of the output, or give labels",
-        )
-    return EvaluationError(
-        f"the loss of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it",
-        evidence=f"{paired.base.size} rows fit their labels exactly",
-        remedy="check that the label is not an input of the model",
-    )
+        what, evidence = "entropy", f"it predicts 0 or 1 for certain on {rows} rows"
+        remedy = "check the kind of the output, or give labels"
+    else:
+        what, evidence = "loss", f"{rows} rows fit their labels exactly"
+        remedy = "check that the label is not an input of the model"
+    message = f"the {what} of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it"
+    return EvaluationError(message, evidence=evidence, remedy=remedy)
 
 
 def _metrics(spec: OutputSpec, scores: Scores, truth: Truth) -> TaskMetrics:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import FAILED, Evaluation
+from loka_onnx.core.evaluation import FAILED, Evaluation, OutputEvaluation
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import StageError
@@ -131,17 +131,7 @@ def judge_engine(
         )
     except StageError as error:
         return _unmeasured(artifact, split, f"{FAILED} on {split.name}: {error}")
-    return Evaluation(
-        engine=artifact.id,
-        backend=artifact.backend,
-        plan=artifact.plan,
-        target=artifact.target,
-        split=split.name,
-        rows=predictions.rows,
-        outputs=outputs,
-        latencies=(),
-        status="measured",
-    )
+    return _evaluation(artifact, split.name, predictions.rows, outputs, "measured")
 
 
 def with_latencies(evaluation: Evaluation, timed: Interleaved) -> Evaluation:
@@ -154,14 +144,10 @@ def with_latencies(evaluation: Evaluation, timed: Interleaved) -> Evaluation:
 
 
 def _unmeasured(artifact: EngineArtifact, split: Split, status: str) -> Evaluation:
-    return Evaluation(
-        artifact.id,
-        artifact.backend,
-        artifact.plan,
-        artifact.target,
-        split.name,
-        split.data.rows,
-        (),
-        (),
-        status,
-    )
+    return _evaluation(artifact, split.name, split.data.rows, (), status)
+
+
+def _evaluation(
+    engine: EngineArtifact, split: str, rows: int, outputs: tuple[OutputEvaluation, ...], status: str
+) -> Evaluation:
+    return Evaluation(engine.id, engine.backend, engine.plan, engine.target, split, rows, outputs, (), status)

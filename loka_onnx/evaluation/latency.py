@@ -90,7 +90,6 @@ class LatencyOptions:
     on_batch: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise InternalError where the numbers ask for no measurement."""
         if self.warmup < 0 or not 1 <= self.min_repeats <= self.max_repeats or self.input_sets < 1:
             raise InternalError("latency options ask for no measurement", evidence=repr(self))
 
@@ -191,7 +190,6 @@ class _Turns:
     inputs: dict[str, InputPlace] = field(default_factory=dict)
 
     def latency(self, engine: str, batch: int, device: str, counts_for_choice: bool) -> Latency:
-        """Return the latency of an engine."""
         times_us = np.asarray(self.nanoseconds[engine], dtype=np.float64) / 1e3
         p50, p90, p99 = np.percentile(times_us, [50, 90, 99])
         return Latency(

@@ -68,7 +68,7 @@ def predict(
     kept_columns: dict[str, list[Array]] = {name: [] for name in columns}
     done = 0
     for batch in batches:
-        rows = _rows(batch)
+        rows = batch.rows
         values = run(batch.inputs)
         for name, parts in kept_outputs.items():
             parts.append(_output(values, name, rows))
@@ -95,12 +95,6 @@ def predict(
         {name: np.concatenate(parts) for name, parts in kept_columns.items()},
         done,
     )
-
-
-def _rows(batch: Batch) -> int:
-    for array in (*batch.inputs.values(), *batch.columns.values()):
-        return int(array.shape[0])
-    return 0
 
 
 def _output(values: Mapping[str, Array], name: str, rows: int) -> Array:

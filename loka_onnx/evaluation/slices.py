@@ -69,7 +69,6 @@ class _Slice:
 
     @property
     def units(self) -> int:
-        """Number of groups, or of rows where nothing groups them."""
         groups = self.paired.groups
         return int(self.paired.base.size if groups is None else np.unique(groups).size)
 
@@ -162,28 +161,12 @@ def _difference(item: _Slice, confidence: float, spec: OutputSpec) -> SliceDiffe
     change, limit = item.paired.relative(confidence), spec.kl_limit
     judged = change.kl if change.delta_ne is None else change.delta_ne
     guard = BudgetStatus.WITHIN if limit is None else budget_status(change.kl, limit)
-    return SliceDifference(
-        item.column,
-        item.value,
-        item.rows.size,
-        item.units,
-        change.delta_ne,
-        change.kl,
-        change.labelled,
-        worst([budget_status(judged, spec.budget), guard]),
-        "" if guard == BudgetStatus.WITHIN else f"KL is at most {change.kl.upper:.3%}: {guard} `max_kl`",
-    )
+    status = worst([budget_status(judged, spec.budget), guard])
+    reason = "" if guard == BudgetStatus.WITHIN else f"KL is at most {change.kl.upper:.3%}: {guard} `max_kl`"
+    known = (item.column, item.value, item.rows.size, item.units)
+    return SliceDifference(*known, change.delta_ne, change.kl, change.labelled, status, reason)
 
 
 def _not_judged(item: _Slice, reason: str) -> SliceDifference:
-    return SliceDifference(
-        item.column,
-        item.value,
-        item.rows.size,
-        item.units,
-        delta_ne=None,
-        kl=None,
-        labelled=None,
-        status=BudgetStatus.NOT_JUDGED,
-        reason=reason,
-    )
+    known = (item.column, item.value, item.rows.size, item.units)
+    return SliceDifference(*known, None, None, None, BudgetStatus.NOT_JUDGED, reason)

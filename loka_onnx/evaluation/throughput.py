@@ -198,8 +198,6 @@ def find_highest_rate(
 
 
 class _Queue:
-    """Arriving requests and their outcomes."""
-
     def __init__(self, arrivals: Floats, clock: Clock) -> None:
         self._arrivals, self._clock = arrivals, clock
         self._lock, self._next = threading.Lock(), 0
@@ -232,7 +230,6 @@ class _Queue:
             self._next = self._arrivals.size
 
     def answers(self) -> Answers:
-        """Return all outcomes, once all streams have ended."""
         seconds = self._end - self._begin()
         return Answers(self._latency * 1e6, self._service * 1e6, self._late * 1e6, seconds)
 
@@ -313,6 +310,5 @@ class _Search:
         return trial
 
     def _count(self, rate: float) -> int:
-        """Return the number of requests that fill the time of a trial."""
         options = self._options
         return max(FEWEST, min(options.requests, round(rate * options.seconds)))

@@ -89,7 +89,6 @@ def expected_noise(stats: RangeStats, scales: Values, format: Float8) -> Values:
 
 
 def _bins(stats: RangeStats) -> tuple[Values, Values]:
-    """Return the lower and upper edges of the bins; nothing lies above amax."""
     edges = np.minimum(np.array(stats.histogram.edges), stats.amax)
     return edges[:-1], edges[1:]
 

@@ -189,7 +189,6 @@ class _Measured:
         return pick(self.competing, self.speeds, evidence, options.noise), table
 
     def choose(self) -> TargetChoice:
-        """Return the engines to emit."""
         if self.competing:
             return self._fastest()
         winner = _high_precision(self.ready, self.evidence, self.engines[0].target)

@@ -9,7 +9,7 @@ may be chosen here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, cached_property
 
 from loka_onnx.core.plan import SpeedVerdict
@@ -22,25 +22,19 @@ REFINEMENTS = 4
 """Plans beside `fp8-fast` that are worth building and timing."""
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """Sites that a plan may run in FP8: `free` for the search to decide, `forced` by the user."""
-
-    free: tuple[str, ...]
-    forced: tuple[str, ...] = ()
-
-
 class FastSearch:
     """The search over the sites of one model, on one device; `risk` is that any
     interval of the costs fails.
     """
 
-    def __init__(self, candidates: Candidates, speeds: SiteSpeeds, costs: Costs, risk: float) -> None:
+    def __init__(
+        self, free: Sequence[str], forced: Sequence[str], speeds: SiteSpeeds, costs: Costs, risk: float
+    ) -> None:
         self.speeds, self._costs = speeds, costs
-        free = [site for site in candidates.free if site in speeds.known]
-        self._forced: Sites = frozenset(candidates.forced)
+        timed = [site for site in free if site in speeds.known]
+        self._forced: Sites = frozenset(forced)
         self._fixed = dict.fromkeys(sorted(self._forced), True)
-        sites = list(dict.fromkeys([*free, *candidates.forced]))
+        sites = list(dict.fromkeys([*timed, *forced]))
         units = units_of(sites, costs.groups)
         measured = sum(costs.is_measured(unit) for unit in units)
         parting = sum(len(unit) for unit in units if len(unit) > 1)

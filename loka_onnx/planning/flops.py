@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.site import Site
 from loka_onnx.errors import InternalError
@@ -19,6 +21,12 @@ def useful_flops(graph: GraphModel, site: Site) -> int:
     used = values_of(graph.node(site.name).inputs[site.weight.index]) != 0
     # K and N are the last two axes of a weight, in either order.
     return round(site.flops_per_example * float(used.any(axis=-1).mean()) * float(used.any(axis=-2).mean()))
+
+
+def share_of(sites: Iterable[str], flops: Mapping[str, int]) -> float:
+    """Return the part of the FP8-able operations that sites make."""
+    able = sum(flops.values())
+    return sum(flops.get(site, 0) for site in sites) / able if able else 0.0
 
 
 def able_share(model: ModelArtifact, useful: int) -> float:

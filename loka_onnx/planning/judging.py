@@ -116,7 +116,6 @@ class _Rest:
     at_best: float = 1.0
 
     def spend(self, most: float, least: float) -> None:
-        """Subtract a cost."""
         self.surely -= most
         self.at_best -= least
 
@@ -144,7 +143,6 @@ class _Judges:
         self._corrected_for = bounds + len(norms)
 
     def products(self) -> dict[str, Judgement]:
-        """Judge the products that compete."""
         found: dict[str, Judgement] = {}
         rest = _Rest()
         waiting: list[Unit] = []
@@ -180,7 +178,6 @@ class _Judges:
         return found
 
     def norms(self) -> dict[str, Judgement]:
-        """Judge the norms."""
         return {
             name: self._inside_share(name, unit)
             if unit in self._tested.shown
@@ -211,7 +208,6 @@ class _Judges:
         return max(unit, key=lambda name: (self._price(Unit({name})), name))
 
     def _price(self, unit: Unit) -> float:
-        """Return the upper bound of the cost per operation."""
         return _most(self._bounds(unit)) / sum(self._flops[name] for name in unit)
 
     # Words -----------------------------------------------------------------------------------------

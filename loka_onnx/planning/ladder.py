@@ -34,7 +34,7 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import Returned
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.costs import Costs, allowed_kl
-from loka_onnx.planning.flops import useful_flops
+from loka_onnx.planning.flops import share_of, useful_flops
 from loka_onnx.planning.judging import Unit, units_of
 
 ROOM = 0.9
@@ -121,8 +121,7 @@ class Ladder:
 
     def share(self, sites: Collection[str]) -> float:
         """Return the part of the FP8-able floating-point operations that sites make."""
-        able = sum(self._flops.values())
-        return sum(self._flops.get(site, 0) for site in sites) / able if able else 0.0
+        return share_of(sites, self._flops)
 
     def _ordered(self, sites: Collection[str], device: str) -> list[Unit]:
         """Return units that are not forced, the cheapest first."""
@@ -152,7 +151,6 @@ class Ladder:
         return self._cost(unit) / saved if saved is not None and saved > 0.0 else inf
 
     def _cost(self, unit: Unit) -> float:
-        """Return KL over the allowance, on the output where that is largest."""
         return max(
             self._kl_of(unit, name) / allowed_kl(spec) if spec.budget > 0.0 else inf
             for name, spec in self._outputs.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,8 +18,8 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.base import Base, Bases
 from loka_onnx.planning.costs import Costs
-from loka_onnx.planning.fast import REFINEMENTS, Candidates, FastSearch
-from loka_onnx.planning.flops import able_share, useful_flops
+from loka_onnx.planning.fast import REFINEMENTS, FastSearch
+from loka_onnx.planning.flops import able_share, share_of, useful_flops
 from loka_onnx.planning.judging import judge
 from loka_onnx.planning.ladder import Ladder
 from loka_onnx.planning.patterns import named_places, nothing_left, wishes
@@ -270,7 +270,7 @@ class _Planner:
             base=base.precision,
             decisions=decisions,
             predicted_kl={spec.name: self.costs.predicted(chosen, spec) for spec in outputs},
-            fp8_share=self._share(chosen),
+            fp8_share=share_of(chosen, self.flops),
             wide=tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites),
             base_reason=base.reason,
             predicted_us={
@@ -285,16 +285,10 @@ class _Planner:
             },
         )
 
-    def _share(self, chosen: Collection[str]) -> float:
-        """Return the part of the FP8-able floating-point operations of some sites."""
-        able = sum(self.flops.values())
-        return sum(self.flops.get(name, 0) for name in chosen) / able if able else 0.0
-
     # By kernel times -------------------------------------------------------------------------------
 
     @cached_property
     def _site_speeds(self) -> dict[str, SiteSpeeds]:
-        """By device with kernel times."""
         if not any(known.timings for known in self.options.devices):
             return {}
         base = self.options.base or Precision.BF16
@@ -307,17 +301,13 @@ class _Planner:
 
     @cached_property
     def _searches(self) -> dict[str, FastSearch]:
-        """By device with kernel times."""
         decided = {*self.kept, *self.bases.protected, *self.forced}
         free = [name for name in self.flops if name not in decided]
         forced = tuple(site.name for site in self.model.sites if site.name in self.forced)
         risk = 1.0 - self.options.confidence
         return {
             device: FastSearch(
-                Candidates(tuple(n for n in free if n not in self._fused(device)), forced),
-                speeds,
-                self.costs,
-                risk,
+                [n for n in free if n not in self._fused(device)], forced, speeds, self.costs, risk
             )
             for device, speeds in self._site_speeds.items()
         }
@@ -442,7 +432,6 @@ class _Planner:
         )
 
     def _recipe(self, site: Site) -> Recipe:
-        """Return the recipe whose sensitivity was measured."""
         return self.recipes[self.costs.of_site(site.name, self.outputs[0]).recipe]
 
 

@@ -179,7 +179,7 @@ class _Fit:
         self._factor = cho_factor(self._covariance(self._length))
 
     def predict(self, shape: Shape) -> tuple[float, float]:
-        """Return microseconds, and the standard error relative to them."""
+        """Return microseconds and their relative standard error."""
         at = np.array([_coordinates(shape)])
         near = _matern(_distances(at, self._where) / self._length)[0]
         solved = cho_solve(self._factor, near)

@@ -291,8 +291,6 @@ def _without_idle(problem: Problem, chosen: Sites, fixed: Mapping[str, bool]) ->
 
 
 class _Rows:
-    """Constraints, row by row."""
-
     def __init__(self, width: int) -> None:
         self._width = width
         self._entries: list[tuple[int, int]] = []
@@ -306,7 +304,6 @@ class _Rows:
         self._limits.append((least, most))
 
     def constraint(self) -> LinearConstraint:
-        """Return all rows."""
         at: npt.NDArray[np.int64] = np.array(self._entries, dtype=np.int64).reshape(-1, 2)
         shape = (len(self._limits), self._width)
         matrix = csr_array((np.array(self._values), (at[:, 0], at[:, 1])), shape=shape)

@@ -136,7 +136,6 @@ class Speed:
         return FIRST_RISK if loads <= FIRST_LOADS else LAST_RISK
 
     def _in_common(self, other: Speed) -> tuple[int, ...]:
-        """Return the batch sizes that both were timed at."""
         batches = tuple(batch for batch in self.batches if batch in other.latencies)
         if not batches:
             raise KeyError("the engines were not timed at a batch size in common")

@@ -185,7 +185,6 @@ class _Product:
         return cls(node, site.weight, source, weight, axes)
 
     def rounded_weight(self, decision: Decision) -> npt.NDArray[np.float32]:
-        """Return the weight as the plan stores it."""
         recipe = _recipe_of(decision)
         axis = channel_axis(self.operand) if recipe.weight is Granularity.PER_CHANNEL else None
         scales = np.array(decision.weight_scale if axis is not None else decision.weight_scale[0], np.float32)

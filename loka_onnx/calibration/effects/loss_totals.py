@@ -204,8 +204,6 @@ class BucketTotals(OutputTotals):
 
 
 class _VectorSums:
-    """Vectors of one length, added exactly."""
-
     def __init__(self) -> None:
         self._columns: ColumnSums | None = None
         self._read: tuple[ExactSum, ...] = ()

@@ -71,6 +71,11 @@ OpenSites = Callable[[Sensitivities], tuple[str, ...]]
 """Names the sites whose verdict is still open."""
 
 
+MovedScales = tuple[tuple[Rows, ...], ...]
+"""Loss changes of the first rows under moved scales: for each noise seed and output, (terms, units) over the
+denominator, of the units that have scales."""
+
+
 @dataclass(frozen=True)
 class SwitchedModel:
     """The exact model, the sites and recipes to switch, activation scales by `Recipe.activation_id` and
@@ -127,18 +132,6 @@ class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
             return tuple(found)
 
         return run
-
-
-@dataclass(frozen=True)
-class MovedScales:
-    """Loss changes of the first rows under moved scales.
-
-    Attributes:
-        terms: For each noise seed and output, (terms, units) over the denominator, of the units that have
-            scales.
-    """
-
-    terms: tuple[tuple[Rows, ...], ...] = ()
 
 
 class StoppingSchedule:
@@ -201,7 +194,7 @@ class SensitivityPass:
                 self.progress("moved scales", done, rows * (len(self._factors) - 1))
             self._check_denominators(totals)
             found.append(tuple(total.relative() for total in totals))
-        return MovedScales(tuple(found))
+        return tuple(found)
 
     def measure(
         self, scratch: Path, drawn: MovedScales, open_sites: OpenSites | None = None
@@ -296,13 +289,13 @@ class SensitivityPass:
         """Return the spread by output and unit; `totals` must hold exactly the rows that ran under moved
         scales.
         """
-        if not drawn.terms:
+        if not drawn:
             return {}
         self._check_denominators(totals)
         found: dict[tuple[int, int], Draws] = {}
         for output, total in enumerate(totals):
             own = total.relative()[:, self._moved]
-            terms = np.stack([own, *(draw[output] for draw in drawn.terms)])
+            terms = np.stack([own, *(draw[output] for draw in drawn)])
             for column, position in enumerate(self._moved):
                 found[output, position] = spread_of_draws(terms[:, :, column])
         return found
