@@ -106,7 +106,7 @@ def calibrate(
         ConfigError: An option is out of range.
     """
     options = options or ProbeOptions()
-    # What the last pass would refuse is refused before the first.
+    # Fail before the first pass, not at the last.
     draw_factors(options.draws)
     sites = tuple(s for s in model.sites if options.only is None or s.name in options.only)
     executor = options.executor or LocalExecutor(options.threads)
@@ -168,7 +168,7 @@ def calibrate(
         drawn = sensitivity.draws(scratch)
     with clock.times("sensitivity"):
         measured = sensitivity.measure(
-            scratch, drawn, None if ask is None else lambda found: ask(profile_of(found))
+            scratch, drawn, None if ask is None else lambda interim: ask(profile_of(interim))
         )
     return profile_of(measured)
 

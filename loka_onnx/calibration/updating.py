@@ -61,7 +61,7 @@ def _options(profile: Profile, options: ProbeOptions) -> ProbeOptions:
             evidence=f"it was measured in {_listed(measured)}, and {_listed(missing)} is not asked for",
             remedy=f"set `plan.format` and `plan.scale` back, or {_AGAIN}",
         )
-    # A profile without activations has no batches that would have to be alike.
+    # A profile without activations does not constrain the batch size.
     sizes = [s.spread.rows for entry in profile.sites for s in entry.operands.values() if s.spread.batches]
     return replace(
         options,

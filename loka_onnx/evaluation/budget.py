@@ -29,7 +29,7 @@ AUC_WARNING = 1e-4
 
 
 @dataclass(frozen=True)
-class Judgement:
+class BudgetVerdict:
     """The verdict on one output; the fields are those of `OutputEvaluation`."""
 
     budget_status: str
@@ -39,16 +39,16 @@ class Judgement:
     remarks: tuple[str, ...]
 
 
-def judge(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> Judgement:
+def judge(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> BudgetVerdict:
     """Compare the measured difference of one output, on its statistical basis, with its budget and guards."""
     guards = tuple(_guards(spec, difference))
     remarks = [*_guard_remarks(guards, difference), *_basis_remarks(difference.judged.rows, basis)]
     missed = tuple(guard for guard in guards if guard.status != BudgetStatus.WITHIN)
     if basis.units < LEAST_UNITS:
         because = (Because.FEW_UNITS, *(guard.name for guard in missed))
-        return Judgement(BudgetStatus.UNDECIDED, because, guards, None, tuple(remarks))
+        return BudgetVerdict(BudgetStatus.UNDECIDED, because, guards, None, tuple(remarks))
     status = worst([budget_status(difference.judged, spec.budget), *(guard.status for guard in guards)])
-    return Judgement(
+    return BudgetVerdict(
         status,
         tuple(guard.name for guard in missed),
         guards,

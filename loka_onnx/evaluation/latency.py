@@ -165,10 +165,10 @@ def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
     """
     by_batch = [{latency.batch: latency for latency in load} for load in loads]
     common = set.intersection(*map(set, by_batch)) if by_batch else set()
-    found = []
+    medians = []
     for batch in sorted(common):
         each = [load[batch] for load in by_batch]
-        found.append(
+        medians.append(
             replace(
                 each[0],
                 p50_us=median(load.p50_us for load in each),
@@ -178,7 +178,7 @@ def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
                 loads_us=tuple(load.p50_us for load in each),
             )
         )
-    return tuple(found)
+    return tuple(medians)
 
 
 @dataclass

@@ -81,8 +81,7 @@ class PairedRows:
 
     def relative(self, confidence: float = CONFIDENCE) -> RelativeChange:
         """Return the changes with two-sided intervals; needs a base that does not sum to 0."""
-        # The labelled part has both signs and most of the spread: the rows that carry KL need not carry the
-        # loss change.
+        # The labelled part has both signs and most of the spread: other rows than KL's may carry the change.
         ends = Ends.BY_SKEWNESS
         of_kl = Ends.BERNSTEIN if self.tail.is_heavy else Ends.ONE_MORE
 

@@ -29,7 +29,7 @@ def padded(run: Run, least: int) -> Run:
             return run(inputs)
         places = np.arange(least) % rows
         outputs = run({name: values[places] for name, values in inputs.items()})
-        # An output that does not follow the batch stays as it is.
+        # An output without a batch axis is unchanged.
         return {
             name: values[:rows] if np.shape(values)[:1] == (least,) else values
             for name, values in outputs.items()

@@ -33,7 +33,7 @@ from loka_onnx.evaluation.paired import PairedRows
 from loka_onnx.numerics.intervals import CONFIDENCE
 
 LARGEST = 50
-"""Values of one column that are looked at; a column of ids has no more slices than this."""
+"""Values of one column judged at most, so that a column of ids has no more slices."""
 LEAST_EVENTS = 50
 
 Array = npt.NDArray[Any]
@@ -113,12 +113,12 @@ def slice_differences(
     """Return the difference on every slice, worst first, with intervals that together
     have that confidence.
     """
-    found = [item for column in columns for item in _largest(paired, column)]
-    reasons = [item.why_not_judged for item in found]
-    judged = [item for item, reason in zip(found, reasons, strict=True) if not reason]
+    candidates = [item for column in columns for item in _largest(paired, column)]
+    reasons = [item.why_not_judged for item in candidates]
+    judged = [item for item, reason in zip(candidates, reasons, strict=True) if not reason]
     confidence = 1.0 - (1.0 - together) / max(len(judged), 1)
     differences = [_difference(item, confidence, spec) for item in judged]
-    others = [_not_judged(item, reason) for item, reason in zip(found, reasons, strict=True) if reason]
+    others = [_not_judged(item, reason) for item, reason in zip(candidates, reasons, strict=True) if reason]
     left_out = {c.name: len(c.values) - LARGEST for c in columns if len(c.values) > LARGEST}
     # Sorting keeps the order of ties: that of the columns, then of falling number of rows.
     differences.sort(key=lambda item: -item.judged.lower if item.judged is not None else 0.0)

@@ -161,7 +161,7 @@ def offer(
             for thread in threads:
                 thread.join()
         except BaseException:
-            # An interrupt reaches the thread that waits: the streams must not go on without it.
+            # An interrupt reaches only the waiting thread: stop the streams too.
             queue.stop()
             raise
     for error in queue.errors:
@@ -221,7 +221,7 @@ class _Queue:
                 free = done
                 with self._lock:
                     self._end = max(self._end, done)
-        except BaseException as error:  # handed to the thread that waits
+        except BaseException as error:  # raised by the waiting thread
             self.errors.append(error)
 
     def stop(self) -> None:
@@ -261,12 +261,12 @@ class _Search:
         """
         options = self._options
         warm = self._without_pause(20 * len(self._runs))
-        found = self._without_pause(self._count(20 * len(self._runs) / warm.seconds))
-        over = found.service_us > options.p99_us
-        # Alone on its stream a request takes no less; a share that is surely too large stays too large.
+        measured = self._without_pause(self._count(20 * len(self._runs) / warm.seconds))
+        over = measured.service_us > options.p99_us
+        # Under load a request takes no less, so a share that is surely too large stays so.
         count, total = int(over.sum()), over.size
         least = float(betaincinv(count, total - count + 1, 1.0 - options.confidence)) if count else 0.0
-        return found.latency_us.size / found.seconds, least > ALLOWED
+        return measured.latency_us.size / measured.seconds, least > ALLOWED
 
     def bisect(self, capacity: float) -> float:
         """Return the highest rate that passes; 0 where none does."""

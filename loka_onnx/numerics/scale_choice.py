@@ -66,7 +66,7 @@ def _smallest_error(stats: RangeStats, widest: float, format: Float8) -> float:
     steps = np.arange(-STEPS_PER_OCTAVE, OCTAVES_BELOW * STEPS_PER_OCTAVE + 1) / STEPS_PER_OCTAVE
     # amax first: it is kept unless another scale is better.
     tried = np.concatenate([[widest], round_up_to_bfloat16(widest * 2.0**-steps)])
-    # Beyond FP32, a scale is none.
+    # A scale must be finite in FP32.
     tried = tried[tried <= float(np.finfo(np.float32).max)]
     return float(tried[np.argmin(expected_noise(stats, tried, format))])
 

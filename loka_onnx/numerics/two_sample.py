@@ -186,9 +186,9 @@ def stability_index(profile: MagnitudeHistogram, live: MagnitudeHistogram) -> fl
 
 def octave_counts(histogram: MagnitudeHistogram) -> dict[int | None, int]:
     """Return the elements of each nonempty octave [2ᵉ, 2ᵉ⁺¹), by e; the zeros under None."""
-    found: dict[int | None, int] = {None: histogram.zeros} if histogram.zeros else {}
+    octaves: dict[int | None, int] = {None: histogram.zeros} if histogram.zeros else {}
     for index, count in enumerate(histogram.counts, histogram.first):
         if count:
             octave = index // BINS_PER_OCTAVE - 127
-            found[octave] = found.get(octave, 0) + count
-    return found
+            octaves[octave] = octaves.get(octave, 0) + count
+    return octaves

@@ -46,7 +46,7 @@ class Bases:
         forced: Collection[str] = (),
     ) -> None:
         self._model, self._tensors = model, tensors
-        # Of several reasons the first is told: the user's own.
+        # Of several reasons the first counts: the user's own.
         self._protected = {node: f"kept by '{pattern}'" for node, pattern in named.items()}
         for wanted, find in ((Protection.LOGITS, logit_ends), (Protection.RESIDUAL, residual_streams)):
             for place in find(model) if wanted in protect else ():

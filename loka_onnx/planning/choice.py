@@ -34,7 +34,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import PlanningError
 from loka_onnx.planning.evidence import FASTER_FIRST, Evidence
-from loka_onnx.planning.rejections import Verdict, not_built, rejections
+from loka_onnx.planning.rejections import Outcome, not_built, rejections
 from loka_onnx.planning.routing import alike, main_of, pick, routes
 from loka_onnx.planning.speed import Speed
 
@@ -95,15 +95,15 @@ def not_certified(
     Arguments are those of `choose`.
     """
     evidence, options = Evidence(evaluations, plans), options or ChoiceOptions()
-    found: list[EngineArtifact | None] = []
+    missed: list[EngineArtifact | None] = []
     for rivals in _contests(engines):
         if _was_measured(rivals, evidence):
-            found.append(_Measured(rivals, evidence, options).missed())
+            missed.append(_Measured(rivals, evidence, options).missed())
             continue
         tried = _provisional_attempts([e for e in rivals if e.is_built], evidence)
         is_missed = tried and all(evidence.certified_status(e.plan) is False for e in tried)
-        found.append(tried[-1] if is_missed else None)
-    return tuple(engine for engine in found if engine is not None and evidence.has_fp8(engine))
+        missed.append(tried[-1] if is_missed else None)
+    return tuple(engine for engine in missed if engine is not None and evidence.has_fp8(engine))
 
 
 def _contests(engines: Sequence[EngineArtifact]) -> Iterator[list[EngineArtifact]]:
@@ -146,9 +146,6 @@ def _choose_one(
         return _Measured(engines, evidence, options).choose()
     was_elsewhere = any(evidence.was_elsewhere(e) for e in built if e.was_run)
     return _choose_provisional(engines, built, evidence, OTHER_DEVICE if was_elsewhere else PROVISIONAL)
-
-
-# Engines that ran here --------------------------------------------------------------------------------
 
 
 class _Measured:
@@ -198,7 +195,7 @@ class _Measured:
                 "no engine with a measured speed is inside the budget, and FP32 was not built: the most "
                 f"exact engine, {winner.plan}, which is inside it"
             )
-        return self._emit(Verdict(winner, frozenset({winner.id})), reason)
+        return self._choice(Outcome(winner, frozenset({winner.id})), reason)
 
     def _fastest(self) -> TargetChoice:
         evidence, options = self.evidence, self.options
@@ -207,8 +204,7 @@ class _Measured:
         by_id = {engine.id: engine for engine in self.competing}
         if not evidence.is_certified(winner):
             return self._fall_back(winner)
-        # One certificate for all that are emitted. The main engine alone has it to itself: it is held to its
-        # own error either way, so that whatever is emitted, the error of all together is that of one.
+        # All emitted engines share the error of one certificate; the main engine alone has all of it.
         routed = dict.fromkeys(by_id[route.engine] for route in table)
         together = len(routed)
         if not evidence.is_certified(winner, together):
@@ -226,10 +222,10 @@ class _Measured:
             f"{f' at the error that {together} engines share' if evidence.is_certified(engine) else ''}"
             for engine in missed
         )
-        emitted = frozenset({winner.id, *(route.engine for route in table)})
-        # Of engines by batch size the main one need not be among the fastest over all of them.
+        chosen = frozenset({winner.id, *(route.engine for route in table)})
+        # With routes, the main engine need not be among the fastest over all sizes.
         close = frozenset(e.id for e in same) if winner in same else frozenset()
-        return self._emit(Verdict(winner, emitted, missed, close), reason, table)
+        return self._choice(Outcome(winner, chosen, missed, close), reason, table)
 
     def _reason(self, winner: EngineArtifact, same: Sequence[EngineArtifact]) -> str:
         count = f"{len(self.competing)} engines whose upper bound is inside the budget"
@@ -256,15 +252,15 @@ class _Measured:
         else:
             others = [e for e in self.ready if e is not missed or self.evidence.is_exact(e)]
             winner = _high_precision(others, self.evidence, missed.target, missed)
-        # One that is beyond the budget on selection was not held against certification.
-        looked = tuple(e for e in tried if e in self.inside)
-        reason = f"{_missed_in_words(looked)}: {winner.plan} instead"
-        verdict = Verdict(winner, frozenset({winner.id}), looked)
-        return replace(self._emit(verdict, reason), missed=tuple(e.id for e in looked))
+        # Engines beyond the budget on selection were not compared with certification.
+        judged = tuple(e for e in tried if e in self.inside)
+        reason = f"{_missed_in_words(judged)}: {winner.plan} instead"
+        outcome = Outcome(winner, frozenset({winner.id}), judged)
+        return replace(self._choice(outcome, reason), missed=tuple(e.id for e in judged))
 
-    def _emit(self, verdict: Verdict, reason: str, table: tuple[Route, ...] = ()) -> TargetChoice:
-        winner = verdict.winner
-        others = rejections(self.engines, verdict, self.speeds, self.evidence)
+    def _choice(self, outcome: Outcome, reason: str, table: tuple[Route, ...] = ()) -> TargetChoice:
+        winner = outcome.winner
+        others = rejections(self.engines, outcome, self.speeds, self.evidence)
         return TargetChoice(winner.target, winner.id, winner.plan, reason, MEASURED, others, table)
 
 
@@ -300,12 +296,12 @@ def _high_precision(
         return (-precision, float("inf") if speed is None else speed.per_row_us)
 
     able = [e for e in engines if not evidence.has_fp8(e) and not e.simulated and not evidence.failure(e)]
-    found = min(able, key=rank, default=None)
-    # Which one it is, certification does not say; whether that one holds, it does.
-    if found is not None and (
-        evidence.is_exact(found) or (evidence.is_within_budget(found) and evidence.is_certified(found))
+    best = min(able, key=rank, default=None)
+    # Certification does not select the engine; it only decides whether it passes.
+    if best is not None and (
+        evidence.is_exact(best) or (evidence.is_within_budget(best) and evidence.is_certified(best))
     ):
-        return found
+        return best
     seen = {engine.id: engine for engine in (*engines, *([missed] if missed is not None else []))}
     raise _nothing_to_emit(seen.values(), evidence, target)
 
@@ -320,15 +316,11 @@ def _nothing_to_emit(engines: Iterable[EngineArtifact], evidence: Evidence, targ
     )
 
 
-# Engines for hardware that is not here ----------------------------------------------------------------
-
-
 def _choose_provisional(
     engines: Sequence[EngineArtifact], built: Sequence[EngineArtifact], evidence: Evidence, basis: str
 ) -> TargetChoice:
     """Choose by the accuracy of the same plans on this host."""
-    # What simulates FP8 would not be fast on the device either.
-    sound = [e for e in built if not e.simulated and not evidence.failure(e)]
+    sound = _sound(built, evidence)
     tried = _provisional_attempts(built, evidence)
     selected = tried[0] if tried else None
     how = "measured" if basis == OTHER_DEVICE else "simulated"
@@ -339,12 +331,12 @@ def _choose_provisional(
         reason += f"; {_missed_in_words(tried)}" if tried else ""
     else:
         able = [e for e in sound if not evidence.has_fp8(e) and not _is_outside(e, evidence)]
-        # Nothing among them was seen outside the budget, but for the exact model, which comes last.
-        found = min(able, key=lambda e: FASTER_FIRST.index(evidence.base(e)), default=None)
-        if found is None:
+        # None was seen outside the budget, except possibly the exact model, which comes last.
+        best = min(able, key=lambda e: FASTER_FIRST.index(evidence.base(e)), default=None)
+        if best is None:
             raise _nothing_to_emit(built, evidence, engines[0].target)
-        winner = found
-        # Another FP8 plan in its place would be chosen by the rows that only certify.
+        winner = best
+        # Another FP8 plan would be selected by the certification rows.
         reason = (
             f"no FP8 plan is inside the budget {'as measured' if how == 'measured' else 'in simulation'}: "
             "high precision"
@@ -359,12 +351,16 @@ def _choose_provisional(
 
 def _provisional_attempts(built: Sequence[EngineArtifact], evidence: Evidence) -> list[EngineArtifact]:
     """Return the selected engine and its replacements, among engines that cannot run here."""
-    # What simulates FP8 would not be fast on the device either.
-    sound = [e for e in built if not e.simulated and not evidence.failure(e)]
+    sound = _sound(built, evidence)
     fp8 = [e for e in sound if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
     competing = (e for e in fp8 if evidence.competes(e))
     selected = max(competing, key=lambda e: _fp8_rank(e, evidence), default=None)
     return [] if selected is None else evidence.attempts(selected, fp8)
+
+
+def _sound(built: Sequence[EngineArtifact], evidence: Evidence) -> list[EngineArtifact]:
+    """Return engines without failure or simulated FP8, which would not be fast on the device either."""
+    return [e for e in built if not e.simulated and not evidence.failure(e)]
 
 
 def _is_outside(engine: EngineArtifact, evidence: Evidence) -> bool:

@@ -125,7 +125,7 @@ def climb(
     below = number = 0
     while True:
         low = climber.highest(rungs, below)
-        # The lowest of a later pass is the rung that the pass before ended on.
+        # The lowest rung of a later pass is the one that the previous pass ended on.
         number = below + low if low else number
         rung = rungs[low]
         units = [higher - lower for lower, higher in pairwise(rungs[low + 1 :])]

@@ -88,7 +88,7 @@ class Costs:
         self._found = {
             (entry.site, item.output): item
             for entry in profile.sites
-            for item in reversed(entry.sensitivities)  # the first one stands
+            for item in reversed(entry.sensitivities)  # the first one counts
         }
         self._groups = {frozenset(group.sites): group for group in profile.groups}
         self._source = f"it holds {len(profile.sites)} sites of model {profile.model_digest[:12]}"

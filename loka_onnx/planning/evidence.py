@@ -82,9 +82,11 @@ class Evidence:
 
     def failure(self, engine: EngineArtifact) -> str:
         """Return the error that ended the engine while it was timed or judged; empty for none."""
-        found = [e for e in (self.by_engine.get(engine.id), self.certified.get(engine.id)) if e is not None]
-        timed = [f"failed while it was timed: {e.latency_failure}" for e in found if e.latency_failure]
-        judged = [e.status for e in found if e.has_failed]
+        evaluations = [
+            e for e in (self.by_engine.get(engine.id), self.certified.get(engine.id)) if e is not None
+        ]
+        timed = [f"failed while it was timed: {e.latency_failure}" for e in evaluations if e.latency_failure]
+        judged = [e.status for e in evaluations if e.has_failed]
         return next(iter((*timed, *judged)), "")
 
     def speeds(self, engines: Collection[EngineArtifact]) -> dict[str, Speed]:
@@ -181,14 +183,14 @@ class Evidence:
 
     def not_predicted(self, engines: Collection[EngineArtifact]) -> dict[str, str]:
         """Return by engine id why kernel times do not predict engines with FP8, where there is a reason."""
-        found = {
+        reasons = {
             engine.id: why_not_expected(
                 self.plans.plan(engine.plan), self.plans.plan(exact.plan), engine.target
             )
             for engine, exact in self._of_fp8(engines)
             if self.speed(engine) is not None
         }
-        return {engine: reason for engine, reason in found.items() if reason}
+        return {engine: reason for engine, reason in reasons.items() if reason}
 
     def _of_fp8(self, engines: Collection[EngineArtifact]) -> Iterator[tuple[EngineArtifact, EngineArtifact]]:
         """Yield engines with FP8, each with the one that differs in that alone."""

@@ -118,7 +118,7 @@ class FastSearch:
 
     def _item(self, site: str) -> Item:
         if site not in self.speeds.known:
-            # Forced: it spends of the budget, and what it saves is not known.
+            # Forced: it spends budget; its saving is unknown.
             return Item(site, 0.0, 0.0, site)
         speeds = self.speeds
         return Item(site, speeds.saved_per_row(site), speeds.error_per_row(site), speeds.sources[site].tensor)

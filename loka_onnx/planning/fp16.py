@@ -72,8 +72,8 @@ def unproven_places(
     `ranges` are magnitudes of the model's tensors on the calibration rows.
     """
     judge = _Judge(model, ranges)
-    found = (*judge.tensors(), *judge.sums(), *judge.constants(), *judge.divisors())
-    return tuple(place for place in found if not set(wide).issuperset(place.nodes))
+    places = (*judge.tensors(), *judge.sums(), *judge.constants(), *judge.divisors())
+    return tuple(place for place in places if not set(wide).issuperset(place.nodes))
 
 
 def count_places(places: Sequence[Unproven]) -> int:
@@ -101,17 +101,17 @@ class _Judge:
     def tensors(self) -> Iterator[Unproven]:
         """Tensors that may not fit."""
         computed = (tensor for node in self.nodes for tensor in node.outputs)
-        found: dict[str, Unproven] = {}
+        places: dict[str, Unproven] = {}
         for tensor in (*self.model.inputs, *computed):
             why = self._why_not(tensor) if _is_fp32(tensor) else ""
             if not why:
                 continue
             # A reshaped or transposed view is the same place.
             root = layout_root(tensor).tensor.name
-            place = found.get(root, Unproven(tensor.name, (), f"tensor '{tensor.name}' {why}"))
+            place = places.get(root, Unproven(tensor.name, (), f"tensor '{tensor.name}' {why}"))
             nodes = tuple(dict.fromkeys((*place.nodes, *_touching(tensor))))
-            found[root] = replace(place, nodes=nodes)
-        yield from (place for place in found.values() if place.nodes)
+            places[root] = replace(place, nodes=nodes)
+        yield from (place for place in places.values() if place.nodes)
 
     def sums(self) -> Iterator[Unproven]:
         """Nodes with intermediate sums that may not fit."""

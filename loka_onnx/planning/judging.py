@@ -54,7 +54,7 @@ Unit = frozenset[str]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class SiteVerdict:
     """Verdict of one site under the recipe that it would run with."""
 
     verdict: Verdict
@@ -67,7 +67,7 @@ def judge(
     profile: Profile,
     outputs: tuple[OutputSpec, ...],
     confidence: float,
-) -> dict[str, Judgement]:
+) -> dict[str, SiteVerdict]:
     """Return the verdict of every product in FP8 and, unless kept, of every norm in the base precision.
 
     `kept` sites do not compete for the budget; `confidence` is that of all intervals together. Raises
@@ -96,14 +96,14 @@ def _would_have_had(
 
 def units_of(names: Collection[str], groups: Iterable[Unit]) -> tuple[Unit, ...]:
     """Partition sites into units."""
-    found: list[Unit] = []
+    units: list[Unit] = []
     left = set(names)
     for group in groups:
         together = group & left
         if len(together) > 1:
-            found.append(together)
+            units.append(together)
             left -= together
-    return (*found, *(frozenset({name}) for name in sorted(left)))
+    return (*units, *(frozenset({name}) for name in sorted(left)))
 
 
 @dataclass
@@ -142,42 +142,42 @@ class _Judges:
         )
         self._corrected_for = bounds + len(norms)
 
-    def products(self) -> dict[str, Judgement]:
-        found: dict[str, Judgement] = {}
+    def products(self) -> dict[str, SiteVerdict]:
+        verdicts: dict[str, SiteVerdict] = {}
         rest = _Rest()
         waiting: list[Unit] = []
         for unit in self._units:
             if unit in self._tested.shown:
-                # Both hold: the share that it is inside of, and the bound that holds beside all others.
+                # Both bounds hold: the share, and the one that is simultaneous with all others.
                 costs = self._costs.of(unit, self._bounds_risk)
                 rest.spend(min(self._share(unit), _most(costs)), _least(costs))
-                found |= {name: self._inside_share(name, unit) for name in unit}
+                verdicts |= {name: self._inside_share(name, unit) for name in unit}
             else:
                 waiting.append(unit)
-        # A unit that does not fit at all parts first, so that its cheap sites wait at their own price.
+        # Split units that do not fit first, so that their cheap sites queue at their own price.
         queue = set[Unit]()
         for unit in waiting:
             part = unit
             while len(part) > 1 and _most(self._bounds(part)) > rest.surely:
                 leaver = self._dearest(part)
-                found[leaver] = self._against_rest(leaver, part, rest)
+                verdicts[leaver] = self._against_rest(leaver, part, rest)
                 part -= {leaver}
             queue.add(part)
         while queue:
-            # The names settle ties, so that the order of the sites does not.
+            # Names settle ties, so the order of sites does not matter.
             unit = min(queue, key=lambda unit: (self._price(unit), sorted(unit)))
             queue.remove(unit)
             most, least = _most(self._bounds(unit)), _least(self._bounds(unit))
             if most <= rest.surely:
-                found |= {name: self._against_rest(name, unit, rest) for name in unit}
+                verdicts |= {name: self._against_rest(name, unit, rest) for name in unit}
                 rest.spend(most, least)
                 continue
             leaver = self._dearest(unit)
-            found[leaver] = self._against_rest(leaver, unit, rest)
+            verdicts[leaver] = self._against_rest(leaver, unit, rest)
             queue |= {unit - {leaver}} - {Unit()}
-        return found
+        return verdicts
 
-    def norms(self) -> dict[str, Judgement]:
+    def norms(self) -> dict[str, SiteVerdict]:
         return {
             name: self._inside_share(name, unit)
             if unit in self._tested.shown
@@ -186,11 +186,9 @@ class _Judges:
             for name in unit
         }
 
-    def others(self, shares: Mapping[str, float]) -> dict[str, Judgement]:
+    def others(self, shares: Mapping[str, float]) -> dict[str, SiteVerdict]:
         """Judge products that do not compete, each against its share."""
         return {name: self._outside_share(name, share, self._bounds_risk) for name, share in shares.items()}
-
-    # Bounds ----------------------------------------------------------------------------------------
 
     def _share(self, unit: Unit) -> float:
         return sum(self._flops[name] for name in unit) / self._operations
@@ -199,7 +197,7 @@ class _Judges:
         """Return the costs of a unit that is not inside its share; they hold for all units at once."""
         risk = self._bounds_risk
         if unit in self._limits:
-            # Both hold: the one that the step-down leaves it, and the one that is handed on by.
+            # Both bounds hold: that of the step-down, and that of reallocation.
             risk = max(risk, self._tested.risk)
         return self._costs.of(unit, risk)
 
@@ -210,23 +208,21 @@ class _Judges:
     def _price(self, unit: Unit) -> float:
         return _most(self._bounds(unit)) / sum(self._flops[name] for name in unit)
 
-    # Words -----------------------------------------------------------------------------------------
-
-    def _inside_share(self, site: str, unit: Unit) -> Judgement:
+    def _inside_share(self, site: str, unit: Unit) -> SiteVerdict:
         cost = _worst(self._costs.of(unit, self._tested.shown[unit]))
         share = self._kl_of(self._limits[unit], cost)
         whose = "its" if len(unit) == 1 else "their"
-        return Judgement(Verdict.SAFE, f"{self._in_words(cost, unit, site)}, inside {whose} share {share}")
+        return SiteVerdict(Verdict.SAFE, f"{self._in_words(cost, unit, site)}, inside {whose} share {share}")
 
-    def _outside_share(self, site: str, share: float, risk: float) -> Judgement:
+    def _outside_share(self, site: str, share: float, risk: float) -> SiteVerdict:
         """Judge a site that gets no reallocated budget."""
         costs = self._costs.of(Unit({site}), risk)
         verdict = _verdict(costs, share, share)
         cost = _worst(costs, share)
         words = self._in_words(cost, Unit({site}), site)
-        return Judgement(verdict, f"{words}, {_RELATIONS[verdict]} its share {self._kl_of(share, cost)}")
+        return SiteVerdict(verdict, f"{words}, {_RELATIONS[verdict]} its share {self._kl_of(share, cost)}")
 
-    def _against_rest(self, site: str, unit: Unit, rest: _Rest) -> Judgement:
+    def _against_rest(self, site: str, unit: Unit, rest: _Rest) -> SiteVerdict:
         """Judge a site whose unit is not inside its share."""
         costs = self._bounds(unit)
         verdict = _verdict(costs, rest.surely, rest.at_best)
@@ -234,7 +230,7 @@ class _Judges:
         whose = "its" if len(unit) == 1 else "their"
         left = self._kl_of(max(rest.surely, 0.0), cost)
         share = self._kl_of(self._share(unit), cost)
-        return Judgement(
+        return SiteVerdict(
             verdict,
             f"{self._in_words(cost, unit, site)}, {_RELATIONS[verdict]} the {left} that the others leave "
             f"({whose} own share is {share})",

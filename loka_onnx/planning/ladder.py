@@ -126,7 +126,7 @@ class Ladder:
     def _ordered(self, sites: Collection[str], device: str) -> list[Unit]:
         """Return units that are not forced, the cheapest first."""
         free = [site for site in sites if site not in self._forced]
-        # Nothing is shared where nothing is timed: each site stands for its own operations.
+        # Without kernel times nothing is shared: each site counts its own operations.
         units = units_of(free, self._costs.groups if self._is_timed(device) else ())
 
         def order(unit: Unit) -> tuple[bool, float, float, list[str]]:

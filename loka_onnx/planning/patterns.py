@@ -48,30 +48,30 @@ def named_places(
     may have removed; a pattern that matches nothing in either is a ConfigError, which names the config key
     `key`.
     """
-    found = find_places(patterns, sites, nodes or ())
-    known = list(earlier) if found.nothing else []
-    for pattern in found.nothing:
+    named = find_places(patterns, sites, nodes or ())
+    known = list(earlier) if named.nothing else []
+    for pattern in named.nothing:
         if not any(_names(pattern, name) for name in known):
             raise _nothing(pattern, sites, key, "no site" if nodes is None else "no site and no node")
-    return found
+    return named
 
 
 def find_places(patterns: Sequence[str], sites: Sequence[Site], nodes: Iterable[str]) -> Named:
     """Match patterns; those without a match are returned, not refused."""
-    found: dict[str, str] = {}
+    matched: dict[str, str] = {}
     others: dict[str, str] = {}
     nothing: list[str] = []
     all_nodes = list(nodes)
     for pattern in patterns:
         hits = [s.name for s in sites if any(_names(pattern, n) for n in (s.name, *s.merged_from))]
-        found.update(dict.fromkeys(hits, pattern))
+        matched.update(dict.fromkeys(hits, pattern))
         if hits:
             continue
         more = [node for node in all_nodes if _names(pattern, node)]
         others.update(dict.fromkeys(more, pattern))
         if not more:
             nothing.append(pattern)
-    return Named(found, others, tuple(nothing))
+    return Named(matched, others, tuple(nothing))
 
 
 def wishes(

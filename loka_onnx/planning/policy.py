@@ -285,8 +285,6 @@ class _Planner:
             },
         )
 
-    # By kernel times -------------------------------------------------------------------------------
-
     @cached_property
     def _site_speeds(self) -> dict[str, SiteSpeeds]:
         if not any(known.timings for known in self.options.devices):
@@ -335,7 +333,7 @@ class _Planner:
         decision, why = self._quantized(site), search.why_in(site.name, chosen)
         if site.name in self.forced:
             return replace(decision, reason=f"{decision.reason}; {why}")
-        # Beside these others it is inside of the budget, whatever its verdict beside all sites is.
+        # Together with these sites it is inside the budget, whatever its verdict among all sites.
         return replace(decision, verdict=Verdict.SAFE, reason=why)
 
     def _why_out(self, site: Site, search: FastSearch, chosen: Sites) -> str:
@@ -347,8 +345,6 @@ class _Planner:
         if kernel is not None:
             return f"slow: FP8 would break up the kernel '{kernel}', which computes it with its neighbours; "
         return f"{search.why_out(site.name, chosen)}; "
-
-    # Decisions -------------------------------------------------------------------------------------
 
     def _base_decision(self, site: Site, base: Base) -> Decision:
         if site.name in base.wide:
@@ -419,7 +415,7 @@ class _Planner:
         if site.name in self.forced:
             reason = f"forced by '{self.forced[site.name]}'; {reason}"
         elif climb is not None:
-            # Beside these others it is inside of the budget, whatever its verdict beside all sites is.
+            # Together with these sites it is inside the budget, whatever its verdict among all sites.
             verdict, reason = Verdict.SAFE, f"{_on_rung(climb)}; {reason}"
         return Decision(
             site=site.name,

@@ -94,7 +94,9 @@ class TimeTable:
         by_kernel: dict[Kernel, dict[Shape, KernelTiming]] = {}
         for timing in timings:
             by_kernel.setdefault(timing.kernel, {})[timing.shape] = timing
-        self._models = {kernel: KernelModel(list(found.values())) for kernel, found in by_kernel.items()}
+        self._models = {
+            kernel: KernelModel(list(by_shape.values())) for kernel, by_shape in by_kernel.items()
+        }
 
     @property
     def models(self) -> tuple[KernelModel, ...]:
@@ -135,8 +137,8 @@ class TimeTable:
         self, backend: str, precision: Precision, shape: Shape, scales: Granularity | None
     ) -> Estimate | None:
         of_product = self._kernels(backend, precision, scales)
-        found = self._best(shape, (kernel for kernel in of_product if kernel.name == PRODUCT))
-        return found if found is not None and found.is_measured else None
+        fastest = self._best(shape, (kernel for kernel in of_product if kernel.name == PRODUCT))
+        return fastest if fastest is not None and fastest.is_measured else None
 
     def _kernels(self, backend: str, precision: Precision, scales: Granularity | None) -> Iterable[Kernel]:
         wanted = {scales, Granularity.PER_CHANNEL} if scales is Granularity.PER_TENSOR else {scales}
@@ -155,13 +157,13 @@ class TimeTable:
         return self._best(Shape(rows, 0, columns), of_backend)
 
     def _best(self, shape: Shape, kernels: Iterable[Kernel]) -> Estimate | None:
-        found = [self._models[kernel].estimate(shape) for kernel in kernels]
-        known = [estimate for estimate in found if estimate is not None]
+        estimates = [self._models[kernel].estimate(shape) for kernel in kernels]
+        known = [estimate for estimate in estimates if estimate is not None]
         return min(known, key=lambda estimate: (not estimate.is_measured, estimate.us), default=None)
 
 
-def _first(found: Iterable[Estimate | None]) -> Estimate | None:
-    return next((estimate for estimate in found if estimate is not None), None)
+def _first(estimates: Iterable[Estimate | None]) -> Estimate | None:
+    return next((estimate for estimate in estimates if estimate is not None), None)
 
 
 class _Fit:

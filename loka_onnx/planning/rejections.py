@@ -24,27 +24,25 @@ _ACCURACY = {
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The main winner on one piece of hardware, and all engines `emitted` with it.
+class Outcome:
+    """The main winner on one piece of hardware, and all engines `chosen` with it.
 
     `missed` engines were selected and are not inside the budget on certification; `alike` ones are within
     noise of the fastest.
     """
 
     winner: EngineArtifact
-    emitted: frozenset[str]
+    chosen: frozenset[str]
     missed: tuple[EngineArtifact, ...] = ()
     alike: frozenset[str] = frozenset()
 
 
 def rejections(
-    engines: Sequence[EngineArtifact], verdict: Verdict, speeds: Mapping[str, Speed], evidence: Evidence
+    engines: Sequence[EngineArtifact], outcome: Outcome, speeds: Mapping[str, Speed], evidence: Evidence
 ) -> tuple[Rejection, ...]:
     """Return every engine of the hardware, unbuilt ones included, that is not emitted, with the reason."""
     return tuple(
-        _rejection(engine, verdict, speeds, evidence)
-        for engine in engines
-        if engine.id not in verdict.emitted
+        _rejection(engine, outcome, speeds, evidence) for engine in engines if engine.id not in outcome.chosen
     )
 
 
@@ -65,7 +63,7 @@ def accuracy(evaluation: Evaluation) -> str:
 
 
 def _rejection(
-    engine: EngineArtifact, verdict: Verdict, speeds: Mapping[str, Speed], evidence: Evidence
+    engine: EngineArtifact, outcome: Outcome, speeds: Mapping[str, Speed], evidence: Evidence
 ) -> Rejection:
     if not engine.is_built:
         return not_built(engine)
@@ -75,32 +73,32 @@ def _rejection(
         return Rejection(engine.id, Why.FAILED, failure)
     if evaluation is None or not evaluation.outputs:
         why = Why.NOT_MEASURED if engine.was_run else Why.NOT_RUN
-        # A cached engine's detail says where it came from, not why it was not judged.
+        # The detail of a cached engine is its origin, not a reason.
         judged = evaluation.status if engine.was_run and evaluation is not None else ""
         return Rejection(engine.id, why, f"not measured: {judged or engine.detail or engine.status}")
-    ours, theirs = speeds.get(engine.id), speeds.get(verdict.winner.id)
+    ours, theirs = speeds.get(engine.id), speeds.get(outcome.winner.id)
     times, compared = None, ""
     if not (engine.simulated or ours is None or theirs is None):
         times = ours.over(theirs)
         compared = _compared(times) if times is not None else _apart(ours.ratio(theirs))
     if failure:
         why, said = Why.FAILED, f"{failure}; {accuracy(evaluation)}"
-    elif engine in verdict.missed:
+    elif engine in outcome.missed:
         certified = evidence.certified.get(engine.id)
         how = accuracy(certified) if certified else "not measured"
         if certified is not None and certified.is_within_budget:
             how += " alone, and not at the error that several engines share"
         why, said = Why.NOT_CERTIFIED, f"selected; on certification {how}"
     else:
-        why, rest = _of_judged(engine, evaluation, verdict, compared, evidence)
-        if why is Why.SLOWER and times is not None and len(verdict.emitted) > 1:
+        why, rest = _of_judged(engine, evaluation, outcome, compared, evidence)
+        if why is Why.SLOWER and times is not None and len(outcome.chosen) > 1:
             rest += " over all batch sizes; at each of them another is as fast or faster"
         said = "; ".join(part for part in (accuracy(evaluation), rest) if part)
     return Rejection(engine.id, why, said, times, evidence.upper(engine))
 
 
 def _of_judged(
-    engine: EngineArtifact, evaluation: Evaluation, verdict: Verdict, compared: str, evidence: Evidence
+    engine: EngineArtifact, evaluation: Evaluation, outcome: Outcome, compared: str, evidence: Evidence
 ) -> tuple[Why, str]:
     """Return why an engine was rejected whose accuracy was judged, and the words beside its accuracy."""
     if engine.simulated:
@@ -110,9 +108,9 @@ def _of_judged(
         return (Why.BEYOND if beyond else Why.UNDECIDED), compared
     if not compared:
         return _unknown_speed(evaluation, is_elsewhere=evidence.was_elsewhere(engine))
-    if verdict.missed:
+    if outcome.missed:
         return Why.NOT_SELECTED, f"{compared}; certification does not choose among the others"
-    if engine.id in verdict.alike and evidence.exactness(engine) > evidence.exactness(verdict.winner):
+    if engine.id in outcome.alike and evidence.exactness(engine) > evidence.exactness(outcome.winner):
         return Why.WITHIN_NOISE, f"{compared}: within noise of an engine in higher precision"
     return Why.SLOWER, compared
 

@@ -59,7 +59,7 @@ def routes(
         best[batch] = pick(beside, at_size, evidence, noise)
     table = _table(main, best, speeds, margin)
     if table and main.id not in {route.engine for route in table}:
-        # Beaten at every size: the best of those that do serve takes its place.
+        # Beaten at every size: the best serving engine becomes the main one.
         serving = [engine for engine in engines if engine.id in {route.engine for route in table}]
         table = _table(pick(serving, speeds, evidence, noise), best, speeds, margin)
     return table

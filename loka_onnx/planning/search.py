@@ -129,8 +129,8 @@ class Solution:
 
 def solve(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Sites | None:
     """Return the sites of `search`, or None."""
-    found = search(problem, fixed)
-    return None if found is None else found.sites
+    solution = search(problem, fixed)
+    return None if solution is None else solution.sites
 
 
 def search(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Solution | None:
@@ -142,12 +142,12 @@ def search(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Solutio
     fixed = fixed or {}
     columns = _columns(problem)
     room = problem.room
-    # The solver accepts a constraint that is off by 1e-6: where that let too much in, the room is narrowed.
+    # The solver tolerates 1e-6 in a constraint: narrow the room where that exceeds the budget.
     for _ in range(8):
-        found = _solve_once(problem, columns, fixed, room)
-        if found is None or problem.fits(found.sites):
-            return found and replace(found, sites=_without_idle(problem, found.sites, fixed))
-        room -= 2.0 * (problem.spent(found.sites) - problem.room)
+        solution = _solve_once(problem, columns, fixed, room)
+        if solution is None or problem.fits(solution.sites):
+            return solution and replace(solution, sites=_without_idle(problem, solution.sites, fixed))
+        room -= 2.0 * (problem.spent(solution.sites) - problem.room)
     raise InternalError("the search does not stay inside of the budget")
 
 
@@ -161,20 +161,20 @@ def neighbours(
     save time. Sure losses are not tried, nor `fixed` sites toggled.
     """
     fixed = dict(fixed or {})
-    found: list[Sites] = []
-    told = {tensor: _Prospect.of(problem, tensor, chosen) for tensor in problem.readers}
-    for tensor in sorted(told, key=lambda tensor: told[tensor].order):
+    choices: list[Sites] = []
+    prospects = {tensor: _Prospect.of(problem, tensor, chosen) for tensor in problem.readers}
+    for tensor in sorted(prospects, key=lambda tensor: prospects[tensor].order):
         readers = problem.readers[tensor] - set(fixed)
-        if len(found) == count or not readers or not told[tensor].may_save:
+        if len(choices) == count or not readers or not prospects[tensor].may_save:
             continue
         if readers & chosen:
             toggled = dict.fromkeys(sorted(readers), False)
         else:
             toggled = {max(sorted(readers), key=lambda site: problem.by_site[site].saved): True}
         other = solve(problem, {**fixed, **toggled})
-        if other is not None and other != chosen and other not in found:
-            found.append(other)
-    return tuple(found)
+        if other is not None and other != chosen and other not in choices:
+            choices.append(other)
+    return tuple(choices)
 
 
 @dataclass(frozen=True)
@@ -220,19 +220,19 @@ class _Column:
 
 
 def _columns(problem: Problem) -> list[_Column]:
-    found: list[_Column] = []
+    columns: list[_Column] = []
     for number, unit in enumerate(problem.units):
         names = sorted(unit)
         if len(names) <= LARGEST_UNIT:
             parts = [
                 frozenset(part) for size in range(1, len(names) + 1) for part in combinations(names, size)
             ]
-            found += [_Column(number, part, problem.cost(part)) for part in parts]
+            columns += [_Column(number, part, problem.cost(part)) for part in parts]
         else:
-            found.append(_Column(number, unit, problem.cost(unit)))
+            columns.append(_Column(number, unit, problem.cost(unit)))
             alone = [frozenset({name}) for name in names]
-            found += [_Column(number, part, len(names) * problem.cost(part)) for part in alone]
-    return [column for column in found if column.cost <= problem.room * (1.0 + _ROUNDING)]
+            columns += [_Column(number, part, len(names) * problem.cost(part)) for part in alone]
+    return [column for column in columns if column.cost <= problem.room * (1.0 + _ROUNDING)]
 
 
 def _solve_once(
@@ -248,7 +248,7 @@ def _solve_once(
         mine = {at: 1.0 for at, column in enumerate(columns) if column.unit == number}
         if len(unit) <= LARGEST_UNIT:
             rows.add(mine, 0.0, 1.0)
-        else:  # all of them cost what they were measured to cost together, not what the parts add up to
+        else:  # all sites together have their measured cost, not the sum of parts
             rows.add({at: 1.0 for at in mine if columns[at].sites != unit}, 0.0, len(unit) - 1.0)
     for site, places in with_site.items():
         least = 1.0 if fixed.get(site) is True else 0.0

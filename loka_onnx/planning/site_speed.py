@@ -200,22 +200,22 @@ class SiteSpeeds:
         if base is Precision.FP32 or not self._times:
             return {}
         float8 = {d.site for d in decisions if d.precision is Precision.FP8}
-        found = {}
+        predicted = {}
         for batch in self.serve:
             casts: dict[str, float] = {}
             products = []
             for site, times in self._times.items():
                 time = times[batch]
                 if site in self._high_error:
-                    # In the base precision the site that it was split off has its time, or is one with it.
+                    # In the base precision its time is part of the site that it was split from.
                     products.append(-time.saved_us if site in float8 else 0.0)
                 else:
                     products.append(time.float8_us if site in float8 else time.base.us)
                 if site in float8:
                     source = self.sources[site]
                     casts[source.tensor] = 0.0 if source.made_by in float8 else time.quantize_us
-            found[str(batch)] = fsum([*products, *casts.values()])
-        return found
+            predicted[str(batch)] = fsum([*products, *casts.values()])
+        return predicted
 
     def broken_up(self, decisions: Sequence[Decision]) -> dict[str, str]:
         """Return a plan's FP8 sites that would otherwise be computed inside a larger
@@ -248,7 +248,7 @@ class SiteSpeeds:
         )
 
     def _times_of(self, site: Site) -> dict[int, SiteTime] | None:
-        found = {}
+        times = {}
         for batch in self.serve:
             shape = Shape(site.rows * batch, site.n, site.k)
             product = self._table.compared(self._known.backend, self._base, shape, self._scales[site.name])
@@ -259,8 +259,8 @@ class SiteSpeeds:
                     return None
             if product is None:
                 return None
-            found[batch] = SiteTime(product.base, product.float8, quantize)
-        return found
+            times[batch] = SiteTime(product.base, product.float8, quantize)
+        return times
 
     def _in_words(self, site: str) -> str:
         times, source = self._times[site], self.sources[site]

@@ -40,7 +40,7 @@ RISK = 0.05
 FIRST_LOADS, LOADS = 3, 6
 """Loads of every engine, and of those that these do not tell from the fastest."""
 FIRST_RISK, LAST_RISK = 0.004, 0.016
-"""Of telling any two equal engines apart: 2 % over both looks, most of it left to the one with all loads."""
+"""Of telling any two equal engines apart: 2 % over both analyses, most of it for the one with all loads."""
 
 _ROUNDING = 1e-9
 """Half width below which loads are alike but for the rounding of least squares."""
@@ -157,7 +157,7 @@ def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[st
     speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in timed.items()})
     sizes = {frozenset(speed.latencies) for speed in speeds.values()}
     if len(sizes) != 1 or not (batches := next(iter(sizes))):
-        # One that failed at a size is out of the contest.
+        # An engine that failed at a size is excluded.
         most = max(sizes, key=len, default=frozenset())
         left = {
             name: timed[name] for name, speed in speeds.items() if most and speed.latencies.keys() == most
@@ -165,7 +165,7 @@ def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[st
         return contenders(left, noise) if 1 < len(left) < len(timed) else ()
     contests = [speeds]
     contests += [{name: speed.at(batch) for name, speed in speeds.items()} for batch in batches]
-    found: dict[str, None] = {}
+    close_ones: dict[str, None] = {}
     for contest in contests:
         fastest = min(contest, key=lambda name: contest[name].per_row_us)
         close = [
@@ -173,8 +173,8 @@ def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[st
             for name, speed in contest.items()
             if name != fastest and not speed.is_slower(contest[fastest], noise)
         ]
-        found |= dict.fromkeys((fastest, *close) if close else ())
-    return tuple(name for name in timed if name in found)
+        close_ones |= dict.fromkeys((fastest, *close) if close else ())
+    return tuple(name for name in timed if name in close_ones)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class TimingDatabase:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # No implicit transactions: where one begins and ends is written below.
+            # No implicit transactions: they are explicit below.
             self._connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
             raise OutputError(f"cannot open the timing database '{path}'", evidence=str(error)) from error
@@ -157,18 +157,18 @@ class TimingDatabase:
 
     def _prepare(self) -> None:
         try:
-            # The tables first: they and the numbers appear at once, in another process perhaps just now.
+            # The tables first: another process may create tables and numbers, atomically, just now.
             tables = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            found = self._pragma("application_id"), self._pragma("user_version")
+            marks = self._pragma("application_id"), self._pragma("user_version")
         except sqlite3.DatabaseError as error:
             raise self._foreign(str(error)) from error
-        if tables and found != (APPLICATION_ID, SCHEMA_VERSION):
-            if found[0] != APPLICATION_ID:
-                raise self._foreign(f"its application id is {found[0]:#x}, not {APPLICATION_ID:#x}")
+        if tables and marks != (APPLICATION_ID, SCHEMA_VERSION):
+            if marks[0] != APPLICATION_ID:
+                raise self._foreign(f"its application id is {marks[0]:#x}, not {APPLICATION_ID:#x}")
             raise UserError(
                 "the timing database is of another version",
                 where=str(self.path),
-                evidence=f"its version is {found[1]}, this loka-onnx reads {SCHEMA_VERSION}",
+                evidence=f"its version is {marks[1]}, this loka-onnx reads {SCHEMA_VERSION}",
                 remedy="measure again into another file",
             )
         try:
@@ -196,7 +196,7 @@ class TimingDatabase:
 
     def _create(self) -> None:
         with self._transaction() as connection:
-            # Another process may have been here since `_prepare` looked.
+            # Another process may have been here since the check in `_prepare`.
             if self._pragma("user_version") == 0:
                 for statement in _TABLES:
                     connection.execute(statement)
@@ -254,12 +254,12 @@ def known_timings(device: str, databases: Sequence[Path]) -> tuple[KernelTiming,
     Missing files count as empty. Of several times of one kernel on one shape, that of the last database
     counts. Raises UserError if a file is no timing database.
     """
-    found = {(timing.kernel, timing.shape): timing for timing in shipped_timings(device)}
+    timings = {(timing.kernel, timing.shape): timing for timing in shipped_timings(device)}
     for path in databases:
         if path.is_file():
             with TimingDatabase(path) as database:
-                found |= {(timing.kernel, timing.shape): timing for timing in database.read(device)}
-    return tuple(sorted(found.values(), key=lambda timing: (timing.kernel.key, timing.shape)))
+                timings |= {(timing.kernel, timing.shape): timing for timing in database.read(device)}
+    return tuple(sorted(timings.values(), key=lambda timing: (timing.kernel.key, timing.shape)))
 
 
 def _key(kernel: Kernel, shape: Shape) -> tuple[str | int, ...]:

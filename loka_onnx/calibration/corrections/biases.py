@@ -224,7 +224,7 @@ def _observe_rounded(
 ) -> dict[tuple[str, str], str]:
     """Return the observer's name of each planned activation after rounding, by plan and site."""
     quantizers: dict[tuple[Float8, float], ActivationQuantizer] = {}
-    found: dict[tuple[str, str], str] = {}
+    names: dict[tuple[str, str], str] = {}
     for plan in plans:
         for name, product in products.items():
             if name not in plan.fp8_sites:
@@ -237,10 +237,10 @@ def _observe_rounded(
             if key not in quantizers:
                 tensors = {p.source.name: scale for p in products.values()}
                 quantizers[key] = ActivationQuantizer(observers.model, key[0], tensors)
-            found[plan.id, name] = observers.mean(
+            names[plan.id, name] = observers.mean(
                 quantizers[key].values(source, f"{name}.rounded"), product.axes
             )
-    return found
+    return names
 
 
 def _recipe_of(decision: Decision) -> Recipe:

@@ -59,7 +59,7 @@ class MeanRows:
         """The random spans."""
         used = min(self.data.rows, self.first or self.data.rows)
         drawn = first_rows(spans_in_random_order(used, self.batch_size, self.seed), self.most)
-        # In file order from here on: what is read in one go is read faster.
+        # In file order: reading without jumps is faster.
         return tuple(sorted(drawn, key=lambda span: span.start))
 
     @property

@@ -125,11 +125,11 @@ class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
         def run(batch: Batch) -> tuple[BatchLoss, ...]:
             exact, *changed = (model.run(batch.inputs, on, names) for on in ((), *self.units))
             groups = batch.columns[self.group] if self.group is not None else None
-            found: list[BatchLoss] = []
+            losses: list[BatchLoss] = []
             for spec in self.outputs:
                 scores = [as_scores(spec, each[spec.name]) for each in (exact, *changed)]
-                found.append(sum_batch(loss_rows(spec, scores[0], scores[1:], batch.columns), groups))
-            return tuple(found)
+                losses.append(sum_batch(loss_rows(spec, scores[0], scores[1:], batch.columns), groups))
+            return tuple(losses)
 
         return run
 
@@ -183,7 +183,7 @@ class SensitivityPass:
         Raises CalibrationError if an output is not finite.
         """
         units = [self.units[position] for position in self._moved]
-        found: list[tuple[Rows, ...]] = []
+        by_factor: list[tuple[Rows, ...]] = []
         rows = rows_of(self._drawn_spans)
         for number, factor in enumerate(self._factors[1:] if units else (), 1):
             work = self._work(scratch / f"switchable-{number}.onnx", units, factor)
@@ -193,8 +193,8 @@ class SensitivityPass:
                 done += result.rows
                 self.progress("moved scales", done, rows * (len(self._factors) - 1))
             self._check_denominators(totals)
-            found.append(tuple(total.relative() for total in totals))
-        return tuple(found)
+            by_factor.append(tuple(total.relative() for total in totals))
+        return tuple(by_factor)
 
     def measure(
         self, scratch: Path, drawn: MovedScales, open_sites: OpenSites | None = None
@@ -206,10 +206,10 @@ class SensitivityPass:
         """
         task = "sensitivity" if open_sites is None else f"sensitivity{UNTIL}decided"
         limit, drawn_rows = rows_of(self._spans), rows_of(self._drawn_spans)
-        looks = StoppingSchedule(limit, may_stop=open_sites is not None)
+        schedule = StoppingSchedule(limit, may_stop=open_sites is not None)
         totals, draws = self._new_totals(), dict[tuple[int, int], Draws]()
         done = 0
-        found: Sensitivities | None = None
+        sensitivities: Sensitivities | None = None
         work = self._work(scratch / "switchable.onnx", self.units)
         with closing(self._run(work, self._spans)) as results:
             for result in results:
@@ -218,23 +218,21 @@ class SensitivityPass:
                 self.progress(task, done, limit)
                 if done == drawn_rows:
                     draws = self._draws_of(totals, drawn)
-                if not looks.is_due(done):
+                if not schedule.is_due(done):
                     continue
-                looks.take(done)
-                sampling = Sampling(done, looks.taken, TIGHTEST_AT_ROWS, (), looks.may_stop_early)
-                found = self._found(totals, draws, sampling)
+                schedule.take(done)
+                sampling = Sampling(done, schedule.taken, TIGHTEST_AT_ROWS, (), schedule.may_stop_early)
+                sensitivities = self._sensitivities(totals, draws, sampling)
                 if open_sites is None:
                     continue
-                undecided = open_sites(found)
-                found = replace(found, sampling=replace(sampling, undecided=undecided))
+                undecided = open_sites(sensitivities)
+                sensitivities = replace(sensitivities, sampling=replace(sampling, undecided=undecided))
                 if not undecided:
                     self.progress(task, done, done)
                     break
-        if found is None:
+        if sensitivities is None:
             raise InternalError("the sensitivity pass saw no rows", evidence=f"{limit} were to be seen")
-        return found
-
-    # Running ---------------------------------------------------------------------------------------
+        return sensitivities
 
     def _work(self, path: Path, units: Sequence[Unit], factor: float = 1.0) -> SensitivityWork:
         subject = self.subject
@@ -252,9 +250,7 @@ class SensitivityPass:
         kind = RowTotals if self.options.group is None else BucketTotals
         return [kind() for _ in self.subject.outputs]
 
-    # Results ---------------------------------------------------------------------------------------
-
-    def _found(
+    def _sensitivities(
         self, totals: Sequence[OutputTotals], draws: Mapping[tuple[int, int], Draws], sampling: Sampling
     ) -> Sensitivities:
         self._check_denominators(totals)
@@ -292,13 +288,13 @@ class SensitivityPass:
         if not drawn:
             return {}
         self._check_denominators(totals)
-        found: dict[tuple[int, int], Draws] = {}
+        spreads: dict[tuple[int, int], Draws] = {}
         for output, total in enumerate(totals):
             own = total.relative()[:, self._moved]
             terms = np.stack([own, *(draw[output] for draw in drawn)])
             for column, position in enumerate(self._moved):
-                found[output, position] = spread_of_draws(terms[:, :, column])
-        return found
+                spreads[output, position] = spread_of_draws(terms[:, :, column])
+        return spreads
 
     def _check_denominators(self, totals: Sequence[OutputTotals]) -> None:
         for spec, name, total in zip(self.subject.outputs, self._denominators, totals, strict=True):

@@ -104,7 +104,7 @@ def low_precision(
     if site.kind is SiteKind.NORM:
         return bfloat16_norm(model, site)
     node = model.node(site.name)
-    # An activation that comes from a switched site has another name here than where its range was taken.
+    # The activation of a switched site has another name here than when its range was measured.
     present = {node.inputs[o.index].name: scales[o.tensor] for o in site.operands if not o.constant}
     quantizer = ActivationQuantizer(model, recipe.format, present)
     return quantized_product(quantizer, site, recipe, weight_factor)

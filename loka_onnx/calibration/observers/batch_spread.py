@@ -38,7 +38,7 @@ class SpreadTotals:
         self.batch_rows = batch_rows
         self.batches = 0
         self._tensors = tensors
-        # The square of a number is rounded: the same for the same batch, wherever it was run.
+        # A square is rounded, but equally wherever the batch ran.
         self._sums = ColumnSums(2 * tensors * len(STATISTICS))
         self._columns: list[ColumnSums] = []
 

@@ -36,8 +36,8 @@ class MagnitudeObserver:
     def read(self, totals: BatchTotals) -> TensorRange:
         """Return the magnitudes over all batches."""
         amax = max(abs(totals.extreme(self.low)), abs(totals.extreme(self.high)))
-        found = LARGEST if self.smallest is None else totals.extreme(self.smallest)
-        return TensorRange(min(amax, LARGEST), None if found == LARGEST else found)
+        smallest = LARGEST if self.smallest is None else totals.extreme(self.smallest)
+        return TensorRange(min(amax, LARGEST), None if smallest == LARGEST else smallest)
 
 
 def observe_magnitudes(model: GraphModel) -> tuple[MagnitudeObserver, ...]:
@@ -75,6 +75,6 @@ def _nonzero_magnitude(model: GraphModel, tensor: Tensor, name: str) -> Tensor:
     largest = model.constant(f"{name}.largest", np.array(LARGEST, np.float32))
     magnitude = model.add("Abs", [tensor], f"{name}.magnitude")
     is_zero = model.add("Equal", [magnitude, zero], f"{name}.is_zero", np.bool_)
-    found = model.add("Where", [is_zero, largest, magnitude], f"{name}.nonzero", np.float32)
-    found.shape = tensor.shape
-    return found
+    nonzero = model.add("Where", [is_zero, largest, magnitude], f"{name}.nonzero", np.float32)
+    nonzero.shape = tensor.shape
+    return nonzero

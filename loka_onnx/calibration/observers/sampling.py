@@ -29,7 +29,7 @@ from loka_onnx.numerics.histograms import Counts, count_magnitudes
 SAMPLED_ROWS = 64
 """Most rows of a batch that are counted, where the first axis is the batch."""
 NARROW = 64
-"""Most columns of a tensor (rows, columns) that are looked at one by one: features, as a rule."""
+"""Most columns of a tensor (rows, columns) whose columns are observed one by one: features, as a rule."""
 _SMALLEST_STRIDE = 11
 _TO_THE_END = np.iinfo(np.int64).max
 
@@ -77,11 +77,11 @@ class MagnitudeTotals:
         self.counts: Counts = np.zeros(BINS, np.int64)
         self._channels: npt.NDArray[np.float32] | None = None
 
-    def add(self, found: Magnitudes) -> None:
+    def add(self, batch: Magnitudes) -> None:
         """Add one batch."""
-        self.counts += found.counts
+        self.counts += batch.counts
         known = self._channels
-        self._channels = found.channel_amax if known is None else np.maximum(known, found.channel_amax)
+        self._channels = batch.channel_amax if known is None else np.maximum(known, batch.channel_amax)
 
     @property
     def channel_amax(self) -> tuple[float, ...]:

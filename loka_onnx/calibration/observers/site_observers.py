@@ -70,12 +70,12 @@ def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) ->
     The graph's outputs become the statistics; every `stride`-th row is output for the histogram.
     """
     reductions = Reductions(model)
-    found: dict[str, RangeObserver] = {}
+    observers: dict[str, RangeObserver] = {}
     roots: dict[str, RangeSlots] = {}
     for site in sites:
         node = model.node(site.name)
         for operand in site.operands:
-            if operand.constant or operand.tensor in found:
+            if operand.constant or operand.tensor in observers:
                 continue
             tensor, name = node.inputs[operand.index], f"{site.name}.range{operand.index}"
             root = layout_root(tensor).tensor
@@ -88,11 +88,11 @@ def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) ->
                     reductions.squares(root, f"{name}.squares"),
                     add_sample(model, root, stride, name),
                 )
-            found[operand.tensor] = RangeObserver(
+            observers[operand.tensor] = RangeObserver(
                 operand.tensor, site.name, roots[root.name], root is not tensor
             )
     reductions.finish()
-    return tuple(found.values())
+    return tuple(observers.values())
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class ErrorObserverBuilder:
         return self._cast(self.model.add("Sub", wide, f"{name}.wide_difference"), np.float32, name)
 
     def _cast(self, tensor: Tensor, dtype: type[np.floating[Any]], name: str) -> Tensor:
-        if not tensor.name:  # An optional input that is left out.
+        if not tensor.name:  # an omitted optional input
             return tensor
         to = onnx.TensorProto.DOUBLE if dtype is np.float64 else onnx.TensorProto.FLOAT
         return self.model.add("Cast", [tensor], f"{name}.cast", dtype, {"to": to})
@@ -322,9 +322,9 @@ def _distinct(
 ) -> tuple[Recipe, ...]:
     """Return recipes that differ at a site by format, granularity or scales of its activations."""
     activations = [operand.tensor for operand in site.operands if not operand.constant]
-    found: dict[tuple[object, ...], Recipe] = {}
+    by_key: dict[tuple[object, ...], Recipe] = {}
     for recipe in recipes:
         known = scales[recipe.activation_id]
         key = (recipe.format, recipe.activation, recipe.weight, *(known[tensor] for tensor in activations))
-        found.setdefault(key, recipe)
-    return tuple(found.values())
+        by_key.setdefault(key, recipe)
+    return tuple(by_key.values())

@@ -32,8 +32,7 @@ class ErrorTotals:
         self.observers = tuple(observers)
         self._totals = BatchTotals()
         self._spans = 0
-        # Noise energy A and signal energy B of the span that is under way, and ΣA², ΣAB, ΣB² over the spans
-        # before. Nothing of it is kept, so that it need not merge.
+        # Noise energy A and signal energy B of the current span; ΣA², ΣAB, ΣB² over earlier spans.
         self._energies = np.zeros((2, len(self.observers)))
         self._products = np.zeros((3, len(self.observers)))
 

@@ -186,8 +186,8 @@ class Probe:
                 if totals.is_precise(precision):
                     self.progress(task, totals.rows, totals.rows)
                     break
-        found = totals.read()
-        return MeasuredErrors({site.name: found.get(site.name, []) for site in self.sites}, totals.rows)
+        by_site = totals.read()
+        return MeasuredErrors({site.name: by_site.get(site.name, []) for site in self.sites}, totals.rows)
 
     def _run(self, work: BatchWork[R], spans: Sequence[Span], task: str) -> Generator[_Step[R]]:
         size, done = self.options.batch_size, 0

@@ -73,8 +73,8 @@ class RangeTotals:
         if not all_finite(batch.reduced):
             raise self._not_finite(batch.reduced, rows, where)
         self._totals.add(batch.reduced, rows)
-        for total, found in zip(self._magnitudes, batch.magnitudes, strict=True):
-            total.add(found)
+        for total, each in zip(self._magnitudes, batch.magnitudes, strict=True):
+            total.add(each)
         sums = np.array(
             [
                 (
@@ -88,25 +88,25 @@ class RangeTotals:
         self._spread.add(
             sums[:, 1] / sums[:, 0],
             sums[:, 2] / sums[:, 0],
-            [found.counts for found in batch.magnitudes],
-            [found.columns for found in batch.magnitudes],
+            [each.counts for each in batch.magnitudes],
+            [each.columns for each in batch.magnitudes],
             rows,
         )
 
     def read(self) -> dict[str, RangeStats]:
         """Return the range of every tensor, by name."""
         spreads = self._spread.read()
-        found: dict[str, RangeStats] = {}
+        ranges: dict[str, RangeStats] = {}
         for observer in self.observers:
             position = self._positions[observer.slots]
             magnitudes = self._magnitudes[position]
-            found[observer.tensor] = replace(
+            ranges[observer.tensor] = replace(
                 observer.read(self._totals),
                 histogram=histogram_of(magnitudes.counts),
                 channel_amax=() if observer.is_layout else magnitudes.channel_amax,
                 spread=without_columns(spreads[position]) if observer.is_layout else spreads[position],
             )
-        return found
+        return ranges
 
     def _not_finite(self, reduced: Outputs, rows: int, where: str) -> CalibrationError:
         for observer in self.observers:

@@ -94,7 +94,7 @@ class RayExecutor(Executor):
         ray = self._ray
         if ray.is_initialized():
             return ray
-        # Ray reports its use to its makers unless told otherwise.
+        # Ray sends usage statistics by default.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
@@ -118,7 +118,7 @@ class RayExecutor(Executor):
     def _fetched(self, span: Span, result: Any) -> list[Any]:
         errors = self._ray.exceptions
         try:
-            found: list[Any] = self._ray.get(result)
+            batches: list[Any] = self._ray.get(result)
         except errors.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LokaError):
@@ -138,7 +138,7 @@ class RayExecutor(Executor):
                 "for a batch of activations; a smaller `calibration.batch_size` or fewer workers a machine "
                 "need less",
             ) from error
-        return found
+        return batches
 
 
 def _import_ray() -> Any:
@@ -168,8 +168,6 @@ def _first_line(error: BaseException) -> str:
 def _last_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:400]
 
-
-# In a worker ---------------------------------------------------------------------------------------
 
 _opened: dict[str, Callable[[Batch], Any]] = {}
 """What the work of the last run opened to; a worker process runs one task at a time."""

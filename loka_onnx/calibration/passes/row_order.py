@@ -32,36 +32,36 @@ def scattered(rows: int, batch_size: int, seed: int) -> list[Span]:
     places = random.permutation(len(lengths))
     starts = np.empty_like(lengths)
     starts[places] = np.cumsum(lengths[places]) - lengths[places] + random.integers(batches)
-    found: list[Span] = []
+    spans: list[Span] = []
     for start, length in zip((starts % batches).tolist(), lengths.tolist(), strict=True):
         stop = min(start + length, batches)
-        found.append(Span(start * batch_size, min(stop * batch_size, rows)))
+        spans.append(Span(start * batch_size, min(stop * batch_size, rows)))
         if start + length > batches:
-            found.append(Span(0, (start + length - batches) * batch_size))
-    return found
+            spans.append(Span(0, (start + length - batches) * batch_size))
+    return spans
 
 
 def _lengths(batches: int, batch_size: int) -> list[int]:
     """Return the batches of each span."""
-    found: list[int] = []
+    lengths: list[int] = []
     done = 0
     while done < batches:
         wanted = max(SPAN_ROWS // batch_size, done // LARGEST_PART, 1)
-        found.append(min(1 if done * batch_size < SCATTERED_ROWS else wanted, batches - done))
-        done += found[-1]
-    return found
+        lengths.append(min(1 if done * batch_size < SCATTERED_ROWS else wanted, batches - done))
+        done += lengths[-1]
+    return lengths
 
 
 def first_rows(spans: Iterable[Span], rows: int, batch_size: int = 1) -> list[Span]:
     """Return the first spans that hold `rows` rows or all there are; the last is cut between batches."""
-    found: list[Span] = []
+    taken: list[Span] = []
     for span in spans:
         if rows <= 0:
             break
         needed = -(-rows // batch_size) * batch_size
-        found.append(Span(span.start, min(span.stop, span.start + needed)))
-        rows -= found[-1].rows
-    return found
+        taken.append(Span(span.start, min(span.stop, span.start + needed)))
+        rows -= taken[-1].rows
+    return taken
 
 
 def rows_of(spans: Iterable[Span]) -> int:
