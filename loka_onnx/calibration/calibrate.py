@@ -160,7 +160,16 @@ def calibrate(
     sensitivity = SensitivityPass(
         SwitchedModel(model.path, switches, scales, outputs),
         data,
-        _sensitivity_options(options, probe.rows),
+        SensitivityOptions(
+            rows=probe.rows,
+            most=min(
+                probe.rows if options.sensitivity_rows is None else options.sensitivity_rows, probe.rows
+            ),
+            batch_size=options.batch_size,
+            group=options.group,
+            draws=options.draws,
+            seed=options.seed,
+        ),
         executor,
         progress,
     )
@@ -184,17 +193,6 @@ class _Clock:
         began = time.perf_counter()
         yield
         self.seconds = {**self.seconds, name: ExactSum.of((time.perf_counter() - began,))}
-
-
-def _sensitivity_options(options: ProbeOptions, rows: int) -> SensitivityOptions:
-    return SensitivityOptions(
-        rows=rows,
-        most=rows if options.sensitivity_rows is None else min(options.sensitivity_rows, rows),
-        batch_size=options.batch_size,
-        group=options.group,
-        draws=options.draws,
-        seed=options.seed,
-    )
 
 
 def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorStats]) -> Recipe:

@@ -354,7 +354,8 @@ def _provisional_attempts(built: Sequence[EngineArtifact], evidence: Evidence) -
     sound = _sound(built, evidence)
     fp8 = [e for e in sound if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
     competing = (e for e in fp8 if evidence.competes(e))
-    selected = max(competing, key=lambda e: _fp8_rank(e, evidence), default=None)
+    # More FP8 is expected to be faster; then fewer departures from the plan.
+    selected = max(competing, key=lambda e: (evidence.fp8_share(e), -len(e.fallbacks)), default=None)
     return [] if selected is None else evidence.attempts(selected, fp8)
 
 
@@ -368,13 +369,6 @@ def _is_outside(engine: EngineArtifact, evidence: Evidence) -> bool:
     if evidence.is_exact(engine):
         return False
     return evidence.plan_status(engine.plan) is False or evidence.certified_status(engine.plan) is False
-
-
-def _fp8_rank(engine: EngineArtifact, evidence: Evidence) -> tuple[float, int]:
-    """Rank by FP8 share, which is expected to be faster, then by fewer departures of the engine from its
-    plan.
-    """
-    return (evidence.plans.plan(engine.plan).fp8_share, -len(engine.fallbacks))
 
 
 def _provisional_rejection(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> Rejection:

@@ -42,7 +42,7 @@ def predict(plan: PrecisionPlan, known: Iterable[Known], device: str) -> Predict
     """
     obstacles = []
     alike = (each for each in known if each.plan.base is plan.base)
-    for each in sorted(alike, key=lambda other: _unlike(plan, other.plan)):
+    for each in sorted(alike, key=lambda other: len({*plan.fp8_sites} ^ {*other.plan.fp8_sites})):
         us = expected_us(plan, each.plan, each.us, device)
         if us:
             return Prediction(each.engine, us)
@@ -85,8 +85,3 @@ def why_not_expected(plan: PrecisionPlan, reference: PrecisionPlan, device: str)
     return (
         f"FP8 at '{unlike[0]}'{others}{whose} breaks up the {named}, and what the parts take was not measured"
     )
-
-
-def _unlike(plan: PrecisionPlan, other: PrecisionPlan) -> int:
-    """Return the number of sites that only one of two plans has in FP8."""
-    return len({*plan.fp8_sites} ^ {*other.fp8_sites})

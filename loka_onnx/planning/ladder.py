@@ -22,7 +22,7 @@ budget, with some room, on every output.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import fsum, inf, sqrt
@@ -176,7 +176,8 @@ class Ladder:
         batches = dict.fromkeys(batch for speed in known if speed.site in unit for batch in speed.saved_us)
         if not batches:
             return None
-        return _per_row({b: _float8_us(known, left, b) - _float8_us(known, sites, b) for b in batches})
+        saved = ((_float8_us(known, left, b) - _float8_us(known, sites, b)) / int(b) for b in batches)
+        return fsum(saved) / len(batches)
 
     def plan_of(self, plan: PrecisionPlan, left: Collection[str], device: str = "") -> PrecisionPlan:
         """Return the plan with only these of its sites in FP8."""
@@ -244,7 +245,3 @@ def _in_base(decision: Decision, plan: PrecisionPlan) -> Decision:
         decision.verdict,
         f"given back: the engine of '{plan.id}' is not inside the budget; {decision.reason}",
     )
-
-
-def _per_row(by_batch: Mapping[str, float]) -> float:
-    return fsum(us / int(batch) for batch, us in by_batch.items()) / len(by_batch) if by_batch else 0.0

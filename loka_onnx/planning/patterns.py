@@ -88,8 +88,9 @@ def wishes(
     """
     products = [site for site in model.sites if site.kind is not SiteKind.NORM]
     nodes = (node.name for node in graph.nodes)
+    earlier = () if exported is None else (s.name for s in exported.sites if s.kind is not SiteKind.NORM)
     kept = named_places(keep, model.sites, nodes, "plan.keep", _names_of(exported))
-    forced = named_places(force, products, None, "plan.force", _products_of(exported))
+    forced = named_places(force, products, None, "plan.force", earlier)
     both = sorted(set(kept.sites) & set(forced.sites))
     if both:
         raise ConfigError(
@@ -112,11 +113,6 @@ def _names_of(model: ModelArtifact | None) -> Iterator[str]:
     """Yield names of all nodes, sites among them; loads the model when first asked."""
     if model is not None:
         yield from (node.name for node in GraphModel.load(model.path).nodes)
-
-
-def _products_of(model: ModelArtifact | None) -> Iterator[str]:
-    sites = () if model is None else model.sites
-    return (site.name for site in sites if site.kind is not SiteKind.NORM)
 
 
 def _names(pattern: str, name: str) -> bool:

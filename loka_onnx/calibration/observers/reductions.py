@@ -81,7 +81,9 @@ class Reductions:
 
     def squares(self, tensor: Tensor, name: str) -> Slot:
         """Add the sum of squares over all elements; ReduceSumSquare is slower than a product and a sum."""
-        return self.total(self._like(self.model.add("Mul", [tensor, tensor], f"{name}.square"), tensor), name)
+        square = self.model.add("Mul", [tensor, tensor], f"{name}.square")
+        square.shape = tensor.shape
+        return self.total(square, name)
 
     def maximum(self, tensor: Tensor, name: str) -> Slot:
         """Add the largest element."""
@@ -150,11 +152,6 @@ class Reductions:
             and len(tensor.shape) > 0
             and tensor.shape[0] == self._batch
         )
-
-    @staticmethod
-    def _like(result: Tensor, source: Tensor) -> Tensor:
-        result.shape = source.shape
-        return result
 
 
 def _table_name(kind: Reduction) -> str:

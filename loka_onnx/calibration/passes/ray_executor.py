@@ -109,7 +109,7 @@ class RayExecutor(Executor):
                 f"no Ray cluster answers at '{self.address}'"
                 if self.address
                 else "a Ray cluster cannot be started on this machine",
-                evidence=_first_line(error),
+                evidence=_line(error, 0),
                 remedy="correct `calibration.ray_address`, or measure here with `--executor local`",
             ) from error
         self._is_ours = True
@@ -126,14 +126,14 @@ class RayExecutor(Executor):
             if isinstance(cause, errors.RayError):
                 raise CalibrationError(
                     "a worker of the Ray cluster cannot read the work that it is sent",
-                    evidence=_last_line(cause),
+                    evidence=_line(cause, -1),
                     remedy="install the same versions of Python and of loka-onnx on every machine",
                 ) from error
             raise
         except errors.RayError as error:
             raise CalibrationError(
                 f"the Ray cluster cannot run rows {span.start} to {span.stop}: its workers keep dying",
-                evidence=f"{_first_line(error)} ({type(error).__name__}, after {RETRIES} retries)",
+                evidence=f"{_line(error, 0)} ({type(error).__name__}, after {RETRIES} retries)",
                 remedy="look at `ray status` and the kernel's log of killed processes: a worker needs memory "
                 "for a batch of activations; a smaller `calibration.batch_size` or fewer workers a machine "
                 "need less",
@@ -161,12 +161,8 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10.0).close()
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:400]
+def _line(error: BaseException, index: int) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[index].strip()[:400]
 
 
 _opened: dict[str, Callable[[Batch], Any]] = {}
