@@ -21,7 +21,8 @@ from loka_onnx.core.site import SiteKind
 from loka_onnx.core.timing import KernelTiming
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds, expected_us, why_not_expected
+from loka_onnx.planning.expected_latency import expected_us, why_not_expected
+from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 from loka_onnx.planning.timings import shipped_timings
 
 
