@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from loka_onnx.cli.terminal import terminal_of
-from loka_onnx.serving.bodies import Limits
+from loka_onnx.serving.app import Limits
 from loka_onnx.serving.server import Ready, ServeOptions
 from loka_onnx.serving.server import serve as run_server
 

@@ -7,18 +7,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.runtime import load
-from loka_onnx.serving.app import Workers, make_app
-from loka_onnx.serving.bodies import Limits
-from loka_onnx.serving.connections import http_protocol
-from loka_onnx.serving.model import ServedModel
+from loka_onnx.serving.app import Limits, make_app
 from loka_onnx.sessions.bundle_names import name_of
 from loka_onnx.sessions.streams import stream_count
 
@@ -26,12 +24,8 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
-BACKLOG = 1024
-"""Most connections that come at once; asyncio accepts as many before it handles the first."""
 GRACE_SECONDS = 30
 """How long running requests may take to their end once a signal came."""
-_NO_NAMES = frozenset({"", ".", "..", "stats"})
-"""Clients take the dots out of a path, and `/v2/models/stats` is the statistics of all models."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep a connection that idles (60 s), so that they never find it closed."""
 
@@ -46,8 +40,8 @@ class ServeOptions:
         trust: Whether the bundle's programs may run on this host.
         keys: Public keys; a bundle signed with one of them is trusted.
         threads: Requests that run at once; 0 for one a core.
-        limits: What is taken on at once.
-        name: What the model is called in URLs; the bundle's own name where empty.
+        limits: Requests beyond these are refused.
+        name: Name of the model in URLs; the bundle's own where empty.
         access_log: Whether each request is logged to standard error.
     """
 
@@ -63,92 +57,71 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class Ready:
-    """A server that takes requests.
-
-    Attributes:
-        url: URL of the model.
-        engine: Id of its engine.
-    """
+    """A server that takes requests: URL of its model, id of its engine."""
 
     url: str
     engine: str
 
 
 def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[Ready], None]) -> None:
-    """Serves a bundle until SIGINT or SIGTERM, then finishes the requests that are under way.
-
-    To be called in the main thread, which signals reach.
+    """Serve a bundle until SIGINT or SIGTERM, then finish the requests under way; for the main thread.
 
     Args:
         bundle: The bundle.
-        options: How.
+        options: Address, name and limits.
         on_ready: Called once when requests are taken.
 
     Raises:
         BundleInvalid: The bundle does not verify.
-        EngineError: Nothing in it runs here.
+        EngineError: None of its engines runs here.
         ConfigError: The address cannot be listened on, the name does not fit into a URL, or the protocol
             cannot carry an input or output.
         MissingPackage: The packages of a server are not installed.
     """
     _check_packages()
-    name = _name(bundle, options.name)
+    name = options.name or name_of(bundle)
+    # Clients take the dots out of a path.
+    if name in {"", ".", ".."} or "/" in name:
+        raise ConfigError(f"'{name}' cannot be the name of a model", remedy="give another one with --name")
     with (
         closing(_bound(options.host, options.port)) as listener,
         load(bundle, trust=options.trust, keys=options.keys) as engine,
-        Workers(stream_count(options.threads)) as workers,
+        ThreadPoolExecutor(stream_count(options.threads), thread_name_prefix="infer") as workers,
     ):
-        server = _server(make_app(ServedModel(engine, name), workers, options.limits), options)
-        listener.listen(_share(BACKLOG, 4))
+        server = make_server(make_app(engine, name, workers, options.limits), options.access_log)
+        listener.listen(server.config.backlog)
         with _ended_by_signals(server):
             port = listener.getsockname()[1]
             host = f"[{options.host}]" if ":" in options.host else options.host
-            url = f"http://{host}:{port}/v2/models/{quote(name)}"
-            on_ready(Ready(url, engine.entry.id))
+            on_ready(Ready(f"http://{host}:{port}/v2/models/{quote(name)}", engine.entry.id))
             server.run(sockets=[listener])
 
 
-def _name(bundle: Path, wanted: str) -> str:
-    name = wanted or name_of(bundle)
-    if name in _NO_NAMES or "/" in name:
-        raise ConfigError(f"'{name}' cannot be the name of a model", remedy="give another one with --name")
-    return name
-
-
-def _share(wanted: int, part: int) -> int:
-    """So many of the files that this process may open, at most: without one nothing is answered at all.
-
-    Args:
-        wanted: How many are wanted.
-        part: They are the limit's `part`-th part at most.
-    """
-    import resource
-
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files // part))
-
-
-def _server(app: Starlette, options: ServeOptions) -> uvicorn.Server:
+def make_server(app: Starlette, access_log: bool) -> uvicorn.Server:
+    """Return a server of the application; its shutdown does not wait for bodies that stand still."""
     import uvicorn
 
-    if options.access_log:
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.close()
+            await super().shutdown(sockets)
+
+    if access_log:
         log = logging.getLogger("uvicorn.access")
         log.setLevel(logging.INFO)
         log.addHandler(logging.StreamHandler(sys.stderr))
-    limits = replace(options.limits, connections=_share(options.limits.connections, 2))
-    return uvicorn.Server(
+    return Server(
         uvicorn.Config(
             app,
-            # Of h11: what is installed beside must not decide which parser reads strangers' bytes.
-            http=http_protocol(limits),
-            backlog=_share(BACKLOG, 4),
+            # Not "auto": installed packages must not decide which parser reads strangers' bytes.
+            http="h11",
             loop="asyncio",
             ws="none",
             lifespan="off",
             log_config=None,
             # Below an error it logs every request that is no HTTP.
-            log_level=None if options.access_log else "error",
-            access_log=options.access_log,
+            log_level=None if access_log else "error",
+            access_log=access_log,
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -158,7 +131,7 @@ def _server(app: Starlette, options: ServeOptions) -> uvicorn.Server:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that has the address, before a bundle is loaded for nothing; it does not listen yet."""
+    """Return a socket that has the address, before a bundle is loaded for nothing; it does not listen yet."""
     listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -180,7 +153,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def _ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
-    """Also by one that comes before the server handles them, or that it raises again at its end."""
+    """Exit with 0 also on a signal before the server handles them, or that it raises again at its end."""
 
     def end(number: int, frame: object) -> None:
         server.should_exit = True
