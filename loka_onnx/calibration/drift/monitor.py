@@ -36,11 +36,10 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.calibration.drift.baseline import Baseline
-from loka_onnx.calibration.drift.exposition import exposition
 from loka_onnx.calibration.drift.intake import Arrays, BatchBuilder, RowRules
 from loka_onnx.calibration.drift.live import Live, LiveRanges, RangeWatch, tap_activations, tap_products
 from loka_onnx.calibration.drift.measure import DEFAULT_BATCH_ROWS, DriftOptions, compare
-from loka_onnx.calibration.drift.monitor_metrics import Tally, families
+from loka_onnx.calibration.drift.monitor_metrics import MonitorMetrics, Tally
 from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
 from loka_onnx.calibration.passes.executors import BatchResult
 from loka_onnx.calibration.passes.range_pass import RangeWork
@@ -253,13 +252,17 @@ class Monitor:
         return self._look()[1]
 
     def text(self) -> str:
-        """All metrics in the text format of Prometheus."""
+        """Return all metrics in the text format of Prometheus.
+
+        Raises:
+            MissingPackage: `prometheus_client` is not installed.
+        """
         tally, report = self._look()
         labels = {
             "model_digest": self.baseline.model.digest,
             "profile_digest": self.baseline.profile.data_digest,
         }
-        return exposition(families(tally, report, labels))
+        return MonitorMetrics(tally, report, labels).text()
 
     def write(self, path: str | Path) -> None:
         """Write `text` to a file, whole or not at all, as node-exporter's textfile collector reads it.
@@ -269,6 +272,7 @@ class Monitor:
 
         Raises:
             OutputError: The place cannot be written.
+            MissingPackage: `prometheus_client` is not installed.
         """
         serde.write_text(self.text(), Path(path))
 

@@ -1,14 +1,18 @@
-"""What a monitor tells Prometheus."""
+"""Metrics of a monitor, written by `prometheus_client`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from loka_onnx.calibration.drift.exposition import Family, Kind
 from loka_onnx.calibration.instruments.batch_spread import COLUMN
 from loka_onnx.core.drift import DriftReport
+from loka_onnx.errors import MissingPackage
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 PREFIX = "loka_onnx_"
 
@@ -44,32 +48,71 @@ class Tally:
     saturated: Counter[str] = field(default_factory=Counter)
 
 
-def families(tally: Tally, report: DriftReport | None, labels: dict[str, str]) -> Iterable[Family]:
-    """All metrics.
+@dataclass(frozen=True)
+class MonitorMetrics:
+    """A collector of `prometheus_client`, of one moment.
 
-    Args:
+    Attributes:
         tally: Counted so far.
         report: The window against the profile; None before the first batch.
-        labels: What is watched.
+        labels: The model and the profile that are compared.
     """
-    yield _single(
-        "monitor_info", Kind.GAUGE, "The model and the profile that rows are held against.", 1, labels
-    )
-    yield from _counters(tally)
-    yield from _by_name(tally)
-    if report is not None:
-        yield from _window(report)
-        yield from _tensors(report)
-        yield from _sites(report)
+
+    tally: Tally
+    report: DriftReport | None
+    labels: dict[str, str]
+
+    def text(self) -> str:
+        """Return the text format of Prometheus.
+
+        Raises:
+            MissingPackage: `prometheus_client` is not installed.
+        """
+        try:
+            from prometheus_client import generate_latest
+        except ImportError as error:
+            raise MissingPackage(
+                "prometheus_client is not installed",
+                evidence=str(error),
+                remedy="pip install 'loka-onnx[serve]'",
+            ) from error
+        return generate_latest(self).decode()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics; those without samples are left out."""
+        return [metric for metric in self._metrics() if metric.samples]
+
+    def _metrics(self) -> Iterable[Metric]:
+        info = _gauge("monitor_info", "The model and the profile that rows are held against.", *self.labels)
+        info.add_metric(list(self.labels.values()), 1)
+        yield info
+        yield from _counters(self.tally)
+        yield from _by_name(self.tally)
+        if self.report is not None:
+            yield from _window(self.report)
+            yield from _tensors(self.report)
+            yield from _sites(self.report)
 
 
-def _single(name: str, kind: Kind, text: str, value: float, labels: dict[str, str] | None = None) -> Family:
-    family = Family(PREFIX + name, kind, text)
-    family.add(value, **(labels or {}))
-    return family
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    from prometheus_client.metrics_core import GaugeMetricFamily
+
+    return GaugeMetricFamily(PREFIX + name, text, labels=labels)
 
 
-def _counters(tally: Tally) -> Iterable[Family]:
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    from prometheus_client.metrics_core import CounterMetricFamily
+
+    return CounterMetricFamily(PREFIX + name, text, labels=labels)
+
+
+def _single(name: str, text: str, value: float) -> GaugeMetricFamily:
+    gauge = _gauge(name, text)
+    gauge.add_metric([], value)
+    return gauge
+
+
+def _counters(tally: Tally) -> Iterable[Metric]:
     for name, text, value in (
         ("rows_fed", "Rows that were fed.", tally.fed),
         ("rows_sampled", "Rows that were drawn and could be used.", tally.sampled),
@@ -80,10 +123,12 @@ def _counters(tally: Tally) -> Iterable[Family]:
         ("batches_failed", "Batches that could not be measured; the log says why.", tally.failed_batches),
         ("cpu_seconds", "CPU time of measuring.", tally.seconds),
     ):
-        yield _single(f"monitor_{name}_total", Kind.COUNTER, text, value)
+        counter = _counter(f"monitor_{name}", text)
+        counter.add_metric([], value)
+        yield counter
 
 
-def _by_name(tally: Tally) -> Iterable[Family]:
+def _by_name(tally: Tally) -> Iterable[Metric]:
     for name, label, text, counts in (
         (
             "tensor_batches_beyond",
@@ -99,83 +144,73 @@ def _by_name(tally: Tally) -> Iterable[Family]:
             tally.saturated,
         ),
     ):
-        family = Family(f"{PREFIX}{name}_total", Kind.COUNTER, text)
+        counter = _counter(name, text, label)
         for key in sorted(counts):
-            family.add(counts[key], **{label: key})
-        yield family
+            counter.add_metric([key], counts[key])
+        yield counter
 
 
-def _window(report: DriftReport) -> Iterable[Family]:
-    yield _single("window_batches", Kind.GAUGE, "Batches that the gauges speak of.", report.live_batches)
+def _window(report: DriftReport) -> Iterable[Metric]:
+    yield _single("window_batches", "Batches that the gauges speak of.", report.live_batches)
     yield _single(
         "window_judged",
-        Kind.GAUGE,
         "1 where the window and the profile hold batches enough to judge drift; without it no alarm means "
         "nothing.",
         report.is_judged,
     )
     yield _single(
         "drift_alarms",
-        Kind.GAUGE,
         f"Changes of the window that are certain (family-wise {report.family_wise:g}) and large enough to "
         "matter.",
         len(report.alarms),
     )
-    alarms = Family(PREFIX + "drift_alarm", Kind.GAUGE, "Size of a change that alarms, over its threshold.")
+    alarms = _gauge("drift_alarm", "Size of a change that alarms, over its threshold.", "where", "measure")
     for alarm in report.alarms:
         excess = alarm.value / alarm.threshold if alarm.threshold else float("inf")
-        alarms.add(excess, where=alarm.where, measure=alarm.measure)
+        alarms.add_metric([alarm.where, alarm.measure], excess)
     yield alarms
 
 
-def _tensors(report: DriftReport) -> Iterable[Family]:
-    rms = Family(PREFIX + "tensor_rms_ratio", Kind.GAUGE, "Root mean square over that of the profile.")
-    mean = Family(
-        PREFIX + "tensor_mean_shift", Kind.GAUGE, "Shift of the mean in standard deviations of the elements."
-    )
-    peak = Family(PREFIX + "tensor_range_ratio", Kind.GAUGE, "Largest magnitude over that of the profile.")
-    index = Family(
-        PREFIX + "tensor_stability_index", Kind.GAUGE, "Population stability index of magnitudes by octave."
-    )
+def _tensors(report: DriftReport) -> Iterable[Metric]:
+    rms = _gauge("tensor_rms_ratio", "Root mean square over that of the profile.", "tensor")
+    mean = _gauge("tensor_mean_shift", "Shift of the mean in standard deviations of the elements.", "tensor")
+    peak = _gauge("tensor_range_ratio", "Largest magnitude over that of the profile.", "tensor")
+    index = _gauge("tensor_stability_index", "Population stability index of magnitudes by octave.", "tensor")
     for tensor in sorted(report.tensors, key=lambda t: t.tensor):
         if tensor.shifts:
-            rms.add(1.0 + tensor.effect("rms"), tensor=tensor.tensor)
-            mean.add(tensor.effect("mean"), tensor=tensor.tensor)
-        peak.add(tensor.range.growth, tensor=tensor.tensor)
-        index.add(tensor.stability_index, tensor=tensor.tensor)
+            rms.add_metric([tensor.tensor], 1.0 + tensor.effect("rms"))
+            mean.add_metric([tensor.tensor], tensor.effect("mean"))
+        peak.add_metric([tensor.tensor], tensor.range.growth)
+        index.add_metric([tensor.tensor], tensor.stability_index)
     yield from (rms, mean, peak, index)
     yield from _columns(report)
 
 
-def _columns(report: DriftReport) -> Iterable[Family]:
+def _columns(report: DriftReport) -> Iterable[Metric]:
     """Of columns that have names: of others they would be many and say little."""
-    rms = Family(PREFIX + "column_rms_ratio", Kind.GAUGE, "Root mean square over that of the profile.")
-    mean = Family(PREFIX + "column_mean_shift", Kind.GAUGE, "Shift of the mean in standard deviations.")
+    rms = _gauge("column_rms_ratio", "Root mean square over that of the profile.", "tensor", "column")
+    mean = _gauge("column_mean_shift", "Shift of the mean in standard deviations.", "tensor", "column")
     for tensor in sorted(report.tensors, key=lambda t: t.tensor):
         for position, name in enumerate(tensor.columns):
             if not name or tensor.shift(f"{COLUMN}{position}.rms") is None:
                 continue
-            labels = {"tensor": tensor.tensor, "column": name}
-            rms.add(1.0 + tensor.effect(f"{COLUMN}{position}.rms"), **labels)
-            mean.add(tensor.effect(f"{COLUMN}{position}.mean"), **labels)
+            labels = [tensor.tensor, name]
+            rms.add_metric(labels, 1.0 + tensor.effect(f"{COLUMN}{position}.rms"))
+            mean.add_metric(labels, tensor.effect(f"{COLUMN}{position}.mean"))
     yield from (rms, mean)
 
 
-def _sites(report: DriftReport) -> Iterable[Family]:
-    saturated = Family(
-        PREFIX + "site_saturated_share", Kind.GAUGE, "Share of the site's activation that its scale clips."
-    )
-    before = Family(
-        PREFIX + "site_profile_saturated_share", Kind.GAUGE, "The same in the profile, which does not change."
-    )
-    noise = Family(
-        PREFIX + "site_noise_ratio",
-        Kind.GAUGE,
+def _sites(report: DriftReport) -> Iterable[Metric]:
+    saturated = _gauge("site_saturated_share", "Share of the site's activation that its scale clips.", "site")
+    before = _gauge("site_profile_saturated_share", "The same in the profile, which does not change.", "site")
+    noise = _gauge(
+        "site_noise_ratio",
         "Noise energy over signal energy of the site's output, over the same in the profile.",
+        "site",
     )
     for site in sorted(report.sites, key=lambda s: s.site):
-        saturated.add(site.live_saturated, site=site.site)
-        before.add(site.profile_saturated, site=site.site)
+        saturated.add_metric([site.site], site.live_saturated)
+        before.add_metric([site.site], site.profile_saturated)
         if site.profile_noise:
-            noise.add(site.live_noise / site.profile_noise, site=site.site)
+            noise.add_metric([site.site], site.live_noise / site.profile_noise)
     yield from (saturated, before, noise)
