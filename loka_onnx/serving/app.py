@@ -66,13 +66,7 @@ class Limits:
 def make_app(
     engine: Engine, name: str, workers: ThreadPoolExecutor, limits: Limits | None = None
 ) -> Starlette:
-    """Return the application; `app.state.close()` begins its shutdown.
-
-    Args:
-        engine: The engine; the caller closes it.
-        name: Name of the model in URLs.
-        workers: Threads that run requests; the caller shuts them down.
-        limits: Requests beyond these are refused.
+    """Return the application, whose `app.state.close()` begins the shutdown; engine and workers stay open.
 
     Raises:
         ConfigError: The protocol cannot carry an input or output.
@@ -215,7 +209,6 @@ class _Service:
             self._held_bytes -= len(body)
 
     def _answer(self, body: bytearray, header_length: int | None) -> Response:
-        """Return the answer to a body; runs in a worker."""
         from starlette.responses import Response
 
         request = read_request(body, header_length, self._card)

@@ -21,7 +21,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy.typing as npt
 
@@ -46,14 +46,7 @@ MAX_ELEMENTS = 1 << 48
 
 @dataclass(frozen=True)
 class Card:
-    """The model that is served; requests are checked against its inputs.
-
-    Attributes:
-        name: Its name in URLs.
-        version: Its version in URLs.
-        platform: Backend and file format of its engine.
-        inputs: Inputs of a request.
-        outputs: Outputs of an answer.
+    """The model that is served; `platform` is the backend and file format of its engine.
 
     Raises:
         ConfigError: The protocol cannot carry an input or output.
@@ -85,8 +78,7 @@ class InferRequest:
     """A request that was read.
 
     Attributes:
-        id: The client's name of it, returned with the answer; None where it has no name.
-        inputs: One array per input of the model.
+        id: Returned with the answer where it is not None.
         outputs: Outputs to be sent, in this order; whether each is sent as bytes, not in JSON.
     """
 
@@ -95,26 +87,15 @@ class InferRequest:
     outputs: dict[str, bool]
 
 
-@dataclass(frozen=True)
-class InferAnswer:
-    """An answer, ready to be sent.
-
-    Attributes:
-        body: JSON, and behind it the bytes of tensors.
-        header_length: Bytes of the JSON; None where nothing is behind it.
-    """
+class InferAnswer(NamedTuple):
+    """JSON with the bytes of tensors behind it; the length of the JSON, None where nothing is behind it."""
 
     body: bytes
     header_length: int | None
 
 
 def read_request(body: bytes | bytearray, header_length: int | None, card: Card) -> InferRequest:
-    """Read a request, and check everything in it but the number of rows.
-
-    Args:
-        body: All of it.
-        header_length: Bytes of the JSON; None where all is JSON.
-        card: The model.
+    """Read a request of `header_length` bytes of JSON, None for all; check all of it but the number of rows.
 
     Raises:
         DataError: It is not a request of the protocol, or not one that this model answers.

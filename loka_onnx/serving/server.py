@@ -32,17 +32,14 @@ KEEP_ALIVE_SECONDS = 75
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of serving a bundle.
+    """Options of serving a bundle; see `loka-onnx bundle serve --help`.
 
     Attributes:
-        host: Address to listen on.
         port: Port; 0 for any that is free.
         trust: Whether the bundle's programs may run on this host.
         keys: Public keys; a bundle signed with one of them is trusted.
         threads: Requests that run at once; 0 for one a core.
-        limits: Requests beyond these are refused.
         name: Name of the model in URLs; the bundle's own where empty.
-        access_log: Whether each request is logged to standard error.
     """
 
     host: str = "127.0.0.1"
@@ -55,21 +52,13 @@ class ServeOptions:
     access_log: bool = False
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A server that takes requests: URL of its model, id of its engine."""
-
-    url: str
-    engine: str
-
-
-def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[Ready], None]) -> None:
+def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[str, str], None]) -> None:
     """Serve a bundle until SIGINT or SIGTERM, then finish the requests under way; for the main thread.
 
     Args:
         bundle: The bundle.
         options: Address, name and limits.
-        on_ready: Called once when requests are taken.
+        on_ready: Called with the URL of the model and the id of its engine once requests are taken.
 
     Raises:
         BundleInvalid: The bundle does not verify.
@@ -78,7 +67,16 @@ def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[Ready], None]
             cannot carry an input or output.
         MissingPackage: The packages of a server are not installed.
     """
-    _check_packages()
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise MissingPackage(
+            "a package of the server is not installed",
+            evidence=str(error),
+            remedy="pip install 'loka-onnx[serve]'",
+        ) from error
     name = options.name or name_of(bundle)
     # Clients take the dots out of a path.
     if name in {"", ".", ".."} or "/" in name:
@@ -90,10 +88,10 @@ def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[Ready], None]
     ):
         server = make_server(make_app(engine, name, workers, options.limits), options.access_log)
         listener.listen(server.config.backlog)
-        with _ended_by_signals(server):
+        with _handled_signals(server):
             port = listener.getsockname()[1]
             host = f"[{options.host}]" if ":" in options.host else options.host
-            on_ready(Ready(f"http://{host}:{port}/v2/models/{quote(name)}", engine.entry.id))
+            on_ready(f"http://{host}:{port}/v2/models/{quote(name)}", engine.entry.id)
             server.run(sockets=[listener])
 
 
@@ -102,6 +100,10 @@ def make_server(app: Starlette, access_log: bool) -> uvicorn.Server:
     import uvicorn
 
     class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: object) -> None:
+            # A second one does not abandon requests, and none is raised again: the exit code is 0.
+            self.should_exit = True
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             app.state.close()
             await super().shutdown(sockets)
@@ -132,18 +134,13 @@ def make_server(app: Starlette, access_log: bool) -> uvicorn.Server:
 
 def _bound(host: str, port: int) -> socket.socket:
     """Return a socket that has the address, before a bundle is loaded for nothing; it does not listen yet."""
-    listener = None
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        listener.bind((host, port))
         return listener
     except OSError as error:
-        if listener is not None:
-            listener.close()
+        listener.close()
         raise ConfigError(
             f"cannot listen on {host}, port {port}",
             evidence=str(error),
@@ -152,28 +149,11 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
-    """Exit with 0 also on a signal before the server handles them, or that it raises again at its end."""
-
-    def end(number: int, frame: object) -> None:
-        server.should_exit = True
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+def _handled_signals(server: uvicorn.Server) -> Iterator[None]:
+    """Let the server also handle signals that come before it runs or after."""
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _check_packages() -> None:
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise MissingPackage(
-            "a package of the server is not installed",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[serve]'",
-        ) from error

@@ -94,19 +94,17 @@ def from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[A
         raise DataError(f"an element is no {datatype}", evidence=f"it is {reprlib.repr(found)}")
     if dtype.kind in "iu" and elements:
         # NumPy 1 wraps around instead.
-        least, most, limits = min(elements), max(elements), np.iinfo(dtype)
-        if least < limits.min or most > limits.max:
-            found = least if least < limits.min else most
-            raise DataError(
-                f"an element is too large for {datatype}", evidence=f"it is {reprlib.repr(found)}"
-            )
+        limits = np.iinfo(dtype)
+        for found in (min(elements), max(elements)):
+            if not limits.min <= found <= limits.max:
+                raise _too_large(datatype, f"it is {reprlib.repr(found)}")
     try:
         with np.errstate(over="ignore"):
             value = np.array(elements, dtype)
     except OverflowError as error:
-        raise DataError(f"an element is too large for {datatype}", evidence=str(error)) from error
+        raise _too_large(datatype, str(error)) from error
     if dtype.kind == "f" and not np.isfinite(value).all():
-        raise DataError(f"an element is too large for {datatype}", evidence="it would become infinite")
+        raise _too_large(datatype, "it would become infinite")
     return value.reshape(shape)
 
 
@@ -146,6 +144,10 @@ def _flattened(data: Any, shape: tuple[int, ...]) -> list[Any]:
             evidence=f"{len(level)} elements, the shape {list(shape)} has {math.prod(shape)}",
         )
     return level
+
+
+def _too_large(datatype: str, evidence: str) -> DataError:
+    return DataError(f"an element is too large for {datatype}", evidence=evidence)
 
 
 def _nesting(shape: tuple[int, ...]) -> DataError:

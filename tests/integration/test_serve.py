@@ -354,6 +354,27 @@ def test_a_signal_ends_it_once_its_requests_are_answered(bundle: Path, tmp_path:
     assert found, "no new connection is taken meanwhile"
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_it_at_once_and_without_a_traceback(bundle: Path, times: int) -> None:
+    """A body that stands still has a second, and a second Ctrl-C changes nothing."""
+    command = [sys.executable, "-c", SERVE, str(bundle), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(re.findall(r"127\.0\.0\.1:(\d+)", process.stdout.readline())[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as stuck:
+            stuck.sendall(post(b"{", length=1000))
+            time.sleep(0.3)
+            for _ in range(times):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+            assert stuck.recv(65536).startswith(b"HTTP/1.1 408 ")
+        _, log = process.communicate(timeout=10)
+        assert (process.returncode, "Traceback" in log) == (0, False), log
+    finally:
+        process.kill()
+
+
 def test_what_cannot_be_served_is_said_in_one_message(bundle: Path, server: Served, tmp_path: Path) -> None:
     port = server.host.rpartition(":")[2]
 

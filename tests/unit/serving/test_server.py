@@ -34,8 +34,8 @@ except MissingPackage as error:
 """
 
 
-def never(ready: object) -> None:
-    raise AssertionError(f"it listens: {ready}")
+def never(url: str, engine: str) -> None:
+    raise AssertionError(f"it listens: {url}")
 
 
 def test_without_its_packages_everything_imports_and_the_remedy_is_told() -> None:
