@@ -278,6 +278,7 @@ class Monitor:
 
         Raises:
             OutputError: The place cannot be written.
+            MissingPackage: `prometheus_client` is not installed.
         """
         serde.write_text(self.text(), Path(path))
 
