@@ -1,12 +1,11 @@
-"""Which engines of a bundle this host can run, and in what order they are tried.
+"""Engines of a bundle that this host can run, and their order of trial.
 
-Nothing of an engine is opened for this, and no library of a vendor is imported for an engine that cannot run
-here for another reason.
+No engine is opened for this, and no vendor's library is imported for an engine with another obstacle.
 
-Order: first engines that were built for this very device, by the name that its driver gives (what was timed
-belongs to it); then those of the architecture of an accelerator that is here; then those of the processor.
-Among equals, those that were built by the version of their library that is installed here; then as the
-manifest has them, which is the order of choice. The FP32 model is last, whatever it is.
+Order: engines built for this very device, by its driver's name (to which timings belong); then for the
+    architecture of
+an accelerator here; then for the processor. Among equals, those built by the installed version of their
+library; then in the manifest's order, which is the order of choice. The FP32 model is always last.
 """
 
 from __future__ import annotations
@@ -25,12 +24,7 @@ from loka_onnx.sessions.host_devices import device_of_architecture
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Reason why an engine is not tried.
-
-    Attributes:
-        cause: In one word.
-        reason: In a sentence without its full stop, with the remedy.
-    """
+    """Reason why an engine is not tried: its cause, and a sentence (without full stop) with the remedy."""
 
     cause: Cause
     reason: str
@@ -42,12 +36,11 @@ def is_program(entry: EngineEntry) -> bool:
 
 
 def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle | None:
-    """Why an engine is not tried on this host; None where it is.
+    """Reason why an engine is not tried on this host; None where it is.
 
     Args:
-        entry: The engine.
-        wanted: What requests hold.
-        is_trusted: Whether somebody vouches for programs of the bundle.
+        wanted: Part of the model that requests are for.
+        is_trusted: Whether programs of the bundle may be loaded.
     """
     if wanted is Part.DENSE and entry.part is Part.WHOLE:
         return Obstacle(
@@ -67,19 +60,14 @@ def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle 
             "your bundles, or `trust=True` when this one comes from who may run code here",
         )
     found = [each for each in (_no_library(entry), _no_device(entry)) if each is not None]
-    # The version of a library is asked of the library, which is imported for it.
+    # Only the library knows its version, and is imported for it.
     if not found and (other := _other_version(entry)) is not None:
         found = [other]
     return Obstacle(found[0].cause, "; ".join(each.reason for each in found)) if found else None
 
 
 def in_order(manifest: Manifest, usable: Sequence[EngineEntry]) -> tuple[EngineEntry, ...]:
-    """Engines as they are tried; the module says in what order.
-
-    Args:
-        manifest: Of the bundle.
-        usable: Those of its candidates without an obstacle, in the manifest's order.
-    """
+    """Sort usable engines, given in the manifest's order, into the order of trial (see the module)."""
     return tuple(sorted(usable, key=lambda entry: _rank(manifest, entry)))
 
 
@@ -107,7 +95,7 @@ def _no_device(entry: EngineEntry) -> Obstacle | None:
 
 
 def _other_version(entry: EngineEntry) -> Obstacle | None:
-    """The library has a version that does not load the engine: programs belong to one."""
+    """Obstacle of a library version that does not load the engine: programs belong to one version."""
     if not is_program(entry):
         return None
     spec = get_spec(entry.backend)

@@ -1,8 +1,7 @@
-"""Which device of this machine runs the engines of an architecture.
+"""Devices of this machine by architecture.
 
-An architecture says where an engine can be loaded; how long it takes there is a matter of the device. An
-H100 and an H200 are both ``sm90``, and differ in memory, clocks and speed: whatever was timed belongs to the
-device by its full name.
+An architecture determines where an engine can be loaded, but not its latency: an H100 and an H200 are both
+``sm90`` and differ in memory, clocks and speed. Timings therefore belong to a device by its full name.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ DRM_CARDS = Path("/sys/class/drm")
 
 
 def device_of_architecture(architecture: str) -> str:
-    """The device that engines of an architecture are loaded on here, the first one, as its driver names it.
+    """Driver's name of the first device here that loads engines of an architecture.
 
     Returns:
         For example ``NVIDIA H100 80GB HBM3``; ``cpu`` for the processor, empty where there is none.
@@ -34,10 +33,9 @@ def device_of_architecture(architecture: str) -> str:
 
 
 def is_target(target: str, architecture: str) -> bool:
-    """Whether what an engine takes on this machine is what it takes on its target.
+    """Tell whether latencies on this machine hold for a target.
 
-    Where the driver's name is none that run files have, the run file is believed: it named the device. So it
-    is with a target that is not among the devices known by name.
+    A target that is not a known device, or a device here whose driver name is unknown, is assumed to match.
 
     Args:
         target: Device as named in the run file.

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from synthetic_runs import finish, make_workplace, start
 
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.core.manifest import Need, Requirement
-from loka_onnx.sessions.bundle_files import verify_bundle
 
 FOLDER = Path(__file__).with_name("toy_backend")
 LOAD = """

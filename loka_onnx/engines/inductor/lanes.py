@@ -1,11 +1,11 @@
-"""Where the programs of an Inductor package run: on the CPU, or on a GPU through CUDA graphs.
+"""Execution of the programs of an Inductor package: on the CPU, or on a GPU through CUDA graphs.
 
-A GPU finishes the kernels of a ranker faster than a CPU can launch them one by one. So for each batch size
-that is served, the launches are captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
-Graphs) and replayed for each request. A graph reads and writes fixed addresses: requests are copied into
-buffers that stay on the device, through pinned host memory, which the device reads by itself.
+A GPU finishes the kernels of a ranker faster than a CPU can launch them one by one. For each served batch
+size the launches are therefore captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
+Graphs) and replayed for each request. A graph uses fixed addresses: requests are copied into buffers on the
+device through pinned host memory.
 
-`Gpu` holds every call of the vendor; `DeviceLane` holds what is done with them.
+`Gpu` holds every call of the vendor; `DeviceLane` uses them.
 """
 
 from __future__ import annotations
@@ -26,20 +26,16 @@ from loka_onnx.sessions.dlpack import Borrowed, dtype_called
 from loka_onnx.sessions.runner import Allocate, Arrays, Resident
 
 Tensor = Any
-"""`torch.Tensor`; the package is imported only where a session is opened."""
+"""`torch.Tensor`; torch is imported only when a session is opened."""
 Call = Callable[[list[Tensor]], Sequence[Tensor]]
-"""A loaded program: tensors in the order of `InductorEngine.inputs`, to those of its outputs."""
+"""A loaded program: takes tensors in the order of `InductorEngine.inputs`, returns those of its outputs."""
 WARM_UPS = 3
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Rows of a request, and what serves them.
-
-    Attributes:
-        program: Name of the program.
-        piece: Which rows, and for how many rows the program runs.
-        captured: Whether a CUDA graph of that size is replayed.
+    """Program of some rows of a request; `captured` says that a CUDA graph of the piece's size is
+    replayed.
     """
 
     program: str
@@ -48,33 +44,33 @@ class Placement:
 
 
 class Lane(ABC):
-    """Runs the programs of an engine, one placement at a time; not safe for several threads."""
+    """Runs the programs of an engine, one placement at a time; not thread-safe."""
 
     captures: bool = False
-    """Whether batch sizes that are served have CUDA graphs."""
+    """Whether served batch sizes have CUDA graphs."""
 
     @abstractmethod
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Outputs of `placement.piece.size` rows; those past the request's are of rows that pad it."""
+        """Compute `placement.piece.size` rows; those beyond the piece are padding."""
 
     @abstractmethod
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """The placement, with its inputs where the program reads them."""
+        """Put the inputs of a placement into the program's memory."""
 
     @property
     def device(self) -> int | None:
-        """Number of the CUDA device whose memory `run_on_device` takes; None where there is none."""
+        """CUDA device of `run_on_device`; None where there is none."""
         return None
 
     @property
     def stream(self) -> int:
-        """Handle of the stream that it runs on."""
+        """Handle of its stream."""
         return 0
 
     def run_on_device(
         self, placements: Sequence[Placement], inputs: Mapping[str, Borrowed], allocate: Allocate
     ) -> dict[str, Borrowed]:
-        """As `run` for all pieces of a request, from memory of the device to memory that `allocate` makes."""
+        """Run all pieces of a request, from device memory to memory that `allocate` makes."""
         raise InternalError(f"{type(self).__name__} has no device", evidence=f"{len(inputs)} inputs")
 
     @abstractmethod
@@ -83,25 +79,19 @@ class Lane(ABC):
 
 
 class HostLane(Lane):
-    """Runs programs on the CPU.
-
-    Args:
-        torch: The module.
-        engine: What the programs are.
-        calls: The loaded programs, by name; emptied by `close`.
-    """
+    """Runs programs on the CPU; `calls` holds them by name, and `close` empties it."""
 
     def __init__(self, torch: Any, engine: InductorEngine, calls: dict[str, Call]) -> None:
         self._torch, self._engine, self._calls = torch, engine, calls
 
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run on the arrays themselves; outputs are copied, for they may be an input or a constant."""
+        """Run on the arrays themselves; outputs are copied, because they may share an input or a constant."""
         outputs = self._calls[placement.program](self._feeds(placement, inputs))
         ports = self._engine.outputs
         return {port.name: value.numpy().copy() for port, value in zip(ports, outputs, strict=True)}
 
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """Tensors over the arrays themselves."""
+        """Wrap the arrays as tensors."""
         feeds = self._feeds(placement, inputs)
         call = self._calls[placement.program]
         return Resident(lambda: call(list(feeds)), lambda: None)
@@ -111,7 +101,7 @@ class HostLane(Lane):
         self._calls.clear()
 
     def _feeds(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
-        # A tensor over a read-only array is refused by a warning, though no program writes its inputs.
+        # Torch warns about read-only arrays, although no program writes its inputs.
         return [
             self._torch.from_numpy(np.require(padded(inputs[port.name], placement.piece), None, ["C", "W"]))
             for port in self._engine.inputs
@@ -120,13 +110,7 @@ class HostLane(Lane):
 
 @dataclass(frozen=True)
 class Captured:
-    """A CUDA graph.
-
-    Attributes:
-        replay: Queues it.
-        outputs: Tensors that it writes, the same in each replay.
-        reset: Frees it.
-    """
+    """A CUDA graph; `outputs` are the same tensors in each replay."""
 
     replay: Callable[[], object]
     outputs: tuple[Tensor, ...]
@@ -134,14 +118,10 @@ class Captured:
 
 
 class Gpu:
-    """One stream of one GPU, and the memory that graphs captured on it share.
+    """One stream of a GPU, and the memory pool of the graphs captured on it.
 
-    Graphs of one pool may use the same memory for what lives inside them. That is safe because they run one
-    after the other on one stream, and outputs are fetched before the next is queued.
-
-    Args:
-        torch: The module.
-        index: Number of the GPU.
+    Graphs of a pool may share memory for intermediate tensors. That is safe because they run in turn on one
+    stream, and outputs are fetched before the next one is queued.
     """
 
     def __init__(self, torch: Any, index: int) -> None:
@@ -151,12 +131,12 @@ class Gpu:
         self._pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> Tensor:
-        """Host memory that the device copies from and to by itself."""
+        """Allocate page-locked host memory."""
         return self._torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Queue everything of the calling thread on this stream."""
+        """Queue the calling thread's work on this stream."""
         with self._torch.inference_mode(), self._torch.cuda.stream(self._stream):
             yield
 
@@ -170,16 +150,16 @@ class Gpu:
         self._stream.synchronize()
 
     def capture(self, call: Callable[[], Sequence[Tensor]]) -> Captured:
-        """Capture what a call queues.
+        """Capture the work of a call.
 
-        The first calls of a program load its kernels and let libraries choose theirs, which may not happen
-        in a capture.
+        Warm-up calls come first: the first calls load kernels and let libraries choose theirs, which a
+        capture forbids.
         """
         for _ in range(WARM_UPS):
             call()
         self.synchronize()
         graph = self._torch.cuda.CUDAGraph()
-        # Other threads of the process may use the GPU meanwhile: only this one's mistakes end the capture.
+        # Only errors of this thread end the capture: others may use the GPU meanwhile.
         with self._torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -187,17 +167,15 @@ class Gpu:
         return Captured(graph.replay, tuple(outputs), graph.reset)
 
     def close(self) -> None:
-        """Give the memory that nothing holds any more back to the device."""
+        """Return unused memory to the device."""
         self.synchronize()
         self._torch.cuda.empty_cache()
 
 
 class DeviceLane(Lane):
-    """Runs programs on a GPU, by CUDA graphs for batch sizes that are served.
+    """Runs programs on a GPU, by CUDA graphs for served batch sizes.
 
     Args:
-        torch: The module.
-        engine: What the programs are.
         calls: The loaded programs, by name; emptied by `close`.
         gpu: The GPU; closed with the lane.
 
@@ -220,12 +198,12 @@ class DeviceLane(Lane):
                 name: self._torch.zeros_like(staging, device=gpu.device)
                 for name, staging in self._staging.items()
             }
-            # The largest first: what it reserves holds the others as well.
+            # The largest first: its memory also serves the others.
             for size in reversed(engine.graph_sizes):
                 self._capture(size)
 
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Copy the rows over, run, and copy the outputs back."""
+        """Copy the rows to the device, run, and copy the outputs back."""
         size = placement.piece.size
         with self._gpu.active():
             if placement.captured:
@@ -255,9 +233,8 @@ class DeviceLane(Lane):
     def run_on_device(
         self, placements: Sequence[Placement], inputs: Mapping[str, Borrowed], allocate: Allocate
     ) -> dict[str, Borrowed]:
-        """Copy rows into the buffers that graphs read, and outputs out of those that they write.
-
-        What is returned is not memory of a graph: the next replay overwrites that.
+        """Copy rows into the graphs' buffers, and outputs out of them, because the next replay overwrites
+        them.
         """
         feeds = {name: self._torch.from_dlpack(value.capsule) for name, value in inputs.items()}
         rows = sum(placement.piece.rows for placement in placements)
@@ -269,7 +246,7 @@ class DeviceLane(Lane):
                 piece = placement.piece
                 if port.name not in answer:
                     shape = (rows, *output.shape[1:]) if port.batched else tuple(output.shape)
-                    # Outside of this stream: its maker orders it behind its own work, which is elsewhere.
+                    # Not on this stream: the allocating library orders it behind its own work.
                     answer[port.name] = made = allocate(shape, _numpy_type(output))
                     targets[port.name] = self._torch.from_dlpack(made.capsule)
                 elif not port.batched:
@@ -303,7 +280,7 @@ class DeviceLane(Lane):
             return self._calls[placement.program](moved)
 
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """The batch in the device's memory; `launch` queues its kernels and fetches nothing."""
+        """Put the batch into device memory; `launch` queues its kernels and fetches nothing."""
         with self._gpu.active():
             if placement.captured:
                 self._stage(placement.piece, inputs)
@@ -324,7 +301,7 @@ class DeviceLane(Lane):
         return Resident(launch_here, self._gpu.synchronize)
 
     def close(self) -> None:
-        """Free graphs, buffers and programs, then the memory that they shared."""
+        """Free graphs, buffers and programs, then their shared memory."""
         for captured in self._graphs.values():
             captured.reset()
         for held in (self._graphs, self._fetched, self._inputs, self._staging, self._calls):
@@ -347,7 +324,7 @@ class DeviceLane(Lane):
         self._fetched[size] = tuple(self._gpu.pinned(tuple(t.shape), t.dtype) for t in captured.outputs)
 
     def _stage(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Copy a piece into the buffers that graphs read, its last row repeated up to their size."""
+        """Copy a piece into the graphs' buffers, its last row repeated up to the graph's size."""
         for name, staging in self._staging.items():
             rows = staging.numpy()
             rows[: piece.rows] = inputs[name][piece.start : piece.start + piece.rows]

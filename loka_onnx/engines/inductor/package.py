@@ -1,9 +1,9 @@
-"""What an engine of Inductor says of itself; reading it loads no code.
+"""Manifest of an Inductor engine; reading it loads no code.
 
 The engine is one ``.pt2`` package of AOTInductor: a zip archive of shared libraries, GPU kernels and weights
-(`torch.export.pt2_archive`). `engine.json` is among its extra files, so that a bundle ships one file and one
-digest covers everything. Whoever opens a package reads that document first and refuses what this host cannot
-run; the libraries are loaded afterwards. They are programs: load them only from whoever may run code here.
+(`torch.export.pt2_archive`). `engine.json` is one of its extra files, so that a bundle ships one file under
+one digest. A host reads the manifest first and refuses an engine that it cannot run, before it loads any
+library. Libraries are programs: load them only from someone who may run code here.
 """
 
 from __future__ import annotations
@@ -22,28 +22,22 @@ from loka_onnx.errors import EngineError, UserError
 from loka_onnx.sessions.backends import release
 
 RECORD = "engine.json"
-"""Name of the document among the extra files of a package."""
+"""Name of the manifest among the extra files of a package."""
 MAX_DOCUMENT_BYTES = 64 << 20
 FBGEMM, MSLK = "fbgemm_gpu.experimental.gen_ai", "mslk.gemm"
 OPERATOR_MODULES: Mapping[str, tuple[str, ...]] = {
     FBGEMM: ("fbgemm-gpu-genai", "fbgemm-gpu-genai-nightly"),
     MSLK: ("mslk-cuda", "mslk", "mslk-cuda-nightly"),
 }
-"""Modules that an engine may have imported, and the distributions that provide each, the one to install
-first: a document must not name what else is run."""
+"""Modules that an engine may import, and the distributions that provide each, the recommended one first: a
+manifest must not name arbitrary code."""
 CPU_INFO = Path("/proc/cpuinfo")
 _VECTOR_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmul", "sve", "asimd")
 
 
 @dataclass(frozen=True)
 class InputPort:
-    """An input; its axis 0 is the batch.
-
-    Attributes:
-        name: Its name in the ONNX graph.
-        dtype: Element type, as NumPy names it.
-        row_shape: Shape without the batch.
-    """
+    """An input with the batch on axis 0."""
 
     name: str
     dtype: str
@@ -52,12 +46,7 @@ class InputPort:
 
 @dataclass(frozen=True)
 class OutputPort:
-    """An output.
-
-    Attributes:
-        name: Its name in the ONNX graph.
-        batched: Whether its axis 0 is the batch.
-    """
+    """An output; `batched` says that its axis 0 is the batch."""
 
     name: str
     batched: bool
@@ -65,13 +54,13 @@ class OutputPort:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of the program that was compiled.
+    """A matrix product of a compiled program.
 
     Attributes:
-        node: Node of the ONNX graph that it computes; empty where that is not known.
+        node: ONNX node that it computes; empty where unknown.
         operator: Operator of the exported program, for example ``aten._scaled_mm.default``.
-        operands: Element types of its two factors, as PyTorch names them.
-        fast_accumulation: Whether its sums may be kept in fewer bits (`_scaled_mm`, ``use_fast_accum``).
+        operands: PyTorch element types of its two factors.
+        fast_accumulation: Whether its sums may keep fewer bits (`_scaled_mm`, ``use_fast_accum``).
     """
 
     node: str
@@ -85,12 +74,9 @@ class Program:
     """One compiled program of a package.
 
     Attributes:
-        name: Its name in the package.
-        minimum: Fewest rows that it takes.
-        maximum: Most rows; `minimum` where it takes one size only.
-        products: Its matrix products, in their order.
-        entering: By node of the ONNX graph that is a site, the element types of the floating tensors that it
-            reads, as PyTorch names them.
+        minimum: Fewest rows.
+        maximum: Most rows; `minimum` for a single size.
+        entering: PyTorch element types of the floating tensors that enter each site's node.
     """
 
     name: str
@@ -102,15 +88,7 @@ class Program:
 
 @dataclass(frozen=True)
 class CompiledSite:
-    """What a product of the ONNX graph was lowered to (`engines.inductor.lowering`).
-
-    Attributes:
-        site: Its name.
-        kernel: What computes it.
-        operands: Element types that are multiplied.
-        engaged: Whether these are FP8.
-        reason: Why not, or what is particular about it.
-    """
+    """Lowered form of a product of the ONNX graph (`engines.inductor.lowering`)."""
 
     site: str
     kernel: str
@@ -124,9 +102,8 @@ class NeededPackage:
     """A package whose operators the programs call.
 
     Attributes:
-        distribution: Its name, as it is installed by.
         version: Version that the programs were compiled and timed with.
-        module: Importing it registers the operators.
+        module: Module that registers the operators on import.
     """
 
     distribution: str
@@ -136,22 +113,16 @@ class NeededPackage:
 
 @dataclass(frozen=True)
 class InductorEngine:
-    """Everything about an engine that its programs do not say.
+    """Manifest of an engine.
 
     Attributes:
         torch: Version of PyTorch that compiled it.
-        architecture: What it was compiled for: ``cpu``, or an NVIDIA architecture.
-        instruction_sets: Vector instruction sets of the host that compiled it; the host's part of a program
-            is compiled for that processor, for a GPU as well.
-        inputs: Inputs in the order that programs take them.
-        outputs: Outputs in the order that programs give them.
-        minimum: Fewest rows of a request.
-        maximum: Most rows of a request.
-        sizes: Batch sizes that are served, ascending: CUDA graphs are captured for them.
-        programs: One that takes every batch size, or one for each of `sizes`.
-        sites: What each product was lowered to.
-        options: Options that it was built with.
-        packages: What has to be imported before the programs are loaded.
+        architecture: Target: ``cpu``, or an NVIDIA architecture.
+        instruction_sets: Vector instruction sets of the build host; the host part of every program is
+            compiled for them.
+        sizes: Served batch sizes, ascending: CUDA graphs are captured for them.
+        programs: One for every batch size, or one for each of `sizes`.
+        packages: Packages to import before the programs are loaded.
     """
 
     SCHEMA: ClassVar[str] = "inductor-engine/1"
@@ -172,17 +143,17 @@ class InductorEngine:
 
     @property
     def is_static(self) -> bool:
-        """Whether each program takes one batch size only."""
+        """Tell whether each program takes a single batch size."""
         return all(program.minimum == program.maximum for program in self.programs)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that CUDA graphs are captured for, ascending."""
+        """Batch sizes with CUDA graphs, ascending."""
         return tuple(p.maximum for p in self.programs) if self.is_static else self.sizes
 
 
 def read_engine(package: Path) -> InductorEngine:
-    """The document of a package.
+    """Read the manifest of a package.
 
     Raises:
         EngineError: The file is no package, or none of this project.
@@ -203,12 +174,7 @@ def read_engine(package: Path) -> InductorEngine:
 
 
 def read_sources(package: Path, program: str) -> tuple[str, ...]:
-    """Generated C++ of a program, as the package keeps it.
-
-    Args:
-        package: The ``.pt2`` file.
-        program: Name of the program.
-    """
+    """Generated C++ of a program in a ``.pt2`` package."""
     inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+\.cpp$")
     with zipfile.ZipFile(package) as archive:
         return tuple(
@@ -219,11 +185,8 @@ def read_sources(package: Path, program: str) -> tuple[str, ...]:
 
 
 def read_called_operators(package: Path, program: str) -> tuple[str, ...]:
-    """Operators that a program calls by name, ``namespace::name``; its code has their positions in this.
-
-    Args:
-        package: The ``.pt2`` file.
-        program: Name of the program.
+    """Operators that a program calls by name, ``namespace::name``; its code contains their positions in this
+    tuple.
     """
     inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+(?<!_metadata)\.json$")
     with zipfile.ZipFile(package) as archive:
@@ -232,7 +195,7 @@ def read_called_operators(package: Path, program: str) -> tuple[str, ...]:
 
 
 def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:
-    """Vector instruction sets of this host's processor, sorted; empty where Linux does not list them."""
+    """Vector instruction sets of this processor, sorted; empty where Linux does not list them."""
     try:
         text = cpu_info.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -243,17 +206,11 @@ def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:
 
 
 def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], package: Path) -> None:
-    """Refuse an engine that this host's PyTorch or processor would crash on.
-
-    Args:
-        engine: Its document.
-        torch_version: Version of PyTorch here.
-        host: Vector instruction sets here.
-        package: Its file, for the message.
+    """Refuse an engine that would crash with this host's PyTorch or processor.
 
     Raises:
-        EngineError: PyTorch has another major or minor version, whose libraries the programs do not fit; or
-            the processor lacks an instruction set that they were compiled with.
+        EngineError: PyTorch has another major or minor version, or the processor lacks an instruction set of
+            the build.
     """
     if release(engine.torch) != release(torch_version):
         raise EngineError(

@@ -1,7 +1,7 @@
-"""Runs an engine of the inductor backend: a package of AOTInductor.
+"""Session of an Inductor engine: a package of AOTInductor.
 
-An engine is a program: shared libraries that run with the rights of this process as they load. Load one only
-from whoever may run code on the host.
+An engine is a program: its shared libraries run with this process's rights on loading. Load one only from
+someone who may run code on the host.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
 
 MOST_PADDING = 2
-"""A request is padded up to a captured batch size that is at most this many times as large."""
+"""Largest ratio of a captured batch size to the rows that are padded to it."""
 
 
 INSTALL = "pip install 'loka-onnx[inductor]'"
 
 
 def import_torch() -> Any:
-    """The `torch` module.
+    """Import `torch`.
 
     Raises:
         MissingPackage: It is not installed, or its libraries do not load.
@@ -52,13 +52,10 @@ def import_torch() -> Any:
 
 
 def open_inductor(package: Path, architecture: str) -> InductorSession:
-    """Load a package, on the first GPU of its architecture unless that is the CPU.
-
-    Nothing of it is run before the host has been found to fit.
+    """Load a package on the CPU, or on the first GPU of its architecture, after checking that the host fits.
 
     Args:
-        package: The ``.pt2`` file.
-        architecture: What it was built for: ``cpu``, or for example ``sm90``.
+        architecture: Target of the build: ``cpu``, or for example ``sm90``.
 
     Raises:
         MissingPackage: PyTorch is not installed, or a package whose operators the programs call.
@@ -92,26 +89,20 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
 
 
 def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict[str, Call]:
-    """The programs of a package.
+    """Load the programs of a package; `index` is the number of the GPU, or -1 for the CPU.
 
-    The loader below `torch._inductor.aoti_load_package`, which would import the whole compiler first, parse a
-    description of its arguments in every call, and load every program for each that is asked for. One thread
-    at a time runs them: the loader's locks for several do not fit into a CUDA graph ("operation not permitted
-    when stream is capturing").
-
-    Args:
-        torch: The module.
-        package: The ``.pt2`` file.
-        engine: What it says of itself.
-        index: Number of the GPU; -1 for the CPU.
+    Calls the loader below `torch._inductor.aoti_load_package`, which imports the whole compiler, parses a
+    description of its arguments in every call, and loads all programs for each one. The loader runs
+    single-threaded: its locks for several threads do not fit into a CUDA graph ("operation not permitted when
+    stream is capturing").
     """
     import_packages(engine, package)
     try:
         loader = torch._C._aoti.AOTIModelPackageLoader
-        # Its parameters: package, program, one thread at a time, runners, device.
+        # Parameters: package, program, single-threaded, runners, device.
         return {p.name: loader(str(package), p.name, True, 1, index).boxed_run for p in engine.programs}
     except Exception as error:
-        # The loader raises what the dynamic linker, CUDA and the archive reader do.
+        # Errors come from the dynamic linker, CUDA and the archive reader.
         raise EngineError(
             "PyTorch does not load the engine",
             where=str(package),
@@ -121,16 +112,12 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
 
 
 def import_packages(engine: InductorEngine, package: Path) -> None:
-    """Register the operators that the programs of an engine call.
-
-    Args:
-        engine: What it says of itself.
-        package: Its file, for the message.
+    """Register the operators that the programs of an engine call; `package` is its file, for messages.
 
     Raises:
         MissingPackage: A package is not installed, or does not import.
-        EngineError: It is another release, whose kernels were not held against the exact product; or none
-            whose operators engines call (`OPERATOR_MODULES`).
+        EngineError: It has another release, whose kernels were not compared with the exact product; or it is
+            unknown (`OPERATOR_MODULES`).
     """
     for needed in engine.packages:
         if needed.distribution not in OPERATOR_MODULES.get(needed.module, ()):
@@ -162,7 +149,7 @@ def import_packages(engine: InductorEngine, package: Path) -> None:
         try:
             importlib.import_module(needed.module)
         except Exception as error:
-            # Its libraries raise what the dynamic linker, CUDA and PyTorch's registry do.
+            # Errors come from the dynamic linker, CUDA and PyTorch's registry.
             raise MissingPackage(
                 "the engine calls operators of a package that does not import",
                 where=str(package),
@@ -172,16 +159,12 @@ def import_packages(engine: InductorEngine, package: Path) -> None:
 
 
 def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Placement, ...]:
-    """What serves a request.
+    """Assign programs to the rows of a request.
 
-    Programs of fixed sizes: the least that holds the rows, several where none does. One program of any size:
-    the CUDA graph of the least size that holds them, where that is at most `MOST_PADDING` times as many;
-    otherwise the program itself, kernel by kernel.
-
-    Args:
-        engine: The engine.
-        rows: Rows of the request.
-        captures: Whether there are CUDA graphs.
+    With programs of fixed sizes: the smallest that holds the rows, or several. With one program for all
+    sizes: the CUDA graph of the smallest size that holds the rows and is at most `MOST_PADDING` times as
+        large; else the program
+    itself, kernel by kernel.
 
     Raises:
         EngineError: The engine was not built for that many rows.
@@ -203,13 +186,8 @@ def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Pl
 
 
 class InductorSession(Runner):
-    """A loaded package.
-
-    Calls from several threads are served one after the other.
-
-    Args:
-        engine: What it says of itself.
-        lane: Where its programs run; closed with the session.
+    """A loaded package; calls from several threads run one after the other. `lane` is closed with the
+    session.
     """
 
     def __init__(self, engine: InductorEngine, lane: Lane) -> None:
@@ -238,25 +216,25 @@ class InductorSession(Runner):
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that have a CUDA graph, or a program of their own."""
+        """Batch sizes with a CUDA graph or a program of their own."""
         captures = self._lane is not None and self._lane.captures
         return self.engine.graph_sizes if captures or self.engine.is_static else ()
 
     @property
     def device(self) -> int | None:
-        """Number of the GPU; None on the CPU, and once it is closed."""
+        """Number of the GPU; None on the CPU, and after closing."""
         return None if self._lane is None else self._lane.device
 
     @property
     def stream(self) -> int:
-        """Handle of the lane's stream."""
+        """Handle of its stream."""
         return self._open_lane().stream
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
-        """Run one batch that lies on the device.
+        """Run one batch on the device.
 
         Raises:
-            EngineError: As `run`.
+            EngineError: See `run`.
         """
         with self._lock:
             lane = self._open_lane()
@@ -270,16 +248,16 @@ class InductorSession(Runner):
                 ) from error
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """A batch in the memory of the device.
+        """Put a batch into device memory.
 
         Raises:
-            EngineError: As `run`.
+            EngineError: See `run`.
         """
         feeds = self._feeds(inputs)
         with self._lock:
             lane = self._open_lane()
             pieces = placements(self.engine, rows_of(feeds), captures=lane.captures)
-            # Pieces share the buffers of their graph, so several cannot all stay.
+            # Pieces share the buffers of a graph, so that only a single one can stay.
             return lane.resident(pieces[0], feeds) if len(pieces) == 1 else super().resident(feeds)
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""Every call of MIGraphX's Python module that this package makes.
+"""Every call of MIGraphX's Python module.
 
-The module is a parameter of each function, so that what is asked of it can be tested without it. Calls and
-their arguments: MIGraphX Python reference, and ``src/py/migraphx_py.cpp`` of ROCm/AMDMIGraphX for what the
-reference leaves out (walking a module, pointers to literals). Releases 2.15 and 2.16.
+The module is a parameter of each function, which makes the calls testable without it. Sources: MIGraphX
+Python reference, and ``src/py/migraphx_py.cpp`` of ROCm/AMDMIGraphX for what the reference omits (walking a
+module, pointers to literals). Releases 2.15 and 2.16.
 
-The names `migraphx` and `migraphx-libs` on PyPI are placeholders: the library comes with ROCm.
+The PyPI packages `migraphx` and `migraphx-libs` are placeholders: the library comes with ROCm.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from loka_onnx.errors import EngineError, MissingPackage, ModelError
 
 GPU, REFERENCE = "gpu", "ref"
 PROBLEM_CACHE = "MIGRAPHX_PROBLEM_CACHE"
-"""Environment variable that names the file in which exhaustive tuning keeps what it found."""
+"""Environment variable with the file in which exhaustive tuning keeps its results."""
 MAPS = Path("/proc/self/maps")
-"""Where Linux lists the files that a process has loaded."""
+"""Linux's list of the files that a process has mapped."""
 DEBUG_SYMBOLS = "use_debug_symbols"
 _SYMBOLS = "debug_symbols"
 _CONTROL_FLOW = frozenset({"if", "loop", "select_module", "run_on_target", "group"})
@@ -40,9 +40,8 @@ class Compilation:
     """Options of compiling a program.
 
     Attributes:
-        target: ``gpu`` or ``ref``.
-        exhaustive_tune: Whether every kernel that could serve a product is timed, which takes minutes.
-        fast_math: Whether functions may be replaced by faster approximations (the library's default).
+        exhaustive_tune: Whether to time every kernel for each product, which takes minutes.
+        fast_math: Whether functions may be approximated (the library's default).
     """
 
     target: str
@@ -52,12 +51,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameter of a compiled program.
-
-    Attributes:
-        type: Element type as MIGraphX names it, for example ``float_type``.
-        shape: Lengths of its axes.
-    """
+    """Parameter of a compiled program; `type` is MIGraphX's name, for example ``float_type``."""
 
     type: str
     shape: tuple[int, ...]
@@ -67,10 +61,10 @@ INSTALL = "install ROCm with its package `migraphx`"
 
 
 def import_migraphx() -> Any:
-    """The `migraphx` module.
+    """Import `migraphx`.
 
     Raises:
-        MissingPackage: It is not installed, or is a placeholder without content.
+        MissingPackage: It is not installed, or is the placeholder without content.
     """
     try:
         module = importlib.import_module("migraphx")
@@ -90,9 +84,8 @@ def import_migraphx() -> Any:
 
 
 def version_of(migraphx: Any) -> str:
-    """Version of the library.
-
-    Builds outside a release all say ``dev``: those are told apart by the digest of their library.
+    """Version of the library; unreleased builds, which all report ``dev``, also get the digest of their
+    library.
     """
     told = str(getattr(migraphx, "__version__", "") or "unknown")
     if told not in {"dev", "unknown"}:
@@ -102,7 +95,7 @@ def version_of(migraphx: Any) -> str:
 
 
 def _library_file(migraphx: Any) -> Path | None:
-    """The shared library behind the module, as the process has it loaded; the module's own file elsewhere."""
+    """Return the shared library that the process has loaded; elsewhere, the module's own file."""
     with suppress(OSError):
         mapped = (line.split(maxsplit=5)[5:] for line in MAPS.read_text(encoding="utf-8").splitlines())
         for path in (Path(path) for (path,) in filter(None, mapped)):
@@ -113,7 +106,7 @@ def _library_file(migraphx: Any) -> Path | None:
 
 
 def why_no_target(migraphx: Any, target: str) -> str:
-    """Why the module cannot compile for a target; empty when it can."""
+    """Reason why the module cannot compile for a target; empty when it can."""
     try:
         migraphx.get_target(target)
     except RuntimeError as error:
@@ -124,16 +117,15 @@ def why_no_target(migraphx: Any, target: str) -> str:
 def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) -> Any:
     """Parse a model for one batch size.
 
-    Dimensions are given for each input: a range of them fails at the parse of LayerNormalization and Q/DQ,
-    and one that is left open silently becomes 1.
+    All dimensions are given: a range fails at the parse of LayerNormalization and Q/DQ, and a dynamic one
+    silently becomes 1.
 
     Args:
-        migraphx: The module.
         model: ONNX file in the dialect; external data is read from beside it.
         dims: Every axis of every input.
 
     Returns:
-        The program. Its instructions carry the names of the ONNX nodes where this release can do that.
+        The program. Its instructions carry the names of ONNX nodes where this release supports that.
 
     Raises:
         ModelError: The parser refuses the model.
@@ -155,22 +147,21 @@ def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) ->
 
 
 def reread_float8(migraphx: Any, program: Any) -> Any:
-    """Build a program again whose FP8 constants are E4M3FN where they were E4M3FNUZ, bits unchanged.
+    """Rebuild a program with FP8 constants retyped from E4M3FNUZ to E4M3FN, bits unchanged.
 
-    The types of everything else follow from those of its inputs; a Q takes its own from its zero point.
-    Names of ONNX nodes are lost in releases whose `add_instruction` does not take them.
+    All other types follow from the inputs'; a Q takes its type from its zero point. Names of ONNX nodes are
+    lost in releases whose `add_instruction` does not take them.
 
     Args:
-        migraphx: The module.
-        program: As parsed from a model whose E4M3FN bits go under the name of E4M3FNUZ.
+        program: Program of a model whose E4M3FN bits are typed as E4M3FNUZ.
 
     Raises:
-        EngineError: This release cannot be walked, or the program has control flow.
+        EngineError: This release cannot walk programs, or the program has control flow.
     """
     source = program.get_main_module()
     instructions = list(source)
     _check_walkable(instructions)
-    # Release 2.15 does not give the name of a parameter, but prints it, in the order of the instructions.
+    # Release 2.15 only prints the names of parameters, in the order of the instructions.
     names = iter(match["name"] for match in _PARAMETER.finditer(str(source)))
     result = migraphx.program()
     main = result.get_main_module()
@@ -191,7 +182,7 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
 
 
 def _node_names(main: Any, instruction: Any) -> dict[str, Any]:
-    """Names of the ONNX nodes that an instruction came from, where this release can hand them on."""
+    """Names of an instruction's ONNX nodes, where this release can pass them on."""
     if not hasattr(instruction, "get_debug_symbols") or _SYMBOLS not in (main.add_instruction.__doc__ or ""):
         return {}
     return {_SYMBOLS: sorted(instruction.get_debug_symbols())}
@@ -201,7 +192,7 @@ def _add_literal(migraphx: Any, main: Any, instruction: Any) -> Any:
     value, shape = instruction.get_literal(), instruction.shape()
     if shape.type_string() == "fp8e4m3fnuz_type":
         like = migraphx.shape(type="fp8e4m3fn_type", lens=shape.lens(), strides=shape.strides())
-        # It points into `value`, which lives until the literal has been copied from it.
+        # The pointer is into `value`, which lives until the literal is copied.
         return main.add_literal(migraphx.argument_from_pointer(like, value.data_ptr()))
     return main.add_literal(value)
 
@@ -223,7 +214,7 @@ def _check_walkable(instructions: Sequence[Any]) -> None:
 
 
 def compile_program(migraphx: Any, program: Any, how: Compilation) -> None:
-    """Compile a program in place. For ``gpu`` a GPU has to be here.
+    """Compile a program in place; target ``gpu`` requires a GPU here.
 
     Raises:
         EngineError: It cannot be compiled.
@@ -253,7 +244,7 @@ def load_program(migraphx: Any, path: Path) -> Any:
     """Read a compiled program.
 
     Raises:
-        EngineError: It was written by another version, or is not a compiled program.
+        EngineError: Another version wrote it, or it is not a compiled program.
     """
     try:
         program = migraphx.load(os.fspath(path))
@@ -275,7 +266,7 @@ def text_of(program: Any) -> str:
 
 
 def parameters_of(program: Any) -> dict[str, Parameter]:
-    """What a program takes, by name."""
+    """Parameters of a program by name."""
     shapes = program.get_parameter_shapes()
     return {
         name: Parameter(str(shape.type_string()), tuple(int(n) for n in shape.lens()))
@@ -289,13 +280,12 @@ def run_program(
     """Run a compiled program.
 
     Args:
-        migraphx: The module.
-        program: Compiled with ``offload_copy``: takes and gives host memory.
-        inputs: Every parameter, of its type and shape, in C order. They are held until the run has returned,
-            which `migraphx.argument` does not do.
+        program: Program compiled with ``offload_copy``, which uses host memory.
+        inputs: Every parameter, in its type and shape. They are referenced during the run, which
+            `migraphx.argument` does not do.
 
     Returns:
-        Copies of the outputs, in the order of the model's.
+        Copies of the outputs, in the model's order.
 
     Raises:
         EngineError: It fails.

@@ -1,14 +1,14 @@
 """AMD MIGraphX 2.15 and 2.16: FP8 engines for Instinct and Radeon GPUs.
 
-An engine is one program for each batch size that is served, each with its own copy of the weights, and a
-document that says for which GPU and by which release they were compiled. Compiling needs the GPU. `dialect`
-says in which form FP8 is handed over and why; `site_precision`, how it is read back.
+An engine is one program per served batch size, each with its own copy of the weights, and a manifest with
+their GPU and release. Compiling needs the GPU. `dialect` states the form in which FP8 is passed and why;
+`site_precision`, how it is read back.
 
-Without a GPU, the device ``cpu`` compiles for MIGraphX's reference target: every operator one by one, FP8 as
-Q/DQ around a product in FP32. Such an engine is a simulation: its accuracy counts, its speed never does.
-Plans in BF16 and FP16 are declined there: that target truncates where GPUs round, which biases every output.
+The device ``cpu`` compiles for MIGraphX's reference target: operator by operator, FP8 as Q/DQ around a
+product in FP32. Such an engine is a simulation: its accuracy is meaningful, its latency is not. Plans in BF16
+and FP16 are declined there, because that target truncates where GPUs round, which biases every output.
 
-What was seen in the library itself is listed in `dialect`; kernels on GPUs were never run.
+`dialect` lists observations of the library itself; kernels on GPUs were never run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MigraphxBackend(Backend):
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:
-        """Whether the library is installed, and which GPUs here it can build for and run on."""
+        """Report the library, and the GPUs here that it builds for and runs on."""
         try:
             migraphx = import_migraphx()
         except MissingPackage as error:
@@ -80,7 +80,7 @@ class MigraphxBackend(Backend):
         return self.foreign_format(plan)
 
     def why_not_here(self, architecture: str) -> str:
-        """The GPU has to be here: the library compiles for the one that it runs on."""
+        """The GPU must be present: the library compiles for the current one."""
         reason = super().why_not_here(architecture)
         if reason or architecture == CPU:
             return reason
@@ -88,11 +88,11 @@ class MigraphxBackend(Backend):
         return f"MIGraphX compiles on the GPU that it compiles for: {missing}" if missing else ""
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
-        """Whatever the reference target runs, whether it holds FP8 or not."""
+        """All engines of the reference target are simulations."""
         return architecture == CPU
 
     def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's."""
+        """The plan's base."""
         return plan.base
 
     def portability(self, architecture: str) -> str:
@@ -117,7 +117,7 @@ class MigraphxBackend(Backend):
         return build_engine(migraphx, request.model, settings, into)
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Read the compiled programs, as they were written.
+        """Read the compiled programs.
 
         Raises:
             EngineError: A program does not load.
@@ -135,7 +135,9 @@ class MigraphxBackend(Backend):
         return open_migraphx(engine, architecture)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
-        """The document and its programs; the document alone when it is none, as its digest shows."""
+        """Return the manifest and its programs; a file that is no manifest alone, which its digest
+        exposes.
+        """
         try:
             programs = read_engine(engine).programs
         except EngineError:

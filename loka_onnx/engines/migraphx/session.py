@@ -1,7 +1,7 @@
-"""Runs programs that MIGraphX compiled, one for each batch size.
+"""Session of programs that MIGraphX compiled, one for each batch size.
 
-An ``.mxr`` file says neither which GPU nor which release it is for, and holds kernels: a document beside it
-says the first two, and the file is loaded only from whoever may run code on the host.
+An ``.mxr`` file holds kernels but states neither its GPU nor its release, so that a manifest beside it does.
+Load it only from someone who may run code on the host.
 """
 
 from __future__ import annotations
@@ -35,12 +35,7 @@ from loka_onnx.sessions.runner import Arrays, Runner
 
 @dataclass(frozen=True)
 class ProgramFile:
-    """A compiled program.
-
-    Attributes:
-        rows: Batch size that it was compiled for.
-        file: Name of the ``.mxr`` file beside the document.
-    """
+    """A compiled program: its batch size, and the name of its ``.mxr`` file beside the manifest."""
 
     __pydantic_config__ = STRICT
 
@@ -50,13 +45,7 @@ class ProgramFile:
 
 @dataclass(frozen=True)
 class ProgramInput:
-    """An input of the model.
-
-    Attributes:
-        name: Its name.
-        dtype: NumPy name of its type.
-        shape: Its axes behind the batch.
-    """
+    """An input of the model: name, NumPy type, and shape without the batch."""
 
     __pydantic_config__ = STRICT
 
@@ -67,12 +56,7 @@ class ProgramInput:
 
 @dataclass(frozen=True)
 class ProgramOutput:
-    """An output of the model, in the order of the programs' results.
-
-    Attributes:
-        name: Its name.
-        is_batched: Whether its first axis is the batch.
-    """
+    """An output of the model, in the order of the programs' results; `is_batched`: axis 0 is the batch."""
 
     __pydantic_config__ = STRICT
 
@@ -82,14 +66,11 @@ class ProgramOutput:
 
 @dataclass(frozen=True)
 class MigraphxEngine:
-    """Facts that an ``.mxr`` file does not state of itself; the main file of an engine.
+    """Manifest and main file of an engine.
 
     Attributes:
-        architecture: LLVM target that the programs were compiled for, or ``cpu``.
+        architecture: LLVM target of the programs, or ``cpu``.
         version: Version of MIGraphX that compiled them.
-        programs: By batch size, ascending.
-        inputs: What a request holds.
-        outputs: What an answer holds.
     """
 
     SCHEMA: ClassVar[str] = "migraphx-engine/1"
@@ -103,12 +84,12 @@ class MigraphxEngine:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Batch sizes that there are programs for."""
+        """Batch sizes of the programs."""
         return tuple(program.rows for program in self.programs)
 
 
 def read_engine(path: Path) -> MigraphxEngine:
-    """The document of an engine.
+    """Read the manifest of an engine.
 
     Raises:
         EngineError: It is no such document, or names a file outside its directory.
@@ -130,17 +111,17 @@ def read_engine(path: Path) -> MigraphxEngine:
 
 
 def programs_beside(engine: Path) -> tuple[str, ...]:
-    """Names of the programs that lie beside a document; none beside a file of another kind."""
+    """Names of the programs beside a manifest; none beside a file of another kind."""
     if engine.suffix != ".json":
         return ()
     return tuple(program.file for program in read_engine(engine).programs)
 
 
 def why_not_run(architecture: str) -> str:
-    """Why this host cannot run programs for an architecture; empty when it can.
+    """Reason why this host cannot run programs for an architecture; empty when it can.
 
-    ROCm runs on the first GPU unless it is told otherwise (``HIP_VISIBLE_DEVICES``), and a program for
-    another architecture would fail there as it runs.
+    ROCm runs on the first visible GPU (``HIP_VISIBLE_DEVICES``), where a program for another architecture
+    would fail.
     """
     if architecture == CPU:
         return ""
@@ -154,7 +135,7 @@ def why_not_run(architecture: str) -> str:
 
 
 def target_of(architecture: str) -> str:
-    """MIGraphX's target for an architecture; the reference target for the CPU."""
+    """MIGraphX's target of an architecture; the reference target for the CPU."""
     return REFERENCE if architecture == CPU else GPU
 
 
@@ -162,13 +143,12 @@ def open_migraphx(engine: Path, architecture: str, version: str = "") -> Migraph
     """Load the programs of an engine.
 
     Args:
-        engine: Its document; the programs lie beside it.
-        architecture: What it was built for, for example ``gfx942``, or ``cpu``.
-        version: Version of MIGraphX that built it; that of the document when empty.
+        engine: Its manifest; the programs are beside it.
+        version: Version of MIGraphX that built it; empty: that of the manifest.
 
     Raises:
         MissingPackage: MIGraphX is not installed.
-        EngineError: The engine is for another device or another version than is here, or does not load.
+        EngineError: The engine is for another device or version, or does not load.
     """
     migraphx = import_migraphx()
     document = read_engine(engine)
@@ -194,17 +174,12 @@ def open_migraphx(engine: Path, architecture: str, version: str = "") -> Migraph
 
 
 class MigraphxSession(Runner):
-    """The programs of an engine, loaded; each holds its own copy of the weights on the device.
+    """The loaded programs of an engine, each with its own copy of the weights on the device.
 
-    Calls from several threads are served one after the other.
-
-    Args:
-        migraphx: The vendor module.
-        engine: The document's path.
-        document: What it says.
+    Calls from several threads run one after the other.
 
     Raises:
-        EngineError: A program does not load, or takes something else than the document says.
+        EngineError: A program does not load, or its parameters differ from the manifest's.
     """
 
     def __init__(self, migraphx: Any, engine: Path, document: MigraphxEngine) -> None:
@@ -219,14 +194,14 @@ class MigraphxSession(Runner):
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that there are programs for."""
+        """Batch sizes of the programs."""
         return self._document.sizes
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch, in as many programs as it takes.
+        """Run one batch, in as many programs as needed.
 
         Raises:
-            EngineError: An input is missing or of another shape, or a program fails.
+            EngineError: An input is missing or has another shape, or a program fails.
         """
         feeds = {spec.name: _converted(inputs, spec) for spec in self._document.inputs}
         with self._lock:
@@ -259,14 +234,10 @@ def _converted(inputs: Mapping[str, npt.NDArray[Any]], spec: ProgramInput) -> np
 
 
 def _check_parameters(loaded: Any, program: ProgramFile, document: MigraphxEngine) -> None:
-    """The library takes a buffer of another size for the right one, and reads beyond it.
-
-    Raises:
-        EngineError: The program takes something else than the document says.
-    """
+    """Refuse buffers of other sizes, which the library would read out of bounds."""
     expected = {spec.name: (program.rows, *spec.shape) for spec in document.inputs}
     found = {name: parameter.shape for name, parameter in parameters_of(loaded).items()}
-    # A program does not take what its outputs do not depend on.
+    # A program lacks inputs that its outputs do not depend on.
     wrong = {name: shape for name, shape in found.items() if expected.get(name) != shape}
     if wrong:
         raise EngineError(

@@ -1,4 +1,4 @@
-"""ONNX Runtime as an engine maker: the CPU, CUDA and MIGraphX providers, and TensorRT's under its own name.
+"""ONNX Runtime's backends: the CPU, CUDA and MIGraphX providers, and TensorRT's under its own name.
 
 The engine is the planned ONNX file with its external data. On a GPU, a small document beside it says how to
 load it (`io_binding_settings`), and what a provider compiled is in a directory beside it.
@@ -62,7 +62,7 @@ class OnnxRuntimeBackend(Backend):
     times_kernels = True
 
     def availability(self) -> Availability:
-        """Whether ONNX Runtime is installed; which providers it has decides the devices."""
+        """Report ONNX Runtime; its providers determine the devices."""
         try:
             version = str(import_onnxruntime().__version__)
         except MissingPackage as error:
@@ -70,11 +70,11 @@ class OnnxRuntimeBackend(Backend):
         return Availability(True, version, True, True, self._devices_here(), "", "")
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """Plans that the provider would run in another precision, or whose sites it does not tell of."""
+        """Decline plans that the provider runs in another precision, or whose sites it does not report."""
         return why_declined(self.provider(architecture), plan)
 
     def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's own; FP32 for a plan with FP8, whose simulation isolates the error of FP8."""
+        """The plan's base; FP32 for a plan with FP8, to isolate the error of FP8."""
         return Precision.FP32 if plan.fp8_sites else plan.base
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
@@ -82,7 +82,7 @@ class OnnxRuntimeBackend(Backend):
         return bool(plan.fp8_sites)
 
     def why_not_here(self, architecture: str) -> str:
-        """Placement is read from a loaded engine: a build needs the provider and a GPU."""
+        """Placement is read from a loaded engine, so that a build needs the provider and its GPU."""
         return why_not_here(self.provider(architecture), architecture)
 
     def portability(self, architecture: str) -> str:
@@ -111,15 +111,15 @@ class OnnxRuntimeBackend(Backend):
         return open_bound(engine, self.name, architecture)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
-        """The ONNX file, its external data, its settings and what was compiled for it."""
+        """The ONNX file, its external data, its settings and compiled programs."""
         return (*model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Copy the model, and for a GPU find settings that it loads with.
+        """Copy the model and, for a GPU, determine settings that load.
 
         Raises:
-            ModelError: External data is missing or lies outside the model's directory, or ONNX Runtime
-                refuses the model.
+            ModelError: External data is missing or outside the model's directory, or ONNX Runtime refuses the
+                model.
             EngineError: The provider does not start, or fails on a batch.
         """
         engine = copy_model(request.model, into)
@@ -135,7 +135,7 @@ class OnnxRuntimeBackend(Backend):
         return engine
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Read the operands of each planned site from the graph that is run, and which provider runs it."""
+        """Read the operands of each planned site from the loaded graph, and the provider that runs it."""
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
             return self._read_optimized(request, engine, provider, None)
@@ -149,7 +149,7 @@ class OnnxRuntimeBackend(Backend):
         return _read_sites(request, Graphs(graph, graph, False, name), placement)
 
     def provider(self, architecture: str) -> Provider:
-        """The provider that runs engines for an architecture."""
+        """Provider of an architecture's engines."""
         return provider_for(self.name, architecture)
 
     def _read_optimized(
@@ -171,16 +171,16 @@ class OnnxRuntimeBackend(Backend):
 
 
 class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
-    """ONNX Runtime with TensorRT's provider: TensorRT where it can, CUDA for operators that it cannot.
+    """ONNX Runtime with TensorRT's provider, and CUDA's for operators that it does not support.
 
-    Precision flags stay off, so that networks are strongly typed: the types of the planned graph decide.
+    Precision flags stay off, so that networks are strongly typed by the planned graph.
     """
 
     spec: ClassVar[BackendSpec] = ONNXRUNTIME_TENSORRT
     options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), OPTIMIZATION_LEVEL: range(6)}
 
     def availability(self) -> Availability:
-        """Whether ONNX Runtime is installed with TensorRT's provider, and there is a GPU for it."""
+        """Report ONNX Runtime with TensorRT's provider, and a GPU for it."""
         found = super().availability()
         if not found.installed or found.devices:
             return found
@@ -190,10 +190,9 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
 
 
 def _first_that_loads(engine: Path, settings: BoundSettings, device: int) -> BoundSettings:
-    """The settings, or the same without CUDA graphs where those cannot be recorded.
+    """Return the settings, without CUDA graphs where those cannot be recorded.
 
-    A node that was left to the CPU, or one that allocates, keeps a graph from being recorded; the engine
-    then runs without.
+    A node on the CPU, or one that allocates, prevents the recording.
     """
     simpler = without_graphs(settings)
     try:

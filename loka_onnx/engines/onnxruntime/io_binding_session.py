@@ -1,13 +1,13 @@
-"""ONNX Runtime on a GPU: fixed buffers, and a CUDA graph, for every batch size that is served.
+"""ONNX Runtime on a GPU with io-binding: fixed buffers and a CUDA graph for every served batch size.
 
-A CUDA graph replays what was recorded, on the addresses that it was recorded with. So each served size has
-inputs and outputs of its own, bound once; a request is copied into those of the least size that holds it,
-and the run carries the number of that size's graph (`gpu_graph_id`; 0 is ONNX Runtime's own, -1 runs without
-one). Source: onnxruntime.ai, CUDA Execution Provider, section Using CUDA Graphs.
+A CUDA graph replays recorded work on the addresses of its recording. Each served size therefore has inputs
+and outputs of its own, bound once. A request is copied into the buffers of the smallest size that holds it,
+and the run names that size's graph (`gpu_graph_id`; 0 is ONNX Runtime's own, -1 runs without one). Source:
+onnxruntime.ai, CUDA Execution Provider, section Using CUDA Graphs.
 
-A request that would be padded too far, or is larger than any size, runs as it comes, without a graph. Not so
-with providers that compile (TensorRT, MIGraphX): they compile for a range of shapes or for one, and would
-compile again within a request for any other, so there every request is cut and padded to the sizes.
+A request that would need too much padding, or is larger than any size, runs unpadded without a graph.
+Providers that compile (TensorRT, MIGraphX) would compile within such a request, so that they cut and pad
+every request to the sizes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from loka_onnx.sessions.onnx_session import import_onnxruntime
 from loka_onnx.sessions.runner import Allocate, Arrays, Names, Resident, Runner
 
 MOST_PADDING = 2
-"""A request is padded to at most this many times its rows, where it could run as it comes."""
+"""Largest ratio of padded to actual rows where a request could run unpadded."""
 
 _NO_GRAPH, _FIRST_GRAPH = -1, 1
 
@@ -74,7 +74,7 @@ _NUMPY_TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class _Bound:
-    """Buffers of one batch size; replaying a graph reads and writes these."""
+    """Buffers of one batch size, which its graph reads and writes."""
 
     binding: Any
     inputs: Mapping[str, Any]
@@ -85,20 +85,16 @@ class _Bound:
 class BoundSession(Runner):
     """A model on a provider, with fixed buffers where its settings name batch sizes.
 
-    Every size is run once here, on zeros: that allocates its memory, lets a provider compile for it, and
-    records its CUDA graph, so that no request pays for it. Calls from several threads are served one after
-    the other.
+    Opening runs every size once on zeros: that allocates its memory, lets a provider compile for it, and
+    records its CUDA graph. Calls from several threads run one after the other.
 
     Args:
-        engine: Path of the model; external data is mapped from beside it.
-        settings: How to run it.
-        device: Number of the GPU.
-        writes: Whether what the provider compiles is kept beside the engine: true while it is built. Later
-            the provider gets a copy to write into, because an engine's files do not change.
-        threads: Threads of one operator on the CPU; 0 lets ONNX Runtime choose.
+        writes: Whether the provider keeps its programs beside the engine, as during a build; otherwise it
+            gets a copy to write into, because an engine's files do not change.
+        threads: CPU threads of one operator; 0 lets ONNX Runtime choose.
 
     Raises:
-        ModelError: ONNX Runtime refuses the model, or an axis other than the batch is open.
+        ModelError: ONNX Runtime refuses the model, or an axis other than the batch is dynamic.
         EngineError: The provider does not start, or the model fails on a batch.
     """
 
@@ -150,7 +146,7 @@ class BoundSession(Runner):
 
     @property
     def names(self) -> Names:
-        """Those of the graph."""
+        """Names of the graph."""
         return Names(self.input_names, self.output_names)
 
     @property
@@ -190,12 +186,11 @@ class BoundSession(Runner):
             return self._copies().stream
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
-        """Run one batch that lies on the device: copies within it, into fixed buffers and out of them.
-
-        A request that no size fits is bound where it lies.
+        """Run one batch on the device, copying into and out of fixed buffers; one that fits no size is bound
+        directly.
 
         Raises:
-            EngineError: As `run`, or an input has another type than the model.
+            EngineError: See `run`; or an input has another type than the model's.
         """
         for name, kind in self._types.items():
             if inputs[name].dtype != kind:
@@ -213,7 +208,7 @@ class BoundSession(Runner):
             return self._run_pieces(cuda, rows, inputs, allocate)
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """The batch in the buffers of its size, or in some of its own where no size fits it."""
+        """Put the batch into the buffers of its size, or into its own where it fits no size."""
         feeds = self._feeds(inputs)
         if not self._fits(feeds):
             own = self._bind(feeds, _NO_GRAPH)
@@ -226,15 +221,15 @@ class BoundSession(Runner):
         return Resident(lambda: self._launch(bound), lambda: None)
 
     def placement(self) -> tuple[PlacedNode, ...]:
-        """Which provider runs which node; a compiled subgraph is given by the nodes that it was made from.
+        """Provider of each node; a compiled subgraph is listed by its original nodes.
 
         Raises:
-            EngineError: This version of ONNX Runtime does not tell.
+            EngineError: This version of ONNX Runtime does not report it.
         """
         return placed_nodes(self._session)
 
     def close(self) -> None:
-        """Free buffers, graphs and the session, and what was copied for it."""
+        """Free buffers, graphs, the session, and its temporary copies."""
         self._bound.clear()
         self._session = None
         if self._cuda is not None:
@@ -247,7 +242,7 @@ class BoundSession(Runner):
         return {n: np.asarray(inputs[n]).astype(kind, copy=False) for n, kind in self._types.items()}
 
     def _fits(self, feeds: Arrays) -> bool:
-        """Whether a request is served from fixed buffers."""
+        """Tell whether a request is served from fixed buffers."""
         return self._fits_rows(0 if self._provider.compiles or not self._bound else rows_of(feeds))
 
     def _fits_rows(self, rows: int) -> bool:
@@ -256,7 +251,7 @@ class BoundSession(Runner):
         return any(rows <= size <= MOST_PADDING * rows for size in self._bound)
 
     def _copies(self) -> CudaContext:
-        """The stream of copies within the device; opened when the first request needs it."""
+        """Stream for copies on the device; opened by the first request that needs it."""
         if self._cuda is None:
             self._cuda = CudaContext(self._device)
         return self._cuda
@@ -271,7 +266,7 @@ class BoundSession(Runner):
                 row_bytes = inputs[name].nbytes // rows
                 source = inputs[name].address + piece.start * row_bytes
                 cuda.copy_padded(value.data_ptr(), source, row_bytes, piece.rows, piece.size)
-            # ONNX Runtime has a stream of its own, which does not wait for this one.
+            # ONNX Runtime runs on its own stream, which does not wait for this one.
             cuda.synchronize()
             self._launch(bound)
             for name, value in bound.outputs.items():
@@ -285,7 +280,7 @@ class BoundSession(Runner):
                 row_bytes = made.nbytes // rows if batched else 0
                 size = piece.rows * row_bytes if batched else made.nbytes
                 cuda.copy(made.address + piece.start * row_bytes, value.data_ptr(), size)
-            # The next piece, or the next request, writes into the same buffers.
+            # The next piece or request overwrites the buffers.
             cuda.synchronize()
         return answer
 
@@ -310,7 +305,7 @@ class BoundSession(Runner):
     def _bind(self, arrays: Arrays, graph: int) -> _Bound:
         memory, value_of = self._provider.memory, self._ort.OrtValue.ortvalue_from_numpy
         inputs = {
-            # A copy: on the CPU the value is the array itself.
+            # Copied, because on the CPU the value shares the array's memory.
             name: self._try(partial(value_of, np.array(value, order="C"), memory, self._device))
             for name, value in arrays.items()
         }
@@ -320,7 +315,7 @@ class BoundSession(Runner):
             binding.bind_ortvalue_input(name, value)
         for name in self.output_names:
             trial.bind_output(name, memory, self._device)
-        # Shapes of outputs that no inference gives are known once they have been computed.
+        # The first run gives the shapes of outputs that inference does not.
         self._try(lambda: self._session.run_with_iobinding(trial, self._run_options(_NO_GRAPH)))
         outputs = dict(zip(self.output_names, trial.get_outputs(), strict=True))
         for name, value in outputs.items():
@@ -338,7 +333,7 @@ class BoundSession(Runner):
         bound = self._bound[size]
         self._fill(bound, inputs)
         self._launch(bound)
-        # The next run writes into the same buffers.
+        # The next run overwrites the buffers.
         return {name: np.array(self._try(value.numpy)) for name, value in bound.outputs.items()}
 
     def _fill(self, bound: _Bound, inputs: Arrays) -> None:
@@ -359,7 +354,7 @@ class BoundSession(Runner):
         try:
             return run()
         except Exception as error:
-            # onnxruntime raises a family of unrelated extension types here.
+            # onnxruntime raises errors of unrelated types.
             raise EngineError(
                 f"{self._provider.name} failed on a batch", evidence=str(error)[:400]
             ) from error
@@ -368,19 +363,16 @@ class BoundSession(Runner):
 def open_bound(
     engine: Path, backend: str, architecture: str, version: str = "", threads: int = 0
 ) -> BoundSession:
-    """Load an engine as the settings beside it say, on the first GPU of its architecture.
+    """Load an engine with the settings beside it, on the first GPU of its architecture.
 
     Args:
-        engine: The ONNX file.
-        backend: Which one built it.
-        architecture: What it was built for.
-        version: ONNX Runtime that the caller expects; not checked when empty.
-        threads: Threads of one operator on the CPU; 0 lets ONNX Runtime choose.
+        version: Expected version of ONNX Runtime; not checked when empty.
+        threads: CPU threads of one operator; 0 lets ONNX Runtime choose.
 
     Raises:
         UserError: There are no settings.
-        EngineError: They are of another provider, compiled programs are of another version, or this host
-            cannot run it.
+        EngineError: The settings are of another provider, compiled programs of another version, or this host
+            cannot run the engine.
         ModelError: ONNX Runtime refuses the model.
     """
     settings = serde.read(BoundSettings, engine.with_name(SETTINGS_FILE))
@@ -408,7 +400,7 @@ def open_bound(
 
 
 def _type_of(value: Any) -> np.dtype[Any]:
-    """Type of an `OrtValue`."""
+    """NumPy type of an `OrtValue`."""
     kind: np.dtype[Any] = np.dtype(_numpy_type("output", value.data_type()))
     return kind
 

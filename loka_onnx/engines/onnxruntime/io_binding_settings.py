@@ -1,7 +1,7 @@
-"""The document beside an engine of ONNX Runtime that says how to load it.
+"""Settings beside an engine of ONNX Runtime that say how to load it.
 
-An engine's files may come from someone who may not run code on this host, so it sets only options that name
-no file and no library.
+An engine may come from someone who may not run code on this host, so that its settings cannot name files or
+libraries.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from loka_onnx.engines.onnxruntime.providers import PROVIDERS
 from loka_onnx.errors import EngineError
 
 SETTINGS_FILE = "settings.json"
-"""Beside the engine."""
+"""File beside the engine."""
 PROGRAMS = "programs"
-"""Directory beside the engine that holds what a provider has compiled."""
+"""Directory beside the engine with the programs that a provider compiled."""
 
 
 @dataclass(frozen=True)
 class BoundSettings:
-    """Settings of loading an engine; the document beside it.
+    """Settings of an engine; the document beside it.
 
     Attributes:
-        provider: Key of the provider.
         version: ONNX Runtime that built it.
-        options: What the provider is told, beside the number of its device and where its programs are.
-        sizes: Batch sizes with fixed buffers, ascending; where empty, any batch runs as it comes.
-        programs: Whether what the provider compiled is in `PROGRAMS`.
+        options: Options of the provider, other than the device and the directory of its programs.
+        sizes: Batch sizes with fixed buffers, ascending; empty: every batch runs unpadded.
+        programs: Whether the provider's programs are in `PROGRAMS`.
 
     Raises:
-        EngineError: There is no such provider, it takes no such option, or sizes are out of order.
+        EngineError: The provider or an option is unknown, or sizes are out of order.
     """
 
     SCHEMA: ClassVar[str] = "onnxruntime-engine/1"
@@ -61,7 +60,7 @@ class BoundSettings:
 
 
 def settings_beside(engine: Path) -> tuple[str, ...]:
-    """Names of the files that lie beside an engine because of its settings; none without settings."""
+    """Names of the files that the settings of an engine add beside it; none without settings."""
     if engine.suffix != ".onnx" or not engine.with_name(SETTINGS_FILE).is_file():
         return ()
     programs = (path for path in (engine.parent / PROGRAMS).rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Starting a session on one execution provider, and asking it which provider runs what."""
+"""Sessions on one execution provider, and the placement of their nodes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class PlacedNode:
     """Node with the provider that runs it.
 
     Attributes:
-        name: Of the node, in the graph as basic optimizations left it.
-        op: Its operator.
+        name: Name of the node, in the graph after basic optimizations.
         provider: ONNX Runtime's name of the provider.
     """
 
@@ -29,13 +28,11 @@ class PlacedNode:
 
 
 def start_session(engine: Path, settings: Any, chain: list[tuple[str, dict[str, str]]]) -> Any:
-    """An `onnxruntime.InferenceSession` that runs on the first provider, and nothing else in its place.
+    """Start an `onnxruntime.InferenceSession` that runs on the first provider of the chain.
 
-    ONNX Runtime by itself goes on with the CPU where a provider does not start, and says so on a stream.
+    By itself, ONNX Runtime falls back to the CPU where a provider does not start, and only logs it.
 
     Args:
-        engine: Path of the model.
-        settings: `onnxruntime.SessionOptions`.
         chain: Providers and their options, from `provider_chain`.
 
     Raises:
@@ -45,12 +42,12 @@ def start_session(engine: Path, settings: Any, chain: list[tuple[str, dict[str, 
     ort = import_onnxruntime()
     name = chain[0][0]
     if name in {CUDA.name, TENSORRT.name} and hasattr(ort, "preload_dlls"):
-        # CUDA and cuDNN may have come as Python packages, where the dynamic linker does not look.
+        # CUDA and cuDNN may be Python packages, which the dynamic linker does not search.
         ort.preload_dlls()
     try:
         session = ort.InferenceSession(os.fspath(engine), settings, providers=chain, enable_fallback=0)
     except Exception as error:
-        # onnxruntime raises a family of unrelated extension types here.
+        # onnxruntime raises errors of unrelated types.
         raise ModelError(
             f"ONNX Runtime refuses '{engine}' on {name}", evidence=str(error).splitlines()[0][:400]
         ) from error
@@ -67,10 +64,10 @@ def start_session(engine: Path, settings: Any, chain: list[tuple[str, dict[str, 
 
 
 def session_options(engine: Path, provider: Provider) -> Any:
-    """`onnxruntime.SessionOptions` for an engine: values stay exact, and placement can be read back.
+    """`onnxruntime.SessionOptions` for an engine that keep values exact and record placement.
 
-    A provider that compiles takes the graph as it was written, because it optimizes itself and knows its own
-    patterns. Elsewhere a graph with FP8 is not optimized above BASIC (`onnx_session` says why).
+    A provider that compiles gets the original graph, because it has its own optimizer and patterns. Otherwise
+    a graph with FP8 is not optimized above BASIC (see `onnx_session`).
 
     Raises:
         ModelError: The file is no model.
@@ -90,10 +87,10 @@ def session_options(engine: Path, provider: Provider) -> Any:
 
 
 def placed_nodes(session: Any) -> tuple[PlacedNode, ...]:
-    """Which provider runs which node of a session that `session_options` was made for.
+    """Provider of each node in a session with `session_options`.
 
     Raises:
-        EngineError: This version of ONNX Runtime does not tell.
+        EngineError: This version of ONNX Runtime does not report it.
     """
     tell = getattr(session, "get_provider_graph_assignment_info", None)
     if tell is None:

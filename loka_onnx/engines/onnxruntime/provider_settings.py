@@ -1,4 +1,4 @@
-"""What each execution provider is told for a plan, and which plans it declines."""
+"""Options of each execution provider for a plan, and the plans that it declines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import ModelError
 
 CUDA_GRAPH, EXHAUSTIVE_TUNE, OPTIMIZATION_LEVEL = "cuda_graph", "exhaustive_tune", "optimization_level"
-"""Options of a build: whether runs are replayed from CUDA graphs (1), whether MIGraphX times every kernel
-that it has (0), and how long TensorRT looks for kernels (0 to 5, its own default 3)."""
+"""Options of a build: whether CUDA graphs are replayed (1), whether MIGraphX times all its kernels (0), and
+TensorRT's effort in its search (0 to 5, default 3)."""
 
 
 def why_declined(provider: Provider, plan: PrecisionPlan) -> str | None:
-    """Why a provider cannot honour a plan; None when it can."""
+    """Reason why a provider cannot honour a plan; None when it can."""
     return _DECLINES[provider.key](plan)
 
 
@@ -75,17 +75,10 @@ _DECLINES: Mapping[str, Callable[[PrecisionPlan], str | None]] = {
 
 
 def settings_for(provider: Provider, request: BuildRequest, version: str) -> BoundSettings:
-    """How an engine is to be loaded.
-
-    Every provider serves the batch sizes of the request from fixed buffers.
-
-    Args:
-        provider: Which one runs it.
-        request: The engine to build.
-        version: Of ONNX Runtime.
+    """Settings for loading an engine, with fixed buffers for the request's batch sizes.
 
     Raises:
-        ModelError: TensorRT needs the shape of every input, and one has an open axis beside the batch.
+        ModelError: TensorRT needs the shape of every input, and one has a dynamic axis besides the batch.
     """
     options = {
         CUDA.key: _cuda_options,
@@ -97,9 +90,8 @@ def settings_for(provider: Provider, request: BuildRequest, version: str) -> Bou
 
 
 def without_graphs(settings: BoundSettings) -> BoundSettings:
-    """The same engine without CUDA graphs: any batch runs as it comes, so nothing is padded.
-
-    A provider that compiles keeps its sizes.
+    """Same settings without CUDA graphs: batches run unpadded, except on a provider that compiles for
+    sizes.
     """
     graph = GRAPH_OPTIONS.get(settings.provider)
     if graph is None:
@@ -111,16 +103,16 @@ def without_graphs(settings: BoundSettings) -> BoundSettings:
 
 def _cuda_options(request: BuildRequest) -> dict[str, str]:
     return {
-        # Buffers have the sizes that they will always have: a larger step would only hold memory.
+        # Buffers have fixed sizes: a larger step would waste memory.
         "arena_extend_strategy": "kSameAsRequested",
         GRAPH_OPTIONS[CUDA.key]: "1",
-        # What a plan calls FP32 has 23 bits of mantissa, not the 10 of TF32.
+        # A plan's FP32 has 23 bits of mantissa, not the 10 of TF32.
         "use_tf32": "0",
     }
 
 
 def _tensorrt_options(request: BuildRequest) -> dict[str, str]:
-    # No trt_fp16_enable and the like: those let TensorRT choose types; without them it takes the graph's.
+    # Without options such as trt_fp16_enable, TensorRT keeps the graph's types.
     shapes = _input_shapes(request.model)
     batch = request.batch
     return {
@@ -137,7 +129,7 @@ def _migraphx_options(request: BuildRequest) -> dict[str, str]:
 
 
 def _profile(shapes: Mapping[str, tuple[int, ...]], rows: int) -> str:
-    """An optimization profile as the provider takes it: ``x:64x13,ids:64x26``."""
+    """Format an optimization profile for the provider: ``x:64x13,ids:64x26``."""
     return ",".join(
         f"{name}:{'x'.join(str(extent) for extent in (rows, *tail))}" for name, tail in shapes.items()
     )

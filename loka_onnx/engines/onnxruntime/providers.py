@@ -1,4 +1,4 @@
-"""Execution providers of ONNX Runtime: what they may be told, and what of them this host has.
+"""Execution providers of ONNX Runtime: their options, and their availability on this host.
 
 Sources: onnxruntime.ai, pages of the CUDA, TensorRT and MIGraphX execution providers, and in its repository
 `core/providers/<provider>/…_execution_provider_info.cc` for the names of options.
@@ -18,7 +18,7 @@ from loka_onnx.sessions.host_devices import list_amd_architectures
 from loka_onnx.sessions.onnx_session import import_onnxruntime
 
 Options = Mapping[str, str]
-"""Names of a provider's options, and their values as ONNX Runtime takes them."""
+"""Names and values of a provider's options, as ONNX Runtime takes them."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,14 @@ class Provider:
     """An execution provider.
 
     Attributes:
-        key: As an engine's settings name it.
-        name: As ONNX Runtime names it.
-        memory: Where inputs and outputs lie, as ONNX Runtime names it. A provider that copies what lies
-            elsewhere has "cpu".
-        compiles: It turns subgraphs into programs of its own, which are kept beside the engine: they are
-            code, and belong to one architecture and one version.
-        options: Options that an engine's settings may set. Those that name a file or a library are not
-            among them, because settings come with an engine that need not be trusted.
-        package: Optional dependency of this project that brings it.
+        key: Its name in an engine's settings.
+        name: ONNX Runtime's name.
+        memory: ONNX Runtime's name for the memory of inputs and outputs; "cpu" for a provider that copies.
+        compiles: Whether it compiles subgraphs to programs, which are kept beside the engine: they are code,
+            for one architecture and one version.
+        options: Options that an engine's settings may set; none names a file or a library, because an engine
+            need not be trusted.
+        package: Optional dependency of this project that provides it.
     """
 
     key: str
@@ -79,10 +78,10 @@ MIGRAPHX = Provider(
     "amd",
 )
 PROVIDERS: Mapping[str, Provider] = {p.key: p for p in (CPU, CUDA, TENSORRT, MIGRAPHX)}
-"""By key."""
+"""Providers by key."""
 
 GRAPH_OPTIONS: Mapping[str, str] = {"cuda": "enable_cuda_graph", "tensorrt": "trt_cuda_graph_enable"}
-"""By key of a provider that can: the option that records each run of fixed buffers as a CUDA graph."""
+"""Option of each provider that records runs on fixed buffers as CUDA graphs, by key."""
 
 _KEYS: Mapping[tuple[str, str], str] = {
     ("onnxruntime", "cpu"): CPU.key,
@@ -93,11 +92,8 @@ _KEYS: Mapping[tuple[str, str], str] = {
 
 
 def provider_for(backend: str, architecture: str) -> Provider:
-    """The provider that runs a backend's engines for an architecture.
-
-    Args:
-        backend: ``onnxruntime`` or ``onnxruntime_tensorrt``.
-        architecture: ``cpu``, ``sm90``, ``gfx942`` and the like.
+    """Return the provider that runs a backend's engines for an architecture (``cpu``, ``sm90``, ``gfx942``,
+    …).
 
     Raises:
         ConfigError: There is none.
@@ -112,14 +108,11 @@ def provider_for(backend: str, architecture: str) -> Provider:
 def provider_chain(
     provider: Provider, options: Options, device: int, programs: Path | None, timing: Path | None = None
 ) -> list[tuple[str, dict[str, str]]]:
-    """A session's providers in order: what one does not support is run by the next.
+    """Providers of a session in order; each runs what the ones before do not support.
 
     Args:
-        provider: The one that is meant to run everything.
-        options: What the engine's settings tell it.
-        device: Number of its GPU.
-        programs: Where it keeps what it compiles; not kept when None.
-        timing: Where it keeps what kernels took, between builds; not kept when None.
+        programs: Directory of compiled programs; None: not kept.
+        timing: Directory of kernel timings between builds; None: not kept.
     """
     if provider.key == CPU.key:
         return [(CPU.name, {})]
@@ -146,7 +139,7 @@ def timing_directory(version: str) -> Path:
 
 
 def why_no_provider(provider: Provider) -> str:
-    """Why the ONNX Runtime of this host has not a provider; empty when it has it."""
+    """Reason why this host's ONNX Runtime lacks a provider; empty when it has it."""
     try:
         ort = import_onnxruntime()
     except MissingPackage as error:
@@ -161,7 +154,7 @@ def why_no_provider(provider: Provider) -> str:
 
 
 def why_not_here(provider: Provider, architecture: str) -> str:
-    """Why this host cannot run a provider on an architecture; empty when it can."""
+    """Reason why this host cannot run a provider on an architecture; empty when it can."""
     reason = why_no_provider(provider)
     if reason:
         return reason

@@ -16,7 +16,7 @@ from loka_onnx.engines.onnxruntime.providers import CUDA, MIGRAPHX, TENSORRT, Pr
 from loka_onnx.engines.triton.forms import Form, Refusal, Source, model_of
 from loka_onnx.engines.triton.models import VERSION, ModelFile
 from loka_onnx.engines.triton.text_format import Fields, entries
-from loka_onnx.sessions.bundle_files import external_data_locations
+from loka_onnx.sessions.model_files import data_locations, read_model
 from loka_onnx.sessions.onnx_session import holds_float8
 
 DISABLE_ALL = 2
@@ -33,7 +33,7 @@ def triton_form(source: Source) -> Form | Refusal:
             "Triton's ONNX Runtime backend has the providers CPU, CUDA, TensorRT and OpenVINO, and not "
             f"{provider.name}: serve it with `loka-onnx bundle serve`"
         )
-    data = external_data_locations(source.path)
+    data = data_locations(read_model(source.path))
     # External data keeps its name, because the model names it.
     file = "model.onnx" if "model.onnx" not in data else source.path.name
     settings = _settings(source)

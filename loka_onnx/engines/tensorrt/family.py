@@ -1,4 +1,4 @@
-"""What TensorRT and TensorRT for RTX have in common as engine makers."""
+"""Common base of TensorRT and TensorRT for RTX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from loka_onnx.sessions.runner import Runner
 
 ENGINE_FILE = "engine.trt"
 BF16_FROM = 80
-"""Least compute capability whose tensor cores multiply BF16."""
+"""Lowest compute capability with BF16 tensor cores."""
 
 
 class TensorRtFamily(Backend):
@@ -38,7 +38,7 @@ class TensorRtFamily(Backend):
 
     @abstractmethod
     def settings(self, trt: Any, request: BuildRequest) -> BuildSettings:
-        """How to build a request."""
+        """Settings for a request."""
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
         """FP8 needs E4M3FN and sm89 or later; BF16 needs sm80 or later."""
@@ -50,7 +50,7 @@ class TensorRtFamily(Backend):
         return self.foreign_format(plan)
 
     def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's."""
+        """The plan's base."""
         return plan.base
 
     def portability(self, architecture: str) -> str:
@@ -71,7 +71,7 @@ class TensorRtFamily(Backend):
 
 
 def asked_settings(request: BuildRequest, **more: Any) -> BuildSettings:
-    """The settings that a request asks for, with those that its backend adds."""
+    """Settings of a request, with those that its backend adds."""
     return BuildSettings(
         request.architecture,
         request.batch,

@@ -1,9 +1,8 @@
-"""Opens an engine of TensorRT in a child process before this one does, the first time on a host.
+"""First opening of a TensorRT engine on a host, in a child process.
 
 Deserializing a plan runs the library's code, which may end the process (seen: SIGSEGV in the lean runtime of
-TensorRT 11.4 without a driver that it accepts). A server would end with it, and none of the bundle's other
-engines would be tried. What has opened once is remembered by the digests and versions that it depends on,
-below the cache's directory.
+TensorRT 11.4 without a driver that it accepts). A server would end with it before it tried the bundle's other
+engines. A success is recorded in the cache directory, by the digests and versions that it depends on.
 """
 
 from __future__ import annotations
@@ -24,22 +23,17 @@ from loka_onnx.sessions.cuda import CudaDevice, driver_version
 
 _LOG = logging.getLogger("loka_onnx.sessions")
 SECONDS = 900.0
-"""Longest that a child may take: TensorRT for RTX compiles kernels as it loads."""
+"""Time limit of the child: TensorRT for RTX compiles kernels while it loads."""
 BEGUN, REFUSED = "loka-onnx: opening", 3
-"""What a child prints before the library sees the engine, and its exit status where that raised an error."""
+"""Output of the child before the library reads the engine, and its exit status where the library raises an
+error."""
 
 
 def check_opens(module: str, version: str, engine: Path, device: CudaDevice) -> None:
     """Open and close an engine in a child process, unless it has opened here before.
 
-    An engine that is refused without the process ending passes: whoever opens it next gets that error. A
-    child that could not begin (the interpreter cannot be started by its path) is logged, and passes as well.
-
-    Args:
-        module: Vendor module, as it is imported.
-        version: Its version.
-        engine: Serialized engine.
-        device: The GPU.
+    An engine that is refused without a crash passes: the next opening raises that error. A child that cannot
+    start is logged, and passes too.
 
     Raises:
         EngineError: The child ended while the library opened the engine.

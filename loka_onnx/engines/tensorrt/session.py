@@ -1,19 +1,18 @@
-"""Runs a serialized engine through the TensorRT API and the CUDA driver.
+"""Session of a serialized engine, through the TensorRT API and the CUDA driver.
 
-`TensorRtSession` takes the vendor module as a parameter: the calls are the same in `tensorrt_rtx` and in
-`tensorrt` 10 and 11.
+The vendor module is a parameter of `TensorRtSession`: the calls are equal in `tensorrt_rtx` and `tensorrt` 10
+and 11.
 
-A batch is copied into page-locked memory, from there to the device, run, and copied back, all queued on one
-stream. For a batch size that the engine is tuned for, what is queued is captured into a CUDA graph the second
-time that size comes, and is one launch from then on. A smaller request is padded to the next such size where
-that is at most `MOST_PADDING` times its rows, and what pads it is cut off. TensorRT's rules for graphs
-(developer guide, "CUDA Graphs"): a graph belongs to the shapes, the buffers and the execution context it was
-captured from, the context must have run once with them before, and must not be changed afterwards. So each
-such size has an execution context of its own, which costs its activations' memory, and a graph is dropped
-when a buffer moves.
+A batch is copied into page-locked memory, to the device, run, and copied back, all queued on one stream. The
+second time that a tuned batch size comes, this work is captured into a CUDA graph, and is a single launch
+from then on. A smaller request is padded to the next tuned size of at most `MOST_PADDING` times its rows.
+TensorRT's rules for graphs (developer guide, "CUDA Graphs"): a graph belongs to the shapes, buffers and
+execution context of its capture; the context must have run with them before, and must not be changed
+afterwards. Each tuned size therefore has its own execution context, at the cost of its activations' memory,
+and a graph is dropped when a buffer moves.
 
-An engine is a program: TensorRT for RTX carries the source of its kernels and compiles it as it loads, and an
-engine of TensorRT carries machine code. Load one only from whoever may run code on the host.
+An engine is a program: TensorRT for RTX compiles the kernel sources in it on loading, and TensorRT's holds
+machine code. Load one only from someone who may run code on the host.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("loka_onnx.sessions")
 MOST_PADDING = 2
-"""A request is padded to at most this many times its rows, where it could run as it comes."""
+"""Largest ratio of padded to actual rows where a request could run unpadded."""
 
 NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
     "FLOAT": np.float32,
@@ -50,22 +49,20 @@ NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
     "INT64": np.int64,
     "BOOL": np.bool_,
 }
-"""By member of `DataType`; the other types have no NumPy counterpart."""
+"""NumPy type of each member of `DataType` that has one."""
 
 
 def open_engine(
     spec: TensorRtSpec, engine: Path, architecture: str, version: str = "", *, is_new: bool = False
 ) -> TensorRtSession:
-    """Deserialize an engine on the first GPU of its architecture.
-
-    The library sees nothing of it before the driver has answered.
+    """Deserialize an engine on the first GPU of its architecture, after the driver has answered.
 
     Args:
         spec: Backend that built it.
         engine: Serialized engine.
         architecture: What it was built for, for example ``sm89``.
         version: Version of the library that built it; not checked when empty.
-        is_new: Whether it may never have been opened on this host: then a child process opens it first.
+        is_new: Whether it may never have been opened on this host, so that a child process opens it first.
 
     Raises:
         MissingPackage: The library is not installed.
@@ -91,17 +88,14 @@ def open_engine(
 
 @dataclass
 class _Lane:
-    """An execution context, and the state it was left in.
+    """An execution context with its CUDA graphs and current state.
 
     Attributes:
-        context: The execution context, with its optimization profile chosen.
-        is_captured: Whether its work becomes a CUDA graph: it serves one batch size only.
-        inputs: Shapes that it was last set to.
-        outputs: Shapes of what that gives.
+        is_captured: Whether its work becomes a CUDA graph: it serves a single batch size.
         moves: `CudaContext.moves` when its buffers were set.
-        is_warm: It has run with these shapes and buffers.
-        graph: A batch as captured: copies to the device, the engine, copies back.
-        engine_graph: The engine alone.
+        is_warm: Whether it has run with these shapes and buffers.
+        graph: Graph of a batch: copies to the device, the engine, copies back.
+        engine_graph: Graph of the engine alone.
     """
 
     context: Any
@@ -114,7 +108,7 @@ class _Lane:
     engine_graph: CudaGraph | None = None
 
     def drop_graphs(self) -> None:
-        """Forget the captured work."""
+        """Free the captured graphs."""
         for graph in (self.graph, self.engine_graph):
             if graph is not None:
                 graph.close()
@@ -125,13 +119,10 @@ class _Lane:
 class TensorRtSession(Runner):
     """A deserialized engine with its execution contexts, buffers and CUDA graphs.
 
-    Calls from several threads are served one after the other.
+    Calls from several threads run one after the other.
 
     Args:
-        trt: The vendor module.
-        engine: Serialized engine.
-        device: Number of the GPU.
-        cuda_graphs: Whether the batch sizes that the engine is tuned for are captured into CUDA graphs.
+        cuda_graphs: Whether tuned batch sizes are captured into CUDA graphs.
 
     Raises:
         EngineError: The engine does not load on this machine.
@@ -201,16 +192,16 @@ class TensorRtSession(Runner):
 
     @property
     def stream(self) -> int:
-        """Handle of the stream that everything runs on."""
+        """Handle of the stream."""
         return self._cuda.stream
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
-        """Run one batch that lies on the device: copies within it, into the engine's buffers and out of them.
+        """Run one batch on the device, copying into and out of the engine's buffers.
 
-        A CUDA graph reads and writes fixed addresses, so the engine is not given the caller's.
+        CUDA graphs use fixed addresses, so that the engine cannot use the caller's.
 
         Raises:
-            EngineError: As `run`, or an input has another type than the engine.
+            EngineError: See `run`; or an input has another type than the engine's.
         """
         for name in self._inputs:
             if inputs[name].dtype != self._types[name]:
@@ -254,10 +245,10 @@ class TensorRtSession(Runner):
             self._compute(lane)
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """A batch on the device; launching it runs the engine, as a CUDA graph where its size is served.
+        """Put a batch on the device; launching it runs the engine, as a CUDA graph for a tuned size.
 
         Raises:
-            EngineError: As `run`.
+            EngineError: See `run`.
         """
         with self._lock:
             lane = self._hand_over(inputs)
@@ -277,7 +268,7 @@ class TensorRtSession(Runner):
         return Resident(launch, self._cuda.synchronize)
 
     def close(self) -> None:
-        """Free graphs and engine before the device context that they live in."""
+        """Free graphs and engine before their device context."""
         self._cuda.activate()
         for lane in (self._general, *self._lanes.values()):
             lane.drop_graphs()
@@ -286,7 +277,7 @@ class TensorRtSession(Runner):
         self._cuda.close()
 
     def _hand_over(self, inputs: Mapping[str, npt.NDArray[Any]]) -> _Lane:
-        """Put a batch into page-locked memory; the execution context that takes it."""
+        """Stage a batch in page-locked memory and return its execution context."""
         self._cuda.activate()
         values = {name: inputs[name].astype(self._types[name], copy=False) for name in self._inputs}
         shapes = {name: value.shape for name, value in values.items()}
@@ -302,12 +293,12 @@ class TensorRtSession(Runner):
         return lane
 
     def _rows(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        """Rows of a request; None where its inputs do not agree, which the engine refuses."""
+        """Rows of a request; None where its inputs disagree, which the engine refuses."""
         counts = {shapes[name][:1] for name in self._batched}
         return next(iter(counts.pop()), None) if len(counts) == 1 else None
 
     def _padded_rows(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        """Rows that the engine runs for a request: of the next size that it is tuned for, if that is near."""
+        """Rows that the engine runs for a request: the next tuned size, unless that is too far."""
         rows = self._rows(shapes)
         if not rows:
             return rows
@@ -320,12 +311,12 @@ class TensorRtSession(Runner):
     def _cut(
         self, name: str, shape: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """Shape of an output without the rows that answer what pads a request."""
+        """Shape of an output without padding rows."""
         rows = self._rows(inputs)
         return (rows, *shape[1:]) if rows is not None and name in self._follows else shape
 
     def _lane(self, size: int | None) -> _Lane:
-        """The execution context for a batch: its size's own when the engine is tuned for that size."""
+        """Return the execution context of a batch; each tuned size has its own."""
         if size is None or size not in self._profiles:
             return self._general
         if size not in self._lanes:
@@ -346,11 +337,7 @@ class TensorRtSession(Runner):
         return chosen
 
     def _bind(self, lane: _Lane, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Set shapes and buffers, where they are not what the context already has.
-
-        Raises:
-            EngineError: A shape lies outside the optimization profile.
-        """
+        """Set shapes and buffers that differ from the context's."""
         context = lane.context
         if lane.inputs != shapes:
             lane.drop_graphs()
@@ -387,13 +374,13 @@ class TensorRtSession(Runner):
         lane.is_warm = True
 
     def _captured(self, lane: _Lane, work: Callable[[], None]) -> CudaGraph | None:
-        """What a warm context queues, as a graph; None where that is not wanted or not possible."""
+        """Capture the work of a warm context as a graph; None where that is not wanted or not possible."""
         if not lane.is_captured:
             return None
         try:
             return self._cuda.capture(work)
         except EngineError as error:
-            # Some operators synchronize with the host: such an engine is right, and launched as before.
+            # Some operators synchronize with the host: such an engine is launched without a graph.
             lane.is_captured = False
             _LOG.warning("batches of shape %s run without a CUDA graph: %s", lane.inputs, error)
             return None
@@ -417,9 +404,9 @@ class TensorRtSession(Runner):
         return bool(shape) and shape[0] < 0
 
     def _served_sizes(self) -> dict[int, int]:
-        """Optimization profile by the batch size that it is tuned for; the narrowest where there are several.
+        """Optimization profile of each tuned batch size; the narrowest where there are several.
 
-        The builder puts the profile for every size first, and behind it those for one size each.
+        The builder adds the profile for all sizes first, then one for each single size.
         """
         found: dict[int, int] = {}
         if self._batched:

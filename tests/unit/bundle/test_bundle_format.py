@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import BundleContents, inspect_bundle, verify_bundle, write_bundle
+from loka_onnx.bundle.contents import BundleContents
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.requirements import LEAST_DRIVER, requirements_of
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.evaluation import TargetChoice
 from loka_onnx.core.manifest import Manifest, Need, Requirement

@@ -9,7 +9,8 @@ import pytest
 from sample_run import make_run
 
 from loka_onnx import runtime
-from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_files
 from loka_onnx.engines.onnxruntime.io_binding_settings import (

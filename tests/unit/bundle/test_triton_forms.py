@@ -18,8 +18,9 @@ from cut_models import LOOKED_UP, cut_contents
 from sample_run import SampleRun, make_run
 from triton_rules import check_repository, parameters, pb
 
-from loka_onnx.bundle import BundleContents, BundleEngine, write_bundle
+from loka_onnx.bundle.contents import BundleContents, BundleEngine
 from loka_onnx.bundle.triton import TritonOptions, TritonRepository, export_triton
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file, digest_files

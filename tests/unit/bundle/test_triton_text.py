@@ -10,7 +10,7 @@ from sample_run import SampleRun
 from triton_rules import pb
 from typer.testing import CliRunner
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.cli.bundle_triton import export_triton_command
 from loka_onnx.engines.triton.ports import DATA_TYPES
 from loka_onnx.engines.triton.text_format import Symbol, entries, render

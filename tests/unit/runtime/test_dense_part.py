@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bundle"))
 
 from cut_models import LOOKED_UP, TABLE, answer, cut_contents, request
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import EngineEntry
 from loka_onnx.core.split import Part

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bundle"))
 from cut_models import cut_contents, request
 from fake_cuda_driver import FakeDriver
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.format.files import Sample, verify_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.manifest import BatchRange, Manifest
 from loka_onnx.engines.migraphx.session import (
@@ -41,7 +42,6 @@ from loka_onnx.errors import EngineError
 from loka_onnx.runtime import Engine, load
 from loka_onnx.runtime.gate import Gate
 from loka_onnx.sessions import cuda
-from loka_onnx.sessions.bundle_files import Sample, verify_bundle
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Runner
 

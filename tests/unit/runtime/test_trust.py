@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import pack_bundle, sign_bundle, write_bundle, write_key_pair
+from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import EngineEntry
 from loka_onnx.engines.tensorrt import spec as tensorrt
 from loka_onnx.errors import BundleInvalid, EngineError

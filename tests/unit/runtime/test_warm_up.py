@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
 from loka_onnx.engines.onnxruntime.io_binding_settings import BoundSettings
 from loka_onnx.errors import DataError, EngineError

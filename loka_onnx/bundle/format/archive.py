@@ -1,11 +1,11 @@
-"""A bundle as a single file: a zip archive that holds what the directory holds, in one determined way.
+"""A bundle as a single file: a zip archive with the files of the directory, in one determined form.
 
-Entries are the manifest, the signature where there is one, and the files in the order of their paths; of
-files with one content only the first is there. Nothing is compressed. An archive therefore follows byte for
-byte from the bundle, and reading one means to compare: the manifest is read first, and with it is known which
-headers must follow, where, and of which sizes (`sessions.archive_layout`). No offset, count or size that the
-archive states is believed. All of that is checked before anything is written; contents are checked against
-their digests as they are copied to a staged directory, which takes its place last.
+Entries are the manifest, the signature if there is one, and the files in the order of their paths,
+uncompressed; of files with equal content only the first is stored. The archive follows byte for byte from the
+bundle. A reader parses the manifest first, which gives all headers with their offsets and sizes
+(`archive_layout`), and compares them: it trusts no offset, count or size in the archive. All headers
+are checked before anything is written; contents are checked against their digests while they are copied to a
+staged directory, which is moved into place last.
 """
 
 from __future__ import annotations
@@ -23,6 +23,27 @@ from typing import BinaryIO, NoReturn
 
 import onnx
 
+from loka_onnx.bundle.format.archive_layout import (
+    MAX_HEADER_BYTES,
+    Header,
+    Stored,
+    central_header,
+    ending,
+    local_header,
+    parse_central,
+    parse_local,
+)
+from loka_onnx.bundle.format.documents import refuse
+from loka_onnx.bundle.format.files import Verified, check_models, verify_directory
+from loka_onnx.bundle.format.manifest import parse_manifest
+from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
+from loka_onnx.bundle.format.signature import (
+    MAX_SIGNATURE_BYTES,
+    SIGNATURE_NAME,
+    check_signature,
+    parse_signature,
+)
 from loka_onnx.core.digests import CHUNK_BYTES
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
@@ -33,49 +54,26 @@ from loka_onnx.core.manifest import (
 )
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError, OutputError
-from loka_onnx.sessions.archive_layout import (
-    MAX_HEADER_BYTES,
-    Header,
-    Stored,
-    central_header,
-    ending,
-    local_header,
-    parse_central,
-    parse_local,
-)
-from loka_onnx.sessions.bundle_documents import refuse
-from loka_onnx.sessions.bundle_files import Verified, check_models, verify_directory
-from loka_onnx.sessions.bundle_manifest import parse_manifest
-from loka_onnx.sessions.bundle_signature import (
-    MAX_SIGNATURE_BYTES,
-    SIGNATURE_NAME,
-    check_signature,
-    parse_signature,
-)
 from loka_onnx.sessions.model_files import read_model
-from loka_onnx.sessions.pinned import pinned
-from loka_onnx.sessions.replace import check_replaceable, staged_directory
 
 _NOT_OURS = "an archive of a bundle is written by `loka-onnx bundle pack` and by nothing else"
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a path is a file, so that it can only be a bundle in its single-file form."""
+    """Tell whether a path is a file, and so can only be a single-file bundle."""
     return path.is_file()
 
 
 def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
-    """Checks a bundle in either form.
+    """Verify a bundle in either form.
 
     Args:
-        path: Its directory, or its archive.
-        keys: Public keys of which one must have signed it; where there are none, no signature is asked for.
-        progress: Called with bytes done.
+        keys: Accepted public keys; without keys, no signature is required.
 
     Raises:
-        BundleInvalid: It does not verify, or none of the keys signed it.
+        BundleInvalid: It does not verify, or no accepted key signed it.
         ConfigError: A key is not an Ed25519 public key.
-        MissingPackage: There are keys, and no `cryptography` here.
+        MissingPackage: There are keys, but `cryptography` is not installed.
     """
     if is_archive(path):
         with _opened(path) as archive:
@@ -86,19 +84,17 @@ def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = sile
 
 
 def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
-    """Writes the bundle of an archive as a directory, atomically.
+    """Write the bundle of an archive as a directory, atomically.
 
     Args:
-        archive: The archive.
-        directory: Where it goes. An old bundle there is replaced as a whole.
-        progress: Called with bytes done.
+        directory: Destination; a bundle there is replaced as a whole.
 
     Returns:
         The directory, with links resolved.
 
     Raises:
-        BundleInvalid: The archive does not verify; nothing is left of what was written.
-        OutputError: The place cannot be written, has no room, or holds something that is not a bundle.
+        BundleInvalid: The archive does not verify; nothing written remains.
+        OutputError: The destination cannot be written, has no room, or holds something that is not a bundle.
     """
     destination = Path(os.path.realpath(directory))
     check_replaceable(destination)
@@ -109,18 +105,17 @@ def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
 
 @contextlib.contextmanager
 def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
-    """The bundle of an archive as a directory for the time of a block.
+    """Unpack an archive into a temporary directory for a block.
 
     Args:
-        archive: The archive.
-        parent: Where the directory is made; None for the system's place of temporary files.
+        parent: Directory for it; None for the system's temporary directory.
 
     Yields:
         A verified directory; it is removed afterwards.
 
     Raises:
         BundleInvalid: The archive does not verify.
-        OutputError: There is no room for it, or no such place.
+        OutputError: There is no room for it, or `parent` is missing.
     """
     with _opened(archive) as opened, contextlib.ExitStack() as stack:
         try:
@@ -138,7 +133,7 @@ def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
 
 
 def distinct_files(manifest: Manifest) -> tuple[BundleFile, ...]:
-    """Files whose content an archive holds: of those with one content the first, in the order of paths."""
+    """Files whose content an archive stores: of equal contents the first, in the order of paths."""
     first: dict[str, BundleFile] = {}
     for file in sorted(manifest.files, key=lambda f: f.path):
         first.setdefault(file.sha256, file)
@@ -146,12 +141,7 @@ def distinct_files(manifest: Manifest) -> tuple[BundleFile, ...]:
 
 
 def write_archive(directory: Path, target: Path, progress: Progress = silent) -> None:
-    """Writes a verified bundle as an archive, not atomically.
-
-    Args:
-        directory: The bundle.
-        target: The file to write.
-        progress: Called with bytes done.
+    """Write a verified bundle as an archive, not atomically.
 
     Raises:
         OSError: It cannot be read or written.
@@ -174,7 +164,7 @@ def write_archive(directory: Path, target: Path, progress: Progress = silent) ->
 
 def _write_entry(out: BinaryIO, path: str, source: BinaryIO) -> Stored:
     offset, crc, size = out.tell(), 0, os.fstat(source.fileno()).st_size
-    # The checksum stands before the content and is known after it.
+    # The checksum precedes the content, and is known only after it.
     out.write(local_header(Stored(path, size, 0, offset)))
     copied = 0
     while chunk := source.read(CHUNK_BYTES):
@@ -201,12 +191,12 @@ def _opened(path: Path) -> Iterator[_Archive]:
 
 
 class _Archive:
-    """An archive whose layout was checked: every byte of it but those of the contents."""
+    """An archive whose layout is checked: all bytes except the contents."""
 
     def __init__(self, path: Path, stream: BinaryIO, size: int) -> None:
         self._path, self._stream, self._size = path, stream, size
         self._entries: dict[str, Stored] = {}
-        # Where the entry after those that were read begins.
+        # Offset behind the entries read so far.
         self._end = 0
         first = self._header(0)
         if first is None or first.path != MANIFEST_NAME:
@@ -231,10 +221,10 @@ class _Archive:
         return check_signature(self._signature_data, self._manifest_data, keys, self._path)
 
     def check_contents(self, progress: Progress = silent) -> None:
-        """Checks every file against its digest, and what models read.
+        """Check every file against its digest, and the external data of models.
 
         Raises:
-            BundleInvalid: One was altered.
+            BundleInvalid: A file was altered.
         """
         files, done = distinct_files(self.manifest), 0
         total = sum(file.bytes for file in files)
@@ -250,10 +240,10 @@ class _Archive:
         )
 
     def extract(self, directory: Path, progress: Progress = silent) -> None:
-        """Writes the bundle to an empty directory; checks every file against its digest.
+        """Write the bundle to an empty directory and check every file against its digest.
 
         Raises:
-            BundleInvalid: One was altered.
+            BundleInvalid: A file was altered.
             OSError: The directory cannot be written or has no room.
         """
         files, done = distinct_files(self.manifest), 0
@@ -301,7 +291,7 @@ class _Archive:
         return data
 
     def _add(self, path: str, size: int) -> None:
-        """Reads on past the entry that must come next."""
+        """Check and record the entry that must come next."""
         offset = self._end
         found = self._header(offset)
         if found is None:
@@ -320,7 +310,7 @@ class _Archive:
         self._end = entry.end
 
     def _check_directory(self) -> None:
-        """Compares everything after the last entry with what must be there."""
+        """Compare everything after the last entry with the expected bytes."""
         start = offset = self._end
         extra = self._header(offset)
         if extra is not None:
@@ -366,7 +356,7 @@ class _Archive:
         refuse(self._path, what, f"{count} entries are expected")
 
     def _explain(self, found: Header, entry: Stored) -> NoReturn:
-        """Says what is wrong with a header that is not the one that must be there."""
+        """Refuse an unexpected header with a specific reason."""
         path = found.path
         if path != entry.path:
             if path in self._entries or path_problem(path) is not None or not self._is_listed(path):
@@ -400,11 +390,7 @@ class _Archive:
         return any(file.path == path for file in self.manifest.files)
 
     def _content(self, file: BundleFile) -> Iterator[bytes]:
-        """The content of a file in chunks; it was checked when the last one has been given.
-
-        Raises:
-            BundleInvalid: It was altered.
-        """
+        """Yield a file's content in chunks; it is verified after the last one."""
         entry = self._entries[file.path]
         state, crc, done, start = hashlib.sha256(), 0, 0, entry.content
         while done < entry.bytes:
@@ -427,7 +413,7 @@ class _Archive:
         try:
             return onnx.load_model_from_string(b"".join(self._content(file)))
         except Exception as error:
-            # google.protobuf's DecodeError has no stable import path across its implementations.
+            # The import path of google.protobuf's DecodeError depends on its implementation.
             raise ModelError(f"'{file.path}' is not an ONNX model", evidence=str(error)[:200]) from error
 
 
@@ -450,7 +436,7 @@ def _new_file(directory: Path, path: str) -> Iterator[BinaryIO]:
 
 
 def _other_names(manifest: Manifest) -> dict[str, list[BundleFile]]:
-    """What an archive holds under another name, by the path that it is held under."""
+    """Files that the archive stores under another path, by that path."""
     first = {file.sha256: file.path for file in distinct_files(manifest)}
     names: dict[str, list[BundleFile]] = {}
     for file in manifest.files:
@@ -460,10 +446,10 @@ def _other_names(manifest: Manifest) -> dict[str, list[BundleFile]]:
 
 
 def _add_names(directory: Path, names: Mapping[str, Sequence[BundleFile]]) -> None:
-    """Gives files more names; copies where the file system has no links, or no more of them.
+    """Link files under more names; copy where the file system refuses links.
 
     Raises:
-        OutputError: There is no room for all the copies that it takes; none was made yet.
+        OutputError: There is no room for the copies; none was made.
         OSError: The directory cannot be written.
     """
     later = sum(file.bytes for files in names.values() for file in files)
@@ -477,7 +463,7 @@ def _add_names(directory: Path, names: Mapping[str, Sequence[BundleFile]]) -> No
                 continue
             if not is_checked:
                 left = len(files) - number
-                # Each copy takes as many names as this one did; with none, neither will those of other files.
+                # Each copy takes as many links as this one did; if none, other files take none either.
                 needed = -(-left // (links + 1)) * file.bytes + (0 if links else later)
                 _check_room(directory, needed)
                 is_checked = True

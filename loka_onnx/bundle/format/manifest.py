@@ -1,7 +1,4 @@
-"""Reading the manifest of a bundle without trusting it: its bytes, and what it says against itself.
-
-The files that it lists are held against it in `sessions.bundle_files`.
-"""
+"""Untrusted reading of a bundle's manifest, and its consistency; `bundle.format.files` checks the files."""
 
 from __future__ import annotations
 
@@ -10,6 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from loka_onnx.bundle.format.documents import parse_document, read_document, refuse
+from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.signature import SIGNATURE_NAME
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
     MAX_FILES,
@@ -20,35 +20,28 @@ from loka_onnx.core.manifest import (
     paths_problem,
 )
 from loka_onnx.core.split import Part
-from loka_onnx.sessions.bundle_documents import parse_document, read_document, refuse
-from loka_onnx.sessions.bundle_signature import SIGNATURE_NAME
 from loka_onnx.sessions.dlpack import DTYPES
-from loka_onnx.sessions.pinned import pinned
 
 MAX_FILE_BYTES = 1 << 50
-"""More than any file; small enough for every field of a header or system call that takes a size."""
+"""Larger than any file, and valid in every size field of a header or system call."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Reads a manifest and checks it against itself, but not against the files.
+    """Read a manifest and check its consistency, but not the files.
 
     Raises:
-        BundleInvalid: As `bundle_files.verify_bundle`, as far as the manifest alone shows it.
+        BundleInvalid: The manifest is refused; see `bundle_files.verify_bundle`.
     """
     with pinned(directory) as pin:
         return parse_manifest(read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES), pin.path)
 
 
 def parse_manifest(data: bytes, where: Path) -> Manifest:
-    """A manifest from its bytes, checked against itself.
-
-    Args:
-        data: The bytes.
-        where: The bundle, for messages.
+    """Parse a manifest and check its consistency; `where` names the bundle in messages.
 
     Raises:
-        BundleInvalid: As `bundle_files.verify_bundle`, as far as the manifest alone shows it.
+        BundleInvalid: The manifest is refused; see `bundle_files.verify_bundle`.
     """
     manifest = parse_document(Manifest, data, MANIFEST_NAME, where)
     if len(manifest.files) > MAX_FILES:
@@ -89,7 +82,7 @@ def _check_consistency(directory: Path, manifest: Manifest) -> None:
             )
         if not 1 <= entry.batch.min <= entry.batch.max:
             refuse(directory, f"engine '{entry.id}' has an empty batch range", f"{entry.batch}")
-        # A NaN or infinite tolerance would make the self-test pass whatever comes out.
+        # The self-test would pass any answer under a NaN or infinite tolerance.
         if set(entry.tolerance) != outputs or not all(
             math.isfinite(t) and t >= 0 for t in entry.tolerance.values()
         ):
@@ -132,7 +125,7 @@ def _check_digests(directory: Path, manifest: Manifest) -> None:
 
 
 def _check_routes(directory: Path, manifest: Manifest) -> None:
-    """Requests must have an engine of the bundle to go to, whatever their size."""
+    """Every route must name an engine of the bundle, for ascending batch sizes."""
     ids = {entry.id for entry in manifest.engines}
     for choice in manifest.choice.targets:
         missing = [name for name in choice.engines if name not in ids] if choice.routes else []

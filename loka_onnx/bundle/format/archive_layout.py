@@ -1,10 +1,10 @@
-"""The bytes of a single-file bundle that are not content: headers of a zip archive, all of them determined.
+"""Headers of a single-file bundle: a zip archive whose bytes, other than contents, are all determined.
 
 Source: PKWARE .ZIP File Format Specification (APPNOTE) 6.3.10, sections 4.3.7 (local header), 4.3.12 (central
-header), 4.3.14 to 4.3.16 (end of the central directory) and 4.5.3 (ZIP64). Everything that the specification
-leaves open is fixed here: entries are stored, not compressed; dates are 1980-01-01; there are no comments and
-no extra fields but those of ZIP64 where a number needs them. So the headers of an archive follow from the
-names, sizes and checksums of its entries, and a reader compares them instead of believing them.
+header), 4.3.14 to 4.3.16 (end of the central directory) and 4.5.3 (ZIP64). Choices that the specification
+leaves open are fixed: entries are stored uncompressed and dated 1980-01-01, without comments or extra fields
+other than ZIP64 where a number needs it. The headers therefore follow from the names, sizes and checksums of
+the entries, and a reader compares them instead of trusting them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,12 @@ _FULL, _MANY = 0xFFFFFFFF, 0xFFFF
 
 LOCAL_BYTES, CENTRAL_BYTES = _LOCAL.size, _CENTRAL.size
 MAX_HEADER_BYTES = 1024
-"""More than any header of a path that a bundle may hold."""
+"""Upper bound of the header of any path that a bundle may hold."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """An entry of an archive.
-
-    Attributes:
-        path: Its name.
-        bytes: Size of its content.
-        crc: CRC-32 of its content.
-        offset: Where its local header begins.
-    """
+    """An entry of an archive; `bytes` and `crc` are of its content, `offset` is that of its local header."""
 
     path: str
     bytes: int
@@ -45,17 +38,17 @@ class Stored:
 
     @property
     def content(self) -> int:
-        """Where its content begins."""
+        """Offset of its content."""
         return self.offset + len(local_header(self))
 
     @property
     def end(self) -> int:
-        """Where the next entry begins."""
+        """Offset of the next entry."""
         return self.content + self.bytes
 
 
 def local_header(entry: Stored) -> bytes:
-    """What stands before the content of an entry."""
+    """Build the header in front of an entry's content."""
     name = entry.path.encode("ascii")
     is_large = entry.bytes >= _FULL
     extra = struct.pack("<HHQQ", 1, 16, entry.bytes, entry.bytes) if is_large else b""
@@ -68,7 +61,7 @@ def local_header(entry: Stored) -> bytes:
 
 
 def central_header(entry: Stored) -> bytes:
-    """What stands for an entry in the central directory."""
+    """Build the header of an entry in the central directory."""
     name = entry.path.encode("ascii")
     is_large, is_far = entry.bytes >= _FULL, entry.offset >= _FULL
     numbers = [entry.bytes] * 2 * is_large + [entry.offset] * is_far
@@ -98,12 +91,8 @@ def central_header(entry: Stored) -> bytes:
 
 
 def ending(count: int, size: int, offset: int) -> bytes:
-    """What an archive ends with.
-
-    Args:
-        count: Entries.
-        size: Bytes of the central directory.
-        offset: Where it begins.
+    """Build the end of an archive with `count` entries and a central directory of `size` bytes at
+    `offset`.
     """
     is_large = count >= _MANY or size >= _FULL or offset >= _FULL
     large = b""
@@ -126,16 +115,12 @@ def ending(count: int, size: int, offset: int) -> bytes:
 
 @dataclass(frozen=True)
 class Header:
-    """A header as an archive has it, believed by nobody.
+    """A header as read from an archive, untrusted.
 
     Attributes:
-        path: The name.
-        flags: General purpose bit flags.
-        method: How the content is compressed.
-        crc: CRC-32 of the content.
-        bytes: Size of the content, not compressed.
-        mode: Type and permissions of the file; 0 in a local header, which has none.
-        offset: Where the entry begins; 0 in a local header, which does not say.
+        bytes: Uncompressed size of the content.
+        mode: Type and permissions of the file; 0 in a local header.
+        offset: Offset of the entry; 0 in a local header.
         size: Bytes of the header.
     """
 
@@ -150,7 +135,7 @@ class Header:
 
 
 def parse_local(data: bytes) -> Header | None:
-    """The local header that begins there; None where none does."""
+    """Parse a local header at the start of `data`; None where there is none."""
     if len(data) < _LOCAL.size:
         return None
     signature, _, flags, method, _, _, crc, _, size, name, extra = _LOCAL.unpack_from(data)
@@ -164,7 +149,7 @@ def parse_local(data: bytes) -> Header | None:
 
 
 def parse_central(data: bytes) -> Header | None:
-    """The central header that begins there, numbers of ZIP64 at their limit; None where none does."""
+    """Parse a central header, with ZIP64 numbers at their limit; None where there is none."""
     if len(data) < _CENTRAL.size or _CENTRAL.unpack_from(data)[0] != _CENTRAL_SIGNATURE:
         return None
     fields = _CENTRAL.unpack_from(data)

@@ -1,7 +1,7 @@
-"""Who made a bundle: Ed25519 signatures (RFC 8032) over the exact bytes of its manifest.
+"""Origin of a bundle: Ed25519 signatures (RFC 8032) over the exact bytes of its manifest.
 
-The manifest holds the digest of every other file, so that a signature of it vouches for the whole bundle.
-`signature.json` stands beside it. A bundle may be signed with several keys, for example while keys change.
+The manifest holds the digest of every other file, so that its signature covers the whole bundle.
+`signature.json` is beside it, with one or more keys (for example during a change of keys).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from loka_onnx.bundle.format.documents import parse_document, read_document, refuse
+from loka_onnx.bundle.format.pinned import pinned
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from loka_onnx.core.seal import UNSEALED
 from loka_onnx.core.serde import STRICT
 from loka_onnx.errors import ConfigError, MissingPackage
-from loka_onnx.sessions.bundle_documents import parse_document, read_document, refuse
-from loka_onnx.sessions.pinned import pinned
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -39,7 +39,6 @@ class KeySignature:
 
     Attributes:
         key: Fingerprint of the key: SHA-256 of the 32 bytes of the public key, hexadecimal.
-        signature: The 64 bytes of the signature, hexadecimal.
     """
 
     __pydantic_config__ = STRICT
@@ -54,7 +53,6 @@ class BundleSignature:
 
     Attributes:
         manifest: SHA-256 of the bytes of the manifest that was signed.
-        signatures: One entry per key, sorted by it.
         seal: SHA-256 of this document with these digits as zeros.
     """
 
@@ -67,26 +65,23 @@ class BundleSignature:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Fingerprints of the keys that it claims to be signed with; nothing is verified by reading them."""
+        """Fingerprints of the keys that it claims to be signed with, unverified."""
         return tuple(entry.key for entry in self.signatures)
 
 
 def verify_signature(directory: Path, keys: Sequence[Path]) -> str:
-    """Checks that one of the keys signed the manifest of a bundle.
-
-    This says who made the manifest. `verify_bundle` says that the files are those of the manifest.
+    """Verify that an accepted key signed the manifest of a bundle; `verify_bundle` checks the files.
 
     Args:
-        directory: The bundle.
-        keys: Public keys whose signature is accepted, PEM files (SubjectPublicKeyInfo).
+        keys: Accepted public keys, PEM files (SubjectPublicKeyInfo).
 
     Returns:
         Fingerprint of the key that signed it.
 
     Raises:
-        BundleInvalid: It is not signed, signed with other keys only, or altered since.
+        BundleInvalid: It is not signed, signed only with other keys, or altered since.
         ConfigError: No key was given, or one is not an Ed25519 public key.
-        MissingPackage: There is no `cryptography` here.
+        MissingPackage: `cryptography` is not installed.
     """
     with pinned(directory) as pin:
         manifest = read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES)
@@ -94,7 +89,7 @@ def verify_signature(directory: Path, keys: Sequence[Path]) -> str:
 
 
 def read_signature(directory: Path) -> BundleSignature | None:
-    """The signature of a bundle, checked as far as it can be without a key; None where there is none.
+    """Read the signature of a bundle, checked as far as possible without a key; None where there is none.
 
     Raises:
         BundleInvalid: It is not a signature, or of another manifest.
@@ -106,7 +101,7 @@ def read_signature(directory: Path) -> BundleSignature | None:
 
 
 def signature_bytes(directory: Path) -> bytes | None:
-    """Bytes of the signature of a bundle, not checked; None where there is none.
+    """Unchecked bytes of a bundle's signature; None where there is none.
 
     Raises:
         BundleInvalid: It is not a plain file, or too large.
@@ -117,13 +112,8 @@ def signature_bytes(directory: Path) -> bytes | None:
 
 
 def check_signature(signature: bytes | None, manifest: bytes, keys: Sequence[Path], where: Path) -> str:
-    """As `verify_signature`, for documents that were read before.
-
-    Args:
-        signature: Bytes of the signature; None where there is none.
-        manifest: Bytes of the manifest.
-        keys: Public keys whose signature is accepted, PEM files.
-        where: The bundle, for messages.
+    """Verify documents that are already read; see `verify_signature`. `where` names the bundle in
+    messages.
     """
     accepted = {fingerprint(key): key for key in map(read_public_key, keys)}
     if not accepted:
@@ -139,7 +129,7 @@ def check_signature(signature: bytes | None, manifest: bytes, keys: Sequence[Pat
             f"signed with {', '.join(document.keys)}; accepted {', '.join(accepted)}",
             f"{_ORIGIN}, or name the right public key",
         )
-    # One that holds is enough: another may have been there before, put by anybody.
+    # One valid signature is enough: anyone could have added an invalid one before.
     holding = [entry.key for entry in known if _verifies(accepted[entry.key], entry.signature, manifest)]
     if not holding:
         keys_named = ", ".join(entry.key for entry in known)
@@ -148,12 +138,7 @@ def check_signature(signature: bytes | None, manifest: bytes, keys: Sequence[Pat
 
 
 def parse_signature(data: bytes, manifest: bytes, where: Path) -> BundleSignature:
-    """A signature as far as it can be checked without a key.
-
-    Args:
-        data: Bytes of the signature.
-        manifest: Bytes of the manifest.
-        where: The bundle, for messages.
+    """Parse a signature and check it as far as possible without a key; `where` names the bundle in messages.
 
     Raises:
         BundleInvalid: It is not a signature, or of another manifest.
@@ -177,11 +162,11 @@ def parse_signature(data: bytes, manifest: bytes, where: Path) -> BundleSignatur
 
 
 def read_public_key(path: Path) -> Ed25519PublicKey:
-    """An Ed25519 public key from a PEM file (SubjectPublicKeyInfo, RFC 8410).
+    """Read an Ed25519 public key from a PEM file (SubjectPublicKeyInfo, RFC 8410).
 
     Raises:
         ConfigError: It cannot be read, or is another kind of key.
-        MissingPackage: There is no `cryptography` here.
+        MissingPackage: `cryptography` is not installed.
     """
     require_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -194,7 +179,7 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
     try:
         key = load_pem_public_key(data)
     except Exception as error:
-        # Beside ValueError, OpenSSL's kinds of failure differ from version to version.
+        # Besides ValueError, OpenSSL's errors differ between versions.
         raise ConfigError(
             f"'{path}' is not a public key in PEM", evidence=str(error)[:200], remedy=remedy
         ) from error
@@ -204,10 +189,10 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
 
 
 def read_key_file(path: Path) -> bytes:
-    """Bytes of a key file.
+    """Read a key file.
 
     Raises:
-        ConfigError: It cannot be read, or is far too large for a key.
+        ConfigError: It cannot be read, or is too large for a key.
     """
     try:
         with path.open("rb") as stream:
@@ -225,10 +210,10 @@ def fingerprint(key: Ed25519PublicKey) -> str:
 
 
 def require_cryptography() -> None:
-    """Fails where signatures cannot be made or checked.
+    """Fail where signatures cannot be made or checked.
 
     Raises:
-        MissingPackage: There is no `cryptography` here.
+        MissingPackage: `cryptography` is not installed.
     """
     try:
         import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401

@@ -1,4 +1,4 @@
-"""What a bundle is called where nobody says so."""
+"""Default name of a bundle."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 
 def name_of(bundle: Path) -> str:
-    """The name of its directory as it is (``ranker-1.5``), or of its single file without the suffix."""
+    """Name of its directory (``ranker-1.5``), with links resolved, or of its single file without the
+    suffix.
+    """
     place = Path(os.path.realpath(bundle))
     return place.stem if place.is_file() else place.name

@@ -1,12 +1,12 @@
-"""Putting a finished directory, or a finished file, in the place of another.
+"""Atomic replacement of a directory or a file.
 
-A directory is staged beside its destination and moved in with one system call: Linux exchanges the old and
-the new directory atomically (renameat2 with RENAME_EXCHANGE). Elsewhere the old one is renamed away first, so
-that for an instant there is none; both stay complete on disk, and the next write finds and removes what an
-interruption left. A file is staged in such a directory too, and renamed over the old one.
+A directory is staged beside its destination and moved in with one system call: Linux exchanges both
+atomically (renameat2 with RENAME_EXCHANGE). Elsewhere the old one is renamed first, so that for an instant
+there is none; both stay complete on disk, and the next write cleans up after an interruption. A file is
+staged in such a directory too, and renamed over the old one.
 
-A stage directory is locked (flock) for as long as its writer lives. The lock dies with the process, however
-that ends, so that what is left over can be told from what is being written without trusting process ids.
+A stage directory is locked (flock) while its writer lives. The lock ends with the process, so that leftovers
+are told from active stages without process ids.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from loka_onnx.bundle.format.archive_layout import MAX_HEADER_BYTES, parse_local
+from loka_onnx.bundle.format.documents import read_document, states_manifest
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from loka_onnx.errors import BundleInvalid, OutputError
-from loka_onnx.sessions.archive_layout import MAX_HEADER_BYTES, parse_local
-from loka_onnx.sessions.bundle_documents import read_document, states_manifest
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -32,18 +32,12 @@ _RENAME_EXCHANGE = 2
 
 @contextlib.contextmanager
 def staged_directory(destination: Path) -> Iterator[Path]:
-    """A new directory beside `destination` that takes its place when the block ends without an error.
+    """Yield an empty directory that replaces `destination` when the block ends without an error.
 
-    Removes what interrupted writers of the same destination left behind.
-
-    Args:
-        destination: Where the directory goes; what is there is replaced as a whole.
-
-    Yields:
-        An empty directory to fill; files and directories in it are synced to disk before the move.
+    Removes leftovers of interrupted writers. Contents are synced to disk before the move.
 
     Raises:
-        OutputError: The place cannot be written.
+        OutputError: The destination cannot be written.
     """
     with _stage(destination) as stage:
         yield stage
@@ -58,21 +52,18 @@ def staged_directory(destination: Path) -> Iterator[Path]:
 def staged_file(
     destination: Path, *, beside: Path | None = None, check: Callable[[], None] | None = None
 ) -> Iterator[Path]:
-    """A path for a new file that takes the place of `destination` when the block ends without an error.
+    """Yield a path for a new file that replaces `destination` when the block ends without an error.
 
-    Removes what interrupted writers of the same file left behind.
+    Removes leftovers of interrupted writers. The file is synced to disk before the move.
 
     Args:
-        destination: Where the file goes; what is there is replaced.
-        beside: What the file is staged beside, on the same file system; None for the destination itself.
-            Nothing but the finished file may ever appear in a directory that is closed-world.
-        check: Called last, while no directory can be moved into the place of `beside`.
-
-    Yields:
-        A path where nothing is yet; the file is synced to disk before the move.
+        destination: The file to replace.
+        beside: Path on the same file system beside which the file is staged; None for the destination. A
+            closed-world directory must never hold anything but the finished file.
+        check: Called last, while no directory can replace `beside`.
 
     Raises:
-        OutputError: The place cannot be written.
+        OutputError: The destination cannot be written.
     """
     anchor = destination if beside is None else beside
     with _stage(anchor) as stage:
@@ -88,15 +79,10 @@ def staged_file(
 
 
 def check_replaceable(destination: Path) -> None:
-    """Refuses to replace what is not a bundle.
-
-    A bundle is known by its manifest: a name that others use too says nothing, its schema does.
-
-    Args:
-        destination: Where a bundle goes as a directory.
+    """Refuse to replace a directory that is no bundle; a bundle is known by its manifest's schema.
 
     Raises:
-        OutputError: Something is there that is neither a bundle nor an empty directory.
+        OutputError: The path is neither a bundle nor an empty directory.
     """
     if not os.path.lexists(destination):
         return
@@ -110,13 +96,10 @@ def check_replaceable(destination: Path) -> None:
 
 
 def check_replaceable_file(destination: Path) -> None:
-    """Refuses to replace what is not a bundle in its single-file form.
-
-    Args:
-        destination: Where such a file goes.
+    """Refuse to replace a file that is no single-file bundle.
 
     Raises:
-        OutputError: Something is there that does not begin with the manifest of a bundle.
+        OutputError: The path does not begin with the manifest of a bundle.
     """
     if not os.path.lexists(destination) or (destination.is_file() and _is_archive(destination)):
         return
@@ -155,13 +138,13 @@ def _is_archive(file: Path) -> bool:
 
 @contextlib.contextmanager
 def _stage(destination: Path) -> Iterator[Path]:
-    """A new locked directory beside `destination`, removed at the end with what is in it then."""
+    """Yield a new locked directory beside `destination`; removed at the end with its contents."""
     stage: Path | None = None
     lock: int | None = None
     prefix = f".{destination.name}.staged-"
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        # The parent stays locked until the stage is, so that no other writer takes it for a leftover.
+        # The parent stays locked until the stage is, so that no other writer takes the stage for a leftover.
         with _locked(destination.parent):
             _remove_leftovers(destination, prefix)
             stage = Path(tempfile.mkdtemp(dir=destination.parent, prefix=prefix))
@@ -175,14 +158,14 @@ def _stage(destination: Path) -> Iterator[Path]:
         ) from error
     finally:
         if stage is not None:
-            # After an exchange this is the old directory.
+            # After an exchange, this is the old directory.
             shutil.rmtree(stage, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 
 
 def move_into_place(stage: Path, destination: Path) -> None:
-    """Moves `stage` to `destination`; what was there is at `stage` afterwards, or gone.
+    """Move `stage` to `destination`; the old directory is then at `stage`, or removed.
 
     Raises:
         OSError: The file system refuses.
@@ -220,7 +203,7 @@ def _remove_leftovers(destination: Path, prefix: str) -> None:
         except (BlockingIOError, FileNotFoundError):
             continue
         try:
-            # Interrupted between the two renames: the old directory is still whole, so it comes back.
+            # Interrupted between the two renames: restore the old directory, which is whole.
             if (path / destination.name).is_dir() and not destination.exists():
                 (path / destination.name).rename(destination)
             shutil.rmtree(path, ignore_errors=True)

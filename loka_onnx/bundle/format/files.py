@@ -1,9 +1,8 @@
-"""Verifying a bundle without trusting it: its files against its manifest (`sessions.bundle_manifest`).
+"""Untrusted verification of a bundle: its files against its manifest (`bundle.format.manifest`).
 
 A bundle is closed-world: it holds exactly the files that its manifest lists, unaltered. Nothing in it is
-unpickled, followed or executed before that has been checked. The digests protect against accidents and
-against tampering by someone who cannot rewrite the manifest; a signature (`sessions.bundle_signature`) says
-who made the bundle.
+unpickled, followed or executed before that check. Digests protect against accidents and against tampering by
+anyone who cannot rewrite the manifest; a signature (`bundle.format.signature`) proves who made the bundle.
 """
 
 from __future__ import annotations
@@ -22,6 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from loka_onnx.bundle.format.documents import OPEN_PLAIN, kind_of, read_document, refuse
+from loka_onnx.bundle.format.manifest import parse_manifest
+from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.signature import (
+    SIGNATURE_NAME,
+    check_signature,
+    parse_signature,
+    signature_bytes,
+)
 from loka_onnx.core.digests import CHUNK_BYTES
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
@@ -36,26 +44,17 @@ from loka_onnx.core.manifest import (
 )
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError
-from loka_onnx.sessions.bundle_documents import OPEN_PLAIN, kind_of, read_document, refuse
-from loka_onnx.sessions.bundle_manifest import parse_manifest
-from loka_onnx.sessions.bundle_signature import (
-    SIGNATURE_NAME,
-    check_signature,
-    parse_signature,
-    signature_bytes,
-)
 from loka_onnx.sessions.model_files import data_locations, read_model
-from loka_onnx.sessions.pinned import pinned
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 MODEL_SUFFIX = ".onnx"
 ONNX_RUNTIME = "onnxruntime"
-"""What names of backends that ONNX Runtime opens begin with."""
+"""Prefix of backends whose engines ONNX Runtime opens."""
 _WRITE_AGAIN = "write the bundle again with a model of that name"
 
 MAX_SAMPLE_BYTES = 256 << 20
-"""Unpacked size of a sample; a few rows of every input and output are far below it."""
+"""Largest unpacked sample; a few rows of every input and output are far smaller."""
 _NO_SAMPLE = (
     OSError,
     ValueError,
@@ -63,31 +62,31 @@ _NO_SAMPLE = (
     MemoryError,
     zipfile.BadZipFile,
     zlib.error,
-    # An encrypted member, and, as NotImplementedError, one compressed in a way that is not known.
+    # An encrypted member, or (NotImplementedError) an unknown compression.
     RuntimeError,
 )
-"""What NumPy and zipfile raise for an altered sample."""
+"""Errors of NumPy and zipfile for an altered sample."""
 
 
 def verify_bundle(directory: Path) -> Manifest:
-    """Checks that a bundle is whole and holds nothing else.
+    """Verify that a bundle is complete and holds nothing else.
 
     Args:
-        directory: The bundle. It may be reached through a link; nothing inside it may be one.
+        directory: The bundle, or a link to it; links inside it are refused.
 
     Returns:
         Its manifest.
 
     Raises:
-        BundleInvalid: A missing, extra, altered or special file; a path that leaves the bundle; a
-            manifest that is too large, not JSON, of an unknown schema, or contradicts itself.
+        BundleInvalid: A missing, extra, altered or special file; a path outside the bundle; a manifest that
+            is too large, not JSON, of an unknown schema, or contradictory.
     """
     return verify_directory(directory).manifest
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A bundle that verifies.
+    """A verified bundle.
 
     Attributes:
         manifest: Its manifest.
@@ -101,19 +100,17 @@ class Verified:
 
 
 def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
-    """Checks that a bundle is whole, and who signed it.
+    """Verify a bundle and its signature.
 
-    Everything is read of one directory, though another takes its place meanwhile, and each document once.
+    Everything is read from one directory even if another replaces it meanwhile, and each document once.
 
     Args:
-        directory: The bundle.
-        keys: Public keys of which one must have signed it; where there are none, no signature is asked for.
-        progress: Called with bytes done.
+        keys: Accepted public keys; without keys, no signature is required.
 
     Raises:
-        BundleInvalid: As `verify_bundle`, or none of the keys signed it.
+        BundleInvalid: See `verify_bundle`; or no accepted key signed it.
         ConfigError: A key is not an Ed25519 public key.
-        MissingPackage: There are keys, and no `cryptography` here.
+        MissingPackage: There are keys, but `cryptography` is not installed.
     """
     with pinned(directory) as pin:
         verified = _verify(pin.path, keys, progress)
@@ -144,10 +141,9 @@ def _verify(directory: Path, keys: Sequence[Path], progress: Progress) -> Verifi
 
 
 def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.ModelProto]) -> None:
-    """Checks that ONNX models of a bundle read weights from files of the bundle only.
+    """Check that the ONNX models of a bundle read weights only from its files.
 
     Args:
-        manifest: Its manifest.
         where: The bundle, for messages.
         load: Reads the model at a path of the manifest, without external data.
 
@@ -158,7 +154,8 @@ def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.Mod
     locations: dict[str, tuple[str, ...]] = {}
     for what, path, is_run in _models(manifest):
         if not path.endswith(MODEL_SUFFIX):
-            # ONNX Runtime goes by the suffix: a file of another name may be of another format, or a model.
+            # ONNX Runtime decides by the suffix: it could take such a file for another format, or for a
+            # model.
             if is_run or path.lower().endswith(MODEL_SUFFIX):
                 refuse(where, f"{what} is not a file '*{MODEL_SUFFIX}'", f"it names '{path}'", _WRITE_AGAIN)
             continue
@@ -179,7 +176,7 @@ def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.Mod
 
 
 def _models(manifest: Manifest) -> Iterator[tuple[str, str, bool]]:
-    """What may be an ONNX model: what messages call it, its path, and whether ONNX Runtime opens it."""
+    """Possible ONNX models: name for messages, path, and whether ONNX Runtime opens them."""
     for entry in manifest.candidates:
         yield f"engine '{entry.id}'", entry.path, entry.backend.startswith(ONNX_RUNTIME)
     if manifest.cut is not None:
@@ -188,12 +185,12 @@ def _models(manifest: Manifest) -> Iterator[tuple[str, str, bool]]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows to try a loaded engine on.
+    """Rows for the self-test of an engine.
 
     Attributes:
         inputs: One array per graph input, the batch on axis 0.
-        expected: What the engine answered when it was evaluated, per output.
-        looked_up: One array per cut tensor, of the same rows; empty where the model was not cut.
+        expected: The engine's answer during evaluation, per output.
+        looked_up: One array per cut tensor, of the same rows; empty without a cut.
     """
 
     inputs: Arrays
@@ -202,7 +199,7 @@ class Sample:
 
 
 def read_sample(directory: Path, manifest: Manifest, engine: EngineEntry) -> Sample:
-    """Reads the sample of one engine from a verified bundle.
+    """Read the sample of one engine from a verified bundle.
 
     Raises:
         BundleInvalid: The sample is not an npz of plain arrays, is too large, or lacks an array.
@@ -229,7 +226,7 @@ def read_sample(directory: Path, manifest: Manifest, engine: EngineEntry) -> Sam
 
 def _array_of(arrays: Mapping[str, Any], key: str) -> npt.NDArray[Any]:
     value = arrays[key]
-    # NumPy gives the bytes of a member that is no array.
+    # NumPy returns the bytes of a member that is no array.
     if not isinstance(value, np.ndarray):
         raise ValueError(f"{key!r} is no array")
     return value
@@ -243,7 +240,7 @@ def _rows_of(arrays: Mapping[str, Any], key: str) -> npt.NDArray[Any]:
 
 
 def external_data_locations(model: Path) -> tuple[str, ...]:
-    """Files that an ONNX model keeps weights in, as it names them, sorted.
+    """External data files of an ONNX model, as it names them, sorted.
 
     Raises:
         ModelError: The file is not an ONNX model.
@@ -252,11 +249,11 @@ def external_data_locations(model: Path) -> tuple[str, ...]:
 
 
 def _walk(directory: Path) -> Iterator[str]:
-    """Paths of all files, relative to the bundle; refuses whatever is not a plain file or directory."""
+    """Yield all files, relative to the bundle; refuse everything but plain files and directories."""
     pending = [""]
     while pending:
         prefix = pending.pop()
-        # A tree without an end would be walked until a path is too long for the system.
+        # Bounds the walk of an endless tree.
         if prefix.count("/") + 2 > MAX_PATH_DEPTH:
             refuse(directory, f"directory {prefix[:200]!r} is too deep", f"paths have {MAX_PATH_DEPTH} parts")
         try:
@@ -277,7 +274,7 @@ def _walk(directory: Path) -> Iterator[str]:
 
 
 def _verify_file(directory: Path, entry: BundleFile, digests: dict[tuple[int, int], str]) -> None:
-    """Checks size and digest of a file; a file with several names is read once, and kept in `digests`."""
+    """Check size and digest of a file; one with several names is read once (`digests`)."""
     try:
         descriptor = os.open(directory / entry.path, OPEN_PLAIN)
         with os.fdopen(descriptor, "rb") as stream:
@@ -289,7 +286,8 @@ def _verify_file(directory: Path, entry: BundleFile, digests: dict[tuple[int, in
                     f"{status.st_size} bytes, the manifest says {entry.bytes}",
                 )
             file = (status.st_dev, status.st_ino)
-            # Some file systems number files as they please: a file with one name is read as such.
+            # Inode numbers are unreliable on some file systems, so that only files with several names share
+            # digests.
             digest = digests.get(file, "") if status.st_nlink > 1 else ""
             digest = digest or _digest_of(stream)
             digests[file] = digest

@@ -1,9 +1,9 @@
-"""Holding on to a directory while another one may take its place.
+"""Access to a directory that another may replace meanwhile.
 
-Bundles are replaced by exchanging directories, so that two files that are opened by path one after the other
-may be of two bundles. Linux opens paths below an open directory through ``/proc/self/fd``, whatever the
-directory is called by then: all that is read through a pin is of one directory. Where there is no such path,
-the directory that has the name is compared with the one that was opened.
+Bundles are replaced by exchanging directories, so that two files opened by path in turn may belong to two
+bundles. Linux resolves paths below an open directory through ``/proc/self/fd`` whatever its current name:
+everything read through a pin is of one directory. Elsewhere, the directory of that name is compared with the
+opened one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from loka_onnx.bundle.format.documents import printable, refuse
 from loka_onnx.errors import LokaError
-from loka_onnx.sessions.bundle_documents import printable, refuse
 
 DESCRIPTORS = Path("/proc/self/fd")
-"""Where Linux lists the open files of a process, each as a link that is followed without its name."""
+"""Linux's links to the open files of a process, followed without their names."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,8 @@ class Pin:
     """A directory that stays open.
 
     Attributes:
-        path: What its files are opened through; good until the pin ends, in this process and its forks.
-        name: What it was opened as, and what messages call it.
-        status: Device and inode of it.
+        path: Path for opening its files, valid in this process and its forks until the pin ends.
+        name: Path that it was opened by, used in messages.
     """
 
     path: Path
@@ -38,25 +37,25 @@ class Pin:
 
     @property
     def is_held(self) -> bool:
-        """Whether `path` stays that of this directory, whatever takes its place."""
+        """Tell whether `path` always means this directory, whatever replaces it."""
         return self.path != self.name
 
     @property
     def is_current(self) -> bool:
-        """Whether the directory still has its name."""
+        """Tell whether the directory still has its name."""
         return _is_at(self.name, self.status)
 
     def check(self) -> None:
-        """Fails where `path` may be that of another directory by now.
+        """Fail where `path` may already mean another directory.
 
         Raises:
-            BundleInvalid: Another one took its place.
+            BundleInvalid: Another directory replaced it.
         """
         if not self.is_held and not self.is_current:
             refuse(self.name, "the bundle was replaced while it was read", "another directory", "try again")
 
     def worded(self, text: str) -> str:
-        """The text with the name where it has the path."""
+        """Replace the pin's path in a text by its name."""
         if not self.is_held:
             return text
         return re.sub(re.escape(str(self.path)) + r"(?!\d)", lambda _: printable(str(self.name)), text)
@@ -64,13 +63,10 @@ class Pin:
 
 @contextlib.contextmanager
 def pinned(directory: Path) -> Iterator[Pin]:
-    """Holds on to a directory for the time of a block.
-
-    Args:
-        directory: The directory, or a link to it.
+    """Pin a directory for a block.
 
     Yields:
-        The pin. Errors of this package that leave the block have the name in place of its path.
+        The pin. Errors of this package that leave the block show the name in place of the pin's path.
 
     Raises:
         BundleInvalid: There is no directory, or it cannot be read.

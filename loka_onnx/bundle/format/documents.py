@@ -1,4 +1,4 @@
-"""Reading a sealed document of a bundle, without trusting it."""
+"""Untrusted reading of a bundle's sealed documents."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 COPY_AGAIN = "copy the bundle again from where it was written, or write it again"
 _ANY_MANIFEST = serde.schema_id(Manifest).rpartition("/")[0] + "/"
-# A link or a pipe put there since the walk is refused, not followed or waited for.
+# Refuses a link that appeared after the walk, and does not wait for a pipe.
 OPEN_PLAIN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def refuse(where: Path, what: str, evidence: str, remedy: str = COPY_AGAIN) -> NoReturn:
-    """Raises that a bundle does not verify.
+    """Raise that a bundle does not verify.
 
     Raises:
         BundleInvalid: Always.
@@ -33,15 +33,15 @@ def refuse(where: Path, what: str, evidence: str, remedy: str = COPY_AGAIN) -> N
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what could move a cursor, hide or pass for another line in a terminal."""
+    """Escape characters that could move a terminal's cursor, hide, or imitate another line."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def read_document(directory: Path, name: str, limit: int) -> bytes:
-    """The bytes of a document, if it is a plain file of at most `limit` bytes.
+    """Read a document if it is a plain file of at most `limit` bytes.
 
     Raises:
-        BundleInvalid: It is missing, something else, or too large.
+        BundleInvalid: It is missing, not a plain file, or too large.
     """
     kind = Path(name).stem
     path = directory / name
@@ -62,16 +62,13 @@ def read_document(directory: Path, name: str, limit: int) -> bytes:
 
 
 def parse_document(kind: type[T], data: bytes, name: str, where: Path) -> T:
-    """A sealed document from its bytes.
+    """Parse a sealed document.
 
     Args:
-        kind: Its type.
-        data: The bytes.
-        name: Its name in the bundle.
         where: The bundle, for messages.
 
     Raises:
-        BundleInvalid: It is not UTF-8, not JSON, of an unknown schema, or its seal does not hold.
+        BundleInvalid: It is not UTF-8, not JSON, has an unknown schema, or its seal does not match.
     """
     what = Path(name).stem
     try:
@@ -79,7 +76,7 @@ def parse_document(kind: type[T], data: bytes, name: str, where: Path) -> T:
     except UnicodeDecodeError as error:
         refuse(where, f"the {what} cannot be read as UTF-8", str(error))
     try:
-        # Parsed first by itself: a repeated key would let two readers see two documents.
+        # Checked first: two parsers could read a repeated key differently.
         json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         refuse(where, f"the {what} is not valid JSON", str(error))
@@ -100,7 +97,7 @@ def parse_document(kind: type[T], data: bytes, name: str, where: Path) -> T:
 
 
 def states_manifest(data: bytes) -> bool:
-    """Whether a document says of itself that it is a manifest of a bundle, of whatever version."""
+    """Tell whether a document claims to be a bundle's manifest, of any version."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
@@ -110,7 +107,7 @@ def states_manifest(data: bytes) -> bool:
 
 
 def kind_of(mode: int) -> str:
-    """What a file that is no plain file is, from its mode."""
+    """Name the type of a special file from its mode."""
     for test, name in (
         (stat.S_ISLNK, "a symbolic link"),
         (stat.S_ISDIR, "a directory"),
