@@ -29,6 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
+from loka_onnx.bundle.format.files import external_data_locations, verify_bundle
+from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
+from loka_onnx.bundle.format.signature import SIGNATURE_NAME
 from loka_onnx.bundle.requirements import requirements_of
 from loka_onnx.bundle.signing import read_private_key, signature_text
 from loka_onnx.core import serde
@@ -56,10 +59,7 @@ from loka_onnx.core.seal import seal
 from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleError
 from loka_onnx.sessions.bound_settings import settings_beside
-from loka_onnx.sessions.bundle_files import external_data_locations, verify_bundle
-from loka_onnx.sessions.bundle_signature import SIGNATURE_NAME
 from loka_onnx.sessions.migraphx_session import programs_beside
-from loka_onnx.sessions.replace import check_replaceable, staged_directory
 
 FALLBACK_ID = "fallback-fp32"
 

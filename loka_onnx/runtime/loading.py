@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.files import read_sample, verify_directory
+from loka_onnx.bundle.format.pinned import Pin, pinned
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry, Manifest
@@ -25,13 +28,10 @@ from loka_onnx.runtime.health import Cause, Skipped, in_line
 from loka_onnx.runtime.saturation import make_sampler
 from loka_onnx.runtime.selection import in_order, obstacle
 from loka_onnx.sessions.bound_session import open_bound
-from loka_onnx.sessions.bundle_archive import is_archive, unpacked
-from loka_onnx.sessions.bundle_files import read_sample, verify_directory
 from loka_onnx.sessions.inductor_session import open_inductor
 from loka_onnx.sessions.migraphx_session import open_migraphx
 from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.pinned import Pin, pinned
 from loka_onnx.sessions.providers import CPU as CPU_PROVIDER
 from loka_onnx.sessions.providers import CUDA as CUDA_PROVIDER
 from loka_onnx.sessions.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from loka_onnx.bundle.format.files import read_sample, verify_directory
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_file
@@ -23,7 +24,6 @@ from loka_onnx.pipeline.drift import open_run
 from loka_onnx.pipeline.job_results import merge_result, read_result
 from loka_onnx.pipeline.jobs import find_jobs, read_job
 from loka_onnx.pipeline.run import RunOptions, run
-from loka_onnx.sessions.bundle_files import read_sample, verify_directory
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from tests.fuzz.values import HOSTILE, OUTSIDE, as_json, changed
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import ClassVar
 
+from loka_onnx.bundle.format.documents import printable
 from loka_onnx.bundle.registry.layout import (
     BUNDLES,
     NAMES,
@@ -19,7 +20,6 @@ from loka_onnx.bundle.registry.layout import (
 from loka_onnx.bundle.registry.store import Store, TransferOptions
 from loka_onnx.core import serde
 from loka_onnx.errors import BundleInvalid, ConfigError, UserError
-from loka_onnx.sessions.bundle_documents import printable
 
 MAX_POINTER_BYTES = 64 << 10
 

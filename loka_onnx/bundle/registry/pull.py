@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from loka_onnx.bundle.format.documents import COPY_AGAIN, read_document
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.format.manifest import parse_manifest
+from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
+from loka_onnx.bundle.format.signature import (
+    MAX_SIGNATURE_BYTES,
+    SIGNATURE_NAME,
+    check_signature,
+    parse_signature,
+)
 from loka_onnx.bundle.registry.layout import bundle_key, parse_reference, parts_of
 from loka_onnx.bundle.registry.names import resolve_in
 from loka_onnx.bundle.registry.store import PUSH_AGAIN, Store, TransferOptions, in_order
 from loka_onnx.core.digests import digest_bytes, digest_file
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile, Manifest
 from loka_onnx.errors import BundleInvalid, LokaError, OutputError
-from loka_onnx.sessions.bundle_documents import COPY_AGAIN, read_document
-from loka_onnx.sessions.bundle_files import verify_bundle
-from loka_onnx.sessions.bundle_manifest import parse_manifest
-from loka_onnx.sessions.bundle_signature import (
-    MAX_SIGNATURE_BYTES,
-    SIGNATURE_NAME,
-    check_signature,
-    parse_signature,
-)
-from loka_onnx.sessions.replace import check_replaceable, staged_directory
 
 
 @dataclass(frozen=True)

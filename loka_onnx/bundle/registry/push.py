@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.documents import OPEN_PLAIN, read_document
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.format.signature import MAX_SIGNATURE_BYTES, SIGNATURE_NAME
 from loka_onnx.bundle.registry.layout import BlobPart, Reference, bundle_key, parse_reference, parts_of
 from loka_onnx.bundle.registry.names import write_pointer
 from loka_onnx.bundle.registry.store import Store, TransferOptions, in_order
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile
 from loka_onnx.errors import BundleInvalid, ConfigError
-from loka_onnx.sessions.bundle_archive import is_archive, unpacked
-from loka_onnx.sessions.bundle_documents import OPEN_PLAIN, read_document
-from loka_onnx.sessions.bundle_files import verify_bundle
-from loka_onnx.sessions.bundle_signature import MAX_SIGNATURE_BYTES, SIGNATURE_NAME
 
 
 @dataclass(frozen=True)

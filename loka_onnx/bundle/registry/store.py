@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from loka_onnx.bundle.format.documents import printable
+from loka_onnx.bundle.format.replace import staged_file
 from loka_onnx.bundle.registry.layout import UPLOADS
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import BundleError, BundleInvalid, LokaError, MissingPackage, OutputError, UserError
-from loka_onnx.sessions.bundle_documents import printable
-from loka_onnx.sessions.replace import staged_file
 
 T = TypeVar("T")
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from loka_onnx.bundle.format.files import external_data_locations
 from loka_onnx.bundle.triton import python_model
 from loka_onnx.bundle.triton.models import PARAMETER, VERSION, WARMUP, BackendModel, ModelFile
 from loka_onnx.bundle.triton.packages import why_not_native
@@ -30,7 +31,6 @@ from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry
 from loka_onnx.sessions.bound_settings import SETTINGS_FILE, BoundSettings
-from loka_onnx.sessions.bundle_files import external_data_locations
 from loka_onnx.sessions.inductor_package import InductorEngine, read_engine
 from loka_onnx.sessions.onnx_session import holds_float8
 from loka_onnx.sessions.providers import CUDA, MIGRAPHX, TENSORRT, Provider, provider_for

@@ -24,6 +24,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.files import Sample, read_sample, verify_bundle
+from loka_onnx.bundle.format.replace import staged_directory
 from loka_onnx.bundle.triton.forms import Form, Refusal, Source, form_of
 from loka_onnx.bundle.triton.models import (
     PARAMETER,
@@ -57,9 +60,6 @@ from loka_onnx.errors import (
     OutputError,
     UserError,
 )
-from loka_onnx.sessions.bundle_archive import is_archive, unpacked
-from loka_onnx.sessions.bundle_files import Sample, read_sample, verify_bundle
-from loka_onnx.sessions.replace import staged_directory
 
 LOOKED_UP = "looked_up/"
 """What the names of tensors between the steps of an ensemble begin with."""

@@ -28,12 +28,14 @@ from loka_onnx.bundle import (
     write_key_pair,
     writer,
 )
+from loka_onnx.bundle.format import archive as bundle_archive
+from loka_onnx.bundle.format import files as bundle_files
+from loka_onnx.bundle.format import manifest as bundle_manifest
+from loka_onnx.bundle.format.archive import is_archive
 from loka_onnx.core.manifest import MAX_FILES
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleError, BundleInvalid, OutputError
 from loka_onnx.graph import storage
-from loka_onnx.sessions import bundle_archive, bundle_files, bundle_manifest
-from loka_onnx.sessions.bundle_archive import is_archive
 
 
 @pytest.fixture(scope="module")

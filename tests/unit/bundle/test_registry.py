@@ -231,7 +231,7 @@ def test_signatures_travel_and_are_checked_when_asked_for(one, url, tmp_path):
 
 
 def test_a_bundle_in_its_single_file_form_can_be_pushed(one, url, tmp_path):
-    from loka_onnx.sessions.bundle_archive import write_archive
+    from loka_onnx.bundle.format.archive import write_archive
 
     write_archive(one, tmp_path / "one.zip")
     assert push_bundle(tmp_path / "one.zip", f"{url}#prod", FAST).sent_parts == parts(one)

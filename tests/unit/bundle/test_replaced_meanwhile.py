@@ -24,14 +24,16 @@ from loka_onnx.bundle import (
     write_bundle,
     write_key_pair,
 )
+from loka_onnx.bundle.format import files as bundle_files
+from loka_onnx.bundle.format import pinned
+from loka_onnx.bundle.format import signature as bundle_signature
+from loka_onnx.bundle.format.replace import move_into_place
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.graph import storage
 from loka_onnx.runtime import load, loading
-from loka_onnx.sessions import bundle_files, bundle_signature, pinned
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.sessions.replace import move_into_place
 
 FEWER = "cpu-onnxruntime-cpu-fp8-safe"
 

@@ -25,12 +25,12 @@ from loka_onnx.bundle import (
     write_bundle,
     write_key_pair,
 )
+from loka_onnx.bundle.format import replace
+from loka_onnx.bundle.format.signature import SIGNATURE_NAME
 from loka_onnx.cli.main import main
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleError, BundleInvalid, ConfigError, MissingPackage, OutputError
-from loka_onnx.sessions import replace
-from loka_onnx.sessions.bundle_signature import SIGNATURE_NAME
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ from onnx import TensorProto, helper
 from sample_run import SampleRun
 
 from loka_onnx.bundle import BundleContents, write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.core.evaluation import Choice, Route
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid, ConfigError, EngineError
 from loka_onnx.runtime import Cause, Engine, Serving, load, loading
-from loka_onnx.sessions.bundle_files import verify_bundle
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Arrays
 

@@ -13,12 +13,12 @@ import pytest
 from sample_run import SampleRun
 
 from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
 from loka_onnx.runtime import Cause, load, selection
 from loka_onnx.runtime.selection import in_order, obstacle
 from loka_onnx.sessions import host_devices, providers, tensorrt_vendors
-from loka_onnx.sessions.bundle_files import verify_bundle
 from loka_onnx.sessions.cuda import CudaDevice
 
 ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")

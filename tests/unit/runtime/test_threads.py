@@ -25,6 +25,7 @@ from cut_models import cut_contents, request
 from fake_cuda_driver import FakeDriver
 
 from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.format.files import Sample, verify_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.manifest import BatchRange, Manifest
 from loka_onnx.errors import EngineError
@@ -33,7 +34,6 @@ from loka_onnx.runtime.gate import Gate
 from loka_onnx.sessions import cuda
 from loka_onnx.sessions.bound_session import BoundSession
 from loka_onnx.sessions.bound_settings import BoundSettings
-from loka_onnx.sessions.bundle_files import Sample, verify_bundle
 from loka_onnx.sessions.migraphx_session import (
     MigraphxEngine,
     MigraphxSession,

@@ -1,8 +1,8 @@
-"""Verifying a bundle without trusting it: its files against its manifest (`sessions.bundle_manifest`).
+"""Verifying a bundle without trusting it: its files against its manifest (`bundle.format.manifest`).
 
 A bundle is closed-world: it holds exactly the files that its manifest lists, unaltered. Nothing in it is
 unpickled, followed or executed before that has been checked. The digests protect against accidents and
-against tampering by someone who cannot rewrite the manifest; a signature (`sessions.bundle_signature`) says
+against tampering by someone who cannot rewrite the manifest; a signature (`bundle.format.signature`) says
 who made the bundle.
 """
 
@@ -22,6 +22,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from loka_onnx.bundle.format.documents import OPEN_PLAIN, kind_of, read_document, refuse
+from loka_onnx.bundle.format.manifest import parse_manifest
+from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.signature import (
+    SIGNATURE_NAME,
+    check_signature,
+    parse_signature,
+    signature_bytes,
+)
 from loka_onnx.core.digests import CHUNK_BYTES
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
@@ -36,16 +45,7 @@ from loka_onnx.core.manifest import (
 )
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError
-from loka_onnx.sessions.bundle_documents import OPEN_PLAIN, kind_of, read_document, refuse
-from loka_onnx.sessions.bundle_manifest import parse_manifest
-from loka_onnx.sessions.bundle_signature import (
-    SIGNATURE_NAME,
-    check_signature,
-    parse_signature,
-    signature_bytes,
-)
 from loka_onnx.sessions.model_files import data_locations, read_model
-from loka_onnx.sessions.pinned import pinned
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -1,6 +1,6 @@
 """Reading the manifest of a bundle without trusting it: its bytes, and what it says against itself.
 
-The files that it lists are held against it in `sessions.bundle_files`.
+The files that it lists are held against it in `bundle.format.files`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from loka_onnx.bundle.format.documents import parse_document, read_document, refuse
+from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.signature import SIGNATURE_NAME
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
     MAX_FILES,
@@ -20,10 +23,7 @@ from loka_onnx.core.manifest import (
     paths_problem,
 )
 from loka_onnx.core.split import Part
-from loka_onnx.sessions.bundle_documents import parse_document, read_document, refuse
-from loka_onnx.sessions.bundle_signature import SIGNATURE_NAME
 from loka_onnx.sessions.dlpack import DTYPES
-from loka_onnx.sessions.pinned import pinned
 
 MAX_FILE_BYTES = 1 << 50
 """More than any file; small enough for every field of a header or system call that takes a size."""
@@ -34,7 +34,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Reads a manifest and checks it against itself, but not against the files.
 
     Raises:
-        BundleInvalid: As `bundle_files.verify_bundle`, as far as the manifest alone shows it.
+        BundleInvalid: As `files.verify_bundle`, as far as the manifest alone shows it.
     """
     with pinned(directory) as pin:
         return parse_manifest(read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES), pin.path)
@@ -48,7 +48,7 @@ def parse_manifest(data: bytes, where: Path) -> Manifest:
         where: The bundle, for messages.
 
     Raises:
-        BundleInvalid: As `bundle_files.verify_bundle`, as far as the manifest alone shows it.
+        BundleInvalid: As `files.verify_bundle`, as far as the manifest alone shows it.
     """
     manifest = parse_document(Manifest, data, MANIFEST_NAME, where)
     if len(manifest.files) > MAX_FILES:

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from loka_onnx.bundle.format.documents import printable, refuse
 from loka_onnx.errors import LokaError
-from loka_onnx.sessions.bundle_documents import printable, refuse
 
 DESCRIPTORS = Path("/proc/self/fd")
 """Where Linux lists the open files of a process, each as a link that is followed without its name."""

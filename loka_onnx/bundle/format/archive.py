@@ -25,6 +25,17 @@ from typing import IO, Any
 
 import onnx
 
+from loka_onnx.bundle.format.documents import refuse
+from loka_onnx.bundle.format.files import Verified, check_models, verify_directory
+from loka_onnx.bundle.format.manifest import parse_manifest
+from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.replace import begins_as_archive, check_replaceable, staged_directory
+from loka_onnx.bundle.format.signature import (
+    MAX_SIGNATURE_BYTES,
+    SIGNATURE_NAME,
+    check_signature,
+    parse_signature,
+)
 from loka_onnx.core.digests import CHUNK_BYTES, digest_bytes
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
@@ -35,18 +46,7 @@ from loka_onnx.core.manifest import (
 )
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError, OutputError
-from loka_onnx.sessions.bundle_documents import refuse
-from loka_onnx.sessions.bundle_files import Verified, check_models, verify_directory
-from loka_onnx.sessions.bundle_manifest import parse_manifest
-from loka_onnx.sessions.bundle_signature import (
-    MAX_SIGNATURE_BYTES,
-    SIGNATURE_NAME,
-    check_signature,
-    parse_signature,
-)
 from loka_onnx.sessions.model_files import read_model
-from loka_onnx.sessions.pinned import pinned
-from loka_onnx.sessions.replace import begins_as_archive, check_replaceable, staged_directory
 
 _NOT_OURS = "an archive of a bundle is written by `loka-onnx bundle pack` and by nothing else"
 _MODE = 0o100644 << 16

@@ -22,9 +22,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from loka_onnx.bundle.format.documents import read_document, states_manifest
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from loka_onnx.errors import BundleInvalid, OutputError
-from loka_onnx.sessions.bundle_documents import read_document, states_manifest
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
