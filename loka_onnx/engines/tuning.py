@@ -91,9 +91,7 @@ class Tuned:
     refused: tuple[Refused, ...] = field(default=())
 
     def fastest(self, precision: Precision, largest_error: float) -> Measured | None:
-        """Return the fastest product of a precision with at most that arithmetic error; None if there is
-        none.
-        """
+        """Return the fastest product of a precision with at most that error; or None."""
         able = [
             each
             for each in self.measured

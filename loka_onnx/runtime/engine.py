@@ -237,9 +237,7 @@ class Engine:
         return tuple(sorted({min(max(size, least), most) for size in sizes}))
 
     def close(self) -> None:
-        """Free the engine, above all its GPU memory, after running requests are answered; a second call does
-        nothing.
-        """
+        """Free the engine after running requests are answered; a second call does nothing."""
         if not self._gate.close():
             return
         with ExitStack() as stack:

@@ -91,9 +91,7 @@ def central_header(entry: Stored) -> bytes:
 
 
 def ending(count: int, size: int, offset: int) -> bytes:
-    """Build the end of an archive with `count` entries and a central directory of `size` bytes at
-    `offset`.
-    """
+    """Build the end of an archive; `size` and `offset` are those of the central directory."""
     is_large = count >= _MANY or size >= _FULL or offset >= _FULL
     large = b""
     if is_large:

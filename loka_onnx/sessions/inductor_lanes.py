@@ -34,9 +34,7 @@ WARM_UPS = 3
 
 @dataclass(frozen=True)
 class Placement:
-    """Program of some rows of a request; `captured` says that a CUDA graph of the piece's size is
-    replayed.
-    """
+    """Program of some rows of a request; `captured`: as a CUDA graph of the piece's size."""
 
     program: str
     piece: Piece
@@ -233,9 +231,7 @@ class DeviceLane(Lane):
     def run_on_device(
         self, placements: Sequence[Placement], inputs: Mapping[str, Borrowed], allocate: Allocate
     ) -> dict[str, Borrowed]:
-        """Copy rows into the graphs' buffers, and outputs out of them, because the next replay overwrites
-        them.
-        """
+        """Copy rows into the graphs' buffers, and outputs out of them."""
         feeds = {name: self._torch.from_dlpack(value.capsule) for name, value in inputs.items()}
         rows = sum(placement.piece.rows for placement in placements)
         answer: dict[str, Borrowed] = {}

@@ -184,9 +184,7 @@ def read_sources(package: Path, program: str) -> tuple[str, ...]:
 
 
 def read_called_operators(package: Path, program: str) -> tuple[str, ...]:
-    """Operators that a program calls by name, ``namespace::name``; its code contains their positions in this
-    tuple.
-    """
+    """Operators ``namespace::name`` that a program's code calls by position."""
     inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+(?<!_metadata)\.json$")
     with zipfile.ZipFile(package) as archive:
         lists = [json.loads(archive.read(name)) for name in archive.namelist() if inside.search(name)]

@@ -186,9 +186,7 @@ def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Pl
 
 
 class InductorSession(Runner):
-    """A loaded package; calls from several threads run one after the other. `lane` is closed with the
-    session.
-    """
+    """A loaded package; concurrent calls run in turn. Closes its `lane`."""
 
     def __init__(self, engine: InductorEngine, lane: Lane) -> None:
         self.engine = engine

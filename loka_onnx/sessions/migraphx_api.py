@@ -81,9 +81,7 @@ def import_migraphx() -> Any:
 
 
 def version_of(migraphx: Any) -> str:
-    """Version of the library; unreleased builds, which all report ``dev``, also get the digest of their
-    library.
-    """
+    """Version of the library; unreleased builds (``dev``) also get its digest."""
     told = str(getattr(migraphx, "__version__", "") or "unknown")
     if told not in {"dev", "unknown"}:
         return told

@@ -177,9 +177,7 @@ def fused(model: Path, folder: Path) -> Path:
 
 
 def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]:
-    """Return the strategy of products by a program's batch sizes: on a GPU, the fastest measured kernel of
-    each fused product.
-    """
+    """Return the strategy for a program's batch sizes: on a GPU, the fastest measured kernels."""
     import torch
 
     from loka_onnx.engines.inductor.choosing import Recorder, choose_kernels, compile_candidates
@@ -324,9 +322,7 @@ def example_rows(sample: Path, inputs: Sequence[InputPort], rows: int) -> tuple[
 def inductor_options(
     settings: Settings, compilers: Compilers, output: Path, architecture: str = CPU
 ) -> dict[str, Any]:
-    """Settings of Inductor (`torch._inductor.config`) for a program; files and weights go to `output`, not to
-    the compiler's cache.
-    """
+    """Settings of Inductor (`torch._inductor.config`); files and weights go to `output`."""
     return {
         "aot_inductor.package": True,
         "aot_inductor.output_path": os.fspath(output),

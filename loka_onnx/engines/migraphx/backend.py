@@ -144,9 +144,7 @@ class MigraphxBackend(Backend):
         return open_migraphx(engine, architecture)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
-        """Return the manifest and its programs; a file that is no manifest alone, which its digest
-        exposes.
-        """
+        """Return the manifest and its programs, or an invalid file alone."""
         try:
             programs = read_engine(engine).programs
         except EngineError:

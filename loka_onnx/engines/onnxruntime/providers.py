@@ -90,9 +90,7 @@ def settings_for(provider: Provider, request: BuildRequest, version: str) -> Bou
 
 
 def without_graphs(settings: BoundSettings) -> BoundSettings:
-    """Same settings without CUDA graphs: batches run unpadded, except on a provider that compiles for
-    sizes.
-    """
+    """Same settings without CUDA graphs; only a provider that compiles keeps its sizes."""
     graph = GRAPH_OPTIONS.get(settings.provider)
     if graph is None:
         return settings

@@ -38,9 +38,7 @@ FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 
 
 def keep_tables_once(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Add zero to the rows of every table that would be stored twice; edits the model and returns these
-    tables.
-    """
+    """Add zero to the rows of tables that would be stored twice; edits the model, returns them."""
     graph = model.graph
     tables = _stored_twice(graph)
     nodes: list[onnx.NodeProto] = []

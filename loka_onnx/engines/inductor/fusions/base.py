@@ -127,9 +127,7 @@ def static(tensor: Tensor, rank: int) -> tuple[int, ...] | None:
 
 
 def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
-    """Return the FP32 tensor that was just rounded to this one, in its shape, because the kernel rounds on
-    reading; the tensor itself where there is none.
-    """
+    """Return the FP32 tensor that was just rounded to this one, in its shape; else itself."""
     node = tensor.producer
     if node is None or node.domain or node.op not in {"Cast", "Reshape"} or tensor.kind not in HALVES:
         return tensor

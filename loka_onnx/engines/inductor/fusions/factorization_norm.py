@@ -98,9 +98,7 @@ def _fuse(graph: PlannedGraph, norm: Node, product: Node, mix: TokenMix) -> Fuse
 
 
 def _end(graph: PlannedGraph, norm: Node, x: Tensor) -> tuple[Tensor, Node | None]:
-    """Return the tensor that replaces the norm's output (of a Q or a cast behind it, or itself), and the
-    Q.
-    """
+    """Return the output that the kernel computes (of a Q, a cast or the norm), and the Q."""
     out = norm.outputs[0]
     reader = only_reader(graph, out)
     if reader is not None and reader.op == "Cast" and reader.outputs[0].kind == x.kind:
