@@ -28,10 +28,10 @@ from loka_onnx.engines.onnxruntime.providers import settings_for, without_graphs
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import LokaError
-from loka_onnx.sessions.bound_session import open_bound
+from loka_onnx.sessions.bound_session import open_io_binding
 from loka_onnx.sessions.bound_settings import SETTINGS_FILE
 from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
-from loka_onnx.sessions.providers import ONNXRUNTIME, provider_for, why_not_here
+from loka_onnx.sessions.providers import ONNXRUNTIME, host_blocker, provider_for
 from loka_onnx.sessions.runner import Runner
 
 INDUCTOR = "inductor"
@@ -167,7 +167,7 @@ def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     backend = get_backend(ONNXRUNTIME)
     (architecture,) = backend.architectures(job.target)
     provider = provider_for(ONNXRUNTIME, architecture)
-    reason = why_not_here(provider, architecture)
+    reason = host_blocker(provider, architecture)
     if reason:
         raise RuntimeError(f"ONNX Runtime cannot run here: {reason}")
     if architecture == CPU:
@@ -185,7 +185,7 @@ def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     for each in (settings, simpler):
         serde.write(each, engine.with_name(SETTINGS_FILE))
         try:
-            return open_bound(engine, ONNXRUNTIME, architecture)
+            return open_io_binding(engine, ONNXRUNTIME, architecture)
         except LokaError:
             if each == simpler:
                 raise

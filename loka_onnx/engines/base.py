@@ -131,7 +131,7 @@ class Backend(ABC):
         """
         return {}
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         """Reason why this machine cannot build for an architecture, although another may; empty when it can.
 
         A backend that needs the device for building reports its absence here; `decline` is for what no
@@ -294,7 +294,7 @@ class Backend(ABC):
 
     def _why_not_built(self, request: BuildRequest) -> str:
         reason = self.decline(request.plan, request.architecture)
-        return reason or self.why_not_here(request.architecture)
+        return reason or self.build_blocker(request.architecture)
 
     def _build_isolated(
         self, request: BuildRequest, staging: Path, log: Path

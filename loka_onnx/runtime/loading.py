@@ -24,7 +24,7 @@ from loka_onnx.runtime.engine import Engine, Origin, Serving
 from loka_onnx.runtime.health import Cause, Skipped, in_line
 from loka_onnx.runtime.saturation import make_sampler
 from loka_onnx.runtime.selection import in_order, obstacle
-from loka_onnx.sessions.bound_session import open_bound
+from loka_onnx.sessions.bound_session import open_io_binding
 from loka_onnx.sessions.bundle_archive import is_archive, unpacked
 from loka_onnx.sessions.bundle_files import read_sample, verify_directory
 from loka_onnx.sessions.inductor_session import open_inductor
@@ -329,7 +329,7 @@ def _open(bundle: Path, entry: EngineEntry, options: SessionOptions | None) -> R
         return OnnxSession(path, options)
     threads = 0 if options is None else options.threads
     if entry.backend in {ONNXRUNTIME, ONNXRUNTIME_TENSORRT}:
-        return open_bound(path, entry.backend, entry.architecture, entry.version, threads)
+        return open_io_binding(path, entry.backend, entry.architecture, entry.version, threads)
     if entry.backend == "inductor":
         return open_inductor(path, entry.architecture)
     if entry.backend == "migraphx":

@@ -25,7 +25,7 @@ from loka_onnx.sessions.inductor_package import release
 from loka_onnx.sessions.migraphx_api import import_migraphx, version_of
 from loka_onnx.sessions.migraphx_session import why_not_run
 from loka_onnx.sessions.onnx_session import import_onnxruntime
-from loka_onnx.sessions.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT, provider_for, why_not_here
+from loka_onnx.sessions.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT, host_blocker, provider_for
 from loka_onnx.sessions.tensorrt_vendors import TENSORRT, TENSORRT_RTX, why_no_gpu
 
 BACKENDS = (ONNXRUNTIME, ONNXRUNTIME_TENSORRT, "tensorrt", "tensorrt_rtx", "inductor", "migraphx")
@@ -131,7 +131,7 @@ def _no_device(entry: EngineEntry) -> Obstacle | None:
         return None
     if entry.backend in {ONNXRUNTIME, ONNXRUNTIME_TENSORRT}:
         provider = provider_for(entry.backend, entry.architecture)
-        reason = why_not_here(provider, entry.architecture)
+        reason = host_blocker(provider, entry.architecture)
     elif entry.backend == "migraphx":
         reason = why_not_run(entry.architecture)
     else:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from loka_onnx.core import serde
 from loka_onnx.errors import EngineError, ModelError
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.sessions.buckets import padded, pieces_of, rows_of, run_in_buckets
 from loka_onnx.sessions.cuda import CudaContext
 from loka_onnx.sessions.dlpack import Borrowed
@@ -37,10 +37,10 @@ from loka_onnx.sessions.providers import (
     PROVIDERS,
     TENSORRT,
     device_of,
+    host_blocker,
     provider_chain,
     provider_for,
     timing_directory,
-    why_not_here,
 )
 from loka_onnx.sessions.runner import Allocate, Arrays, Names, Resident, Runner
 
@@ -68,7 +68,7 @@ _NUMPY_TYPES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class _Bound:
+class _Buffers:
     """Buffers of one batch size, which its graph reads and writes."""
 
     binding: Any
@@ -77,7 +77,7 @@ class _Bound:
     run_options: Any
 
 
-class BoundSession(Runner):
+class IoBindingSession(Runner):
     """A model on a provider, with fixed buffers where its settings name batch sizes.
 
     Opening runs every size once on zeros: that allocates its memory, lets a provider compile for it, and
@@ -96,7 +96,7 @@ class BoundSession(Runner):
     def __init__(
         self,
         engine: Path,
-        settings: BoundSettings,
+        settings: IoBindingSettings,
         *,
         device: int = 0,
         writes: bool = False,
@@ -126,7 +126,7 @@ class BoundSession(Runner):
         self._batched = frozenset(
             o.name for o in self._session.get_outputs() if o.shape and not isinstance(o.shape[0], int)
         )
-        self._bound: dict[int, _Bound] = {}
+        self._bound: dict[int, _Buffers] = {}
         for number, size in enumerate(settings.sizes, _FIRST_GRAPH):
             zeros = {
                 described.name: np.zeros(_fixed_shape(described, size), self._types[described.name])
@@ -297,7 +297,7 @@ class BoundSession(Runner):
         cuda.synchronize()
         return answer
 
-    def _bind(self, arrays: Arrays, graph: int) -> _Bound:
+    def _bind(self, arrays: Arrays, graph: int) -> _Buffers:
         memory, value_of = self._provider.memory, self._ort.OrtValue.ortvalue_from_numpy
         inputs = {
             # Copied, because on the CPU the value shares the array's memory.
@@ -315,7 +315,7 @@ class BoundSession(Runner):
         outputs = dict(zip(self.output_names, trial.get_outputs(), strict=True))
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
-        bound = _Bound(binding, inputs, outputs, self._run_options(graph))
+        bound = _Buffers(binding, inputs, outputs, self._run_options(graph))
         self._launch(bound)
         return bound
 
@@ -331,7 +331,7 @@ class BoundSession(Runner):
         # The next run overwrites the buffers.
         return {name: np.array(self._try(value.numpy)) for name, value in bound.outputs.items()}
 
-    def _fill(self, bound: _Bound, inputs: Arrays) -> None:
+    def _fill(self, bound: _Buffers, inputs: Arrays) -> None:
         for name, value in inputs.items():
             held = tuple(bound.inputs[name].shape())
             if value.shape != held:
@@ -342,7 +342,7 @@ class BoundSession(Runner):
                 )
             self._try(partial(bound.inputs[name].update_inplace, value))
 
-    def _launch(self, bound: _Bound) -> None:
+    def _launch(self, bound: _Buffers) -> None:
         self._try(lambda: self._session.run_with_iobinding(bound.binding, bound.run_options))
 
     def _try(self, run: Callable[[], T]) -> T:
@@ -355,9 +355,9 @@ class BoundSession(Runner):
             ) from error
 
 
-def open_bound(
+def open_io_binding(
     engine: Path, backend: str, architecture: str, version: str = "", threads: int = 0
-) -> BoundSession:
+) -> IoBindingSession:
     """Load an engine with the settings beside it, on the first GPU of its architecture.
 
     Args:
@@ -370,7 +370,7 @@ def open_bound(
             cannot run the engine.
         ModelError: ONNX Runtime refuses the model.
     """
-    settings = serde.read(BoundSettings, engine.with_name(SETTINGS_FILE))
+    settings = serde.read(IoBindingSettings, engine.with_name(SETTINGS_FILE))
     provider = provider_for(backend, architecture)
     if settings.provider != provider.key or version not in {"", settings.version}:
         raise EngineError(
@@ -380,7 +380,7 @@ def open_bound(
             f"{backend} on {architecture} is '{provider.key}'{f' of {version}' if version else ''}",
             remedy="build the engine again",
         )
-    reason = why_not_here(provider, architecture)
+    reason = host_blocker(provider, architecture)
     if reason:
         raise EngineError(f"cannot run here: {reason}", where=str(engine))
     here = str(import_onnxruntime().__version__)
@@ -391,7 +391,7 @@ def open_bound(
             evidence=f"built by ONNX Runtime {settings.version}, this host has {here}",
             remedy="build the engine again",
         )
-    return BoundSession(engine, settings, device=device_of(provider, architecture), threads=threads)
+    return IoBindingSession(engine, settings, device=device_of(provider, architecture), threads=threads)
 
 
 def _type_of(value: Any) -> np.dtype[Any]:

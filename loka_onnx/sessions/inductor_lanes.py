@@ -5,7 +5,7 @@ size the launches are therefore captured once into a CUDA graph (CUDA C++ Progra
 Graphs) and replayed for each request. A graph uses fixed addresses: requests are copied into buffers on the
 device through pinned host memory.
 
-`Gpu` holds every call of the vendor; `DeviceLane` uses them.
+`Gpu` holds every call of the vendor; `GraphExecutor` uses them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Placement:
     captured: bool
 
 
-class Lane(ABC):
+class Executor(ABC):
     """Runs the programs of an engine, one placement at a time; not thread-safe."""
 
     captures: bool = False
@@ -76,7 +76,7 @@ class Lane(ABC):
         """Free the programs and everything that they hold."""
 
 
-class HostLane(Lane):
+class HostExecutor(Executor):
     """Runs programs on the CPU; `calls` holds them by name, and `close` empties it."""
 
     def __init__(self, torch: Any, engine: InductorEngine, calls: dict[str, Call]) -> None:
@@ -170,12 +170,12 @@ class Gpu:
         self._torch.cuda.empty_cache()
 
 
-class DeviceLane(Lane):
+class GraphExecutor(Executor):
     """Runs programs on a GPU, by CUDA graphs for served batch sizes.
 
     Args:
         calls: The loaded programs, by name; emptied by `close`.
-        gpu: The GPU; closed with the lane.
+        gpu: The GPU; closed with the executor.
 
     Raises:
         EngineError: A program cannot be captured.

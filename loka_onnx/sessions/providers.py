@@ -156,7 +156,7 @@ def why_no_provider(provider: Provider) -> str:
     return ""
 
 
-def why_not_here(provider: Provider, architecture: str) -> str:
+def host_blocker(provider: Provider, architecture: str) -> str:
     """Reason why this host cannot run a provider on an architecture; empty when it can."""
     reason = why_no_provider(provider)
     if reason:

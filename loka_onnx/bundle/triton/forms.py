@@ -29,7 +29,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry
-from loka_onnx.sessions.bound_settings import SETTINGS_FILE, BoundSettings
+from loka_onnx.sessions.bound_settings import SETTINGS_FILE, IoBindingSettings
 from loka_onnx.sessions.bundle_files import external_data_locations
 from loka_onnx.sessions.inductor_package import InductorEngine, read_engine
 from loka_onnx.sessions.onnx_session import holds_float8
@@ -137,13 +137,13 @@ def _onnxruntime(source: Source) -> Form | Refusal:
     return Form(model, remarks)
 
 
-def _settings(source: Source) -> BoundSettings | None:
+def _settings(source: Source) -> IoBindingSettings | None:
     path = source.path.with_name(SETTINGS_FILE)
-    return serde.read(BoundSettings, path) if path.is_file() else None
+    return serde.read(IoBindingSettings, path) if path.is_file() else None
 
 
 def _session(
-    source: Source, provider: Provider, settings: BoundSettings | None
+    source: Source, provider: Provider, settings: IoBindingSettings | None
 ) -> tuple[Fields, tuple[str, ...]]:
     """Fields of the optimization policy, and what could not be said in them."""
     remarks: list[str] = []

@@ -77,9 +77,9 @@ class InductorBackend(Backend):
                 return f"site '{decision.site}' asks for {recipe.format}; this backend multiplies E4M3FN only"
         return None
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         """A package for a GPU is compiled only on a host with that GPU."""
-        reason = super().why_not_here(architecture)
+        reason = super().build_blocker(architecture)
         if reason or architecture == CPU:
             return reason
         if any(gpu.architecture == architecture for gpu in _usable_gpus()):

@@ -83,9 +83,9 @@ class MigraphxBackend(Backend):
             return f"{architecture} has no FP8 products: MIGraphX multiplies FP32 there without a word"
         return None
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         """The GPU must be present: the library compiles for the current one."""
-        reason = super().why_not_here(architecture)
+        reason = super().build_blocker(architecture)
         if reason or architecture == CPU:
             return reason
         missing = why_not_run(architecture) or why_no_target(import_migraphx(), GPU)

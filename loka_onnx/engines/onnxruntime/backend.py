@@ -32,8 +32,8 @@ from loka_onnx.engines.onnxruntime.providers import (
 from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import LokaError, MissingPackage
-from loka_onnx.sessions.bound_session import BoundSession, open_bound
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings, settings_beside
+from loka_onnx.sessions.bound_session import IoBindingSession, open_io_binding
+from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings, settings_beside
 from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
 from loka_onnx.sessions.providers import (
     CPU,
@@ -42,9 +42,9 @@ from loka_onnx.sessions.providers import (
     TENSORRT,
     Provider,
     device_of,
+    host_blocker,
     provider_for,
     why_no_provider,
-    why_not_here,
 )
 from loka_onnx.sessions.runner import Runner
 
@@ -80,9 +80,9 @@ class OnnxRuntimeBackend(Backend):
         """FP8 is simulated on every provider that does not decline it."""
         return bool(plan.fp8_sites)
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         """Placement is read from a loaded engine, so that a build needs the provider and its GPU."""
-        return why_not_here(self.provider(architecture), architecture)
+        return host_blocker(self.provider(architecture), architecture)
 
     def portability(self, architecture: str) -> str:
         """An ONNX file runs wherever ONNX Runtime has the provider; compiled programs do not."""
@@ -101,13 +101,13 @@ class OnnxRuntimeBackend(Backend):
 
     def why_not_run(self, architecture: str) -> str:
         """Every host runs the CPU provider; others need their GPU and build of ONNX Runtime."""
-        return why_not_here(self.provider(architecture), architecture)
+        return host_blocker(self.provider(architecture), architecture)
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Open a session, never above BASIC for FP8."""
         if self.provider(architecture).key == CPU.key:
             return OnnxSession(engine)
-        return open_bound(engine, self.name, architecture)
+        return open_io_binding(engine, self.name, architecture)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
         """The ONNX file, its external data, its settings and compiled programs."""
@@ -138,7 +138,7 @@ class OnnxRuntimeBackend(Backend):
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
             return self._read_optimized(request, engine, provider, None)
-        with open_bound(engine, self.name, request.architecture) as session:
+        with open_io_binding(engine, self.name, request.architecture) as session:
             placement = Placement(provider, session.placement())
         print(placement.describe(), flush=True)
         if not provider.compiles:
@@ -190,21 +190,21 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
         return Availability(False, found.version, False, False, (), reason, remedy)
 
 
-def _first_that_loads(engine: Path, settings: BoundSettings, device: int) -> BoundSettings:
+def _first_that_loads(engine: Path, settings: IoBindingSettings, device: int) -> IoBindingSettings:
     """Return the settings, without CUDA graphs where those cannot be recorded.
 
     A node on the CPU, or one that allocates, prevents the recording.
     """
     simpler = without_graphs(settings)
     try:
-        BoundSession(engine, settings, device=device, writes=True).close()
+        IoBindingSession(engine, settings, device=device, writes=True).close()
     except LokaError as error:
         if simpler == settings:
             raise
         print(f"no CUDA graphs: {error}", flush=True)
     else:
         return settings
-    BoundSession(engine, simpler, device=device, writes=True).close()
+    IoBindingSession(engine, simpler, device=device, writes=True).close()
     return simpler
 
 

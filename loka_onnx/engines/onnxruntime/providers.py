@@ -13,7 +13,7 @@ from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import ModelError
-from loka_onnx.sessions.bound_settings import BoundSettings
+from loka_onnx.sessions.bound_settings import IoBindingSettings
 from loka_onnx.sessions.providers import CPU, CUDA, GRAPH_OPTIONS, MIGRAPHX, TENSORRT, Provider
 
 CUDA_GRAPH, EXHAUSTIVE_TUNE, OPTIMIZATION_LEVEL = "cuda_graph", "exhaustive_tune", "optimization_level"
@@ -74,7 +74,7 @@ _DECLINES: Mapping[str, Callable[[PrecisionPlan], str | None]] = {
 }
 
 
-def settings_for(provider: Provider, request: BuildRequest, version: str) -> BoundSettings:
+def settings_for(provider: Provider, request: BuildRequest, version: str) -> IoBindingSettings:
     """Settings for loading an engine, with fixed buffers for the request's batch sizes.
 
     Raises:
@@ -85,11 +85,11 @@ def settings_for(provider: Provider, request: BuildRequest, version: str) -> Bou
         TENSORRT.key: _tensorrt_options,
         MIGRAPHX.key: _migraphx_options,
     }[provider.key](request)
-    settings = BoundSettings(provider.key, version, options, request.batch.sizes, provider.compiles)
+    settings = IoBindingSettings(provider.key, version, options, request.batch.sizes, provider.compiles)
     return settings if request.options.get(CUDA_GRAPH, 1) else without_graphs(settings)
 
 
-def without_graphs(settings: BoundSettings) -> BoundSettings:
+def without_graphs(settings: IoBindingSettings) -> IoBindingSettings:
     """Same settings without CUDA graphs; only a provider that compiles keeps its sizes."""
     graph = GRAPH_OPTIONS.get(settings.provider)
     if graph is None:

@@ -13,7 +13,7 @@ from loka_onnx.bundle import verify_bundle, write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_files
 from loka_onnx.errors import BundleError, BundleInvalid
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings, settings_beside
+from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings, settings_beside
 
 FILES = (SETTINGS_FILE, f"{PROGRAMS}/a.engine", f"{PROGRAMS}/b/c.profile")
 
@@ -26,7 +26,7 @@ def contents(tmp_path: Path):
     (folder / PROGRAMS / "b").mkdir(parents=True)
     source = run.contents.root / run.contents.model.path
     (folder / "engine.onnx").write_bytes(source.read_bytes())
-    settings = BoundSettings("tensorrt", "1.31.1", sizes=(8,), programs=True)
+    settings = IoBindingSettings("tensorrt", "1.31.1", sizes=(8,), programs=True)
     serde.write(settings, folder / SETTINGS_FILE)
     for name in FILES[1:]:
         (folder / name).write_bytes(name.encode())

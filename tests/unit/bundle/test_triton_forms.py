@@ -25,7 +25,7 @@ from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.errors import BundleError
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.sessions.inductor_package import (
     InductorEngine,
     InputPort,
@@ -102,7 +102,7 @@ def graph(sample: SampleRun) -> bytes:
 
 
 def settings(provider: str, options: dict[str, str], sizes: tuple[int, ...], **more: Any) -> bytes:
-    return serde.dumps(BoundSettings(provider, "1.31.1", options, sizes, **more)).encode()
+    return serde.dumps(IoBindingSettings(provider, "1.31.1", options, sizes, **more)).encode()
 
 
 def accelerators(config: Any) -> dict[str, dict[str, str]]:

@@ -31,8 +31,8 @@ from loka_onnx.errors import EngineError
 from loka_onnx.runtime import Engine, load
 from loka_onnx.runtime.gate import Gate
 from loka_onnx.sessions import cuda
-from loka_onnx.sessions.bound_session import BoundSession
-from loka_onnx.sessions.bound_settings import BoundSettings
+from loka_onnx.sessions.bound_session import IoBindingSession
+from loka_onnx.sessions.bound_settings import IoBindingSettings
 from loka_onnx.sessions.bundle_files import Sample, verify_bundle
 from loka_onnx.sessions.migraphx_session import (
     MigraphxEngine,
@@ -70,14 +70,14 @@ def on_onnxruntime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
 
 
 def on_fixed_buffers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    return BoundSession(write_model(folder), BoundSettings("cpu", str(ort.__version__), sizes=SIZES))
+    return IoBindingSession(write_model(folder), IoBindingSettings("cpu", str(ort.__version__), sizes=SIZES))
 
 
 def on_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = False) -> Runner:
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
     from test_inductor_session import StandInGpu
 
-    from loka_onnx.sessions.inductor_lanes import DeviceLane, HostLane
+    from loka_onnx.sessions.inductor_lanes import GraphExecutor, HostExecutor
     from loka_onnx.sessions.inductor_package import InductorEngine, InputPort, OutputPort, Program
     from loka_onnx.sessions.inductor_session import InductorSession
 
@@ -105,8 +105,10 @@ def on_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = Fa
             busy.release()
 
     calls = {"rows": program}
-    lane = DeviceLane(torch, engine, calls, StandInGpu()) if gpu else HostLane(torch, engine, calls)  # type: ignore[arg-type]
-    return InductorSession(engine, lane)
+    executor = (
+        GraphExecutor(torch, engine, calls, StandInGpu()) if gpu else HostExecutor(torch, engine, calls)
+    )  # type: ignore[arg-type]
+    return InductorSession(engine, executor)
 
 
 def on_inductor_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:

@@ -14,8 +14,8 @@ from loka_onnx.bundle import write_bundle
 from loka_onnx.errors import DataError, EngineError
 from loka_onnx.runtime import Cause, Serving, load, loading
 from loka_onnx.runtime.engine import WARM_UPS
-from loka_onnx.sessions.bound_session import BoundSession
-from loka_onnx.sessions.bound_settings import BoundSettings
+from loka_onnx.sessions.bound_session import IoBindingSession
+from loka_onnx.sessions.bound_settings import IoBindingSettings
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Arrays
 
@@ -85,13 +85,13 @@ def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(
     sizes = (16, 64)
     launched: list[int] = []
 
-    class Watched(BoundSession):
+    class Watched(IoBindingSession):
         def _launch(self, bound: Any) -> None:
             launched.append(next(iter(bound.inputs.values())).shape()[0])
             super()._launch(bound)
 
-    def open_session(path: Path, *arguments: Any) -> BoundSession:
-        return Watched(path, BoundSettings("cpu", str(ort.__version__), sizes=sizes))
+    def open_session(path: Path, *arguments: Any) -> IoBindingSession:
+        return Watched(path, IoBindingSettings("cpu", str(ort.__version__), sizes=sizes))
 
     exact = load(bundle)
     monkeypatch.setattr(loading, "OnnxSession", open_session)

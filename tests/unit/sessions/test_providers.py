@@ -18,13 +18,13 @@ from loka_onnx.sessions.providers import (
     TENSORRT,
     Provider,
     device_of,
+    host_blocker,
     list_amd_architectures,
     list_amd_devices,
     provider_chain,
     provider_for,
     timing_directory,
     why_no_provider,
-    why_not_here,
 )
 
 
@@ -111,11 +111,11 @@ def test_the_first_gpu_of_an_architecture(host: None) -> None:
 
 
 def test_what_a_host_lacks(host: None) -> None:
-    assert why_not_here(CPU, "cpu") == ""
-    assert why_not_here(CUDA, "sm90") == ""
-    assert why_not_here(CUDA, "sm120") == "the engine is for sm120 and this host has sm89, sm90"
+    assert host_blocker(CPU, "cpu") == ""
+    assert host_blocker(CUDA, "sm90") == ""
+    assert host_blocker(CUDA, "sm120") == "the engine is for sm120 and this host has sm89, sm90"
     assert why_no_provider(CUDA) == ""
-    assert why_not_here(TENSORRT, "sm90") == (
+    assert host_blocker(TENSORRT, "sm90") == (
         "this build of ONNX Runtime has no TensorrtExecutionProvider (it has CUDAExecutionProvider, "
         "CPUExecutionProvider); pip install 'loka-onnx[nvidia]' in place of it"
     )
