@@ -144,11 +144,6 @@ class IoBindingSession(Runner):
         """Names of the graph."""
         return Names(self.input_names, self.output_names)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Batch sizes with fixed buffers, ascending."""
-        return tuple(self._bound)
-
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch.
 
@@ -158,7 +153,7 @@ class IoBindingSession(Runner):
         feeds = self._feeds(inputs)
         with self._lock:
             if self._fits(feeds):
-                return run_in_buckets(self._run_bound, feeds, self.sizes, self._batched)
+                return run_in_buckets(self._run_bound, feeds, self.served_sizes, self._batched)
             contiguous = {name: np.ascontiguousarray(value) for name, value in feeds.items()}
             options = self._run_options(_NO_GRAPH)
             values = self._try(lambda: self._session.run(list(self.output_names), contiguous, options))
@@ -167,7 +162,7 @@ class IoBindingSession(Runner):
     @property
     def served_sizes(self) -> tuple[int, ...]:
         """Batch sizes with fixed buffers, ascending."""
-        return self.sizes
+        return tuple(self._bound)
 
     @property
     def device(self) -> int | None:
@@ -208,7 +203,7 @@ class IoBindingSession(Runner):
         if not self._fits(feeds):
             own = self._bind(feeds, _NO_GRAPH)
             return Resident(lambda: self._launch(own), lambda: None)
-        pieces = pieces_of(rows_of(feeds), self.sizes)
+        pieces = pieces_of(rows_of(feeds), self.served_sizes)
         if len(pieces) > 1:
             return super().resident(inputs)
         bound = self._bound[pieces[0].size]
@@ -255,7 +250,7 @@ class IoBindingSession(Runner):
         self, cuda: CudaContext, rows: int, inputs: Mapping[str, Borrowed], allocate: Allocate
     ) -> dict[str, Borrowed]:
         answer: dict[str, Borrowed] = {}
-        for piece in pieces_of(rows, self.sizes):
+        for piece in pieces_of(rows, self.served_sizes):
             bound = self._bound[piece.size]
             for name, value in bound.inputs.items():
                 row_bytes = inputs[name].nbytes // rows

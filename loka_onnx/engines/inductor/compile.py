@@ -169,8 +169,8 @@ def fused(model: Path, folder: Path) -> Path:
         print(f"{name}: declined {'; '.join(reasons)}", flush=True)
     if not report.fused:
         return model
-    for name, places in report.fused.items():
-        print(f"{name}: {', '.join(place.name for place in places)}", flush=True)
+    for name, matches in report.fused.items():
+        print(f"{name}: {', '.join(match.name for match in matches)}", flush=True)
     target = folder / "model.onnx"
     graph.save(target)
     return target

@@ -6,10 +6,14 @@ The engine is the planned ONNX file with its external data. On a GPU, settings f
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
+
+import onnx
 
 from loka_onnx.core import serde
 from loka_onnx.core.devices import AMD, NVIDIA
@@ -19,7 +23,6 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader
-from loka_onnx.engines.onnxruntime.model_files import copy_model, model_files
 from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
 from loka_onnx.engines.onnxruntime.providers import (
     CUDA_GRAPH,
@@ -31,9 +34,10 @@ from loka_onnx.engines.onnxruntime.providers import (
 )
 from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
 from loka_onnx.engines.request import BuildRequest
-from loka_onnx.errors import LokaError, MissingPackage
+from loka_onnx.errors import LokaError, MissingPackage, ModelError
 from loka_onnx.sessions.bound_session import IoBindingSession, open_io_binding
 from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings, settings_beside
+from loka_onnx.sessions.model_files import data_locations
 from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
 from loka_onnx.sessions.providers import (
     CPU,
@@ -48,6 +52,7 @@ from loka_onnx.sessions.providers import (
 )
 from loka_onnx.sessions.runner import Runner
 
+ENGINE_FILE = "engine.onnx"
 LOADED_EXACTLY = "load FP8 at ORT_ENABLE_BASIC or below, with session.disable_quant_qdq=1"
 
 
@@ -111,7 +116,7 @@ class OnnxRuntimeBackend(Backend):
 
     def files(self, engine: Path) -> tuple[Path, ...]:
         """The ONNX file, its external data, its settings and compiled programs."""
-        return (*model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
+        return (*_model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
         """Copy the model and, for a GPU, determine settings that load.
@@ -121,7 +126,7 @@ class OnnxRuntimeBackend(Backend):
                 model.
             EngineError: The provider does not start, or fails on a batch.
         """
-        engine = copy_model(request.model, into)
+        engine = _copy_model(request.model, into)
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
             write_convolutions(engine)
@@ -215,3 +220,41 @@ def _read_sites(
     return tuple(
         site_precision(site.name, planned[site.name], graphs, placement) for site in request.planned_sites
     )
+
+
+def _copy_model(model: Path, into: Path) -> Path:
+    """Copy a model into a directory as `ENGINE_FILE`, hard-linking external data where possible; return the
+    copy.
+
+    Raises:
+        ModelError: External data is missing or outside the model's directory.
+    """
+    engine = into / ENGINE_FILE
+    shutil.copyfile(model, engine)
+    source = Path(os.path.realpath(model.parent))
+    for location in data_locations(onnx.load(os.fspath(model), load_external_data=False)):
+        data = Path(os.path.realpath(source / location))
+        if not data.is_relative_to(source) or not data.is_file() or Path(location).name == ENGINE_FILE:
+            raise ModelError(
+                "external data is missing, or outside the model's directory",
+                where=str(model),
+                evidence=f"location '{location}'",
+                remedy="export the model again",
+            )
+        place = into / location
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(data, place)
+        except OSError:
+            shutil.copyfile(data, place)
+    return engine
+
+
+def _model_files(engine: Path) -> tuple[Path, ...]:
+    """Return the ONNX file and its external data; a file that is not ONNX alone, which its digest exposes."""
+    try:
+        locations = data_locations(onnx.load(os.fspath(engine), load_external_data=False))
+    except Exception:
+        # The type of error depends on the protobuf implementation.
+        return (engine,)
+    return (engine, *(engine.parent / location for location in locations))

@@ -105,10 +105,9 @@ def on_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = Fa
             busy.release()
 
     calls = {"rows": program}
-    executor = (
-        GraphExecutor(torch, engine, calls, StandInGpu()) if gpu else HostExecutor(torch, engine, calls)
-    )  # type: ignore[arg-type]
-    return InductorSession(engine, executor)
+    if not gpu:
+        return InductorSession(engine, HostExecutor(torch, engine, calls))
+    return InductorSession(engine, GraphExecutor(torch, engine, calls, StandInGpu()))  # type: ignore[arg-type]
 
 
 def on_inductor_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:

@@ -15,7 +15,7 @@ import pytest
 from loka_onnx.core import serde
 from loka_onnx.errors import EngineError, ModelError, UserError
 from loka_onnx.sessions import bound_session
-from loka_onnx.sessions.bound_session import IoBindingSession, _Bound, open_io_binding
+from loka_onnx.sessions.bound_session import IoBindingSession, _Buffers, open_io_binding
 from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.sessions.provider_session import placed_nodes, session_options
 from loka_onnx.sessions.providers import CPU, CUDA, PROVIDERS
@@ -50,12 +50,12 @@ def expected(inputs: dict[str, np.ndarray]) -> np.ndarray:
     return inputs["x"].sum(axis=1, dtype=np.float32) + inputs["ids"].astype(np.float32)
 
 
-def spied(session: IoBindingSession) -> list[_Bound]:
+def spied(session: IoBindingSession) -> list[_Buffers]:
     """What the session runs from now on."""
-    ran: list[_Bound] = []
+    ran: list[_Buffers] = []
     launch = session._launch
 
-    def spy(bound: _Bound) -> None:
+    def spy(bound: _Buffers) -> None:
         ran.append(bound)
         launch(bound)
 
@@ -111,7 +111,7 @@ def test_a_resident_batch_stays_what_it_was(rows: int, tmp_path: Path) -> None:
 
 def test_without_sizes_a_request_runs_as_it_comes(tmp_path: Path) -> None:
     with IoBindingSession(write(tmp_path), settings(sizes=())) as session:
-        assert session.sizes == ()
+        assert session.served_sizes == ()
         for rows in (1, 3, 4, 15):
             assert session.run(batch(rows))["ran"].tolist() == [rows, 3]
 
@@ -263,7 +263,7 @@ class TestOpening:
 
     def test_an_engine_runs_as_its_settings_say(self, engine: Path) -> None:
         with open_io_binding(engine, "onnxruntime", "cpu") as session:
-            assert session.sizes == SIZES
+            assert session.served_sizes == SIZES
             assert session.run(batch(3))["ran"].tolist() == [4, 3]
 
     def test_without_settings(self, engine: Path) -> None:

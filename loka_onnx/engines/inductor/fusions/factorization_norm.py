@@ -39,10 +39,10 @@ OP = f"{DOMAIN}::FactorizationNorm"
 
 def fuse_factorization_norm(graph: PlannedGraph) -> Findings:
     """Fuse every such block; see the module."""
-    return fuse_each(_places(graph))
+    return fuse_each(_matches(graph))
 
 
-def _places(graph: PlannedGraph) -> Iterator[tuple[str, Callable[[], Fused]]]:
+def _matches(graph: PlannedGraph) -> Iterator[tuple[str, Callable[[], Fused]]]:
     for norm in list(graph.nodes):
         if norm.op != "LayerNormalization" or not norm.outputs:
             continue

@@ -19,9 +19,14 @@ from loka_onnx.core.fusions import fusions_of
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import SiteKind
-from loka_onnx.engines.migraphx.dialect import ARCHITECTURES, FORMS, Float8Form, write_dialect
+from loka_onnx.engines.migraphx.dialect import (
+    ARCHITECTURES,
+    FORMS,
+    Float8Form,
+    decompose_rms_norms,
+    write_dialect,
+)
 from loka_onnx.engines.migraphx.draft import GraphDraft
-from loka_onnx.engines.migraphx.norms import decompose_rms_norms
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
