@@ -1,4 +1,4 @@
-"""Untrusted reading of a bundle's manifest, and its consistency; `sessions.bundle_files` checks the files."""
+"""Reading of an untrusted bundle's manifest, and its consistency; `sessions.bundle_files` checks the files."""
 
 from __future__ import annotations
 

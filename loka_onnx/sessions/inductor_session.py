@@ -229,11 +229,7 @@ class InductorSession(Runner):
         return self._open_executor().stream
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
-        """Run one batch on the device.
-
-        Raises:
-            EngineError: See `run`.
-        """
+        """Run one batch on the device."""
         with self._lock:
             executor = self._open_executor()
             rows = next(iter(inputs.values())).shape[0]
@@ -246,11 +242,7 @@ class InductorSession(Runner):
                 ) from error
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """Put a batch into device memory.
-
-        Raises:
-            EngineError: See `run`.
-        """
+        """Put a batch into device memory."""
         feeds = self._feeds(inputs)
         with self._lock:
             executor = self._open_executor()

@@ -1,4 +1,4 @@
-"""Untrusted reading of ONNX models."""
+"""Reading of untrusted ONNX models."""
 
 from __future__ import annotations
 

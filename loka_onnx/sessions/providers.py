@@ -74,12 +74,7 @@ TENSORRT = Provider(
     "nvidia",
 )
 MIGRAPHX = Provider(
-    "migraphx",
-    "MIGraphXExecutionProvider",
-    "cpu",
-    True,
-    frozenset({"migraphx_exhaustive_tune"}),
-    "amd",
+    "migraphx", "MIGraphXExecutionProvider", "cpu", True, frozenset({"migraphx_exhaustive_tune"}), "amd"
 )
 PROVIDERS: Mapping[str, Provider] = {p.key: p for p in (CPU, CUDA, TENSORRT, MIGRAPHX)}
 """Providers by key."""

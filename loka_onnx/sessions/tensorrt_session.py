@@ -250,11 +250,7 @@ class TensorRtSession(Runner):
             self._compute(instance)
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """Put a batch on the device; launching it runs the engine, as a CUDA graph for a tuned size.
-
-        Raises:
-            EngineError: See `run`.
-        """
+        """Put a batch on the device; launching it runs the engine, as a CUDA graph for a tuned size."""
         with self._lock:
             instance = self._hand_over(inputs)
             self._queue(instance)

@@ -23,12 +23,7 @@ from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
-from loka_onnx.engines.migraphx.build import (
-    EXHAUSTIVE_TUNE,
-    FAST_MATH,
-    BuildSettings,
-    build_engine,
-)
+from loka_onnx.engines.migraphx.build import EXHAUSTIVE_TUNE, FAST_MATH, BuildSettings, build_engine
 from loka_onnx.engines.migraphx.dialect import FORMS
 from loka_onnx.engines.migraphx.program_text import parse_program
 from loka_onnx.engines.migraphx.site_precision import PlannedSite, site_precisions
