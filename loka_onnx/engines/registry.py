@@ -23,11 +23,6 @@ BACKENDS: Mapping[str, Callable[[], Backend]] = {
 }
 
 
-def backend_names() -> tuple[str, ...]:
-    """Names of every backend, installed or not."""
-    return tuple(BACKENDS)
-
-
 def get_backend(name: str) -> Backend:
     """Return the backend of that name.
 

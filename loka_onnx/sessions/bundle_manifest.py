@@ -1,4 +1,4 @@
-"""Reading of an untrusted bundle's manifest, and its consistency; `sessions.bundle_files` checks the files."""
+"""Reading of an untrusted bundle's manifest with its consistency; `sessions.bundle_files` checks files."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ class Runner(ABC):
         """Prepare a batch for repeated runs without passing it each time, to time the device alone.
 
         It may overwrite the inputs of an earlier one: launch one at a time, without `run` in between. By
-        default each launch is a whole request."""
+        default each launch is a whole request.
+        """
         return Resident(lambda: self.run(inputs), lambda: None, is_on_device=False)
 
     @property
@@ -94,7 +95,8 @@ class Runner(ABC):
         """Run one batch on `device` and leave the answer there; complete on return.
 
         Args:
-            inputs: One array per graph input, in its type, borrowed for `stream`."""
+            inputs: One array per graph input, in its type, borrowed for `stream`.
+        """
         raise InternalError(
             f"{type(self).__name__} takes rows from the host", evidence=f"{len(inputs)} inputs"
         )

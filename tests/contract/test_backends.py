@@ -20,7 +20,7 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.base import Backend
-from loka_onnx.engines.registry import all_backends, backend_names, get_backend
+from loka_onnx.engines.registry import BACKENDS, all_backends, get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import ConfigError, EngineError
 from loka_onnx.sessions.cuda import list_cuda_devices
@@ -74,9 +74,7 @@ NEEDS = {"onnxruntime_tensorrt": "needs a GPU"}
 
 
 @pytest.fixture(
-    params=[
-        pytest.param(name, marks=pytest.mark.slow) if name in COMPILES else name for name in backend_names()
-    ]
+    params=[pytest.param(name, marks=pytest.mark.slow) if name in COMPILES else name for name in BACKENDS]
 )
 def subject(request: pytest.FixtureRequest) -> Subject:
     backend = get_backend(request.param)
@@ -163,8 +161,8 @@ def build(subject: Subject, model: TinyModel, output: Path) -> EngineArtifact:
 
 
 def test_every_backend_is_in_the_suite() -> None:
-    assert set(SUBJECTS) == set(backend_names())
-    assert [backend.name for backend in all_backends()] == list(backend_names())
+    assert set(SUBJECTS) == set(BACKENDS)
+    assert [backend.name for backend in all_backends()] == list(BACKENDS)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

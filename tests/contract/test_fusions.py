@@ -17,7 +17,7 @@ from loka_onnx.core.fusions import FUSIONS, Fusions, fusions_of
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.engines.registry import backend_names
+from loka_onnx.engines.registry import BACKENDS
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, read_compiled_graphs
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
@@ -30,7 +30,7 @@ RTX = FUSIONS["tensorrt_rtx"]
 
 
 def test_every_backend_is_described_and_an_unknown_one_fuses_nothing() -> None:
-    assert set(FUSIONS) == set(backend_names())
+    assert set(FUSIONS) == set(BACKENDS)
     assert fusions_of("another").quantized_in_place == frozenset()
     assert fusions_of("another").evidence == "not known"
 

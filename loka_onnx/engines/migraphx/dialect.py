@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from loka_onnx.core.devices import AMD, CPU
+from loka_onnx.core.devices import CPU
 from loka_onnx.engines.migraphx.draft import GraphDraft, attribute
 from loka_onnx.engines.migraphx.pairs import (
     explicit_zero_points,
@@ -65,7 +65,6 @@ FORMS: Mapping[str, Float8Form] = {
 }
 """Architectures whose products take FP8. gfx90a and gfx11 multiply FP32 where the graph has FP8, as a gfx950
 does with FNUZ."""
-ARCHITECTURES = frozenset({CPU, *(each for several in AMD.values() for each in several)})
 
 
 def write_dialect(model: onnx.ModelProto, folder: Path, form: Float8Form) -> onnx.ModelProto:
