@@ -19,7 +19,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -qq --upgrade 'pip>=25.1'
-	$(PIP) install -qq --constraint constraints.txt --editable '.[cpu,export,sign,serve,registry,mlflow]' --group dev --group docs
+	$(PIP) install -qq --constraint constraints.txt --editable '.[cpu,export,sign,serve,registry]' --group dev --group docs
 	$(PIP) install -qq --constraint constraints.txt --no-deps recbole tritonclient
 	$(PIP) install -qq --constraint constraints.txt --no-deps --upgrade --target .venv/torchrec $(TORCHREC)
 	$(PIP) install -qq --constraint constraints.txt --editable '.[tensorrt-rtx]' || { \

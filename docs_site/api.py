@@ -116,9 +116,9 @@ GROUPS = (
         (
             "core.drift.DriftReport",
             "pipeline.drift.OpenedRun",
-            "calibration.drift.measure.DriftOptions",
-            "calibration.drift.monitor.MonitorOptions",
-            "calibration.drift.baseline.Baseline",
+            "operations.drift.measure.DriftOptions",
+            "operations.drift.monitor.MonitorOptions",
+            "operations.drift.baseline.Baseline",
         ),
     ),
     Group(

@@ -24,14 +24,14 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines.onnxruntime.providers import settings_for, without_graphs
+from loka_onnx.engines.onnxruntime.io_binding_session import open_io_binding
+from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE
+from loka_onnx.engines.onnxruntime.provider_settings import settings_for, without_graphs
+from loka_onnx.engines.onnxruntime.providers import ONNXRUNTIME, host_blocker, provider_for
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import LokaError
-from loka_onnx.sessions.bound_session import open_io_binding
-from loka_onnx.sessions.bound_settings import SETTINGS_FILE
 from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
-from loka_onnx.sessions.providers import ONNXRUNTIME, host_blocker, provider_for
 from loka_onnx.sessions.runner import Runner
 
 INDUCTOR = "inductor"

@@ -1,8 +1,8 @@
 """Base of all backends: checks, isolation, timing and clean-up of builds.
 
-A `Backend` declares its abilities (`availability`, `devices`, `decline`, `base_precision`) and implements
-four hooks that run in the child process (`compile`, `read_precision`, `why_not_run`, `load`). It never
-handles limits, staging directories or partial output.
+A concrete `Backend` says what it can do (`spec`, `availability`, `decline`, `base_precision`) and fills
+three hooks that run in the child process (`compile`, `read_precision`, `load`). It never sees
+limits, staging directories or half-written output.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from loka_onnx.engines.request import (
     BuildResponse,
 )
 from loka_onnx.errors import ConfigError, EngineError, ModelError, UserError
+from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.runner import Runner
 
 
@@ -64,16 +65,22 @@ class Availability:
 class Backend(ABC):
     """An engine maker."""
 
-    name: ClassVar[str]
-    """Name in run files."""
-    devices: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Architectures of each device of run files."""
+    spec: ClassVar[BackendSpec]
+    """What it declares."""
     options: ClassVar[Mapping[str, range]] = {}
-    """Settings of `BuildRequest.options`, and their ranges."""
-    modules: ClassVar[tuple[str, ...]] = ()
-    """Import names of the modules whose libraries determine the engine."""
+    """Settings that `BuildRequest.options` may hold, and their values."""
     times_kernels: ClassVar[bool] = False
     """Whether `compile` times kernels on the device, for which it gets the device alone."""
+
+    @property
+    def name(self) -> str:
+        """As run files name it."""
+        return self.spec.name
+
+    @property
+    def devices(self) -> Mapping[str, tuple[str, ...]]:
+        """Architectures of each device that a run file can name."""
+        return self.spec.devices
 
     @abstractmethod
     def availability(self) -> Availability:
@@ -100,19 +107,29 @@ class Backend(ABC):
         """Hook in the child process: precision of each planned site, read from the engine."""
 
     @abstractmethod
-    def why_not_run(self, architecture: str) -> str:
-        """Hook: reason why an engine for an architecture cannot run on this machine; empty when it can."""
-
-    @abstractmethod
     def load(self, engine: Path, architecture: str) -> Runner:
         """Hook: load an engine of this backend that can run here."""
+
+    def why_not_run(self, architecture: str) -> str:
+        """Why an engine for an architecture cannot run on this machine; empty when it can."""
+        reason = self.spec.device_obstacle(architecture)
+        return f"{reason}; latency and accuracy not measured" if reason else ""
+
+    def foreign_format(self, plan: PrecisionPlan) -> str | None:
+        """The first site of a plan in an FP8 format that this backend does not multiply, for `decline`."""
+        for decision in plan.decisions:
+            recipe = decision.recipe
+            if recipe is not None and recipe.format not in self.spec.formats:
+                known = ", ".join(self.spec.formats)
+                return f"site '{decision.site}' asks for {recipe.format}; {self.name} multiplies {known} only"
+        return None
 
     def versions(self) -> dict[str, str]:
         """Versions of the distributions that determine the engine.
 
         Without a distribution, the library's own version is listed under the backend's name.
         """
-        found, own = versions_of(self.modules), self.availability().version
+        found, own = versions_of(self.spec.modules), self.availability().version
         return {**found, self.name: own} if own and own not in found.values() else found
 
     def read_remarks(self, log: str) -> tuple[str, ...]:

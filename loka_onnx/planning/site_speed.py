@@ -18,7 +18,6 @@ from typing import Any
 
 from loka_onnx.core import serde
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import fusions_of
 from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed, SpeedVerdict
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.site import Site, loud_parts
@@ -26,6 +25,7 @@ from loka_onnx.core.timing import KernelTiming, Shape, TimingRecords
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel, producer
 from loka_onnx.planning.predict import Estimate, TimeTable
+from loka_onnx.sessions.backends import fusions_of
 
 NS = 1000.0
 """Nanoseconds in a microsecond."""

@@ -14,6 +14,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
+from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
 from loka_onnx.errors import DataError, EngineError, LokaError
@@ -33,7 +34,6 @@ from loka_onnx.runtime.health import Health, Skipped, differences, in_line
 from loka_onnx.runtime.metrics import EngineSeries, Metrics
 from loka_onnx.runtime.requests import NOT_PLAIN, Layout, repeated, typed
 from loka_onnx.runtime.saturation import Sampler
-from loka_onnx.sessions.bundle_files import Sample
 from loka_onnx.sessions.dlpack import CUDA, borrow
 from loka_onnx.sessions.runner import Arrays, Runner
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.files import read_sample, verify_directory
+from loka_onnx.bundle.format.pinned import Pin, pinned
 from loka_onnx.core.artifact import TensorSpec
-from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleInvalid, ConfigError, EngineError, InternalError, LokaError
@@ -24,25 +26,17 @@ from loka_onnx.runtime.engine import Engine, Origin, Serving
 from loka_onnx.runtime.health import Cause, Skipped, in_line
 from loka_onnx.runtime.saturation import make_sampler
 from loka_onnx.runtime.selection import in_order, obstacle
-from loka_onnx.sessions.bound_session import open_io_binding
-from loka_onnx.sessions.bundle_archive import is_archive, unpacked
-from loka_onnx.sessions.bundle_files import read_sample, verify_directory
-from loka_onnx.sessions.inductor_session import open_inductor
-from loka_onnx.sessions.migraphx_session import open_migraphx
+from loka_onnx.sessions import onnx_session
+from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.pinned import Pin, pinned
-from loka_onnx.sessions.providers import CPU as CPU_PROVIDER
-from loka_onnx.sessions.providers import CUDA as CUDA_PROVIDER
-from loka_onnx.sessions.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
 from loka_onnx.sessions.runner import Names, Runner
 from loka_onnx.sessions.split_runner import SplitRunner
-from loka_onnx.sessions.tensorrt_session import open_tensorrt, open_tensorrt_rtx
 
 _LOG = logging.getLogger("loka_onnx.runtime")
 EP_CONTEXT = "EPContext"
-"""Operator of a node with a provider's program."""
-_HARMLESS = frozenset({CPU_PROVIDER.name, CUDA_PROVIDER.name})
+"""Operator whose node holds a program of a provider."""
+_HARMLESS = frozenset({"CPUExecutionProvider", "CUDAExecutionProvider"})
 """Providers that run no program of a model."""
 ATTEMPTS = 3
 """Attempts of loading while the bundle is being replaced."""
@@ -221,7 +215,8 @@ class _Opener:
         if not self.source.trusted_by:
             _refuse_programs(self.source.directory / entry.path, entry, self._options)
         self.source.pin.check()
-        runner = _open(self.source.directory, entry, self._options)
+        spec, path = get_spec(entry.backend), self.source.directory / entry.path
+        runner = spec.open(path, entry.architecture, entry.version, self._options)
         try:
             _check_names(runner.names, manifest.inputs_of(entry.part), manifest.outputs)
             if entry.part is Part.DENSE and self._wanted is Part.WHOLE:
@@ -260,7 +255,9 @@ class _Opener:
         if self._lookup is None:
             threads = 0 if self._options is None else self._options.threads
             # Tables stay on the CPU whatever runs the dense part.
-            lookup = OnnxSession(self.source.directory / cut.lookup, SessionOptions(threads=threads))
+            lookup = onnx_session.OnnxSession(
+                self.source.directory / cut.lookup, SessionOptions(threads=threads)
+            )
             asked = [spec for spec in self.source.manifest.inputs if spec.name in cut.lookup_inputs]
             _check_names(lookup.names, asked, cut.tensors)
             self._lookup = lookup
@@ -318,30 +315,10 @@ class _Opener:
         return None
 
 
-def _open(bundle: Path, entry: EngineEntry, options: SessionOptions | None) -> Runner:
-    """Load an engine without an obstacle.
-
-    Raises:
-        LokaError: It does not load.
-    """
-    path = bundle / entry.path
-    if entry.backend == ONNXRUNTIME and entry.architecture == CPU:
-        return OnnxSession(path, options)
-    threads = 0 if options is None else options.threads
-    if entry.backend in {ONNXRUNTIME, ONNXRUNTIME_TENSORRT}:
-        return open_io_binding(path, entry.backend, entry.architecture, entry.version, threads)
-    if entry.backend == "inductor":
-        return open_inductor(path, entry.architecture)
-    if entry.backend == "migraphx":
-        return open_migraphx(path, entry.architecture, entry.version)
-    open_program = open_tensorrt if entry.backend == "tensorrt" else open_tensorrt_rtx
-    return open_program(path, entry.architecture, entry.version)
-
-
 def _refuse_programs(path: Path, entry: EngineEntry, options: SessionOptions | None) -> None:
     """Refuse a model with a program for a requested provider."""
     asked = () if options is None else options.providers
-    if entry.backend != ONNXRUNTIME or all(name in _HARMLESS for name in asked):
+    if get_spec(entry.backend).is_program(entry.architecture) or all(name in _HARMLESS for name in asked):
         return
     if EP_CONTEXT in operators(read_model(path)):
         raise EngineError(

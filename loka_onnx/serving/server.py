@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from loka_onnx.bundle.format.names import name_of
 from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.runtime import load
 from loka_onnx.serving.app import Workers, make_app
 from loka_onnx.serving.bodies import Limits
 from loka_onnx.serving.connections import http_protocol
 from loka_onnx.serving.model import ServedModel
-from loka_onnx.sessions.bundle_names import name_of
 from loka_onnx.sessions.streams import stream_count
 
 if TYPE_CHECKING:

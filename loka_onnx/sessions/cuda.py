@@ -272,3 +272,24 @@ def _load_library() -> ctypes.CDLL:
         evidence=f"none of {', '.join(LIBRARIES)} loads",
         remedy="install the NVIDIA driver, or run on a machine with an NVIDIA GPU",
     )
+
+
+def why_no_gpu(architecture: str) -> str:
+    """Why this host cannot run an engine for an architecture; empty when it has a GPU of it."""
+    devices = list_cuda_devices()
+    if any(device.architecture == architecture for device in devices):
+        return ""
+    here = ", ".join(f"{device.name} ({device.architecture})" for device in devices) or "no NVIDIA GPU"
+    return f"the engine is for {architecture} and this host has {here}"
+
+
+def first_gpu(architecture: str) -> CudaDevice:
+    """The first GPU of an architecture.
+
+    Raises:
+        EngineError: There is none.
+    """
+    for device in list_cuda_devices():
+        if device.architecture == architecture:
+            return device
+    raise EngineError(f"cannot run here: {why_no_gpu(architecture)}")

@@ -38,6 +38,9 @@ _FLOAT8_TYPES = frozenset(
 _BFLOAT16 = "tensor(bfloat16)"
 
 
+INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)"
+
+
 def import_onnxruntime() -> Any:
     """Import `onnxruntime`.
 
@@ -50,7 +53,7 @@ def import_onnxruntime() -> Any:
         raise MissingPackage(
             "ONNX Runtime is not installed",
             evidence=str(error),
-            remedy="pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
+            remedy=INSTALL,
         ) from error
     return onnxruntime
 

@@ -20,23 +20,23 @@ from typing import ClassVar
 
 from onnx import TensorProto
 
-from loka_onnx.core.devices import CPU, FLOAT8_FROM, NVIDIA, capability
+from loka_onnx.core.devices import CPU, FLOAT8_FROM, capability
 from loka_onnx.core.engine import SitePrecision
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.inductor.compile import OPTIONS, compile_engine
 from loka_onnx.engines.inductor.fusions import fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+from loka_onnx.engines.inductor.session import import_torch, open_inductor
 from loka_onnx.engines.inductor.site_precision import read_site_precisions
+from loka_onnx.engines.inductor.spec import INDUCTOR
 from loka_onnx.engines.inductor.toolchain import build_environment, find_compilers
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
-from loka_onnx.sessions.inductor_package import OPERATOR_MODULES
-from loka_onnx.sessions.inductor_session import import_torch, open_inductor
 from loka_onnx.sessions.runner import Runner
-from loka_onnx.sessions.tensorrt_vendors import why_no_gpu
 
 FIRST = 80
 """Lowest compute capability with BF16 and Triton products."""
@@ -50,10 +50,8 @@ NO_COMPILER = "there is no C++ compiler, which Inductor needs"
 class InductorBackend(Backend):
     """AOTInductor of PyTorch."""
 
-    name = "inductor"
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {CPU: (CPU,), **NVIDIA}
+    spec: ClassVar[BackendSpec] = INDUCTOR
     options: ClassVar[Mapping[str, range]] = OPTIONS
-    modules: ClassVar[tuple[str, ...]] = ("torch", "triton", *(m.partition(".")[0] for m in OPERATOR_MODULES))
 
     def availability(self) -> Availability:
         """Report PyTorch and the C++ compiler; the CPU always runs, GPUs where PyTorch uses them."""
@@ -71,11 +69,7 @@ class InductorBackend(Backend):
         """FP8 needs E4M3FN and, on a GPU, sm89 or later."""
         if architecture != CPU and plan.fp8_sites and capability(architecture) < FLOAT8_FROM:
             return f"{architecture} has no FP8 products (sm{FLOAT8_FROM} is the first that has)"
-        for decision in plan.decisions:
-            recipe = decision.recipe
-            if recipe is not None and recipe.format is not Float8.E4M3FN:
-                return f"site '{decision.site}' asks for {recipe.format}; this backend multiplies E4M3FN only"
-        return None
+        return self.foreign_format(plan)
 
     def build_blocker(self, architecture: str) -> str:
         """A package for a GPU is compiled only on a host with that GPU."""
@@ -137,11 +131,6 @@ class InductorBackend(Backend):
         """Read the exported program that the package describes, and its generated code."""
         planned = {decision.site: decision.precision for decision in request.plan.decisions}
         return read_site_precisions(engine, [(site, planned[site.name]) for site in request.planned_sites])
-
-    def why_not_run(self, architecture: str) -> str:
-        """A GPU of the architecture must be present; the CPU always is."""
-        reason = "" if architecture == CPU else why_no_gpu(architecture)
-        return f"{reason}; latency and accuracy not measured" if reason else ""
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Load the package on the CPU, or the first GPU of its architecture."""

@@ -1,8 +1,10 @@
 """Compile a planned ONNX graph to one AOTInductor package.
 
-In order: fuse the ONNX graph (`fusions`), lower it to PyTorch, on a GPU choose a kernel for each fused
-product (`choosing`), export with a dynamic batch, compile ahead of time, package. The package holds
-`engine.json` (`sessions.inductor_package`), which lists the products of the exported programs.
+In order: fusions of the ONNX graph (`fusions`), lowering to PyTorch, on a GPU the choice of a kernel for each
+fused product (`choosing`), export with a batch that may vary, compilation ahead of time, packaging.
+
+The package holds `engine.json` beside its programs
+(`engines.inductor.package`), which says what the exported programs multiply.
 """
 
 from __future__ import annotations
@@ -23,11 +25,7 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.exported import entering_types, marked, output_types, products_of
 from loka_onnx.engines.inductor.operator_packages import find_packages, needed_packages
-from loka_onnx.engines.inductor.toolchain import Compilers
-from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
-from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
-from loka_onnx.sessions.cuda import list_cuda_devices
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor.package import (
     RECORD,
     CompiledSite,
     InductorEngine,
@@ -36,6 +34,10 @@ from loka_onnx.sessions.inductor_package import (
     Program,
     instruction_sets,
 )
+from loka_onnx.engines.inductor.toolchain import Compilers
+from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
+from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
+from loka_onnx.sessions.cuda import list_cuda_devices
 
 PACKAGE = "engine.pt2"
 MOST_PROGRAMS = 3

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from loka_onnx.engines.inductor.operator_packages import PackageOperator, operator_called
-from loka_onnx.sessions.inductor_package import Product
+from loka_onnx.engines.inductor.package import Product
 
 MARK = "loka_onnx_node"
 """Key of the node's name in `torch.fx.Node.meta["custom"]`."""

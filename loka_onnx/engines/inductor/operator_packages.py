@@ -25,14 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from loka_onnx.sessions.inductor_package import (
-    FBGEMM,
-    MSLK,
-    OPERATOR_MODULES,
-    NeededPackage,
-    Program,
-    release,
-)
+from loka_onnx.engines.inductor.package import FBGEMM, MSLK, OPERATOR_MODULES, NeededPackage, Program
+from loka_onnx.sessions.backends import release
 
 
 @dataclass(frozen=True)

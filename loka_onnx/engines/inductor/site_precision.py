@@ -19,7 +19,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.engines.inductor.exported import FLOAT8, OWN_OPERATORS, SCALED
 from loka_onnx.engines.inductor.operator_packages import operator_called
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor.package import (
     CompiledSite,
     InductorEngine,
     Product,

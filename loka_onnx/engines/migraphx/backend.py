@@ -18,18 +18,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from loka_onnx.core.cache_directory import cache_directory
-from loka_onnx.core.devices import AMD, CPU
+from loka_onnx.core.devices import CPU
 from loka_onnx.core.engine import SitePrecision
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
-from loka_onnx.engines.migraphx.build import EXHAUSTIVE_TUNE, FAST_MATH, BuildSettings, build_engine
-from loka_onnx.engines.migraphx.dialect import FORMS
-from loka_onnx.engines.migraphx.program_text import parse_program
-from loka_onnx.engines.migraphx.site_precision import PlannedSite, site_precisions
-from loka_onnx.engines.request import BuildRequest
-from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.migraphx_api import (
+from loka_onnx.engines.migraphx.api import (
     GPU,
     import_migraphx,
     load_program,
@@ -37,18 +31,29 @@ from loka_onnx.sessions.migraphx_api import (
     version_of,
     why_no_target,
 )
-from loka_onnx.sessions.migraphx_session import open_migraphx, read_engine, why_not_run
-from loka_onnx.sessions.providers import list_amd_architectures
+from loka_onnx.engines.migraphx.build import (
+    EXHAUSTIVE_TUNE,
+    FAST_MATH,
+    BuildSettings,
+    build_engine,
+)
+from loka_onnx.engines.migraphx.dialect import FORMS
+from loka_onnx.engines.migraphx.program_text import parse_program
+from loka_onnx.engines.migraphx.session import open_migraphx, read_engine, why_not_run
+from loka_onnx.engines.migraphx.site_precision import PlannedSite, site_precisions
+from loka_onnx.engines.migraphx.spec import MIGRAPHX
+from loka_onnx.engines.request import BuildRequest
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.backends import BackendSpec
+from loka_onnx.sessions.host_devices import list_amd_architectures
 from loka_onnx.sessions.runner import Runner
 
 
 class MigraphxBackend(Backend):
     """MIGraphX."""
 
-    name = "migraphx"
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {**AMD, CPU: (CPU,)}
+    spec: ClassVar[BackendSpec] = MIGRAPHX
     options: ClassVar[Mapping[str, range]] = {EXHAUSTIVE_TUNE: range(2), FAST_MATH: range(2)}
-    modules: ClassVar[tuple[str, ...]] = ("migraphx",)
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:
@@ -70,13 +75,9 @@ class MigraphxBackend(Backend):
                 f"the reference target truncates to {plan.base} where GPUs round to nearest: its accuracy "
                 f"would not be that of plan '{plan.id}'"
             )
-        for decision in plan.decisions:
-            recipe = decision.recipe
-            if recipe is not None and recipe.format is not Float8.E4M3FN:
-                return f"site '{decision.site}' asks for {recipe.format}; MIGraphX is given E4M3FN only"
         if plan.fp8_sites and architecture not in FORMS:
             return f"{architecture} has no FP8 products: MIGraphX multiplies FP32 there without a word"
-        return None
+        return self.foreign_format(plan)
 
     def build_blocker(self, architecture: str) -> str:
         """The GPU must be present: the library compiles for the current one."""
@@ -99,11 +100,6 @@ class MigraphxBackend(Backend):
         version = self.availability().version
         where = "any host" if architecture == CPU else f"one GPU architecture ({architecture})"
         return f"{where}, one MIGraphX version ({version}); programs for the batch sizes that were asked for"
-
-    def why_not_run(self, architecture: str) -> str:
-        """A GPU of the architecture must be present."""
-        reason = why_not_run(architecture)
-        return f"{reason}; latency and accuracy not measured" if reason else ""
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
         """Build a program for each batch size."""

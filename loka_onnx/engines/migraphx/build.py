@@ -11,11 +11,7 @@ from typing import Any
 import onnx
 
 from loka_onnx.core import serde
-from loka_onnx.engines.migraphx.dialect import FORMS, Float8Form, write_dialect
-from loka_onnx.engines.request import BatchRange
-from loka_onnx.errors import ModelError
-from loka_onnx.graph.storage import INLINE_LIMIT_BYTES, external_files
-from loka_onnx.sessions.migraphx_api import (
+from loka_onnx.engines.migraphx.api import (
     PROBLEM_CACHE,
     Compilation,
     compile_program,
@@ -24,13 +20,17 @@ from loka_onnx.sessions.migraphx_api import (
     save_program,
     version_of,
 )
-from loka_onnx.sessions.migraphx_session import (
+from loka_onnx.engines.migraphx.dialect import FORMS, Float8Form, write_dialect
+from loka_onnx.engines.migraphx.session import (
     MigraphxEngine,
     ProgramFile,
     ProgramInput,
     ProgramOutput,
     target_of,
 )
+from loka_onnx.engines.request import BatchRange
+from loka_onnx.errors import ModelError
+from loka_onnx.graph.storage import INLINE_LIMIT_BYTES, external_files
 
 ENGINE_FILE = "engine.json"
 DIALECT_FILE = "dialect.onnx"

@@ -1,7 +1,7 @@
 """ONNX Runtime's backends: the CPU, CUDA and MIGraphX providers, and TensorRT's under its own name.
 
-The engine is the planned ONNX file with its external data. On a GPU, settings for loading it
-(`sessions.bound_settings`) and a directory with compiled programs are beside it.
+The engine is the planned ONNX file with its external data. On a GPU, a small document beside it says how to
+load it (`io_binding_settings`), and what a provider compiled is in a directory beside it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from typing import ClassVar
 import onnx
 
 from loka_onnx.core import serde
-from loka_onnx.core.devices import AMD, NVIDIA
-from loka_onnx.core.devices import CPU as CPU_DEVICE
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, open_io_binding
+from loka_onnx.engines.onnxruntime.io_binding_settings import (
+    PROGRAMS,
+    SETTINGS_FILE,
+    IoBindingSettings,
+    settings_beside,
+)
 from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
-from loka_onnx.engines.onnxruntime.providers import (
+from loka_onnx.engines.onnxruntime.provider_settings import (
     CUDA_GRAPH,
     EXHAUSTIVE_TUNE,
     OPTIMIZATION_LEVEL,
@@ -32,17 +37,8 @@ from loka_onnx.engines.onnxruntime.providers import (
     why_declined,
     without_graphs,
 )
-from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
-from loka_onnx.engines.request import BuildRequest
-from loka_onnx.errors import LokaError, MissingPackage, ModelError
-from loka_onnx.sessions.bound_session import IoBindingSession, open_io_binding
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings, settings_beside
-from loka_onnx.sessions.model_files import data_locations
-from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
-from loka_onnx.sessions.providers import (
+from loka_onnx.engines.onnxruntime.providers import (
     CPU,
-    ONNXRUNTIME,
-    ONNXRUNTIME_TENSORRT,
     TENSORRT,
     Provider,
     device_of,
@@ -50,6 +46,13 @@ from loka_onnx.sessions.providers import (
     provider_for,
     why_no_provider,
 )
+from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
+from loka_onnx.engines.onnxruntime.spec import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
+from loka_onnx.engines.request import BuildRequest
+from loka_onnx.errors import LokaError, MissingPackage, ModelError
+from loka_onnx.sessions.backends import BackendSpec
+from loka_onnx.sessions.model_files import data_locations
+from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
 from loka_onnx.sessions.runner import Runner
 
 ENGINE_FILE = "engine.onnx"
@@ -59,10 +62,8 @@ LOADED_EXACTLY = "load FP8 at ORT_ENABLE_BASIC or below, with session.disable_qu
 class OnnxRuntimeBackend(Backend):
     """ONNX Runtime on the provider of the architecture: CPU, CUDA for ``sm…``, MIGraphX for ``gfx…``."""
 
-    name = ONNXRUNTIME
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {CPU_DEVICE: (CPU_DEVICE,), **NVIDIA, **AMD}
+    spec: ClassVar[BackendSpec] = ONNXRUNTIME
     options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), EXHAUSTIVE_TUNE: range(2)}
-    modules: ClassVar[tuple[str, ...]] = ("onnxruntime",)
     times_kernels = True
 
     def availability(self) -> Availability:
@@ -105,8 +106,8 @@ class OnnxRuntimeBackend(Backend):
         )
 
     def why_not_run(self, architecture: str) -> str:
-        """Every host runs the CPU provider; others need their GPU and build of ONNX Runtime."""
-        return host_blocker(self.provider(architecture), architecture)
+        """Every host runs the CPU provider; another needs its GPU and its build of ONNX Runtime."""
+        return self.spec.device_obstacle(architecture)
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Open a session, never above BASIC for FP8."""
@@ -180,10 +181,8 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
     Precision flags stay off, so that networks are strongly typed by the planned graph.
     """
 
-    name = ONNXRUNTIME_TENSORRT
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = NVIDIA
+    spec: ClassVar[BackendSpec] = ONNXRUNTIME_TENSORRT
     options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), OPTIMIZATION_LEVEL: range(6)}
-    modules: ClassVar[tuple[str, ...]] = ("onnxruntime", "tensorrt")
 
     def availability(self) -> Availability:
         """Report ONNX Runtime with TensorRT's provider, and a GPU for it."""

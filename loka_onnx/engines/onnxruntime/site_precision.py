@@ -16,9 +16,9 @@ import onnx
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import OperandReader, Source, is_same_up_to_transpose
+from loka_onnx.engines.onnxruntime.provider_session import PlacedNode, start_session
+from loka_onnx.engines.onnxruntime.providers import Provider, provider_chain
 from loka_onnx.sessions.onnx_session import import_onnxruntime, keep_float8_exact
-from loka_onnx.sessions.provider_session import PlacedNode, start_session
-from loka_onnx.sessions.providers import Provider, provider_chain
 
 BIG_INITIALIZER_BYTES = "1024"
 TYPE_NAMES = {Precision.FP32: "float", Precision.BF16: "bfloat16", Precision.FP16: "float16"}

@@ -8,11 +8,9 @@ to help only TensorRT for RTX.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loka_onnx.core.devices import NVIDIA
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.engines.base import Availability
 from loka_onnx.engines.request import BuildRequest
@@ -20,25 +18,22 @@ from loka_onnx.engines.tensorrt.build import BuildSettings
 from loka_onnx.engines.tensorrt.family import TensorRtFamily, asked_settings
 from loka_onnx.engines.tensorrt.inspector import read_layers
 from loka_onnx.engines.tensorrt.layer_precision import layer_precisions
+from loka_onnx.engines.tensorrt.spec import TENSORRT, TensorRtSpec
 from loka_onnx.engines.tensorrt.timing_cache import timing_cache_file
 from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.cuda import CudaContext, list_cuda_devices
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT, first_gpu, why_no_gpu
+from loka_onnx.sessions.cuda import CudaContext, first_gpu, list_cuda_devices, why_no_gpu
 
 
 class TensorRtBackend(TensorRtFamily):
     """TensorRT 10 and 11."""
 
-    name = "tensorrt"
-    vendor = TENSORRT
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = NVIDIA
-    modules: ClassVar[tuple[str, ...]] = (TENSORRT.module,)
+    spec: ClassVar[TensorRtSpec] = TENSORRT
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:
         """Report the library, and the GPUs here that it builds for."""
         try:
-            trt = self.vendor.load()
+            trt = self.spec.load_library()
         except MissingPackage as error:
             return Availability(False, "", False, False, (), error.what, error.remedy)
         version = str(trt.__version__)
@@ -81,7 +76,7 @@ class TensorRtBackend(TensorRtFamily):
         Raises:
             EngineError: The engine does not load, or its layers are not described.
         """
-        trt = self.vendor.load()
+        trt = self.spec.load_library()
         device = CudaContext(first_gpu(request.architecture).index)
         try:
             runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))

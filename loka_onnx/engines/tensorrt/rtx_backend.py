@@ -41,7 +41,6 @@ products, and Q/DQ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,30 +52,20 @@ from loka_onnx.engines.tensorrt.compiled_graph import ANY_ARCHITECTURE, read_com
 from loka_onnx.engines.tensorrt.contents import read_contents
 from loka_onnx.engines.tensorrt.family import TensorRtFamily, asked_settings
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
+from loka_onnx.engines.tensorrt.spec import TENSORRT_RTX, TensorRtSpec
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.cuda import list_cuda_devices
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT_RTX
 
 
 class TensorRtRtxBackend(TensorRtFamily):
     """TensorRT for RTX."""
 
-    name = "tensorrt_rtx"
-    vendor = TENSORRT_RTX
-    modules: ClassVar[tuple[str, ...]] = (TENSORRT_RTX.module,)
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "nvidia-rtx-turing": ("sm75",),
-        "nvidia-rtx-ampere": ("sm86",),
-        "nvidia-rtx-ada": ("sm89",),
-        "nvidia-rtx-blackwell": ("sm120",),
-        "nvidia-gb10": ("sm121",),
-        "nvidia-rtx": ("sm89", "sm120"),
-    }
+    spec: ClassVar[TensorRtSpec] = TENSORRT_RTX
 
     def availability(self) -> Availability:
         """Report the library, and the GPUs here that run its engines."""
         try:
-            trt = self.vendor.load()
+            trt = self.spec.load_library()
         except MissingPackage as error:
             return Availability(False, "", False, False, (), error.what, error.remedy)
         version = str(trt.__version__)

@@ -13,11 +13,11 @@ import numpy as np
 from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.drift.baseline import Baseline
-from loka_onnx.calibration.drift.measure import DriftOptions, measure_drift
 from loka_onnx.core.drift import DriftReport
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data import Dataset
+from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.measure import DriftOptions, measure_drift
 
 BATCH, PROFILE_ROWS, LIVE_ROWS = 64, 64 * 24 + 10, 64 * 16 + 5
 NAMES = tuple(f"feature {i}" for i in range(16))

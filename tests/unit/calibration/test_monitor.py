@@ -12,10 +12,10 @@ import pytest
 from drift_models import BATCH, NAMES, baseline, drift_of, live_columns
 from prometheus_client.parser import text_string_to_metric_families
 
-from loka_onnx.calibration.drift.monitor import Monitor, MonitorOptions
 from loka_onnx.core import serde
 from loka_onnx.core.drift import DriftReport, Measure
 from loka_onnx.errors import ConfigError, DataError
+from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
 
 ALL = MonitorOptions(sample_rate=1.0, window=16, pending=100, seed=1)
 
@@ -76,13 +76,13 @@ def test_the_metrics_of_a_change(monitor: Monitor) -> None:
     assert found["loka_onnx_monitor_cpu_seconds_total",] > 0
     assert found["loka_onnx_window_judged",] == 1
     assert found["loka_onnx_drift_alarms",] == len(report.alarms) > 3
-    assert found["loka_onnx_drift_alarm", "x", "column"] > 1
+    assert found["loka_onnx_drift_alarm", "column", "x"] > 1
     assert found["loka_onnx_tensor_rms_ratio", "x"] == pytest.approx(1 + tensor.effect("rms"))
     assert found["loka_onnx_tensor_range_ratio", "x"] == tensor.range.growth > 1.25
     assert found["loka_onnx_tensor_stability_index", "x"] == tensor.stability_index
     assert found["loka_onnx_tensor_batches_beyond_total", "x"] == tensor.range.beyond > 0
-    assert found["loka_onnx_column_rms_ratio", "x", NAMES[3]] == pytest.approx(2.8, rel=0.1)
-    assert found["loka_onnx_column_mean_shift", "x", NAMES[4]] == pytest.approx(0, abs=0.2)
+    assert found["loka_onnx_column_rms_ratio", NAMES[3], "x"] == pytest.approx(2.8, rel=0.1)
+    assert found["loka_onnx_column_mean_shift", NAMES[4], "x"] == pytest.approx(0, abs=0.2)
     assert found["loka_onnx_site_saturated_share", "left"] == site.live_saturated > 0
     assert found["loka_onnx_site_noise_ratio", "left"] == site.live_noise / site.profile_noise
     elements = found["loka_onnx_site_activation_elements_total", "left"]

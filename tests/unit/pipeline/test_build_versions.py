@@ -17,12 +17,12 @@ from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.core.split import Part
+from loka_onnx.engines.migraphx import api as migraphx_api
 from loka_onnx.engines.migraphx import backend as migraphx_backend
 from loka_onnx.engines.registry import all_backends, get_backend
 from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.splitting import Source
-from loka_onnx.sessions import migraphx_api
 
 Install = Callable[[str, str, str], None]
 

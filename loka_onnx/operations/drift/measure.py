@@ -1,0 +1,370 @@
+"""Live data against a profile: what changed, how surely, and whether it matters.
+
+Units are batches of as many rows as the profile's: the elements of a row have much in common, and so may rows
+of a user, but batches differ as much as batches do. Every statistic of every tensor is a test
+(`numerics.two_sample`), and p-values are adjusted for all of them together, so that the probability of any
+false alarm is bounded however many tensors a model has. Rows are taken in file order, as the profile's were:
+shuffled live rows against a profile of rows sorted by time, or the reverse, differ in how much batches vary
+and not in their means, which the tests of means allow for. What alarms must be large as well (`alarms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+from pathlib import Path
+
+from loka_onnx.calibration.instruments.batch_spread import COLUMN
+from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
+from loka_onnx.core.drift import (
+    DriftReport,
+    OutputDrift,
+    RangeShift,
+    Relevance,
+    Shift,
+    SiteDrift,
+    TensorDrift,
+)
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.statistics import BatchSums, ErrorStats, RangeStats
+from loka_onnx.data import Dataset
+from loka_onnx.errors import ConfigError
+from loka_onnx.numerics.two_sample import (
+    FEWEST_BATCHES,
+    BatchSample,
+    compare_means,
+    exceedance_probability,
+    holm,
+    stability_index,
+    variance_ratio,
+)
+from loka_onnx.operations.drift.alarms import Changes, find_alarms
+from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.live import Live, LiveOptions, LiveProbe
+
+RESOLUTION = 2.0**-20
+"""Error of a mean or an rms over the rms, on another machine: sixteen units in the last place of FP32."""
+DEFAULT_BATCH_ROWS = 512
+"""Where the profile holds no full batch, and nothing is judged."""
+
+
+@dataclass(frozen=True)
+class DriftOptions:
+    """Options of comparing live data.
+
+    Attributes:
+        family_wise: Largest probability of any false alarm.
+        relevance: How large a change must be to alarm.
+        most_delta_ne: Largest accepted predicted growth of ΔNE; None for `relevance.delta_ne` of the budget.
+        rows: Live rows, from the first on; None for all.
+        kl_rows: Most rows that KL is measured on.
+        seed: Which of the rows those are.
+        threads: Batches at once; 0 for one a core.
+        executor: Where batches run; None for threads of this process.
+    """
+
+    family_wise: float = 0.01
+    relevance: Relevance = field(default_factory=Relevance)
+    most_delta_ne: float | None = None
+    rows: int | None = None
+    kl_rows: int = 16384
+    seed: int = 0
+    threads: int = 0
+    executor: Executor | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.family_wise < 1.0:
+            raise ConfigError(
+                "a probability of false alarms lies between 0 and 1",
+                where="family-wise",
+                evidence=f"it is {self.family_wise:g}",
+                remedy="0.01 lets one of a hundred comparisons without any drift alarm",
+            )
+        if self.most_delta_ne is not None and not self.most_delta_ne >= 0.0:
+            raise ConfigError(
+                "a threshold is at least 0",
+                where="max-predicted-delta-ne",
+                evidence=f"it is {self.most_delta_ne:g}",
+                remedy="0.0001 alarms when ΔNE is predicted to grow by 0.01 %",
+            )
+
+
+def measure_drift(
+    baseline: Baseline,
+    data: Dataset,
+    scratch: Path,
+    options: DriftOptions | None = None,
+    progress: Progress = silent,
+) -> DriftReport:
+    """Run live rows under the profile's scales and compare.
+
+    Args:
+        baseline: What they are held against.
+        data: The live rows; labels are not read.
+        scratch: Directory for instrumented models, on the file system of the model.
+        options: How to compare.
+        progress: Called as rows are done.
+
+    Raises:
+        CalibrationError: An activation or an output is not finite.
+        DataError: A row cannot be used.
+    """
+    options = options or DriftOptions()
+    size = baseline.batch_rows or DEFAULT_BATCH_ROWS
+    probe = LiveProbe(
+        baseline,
+        data,
+        LiveOptions(size, options.rows, options.kl_rows, options.seed),
+        options.executor or LocalExecutor(options.threads),
+        progress,
+    )
+    return compare(baseline, probe.measure(scratch), options)
+
+
+def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftReport:
+    """The report on live statistics, worst first."""
+    known = baseline.ranges
+    spreads = [stats.spread for stats in known.values()]
+    ours = min((spread.batches for spread in spreads), default=0)
+    theirs = min((stats.spread.batches for stats in live.ranges.ranges.values()), default=0)
+    not_judged = _too_few(baseline, ours, theirs)
+    readers = _readers(baseline)
+    tensors = [
+        _compare_tensor(
+            _Pair(
+                name,
+                readers[name],
+                stats,
+                live.ranges.ranges[name],
+                live.ranges.beyond[name],
+                baseline.columns.get(name, ()),
+            ),
+            is_judged=not not_judged,
+        )
+        for name, stats in known.items()
+    ]
+    tensors, tests = _adjusted(tensors)
+    sites = list(_compare_sites(baseline, live))
+    outputs = [_compare_output(baseline, live, name) for name in baseline.profile.baseline_loss]
+    changes = Changes(tensors, sites, outputs)
+    alarms = (
+        ()
+        if not_judged
+        else find_alarms(changes, options.family_wise, options.relevance, options.most_delta_ne)
+    )
+    return DriftReport(
+        model_digest=baseline.model.digest,
+        profile_digest=baseline.profile.data_digest,
+        live_digest=live.digest,
+        profile_rows=baseline.profile.rows,
+        live_rows=live.ranges.rows,
+        batch_rows=baseline.batch_rows,
+        profile_batches=ours,
+        live_batches=theirs,
+        family_wise=options.family_wise,
+        tests=0 if not_judged else tests,
+        basis=baseline.basis,
+        relevance=options.relevance,
+        tensors=tuple(sorted(tensors, key=lambda t: (-_size(t, options.relevance), t.tensor))),
+        sites=tuple(sorted(sites, key=lambda s: (-sum(s.predicted.values()), -s.live_saturated, s.site))),
+        outputs=tuple(outputs),
+        alarms=alarms,
+        synthetic=baseline.profile.synthetic,
+        not_judged=not_judged,
+    )
+
+
+def _too_few(baseline: Baseline, ours: int, theirs: int) -> str:
+    """Why nothing can be told from chance; empty where it can."""
+    size = baseline.batch_rows
+    if ours < FEWEST_BATCHES:
+        have = f"{ours} full batches of {size} rows" if size else "no full batch"
+        return (
+            f"the profile holds {have}, and {FEWEST_BATCHES} are needed to know how much batches differ: "
+            "calibrate on more rows, or with a smaller `calibration.batch_size`"
+        )
+    if theirs < FEWEST_BATCHES:
+        return (
+            f"the live rows fill {theirs} batches of {size} rows, as large as the profile's, and "
+            f"{FEWEST_BATCHES} are needed: give at least {FEWEST_BATCHES * size} rows, or calibrate with a "
+            "smaller `calibration.batch_size`"
+        )
+    return ""
+
+
+def _readers(baseline: Baseline) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for entry in baseline.profile.sites:
+        for tensor in entry.operands:
+            found.setdefault(tensor, []).append(entry.site)
+    return {tensor: tuple(sites) for tensor, sites in found.items()}
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One activation in both."""
+
+    name: str
+    sites: tuple[str, ...]
+    profile: RangeStats
+    live: RangeStats
+    beyond: int
+    columns: tuple[str, ...]
+
+
+def _compare_tensor(pair: _Pair, *, is_judged: bool) -> TensorDrift:
+    profile, live = pair.profile, pair.live
+    shifts: tuple[Shift, ...] = ()
+    p_beyond = 1.0
+    if is_judged:
+        shifts = _shifts(pair)
+        p_beyond = exceedance_probability(pair.beyond, live.spread.batches, profile.spread.batches)
+    return TensorDrift(
+        tensor=pair.name,
+        sites=pair.sites,
+        range=RangeShift(profile.amax, live.amax, pair.beyond, live.spread.batches, p_beyond),
+        shifts=shifts,
+        stability_index=stability_index(profile.histogram, live.histogram),
+        columns=pair.columns,
+    )
+
+
+@dataclass(frozen=True)
+class _Statistic:
+    """One statistic over the batches of both.
+
+    Attributes:
+        name: Its name in `BatchSpread.statistics`.
+        kind: Which others vary like it: ``share``, ``column mean``, ``column rms``, or its own name.
+        before: In the profile.
+        after: In the live data.
+        unit: See `Shift.unit`.
+        rms: Of what it is taken from; 0 for a share.
+    """
+
+    name: str
+    kind: str
+    before: BatchSample
+    after: BatchSample
+    unit: float
+    rms: float
+
+    @classmethod
+    def of(cls, pair: _Pair, name: str) -> _Statistic:
+        """A statistic by its name."""
+        before, after = BatchSample.of(pair.profile.spread, name), BatchSample.of(pair.live.spread, name)
+        column, _, which = name.rpartition(".")
+        if which not in {"mean", "rms"}:
+            return cls(name, "share", before, after, 1.0, 0.0)
+        rms, deviation = _scale(pair.profile, column)
+        kind = f"column {which}" if column else which
+        return cls(name, kind, before, after, rms if which == "rms" else deviation, rms)
+
+
+def _shifts(pair: _Pair) -> tuple[Shift, ...]:
+    known = {"mean", "rms", "zeros", *pair.profile.spread.statistics, *pair.live.spread.statistics}
+    every = [_Statistic.of(pair, name) for name in sorted(known)]
+    ratios: dict[str, float] = {}
+    for kind in dict.fromkeys(item.kind for item in every):
+        alike = [item for item in every if item.kind == kind]
+        if len(alike) > 1:
+            units = [item.rms if kind != "share" else 1.0 for item in alike]
+            ratios[kind] = variance_ratio([(item.before, item.after) for item in alike], units)
+    found = []
+    for item in every:
+        change = compare_means(item.before, item.after, RESOLUTION * item.rms, ratios.get(item.kind))
+        means = item.before.mean, item.after.mean
+        found.append(Shift(item.name, *means, item.unit, change.standard_error, change.p_value))
+    return tuple(found)
+
+
+def _scale(stats: RangeStats, column: str) -> tuple[float, float]:
+    """Root mean square and standard deviation of all elements, or of one column's."""
+    if not column:
+        return sqrt(stats.total_squares.value / stats.count), sqrt(stats.variance)
+    spread = stats.spread
+    square = spread.statistics.get(f"{column}.rms", BatchSums()).squares.value / spread.batches
+    mean = spread.statistics.get(f"{column}.mean", BatchSums()).total.value / spread.batches
+    return sqrt(square), sqrt(max(square - mean * mean, 0.0))
+
+
+def _adjusted(tensors: Sequence[TensorDrift]) -> tuple[list[TensorDrift], int]:
+    """With p-values adjusted for all tests together, and how many those are."""
+    every = [p for tensor in tensors for p in (tensor.range.p_value, *(s.p_value for s in tensor.shifts))]
+    left = iter(holm(every))
+    found = [
+        replace(
+            tensor,
+            range=replace(tensor.range, adjusted=next(left)),
+            shifts=tuple(replace(shift, adjusted=next(left)) for shift in tensor.shifts),
+        )
+        for tensor in tensors
+    ]
+    return found, len(every)
+
+
+def _size(tensor: TensorDrift, relevance: Relevance) -> float:
+    """How many times its threshold the largest change of a tensor is; without thresholds, how large."""
+    columns = [abs(s.effect) for s in tensor.shifts if s.statistic.startswith(COLUMN)]
+    parts = (
+        (abs(tensor.effect("mean")), relevance.mean),
+        (abs(tensor.effect("rms")), relevance.rms),
+        (abs(tensor.effect("zeros")), relevance.zeros),
+        (max(columns, default=0.0), relevance.column),
+        (tensor.stability_index, relevance.stability_index),
+        (tensor.range.growth - 1.0, relevance.range_growth),
+    )
+    return max(value / threshold if threshold else value for value, threshold in parts)
+
+
+def _compare_sites(baseline: Baseline, live: Live) -> Iterator[SiteDrift]:
+    losses = {name: mean.value for name, mean in baseline.profile.baseline_loss.items()}
+    counted = {switch.site.name for switch in baseline.counted_switches}
+    for switch in baseline.switches:
+        name, recipe = switch.site.name, switch.recipe.id
+        entry = baseline.profile.site(name)
+        before, after = entry.error(recipe), live.errors[name]
+        kl = {output: entry.sensitivity(recipe, output).kl.value for output in losses}
+        now = {
+            output: found.by_site[name] / losses[output]
+            for output, found in live.kl.items()
+            if name in found.by_site
+        }
+        yield SiteDrift(
+            site=name,
+            recipe=recipe,
+            tensor=switch.site.activation.tensor,
+            is_counted=name in counted,
+            profile_saturated=_share(before),
+            live_saturated=_share(after),
+            profile_noise=_noise(before),
+            live_noise=_noise(after),
+            kl=kl,
+            live_kl=now,
+        )
+
+
+def _compare_output(baseline: Baseline, live: Live, name: str) -> OutputDrift:
+    spec = next((spec for spec in baseline.outputs if spec.name == name), None)
+    loss = baseline.profile.baseline_loss[name].value
+    switches = baseline.counted_switches
+    before = [baseline.profile.site(s.site.name).sensitivity(s.recipe.id, name) for s in switches]
+    found = live.kl.get(name)
+    # Sites err together on the same rows: at worst their standard errors add up.
+    own = sum(item.kl_moments.standard_error for item in before)
+    return OutputDrift(
+        output=name,
+        budget=spec.budget if spec is not None else None,
+        kl=sum(item.kl.value for item in before),
+        live_kl=None if found is None else sum(found.by_site.values()) / loss,
+        standard_error=inf if found is None else sqrt(own**2 + (found.standard_error / loss) ** 2),
+    )
+
+
+def _share(stats: ErrorStats) -> float:
+    return stats.saturated / stats.activation_count if stats.activation_count else 0.0
+
+
+def _noise(stats: ErrorStats) -> float:
+    return stats.relative_error**2

@@ -1,0 +1,323 @@
+"""A watch on the rows that a serving process scores, as metrics that Prometheus reads.
+
+`Monitor.feed` draws rows one by one, so that a batch mixes many requests as the profile's batches do, checks
+them, copies them into a batch of the profile's size, and returns; a thread of its own runs full batches
+through the instrumented model. Memory is bounded: less than one batch is held, at most `pending` more wait,
+and when the thread does not keep up, batches are dropped and counted. Nothing is raised into the serving
+path.
+
+Two kinds of metrics: counters over the life of the process, to take rates of; and gauges over a window of
+recent batches, which are compared with the profile as `operations.drift.measure` does. Each full window is a
+comparison of its own, so that the family-wise level holds for each, not for all windows of a year together;
+what alarms must be large enough to matter as well, which chance is not.
+
+Cost on a CPU (`benchmarks/records/drift_alarms.json`): a measured batch takes six to eight plain passes of
+its rows in FP32, so that 1 % of the rows costs 6 to 8 % of what scoring all of them there does; a call of
+`feed` with 256 rows takes some 100 µs.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
+from loka_onnx.calibration.passes.executors import BatchResult
+from loka_onnx.calibration.passes.range_pass import RangeWork
+from loka_onnx.core import serde
+from loka_onnx.core.drift import DriftReport
+from loka_onnx.core.statistics import ErrorStats
+from loka_onnx.data import Batch
+from loka_onnx.errors import ConfigError
+from loka_onnx.graph.id_bounds import id_bounds
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.intake import Arrays, BatchBuilder, RowRules
+from loka_onnx.operations.drift.live import Live, LiveRanges, RangeWatch, tap_activations, tap_products
+from loka_onnx.operations.drift.measure import DEFAULT_BATCH_ROWS, DriftOptions, compare
+from loka_onnx.operations.drift.monitor_metrics import MonitorCollector, Tally, exposition
+
+_LOG = logging.getLogger(__name__)
+BLOCKS = 4
+"""Parts of a window: it moves on by one of them, and only they are kept."""
+
+
+@dataclass(frozen=True)
+class MonitorOptions:
+    """Options of a monitor.
+
+    Attributes:
+        sample_rate: Share of the rows that are looked at.
+        window: Batches that gauges speak of: at least that many, once so many were seen, and at most a
+            quarter more.
+        pending: Full batches that may wait.
+        is_strict: Raise what is wrong with rows that are fed; else they are counted as rejected.
+        drift: How the window is compared with the profile; rows, threads and executor are not used.
+        seed: Of the draw of rows; None for another one in each process.
+    """
+
+    sample_rate: float = 0.01
+    window: int = 64
+    pending: int = 2
+    is_strict: bool = False
+    drift: DriftOptions = field(default_factory=DriftOptions)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.sample_rate <= 1.0 or self.window < BLOCKS or self.pending < 1:
+            raise ConfigError(
+                "a monitor samples a share of the rows, over a window of some batches",
+                where="MonitorOptions",
+                evidence=f"sample_rate {self.sample_rate:g}, window {self.window}, pending {self.pending}",
+                remedy=f"sample_rate in (0, 1], window at least {BLOCKS}, pending at least 1",
+            )
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some batches of the window."""
+
+    ranges: LiveRanges
+    errors: dict[str, ErrorStats]
+
+    def merge(self, other: _Block) -> _Block:
+        return _Block(
+            self.ranges.merge(other.ranges),
+            {site: stats.merge(other.errors[site]) for site, stats in self.errors.items()},
+        )
+
+
+class Monitor:
+    """Watches rows; thread-safe. Make it after the serving process has forked its workers.
+
+    Args:
+        baseline: What rows are held against (`loka_onnx.open_run(…).baseline`).
+        options: How to watch.
+        scratch: Directory for instrumented models, on the file system of the model; a temporary one for
+            None. Tables are mapped from there as long as the monitor is open.
+
+    Raises:
+        UserError: The model cannot be loaded.
+    """
+
+    def __init__(
+        self, baseline: Baseline, options: MonitorOptions | None = None, scratch: Path | None = None
+    ) -> None:
+        self.baseline, self.options = baseline, options or MonitorOptions()
+        self.batch_rows = baseline.batch_rows or DEFAULT_BATCH_ROWS
+        self._folder = tempfile.TemporaryDirectory(dir=scratch, prefix=".monitor-")
+        folder = Path(self._folder.name)
+        model = GraphModel.load(baseline.model.path)
+        self._rules = RowRules(baseline.model.inputs, id_bounds(model))
+        self._range_taps = tap_activations(model, baseline, self.batch_rows)
+        model.save(folder / "ranges.onnx")
+        model = GraphModel.load(baseline.model.path)
+        self._error_taps = tap_products(model, baseline, {})
+        model.save(folder / "errors.onnx")
+        self._watch, self._errors = self._new_watch(), self._new_errors()
+        self._run_ranges = RangeWork(folder / "ranges.onnx", self._watch.totals.samples).open()
+        self._run_errors = ErrorWork(folder / "errors.onnx").open()
+
+        self._intake = threading.Lock()
+        self._random = np.random.default_rng(self.options.seed)
+        self._builder = BatchBuilder(baseline.model.inputs, self.batch_rows)
+        self._waiting: queue.Queue[Arrays | None] = queue.Queue(self.options.pending)
+        self._worker: threading.Thread | None = None
+        self._is_closed = False
+
+        self._state = threading.Lock()
+        self._tally = Tally()
+        self._in_block = 0
+        self._blocks: deque[_Block] = deque(maxlen=BLOCKS)
+
+    # Serving path --------------------------------------------------------------------------------
+
+    def feed(self, inputs: Mapping[str, Any]) -> None:
+        """Look at some of these rows, later and elsewhere.
+
+        Args:
+            inputs: The model's inputs, the rows on axis 0; any number of rows. They are copied.
+
+        Raises:
+            DataError: They are not the model's inputs, and `is_strict` was asked for.
+        """
+        try:
+            self._feed(inputs)
+        except Exception as error:
+            # Whatever was handed in, serving goes on.
+            with self._state:
+                self._tally.rejected_calls += 1
+            if self.options.is_strict:
+                raise
+            _LOG.debug("rows were rejected: %s", error)
+
+    def _feed(self, inputs: Mapping[str, Any]) -> None:
+        arrays = {name: np.asarray(values) for name, values in inputs.items()}
+        rows = self._rules.rows_of(arrays)
+        drawn = self._draw(rows)
+        taken = self._rules.converted(arrays, drawn)
+        usable = self._rules.usable(taken)
+        kept = int(usable.sum())
+        if kept < drawn.size:
+            taken = {name: array[usable] for name, array in taken.items()}
+        with self._state:
+            self._tally.fed += rows
+            self._tally.sampled += kept
+            self._tally.rejected += int(drawn.size) - kept
+        with self._intake:
+            for batch in () if self._is_closed else self._builder.add(taken):
+                self._submit(batch)
+
+    def _draw(self, rows: int) -> npt.NDArray[np.int64]:
+        """Positions of the rows to look at, in order."""
+        with self._intake:
+            drawn = np.flatnonzero(self._random.random(rows) < self.options.sample_rate)
+            if drawn.size > self.batch_rows:
+                # One call must not fill the memory, nor the window.
+                drawn = np.sort(self._random.choice(drawn, self.batch_rows, replace=False))
+        return drawn
+
+    def _submit(self, batch: Arrays) -> None:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="loka-onnx-monitor", daemon=True)
+            self._worker.start()
+        try:
+            self._waiting.put_nowait(batch)
+        except queue.Full:
+            with self._state:
+                self._tally.dropped += self.batch_rows
+
+    # Worker --------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (batch := self._waiting.get()) is not None:
+            try:
+                self._take(Batch(batch, {}, 0))
+            except Exception:
+                # A monitor that died in silence would look like data that do not drift.
+                _LOG.exception("a batch could not be measured")
+                with self._state:
+                    self._tally.failed_batches += 1
+            finally:
+                self._waiting.task_done()
+        self._waiting.task_done()
+
+    def _take(self, batch: Batch) -> None:
+        began = time.thread_time()
+        errors = BatchResult(batch.rows, self._run_errors(batch))
+        ranges = BatchResult(batch.rows, self._run_ranges(batch))
+        with self._state:
+            self._errors.add(errors, "a batch that was fed")
+            self._watch.add(ranges, "a batch that was fed")
+            self._in_block += 1
+            if self._in_block * BLOCKS >= self.options.window:
+                block = self._block()
+                _add_block(self._tally, block)
+                self._blocks.append(block)
+                self._watch, self._errors, self._in_block = self._new_watch(), self._new_errors(), 0
+            self._tally.batches += 1
+            self._tally.seconds += time.thread_time() - began
+
+    def _block(self) -> _Block:
+        return _Block(self._watch.read(), {site: found[0] for site, found in self._errors.read().items()})
+
+    def _new_watch(self) -> RangeWatch:
+        return RangeWatch(self._range_taps, self.baseline.ranges, self.batch_rows)
+
+    def _new_errors(self) -> ErrorTotals:
+        return ErrorTotals(self._error_taps)
+
+    # Reading -------------------------------------------------------------------------------------
+
+    def tally(self) -> Tally:
+        """What was counted since the monitor was made; a copy."""
+        return self._look()[0]
+
+    def report(self) -> DriftReport | None:
+        """The window against the profile; None before the first batch."""
+        return self._look()[1]
+
+    def text(self) -> str:
+        """All metrics in the text format of Prometheus.
+
+        Raises:
+            MissingPackage: `prometheus_client` is not installed.
+        """
+        tally, report = self._look()
+        labels = {
+            "model_digest": self.baseline.model.digest,
+            "profile_digest": self.baseline.profile.data_digest,
+        }
+        return exposition(MonitorCollector(tally, report, labels))
+
+    def write(self, path: str | Path) -> None:
+        """Write `text` to a file, whole or not at all, as node-exporter's textfile collector reads it.
+
+        Args:
+            path: The file; its name must end in ``.prom`` for that collector.
+
+        Raises:
+            OutputError: The place cannot be written.
+        """
+        serde.write_text(self.text(), Path(path))
+
+    def _look(self) -> tuple[Tally, DriftReport | None]:
+        with self._state:
+            tally, blocks = copy.deepcopy(self._tally), list(self._blocks)
+            if self._in_block:
+                blocks.append(self._block())
+                _add_block(tally, blocks[-1])
+        if not blocks:
+            return tally, None
+        window = reduce(_Block.merge, blocks)
+        return tally, compare(
+            self.baseline, Live("window", window.ranges, window.errors, {}), self.options.drift
+        )
+
+    # Life ----------------------------------------------------------------------------------------
+
+    def flush(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until every full batch is measured; returns whether it came to that."""
+        done = self._waiting.all_tasks_done
+        with done:
+            return done.wait_for(lambda: not self._waiting.unfinished_tasks, timeout_seconds)
+
+    def close(self) -> None:
+        """Measure what waits, and end; what is fed later is not looked at."""
+        with self._intake:
+            is_first, self._is_closed = not self._is_closed, True
+        if not is_first:
+            return
+        if self._worker is not None:
+            self._waiting.put(None)
+            self._worker.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _add_block(tally: Tally, block: _Block) -> None:
+    """Add to a tally; edits it."""
+    tally.beyond.update(block.ranges.beyond)
+    tally.elements.update({site: stats.activation_count for site, stats in block.errors.items()})
+    tally.saturated.update({site: stats.saturated for site, stats in block.errors.items()})

@@ -1,0 +1,266 @@
+"""Live data against the profile of a run directory, and a monitor for the process that serves the model.
+
+Everything but the rows comes from the run: the model that the profile was measured on, how its inputs are
+made of columns, the judged outputs with their budgets, and the plan whose sites run in FP8.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.drift import DriftReport
+from loka_onnx.core.evaluation import Choice
+from loka_onnx.core.lineage import RunRecord
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.refined_run import read_refined
+from loka_onnx.data import Dataset, InputBinding, open_dataset
+from loka_onnx.errors import ConfigError, ModelError, UserError
+from loka_onnx.graph.column_origins import column_origins
+from loka_onnx.graph.id_bounds import id_bounds
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.storage import model_digest
+from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.measure import DriftOptions, measure_drift
+from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
+from loka_onnx.pipeline.directory import RECORD, refuse_links
+from loka_onnx.pipeline.splits import bind_columns
+
+SAFE_PLAN = "fp8-safe"
+MODELS = ("modified", "exported")
+"""Models of a run that a profile may be of."""
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """Facts of a run directory about a profile.
+
+    Attributes:
+        directory: The run directory.
+        baseline: What live data are held against.
+        bindings: How model inputs are made of columns.
+    """
+
+    directory: Path
+    baseline: Baseline
+    bindings: tuple[InputBinding, ...]
+
+    def open_data(self, path: str | Path) -> Dataset:
+        """Open live rows: the model's inputs, and weights where the outputs have them; no labels.
+
+        Raises:
+            DataError: The file is missing, or lacks a column.
+        """
+        weights = [spec.weight for spec in self.baseline.outputs if spec.weight is not None]
+        return open_dataset(path, self.bindings, tuple(dict.fromkeys(weights)))
+
+    @property
+    def scratch_parent(self) -> Path | None:
+        """Where directories for instrumented models go: beside the model, if that can be written.
+
+        There, embedding tables are linked and not copied. None for the system's own place.
+        """
+        beside = self.baseline.model.path.parent
+        return beside if os.access(beside, os.W_OK) else None
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A directory for instrumented models that is gone afterwards."""
+        with tempfile.TemporaryDirectory(dir=self.scratch_parent, prefix=".drift-") as path:
+            yield Path(path)
+
+
+def open_run(profile: str | Path, run: str | Path | None = None, plan: str | None = None) -> OpenedRun:
+    """Open a profile with the run directory that it belongs to.
+
+    Args:
+        profile: The profile; as a rule `profile.json` in a run directory.
+        run: The run directory, where the profile lies elsewhere.
+        plan: The plan whose FP8 sites count; None for the plan that was chosen if it has any, else
+            ``fp8-safe``, else every FP8-able linear site.
+
+    Raises:
+        UserError: A file is missing, or of another version or model.
+        ConfigError: There is no such plan, or no run directory.
+        OutputError: The run directory holds a link that leads out of it.
+    """
+    path = Path(profile)
+    directory = _directory(path, None if run is None else Path(run))
+    refuse_links(directory)
+    recorded = _recorded(directory)
+    known = serde.read(Profile, path)
+    model = _model(directory, known, path)
+    graph = GraphModel.load(model.path)
+    bindings = bind_columns(recorded.data.inputs, model.inputs, id_bounds(graph))
+    chosen = _plan(directory, known, plan)
+    baseline = Baseline(
+        model,
+        known,
+        recorded.outputs,
+        None if chosen is None else frozenset(chosen.fp8_sites),
+    )
+    baseline = replace(baseline, columns=_column_names(graph, bindings, baseline.ranges))
+    if chosen is not None:
+        baseline = replace(baseline, basis=f"plan {chosen.id}")
+    return OpenedRun(directory, baseline, bindings)
+
+
+def _column_names(
+    graph: GraphModel, bindings: Sequence[InputBinding], tensors: Iterable[str]
+) -> dict[str, tuple[str, ...]]:
+    """What the columns of tensors are called in the files, where they come from one; "" where not."""
+    files = {binding.input: binding.columns for binding in bindings}
+    known, found = graph.tensors(), dict[str, tuple[str, ...]]()
+    for tensor in tensors:
+        origins = column_origins(known[tensor])
+        if any(origins):
+            found[tensor] = tuple("" if o is None else _called(files[o.input], o.column) for o in origins)
+    return found
+
+
+def _called(columns: tuple[str, ...], position: int) -> str:
+    """An input may be made of one column of lists."""
+    return columns[position] if len(columns) > position else f"{columns[0]}[{position}]"
+
+
+def check_drift(
+    run: OpenedRun, data: str | Path, options: DriftOptions | None = None, progress: Progress = silent
+) -> DriftReport:
+    """Compare live rows with the profile of a run.
+
+    Args:
+        data: The live rows; labels are not read.
+
+    Raises:
+        DataError: A row or a column cannot be used.
+        CalibrationError: An activation or an output is not finite.
+    """
+    live = run.open_data(data)
+    with run.scratch() as scratch:
+        return measure_drift(run.baseline, live, scratch, options, progress)
+
+
+def open_monitor(
+    profile: str | Path, run: str | Path | None = None, plan: str | None = None, **options: Any
+) -> Monitor:
+    """A monitor for the process that serves the model of a run; close it, or use it in a `with` block.
+
+    Args:
+        profile: The profile; as a rule `profile.json` in a run directory.
+        run: The run directory, where the profile lies elsewhere.
+        plan: The plan whose FP8 sites count (`open_run`).
+        options: Fields of `MonitorOptions`, such as `sample_rate`.
+
+    Raises:
+        UserError: A file is missing, or of another version or model.
+        ConfigError: There is no such plan or run directory, or an option is out of range.
+    """
+    opened = open_run(profile, run, plan)
+    return Monitor(opened.baseline, MonitorOptions(**options), opened.scratch_parent)
+
+
+def _directory(profile: Path, run: Path | None) -> Path:
+    """The run directory: the one given, or that of the profile, which may lie one level down."""
+    candidates = [profile.absolute().parent, profile.absolute().parent.parent] if run is None else [run]
+    for candidate in candidates:
+        if (candidate / RECORD).is_file():
+            return candidate.absolute()
+    raise ConfigError(
+        "there is no run directory that says how the model's inputs are made of columns",
+        where="--profile" if run is None else "--run",
+        evidence=f"no {RECORD} in {' or '.join(map(str, candidates))}",
+        remedy="name the run directory that the profile comes from: --run DIR",
+    )
+
+
+@dataclass(frozen=True)
+class _DataPart:
+    inputs: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What is needed of the run file that a run recorded.
+
+    Only that: a run file of another version may differ in everything else, and names files that are gone.
+    """
+
+    outputs: tuple[OutputSpec, ...]
+    data: _DataPart
+
+
+def _recorded(directory: Path) -> _Recorded:
+    record = serde.read(RunRecord, directory / RECORD)
+    try:
+        return TypeAdapter(_Recorded).validate_python(record.config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            "the run was recorded by another version of loka-onnx",
+            where=str(directory / RECORD),
+            evidence=f"at config.{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            remedy="run the pipeline again with this version",
+        ) from error
+
+
+def _model(directory: Path, profile: Profile, where: Path) -> ModelArtifact:
+    """The model that the profile was measured on; its file is checked, not only its description."""
+    found = []
+    for name in MODELS:
+        document = directory / "model" / f"{name}.json"
+        if not document.is_file():
+            continue
+        artifact = serde.read(ModelArtifact, document).placed(directory)
+        found.append(f"{name} has {artifact.digest[:12]}…")
+        if artifact.digest != profile.model_digest:
+            continue
+        actual = model_digest(artifact.path)
+        if actual != artifact.digest:
+            raise ModelError(
+                "the model is not the one that the run left",
+                where=str(artifact.path),
+                evidence=f"its digest is {actual[:12]}…, that of '{document.name}' {artifact.digest[:12]}…",
+                remedy="restore the file, or run the pipeline again",
+            )
+        return artifact
+    raise UserError(
+        f"the profile is of no model in '{directory}'",
+        where=str(where),
+        evidence=f"it is of {profile.model_digest[:12]}…; {', '.join(found) or 'there is no model there'}",
+        remedy="name the run directory that the profile comes from: --run DIR",
+    )
+
+
+def _plan(directory: Path, profile: Profile, wanted: str | None) -> PrecisionPlan | None:
+    """The plan whose FP8 sites count; None for every FP8-able linear site."""
+    document = directory / "plan.json"
+    plans = serde.read(PlanSet, document).plans if document.is_file() else ()
+    fitting = {
+        plan.id: plan
+        for plan in (*plans, *read_refined(directory).plans)
+        if plan.model_digest == profile.model_digest and plan.fp8_sites
+    }
+    if wanted is not None:
+        if wanted not in fitting:
+            raise ConfigError(
+                f"there is no plan '{wanted}' with FP8 sites for the model of the profile",
+                where="--plan",
+                evidence=f"'{document}' has {', '.join(fitting) or 'none'}",
+                remedy="name one of these, or leave --plan out",
+            )
+        return fitting[wanted]
+    choice = directory / "choice.json"
+    targets = serde.read(Choice, choice).targets if choice.is_file() else ()
+    chosen = [plan for target in targets for plan in target.plans]
+    return next((fitting[name] for name in (*chosen, SAFE_PLAN) if name in fitting), None)
