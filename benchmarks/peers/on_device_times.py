@@ -27,7 +27,8 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.onnxruntime.io_binding_session import open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE
 from loka_onnx.engines.onnxruntime.provider_settings import settings_for, without_graphs
-from loka_onnx.engines.onnxruntime.providers import ONNXRUNTIME, host_blocker, provider_for
+from loka_onnx.engines.onnxruntime.providers import host_blocker, provider_for
+from loka_onnx.engines.onnxruntime.spec import ONNXRUNTIME
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import LokaError
@@ -164,9 +165,9 @@ def _opened(candidate: Candidate, job: TimingJob) -> Runner:
 
 def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     """ONNX Runtime on a graph as it is, with CUDA graphs where it can record them."""
-    backend = get_backend(ONNXRUNTIME)
+    backend = get_backend(ONNXRUNTIME.name)
     (architecture,) = backend.architectures(job.target)
-    provider = provider_for(ONNXRUNTIME, architecture)
+    provider = provider_for(ONNXRUNTIME.name, architecture)
     reason = host_blocker(provider, architecture)
     if reason:
         raise RuntimeError(f"ONNX Runtime cannot run here: {reason}")
@@ -185,7 +186,7 @@ def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     for each in (settings, simpler):
         serde.write(each, engine.with_name(SETTINGS_FILE))
         try:
-            return open_io_binding(engine, ONNXRUNTIME, architecture)
+            return open_io_binding(engine, ONNXRUNTIME.name, architecture)
         except LokaError:
             if each == simpler:
                 raise
