@@ -66,9 +66,9 @@ class Backend(ABC):
     """An engine maker."""
 
     spec: ClassVar[BackendSpec]
-    """What it declares."""
+    """Its declaration."""
     options: ClassVar[Mapping[str, range]] = {}
-    """Settings that `BuildRequest.options` may hold, and their values."""
+    """Settings of `BuildRequest.options`, and their ranges."""
     times_kernels: ClassVar[bool] = False
     """Whether `compile` times kernels on the device, for which it gets the device alone."""
 
@@ -111,7 +111,7 @@ class Backend(ABC):
         """Hook: load an engine of this backend that can run here."""
 
     def why_not_run(self, architecture: str) -> str:
-        """Why an engine for an architecture cannot run on this machine; empty when it can."""
+        """Reason why an engine for an architecture cannot run on this machine; empty when it can."""
         reason = self.spec.device_obstacle(architecture)
         return f"{reason}; latency and accuracy not measured" if reason else ""
 

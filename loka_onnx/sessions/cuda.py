@@ -275,7 +275,7 @@ def _load_library() -> ctypes.CDLL:
 
 
 def why_no_gpu(architecture: str) -> str:
-    """Why this host cannot run an engine for an architecture; empty when it has a GPU of it."""
+    """Reason why this host cannot run an engine for an architecture; empty when it has such a GPU."""
     devices = list_cuda_devices()
     if any(device.architecture == architecture for device in devices):
         return ""

@@ -130,11 +130,7 @@ def provider_chain(
 
 
 def timing_directory(version: str) -> Path:
-    """Where TensorRT's provider keeps its timing cache; it names the file for the architecture itself.
-
-    Args:
-        version: Of ONNX Runtime, which is built for one version of TensorRT.
-    """
+    """Directory of the timing caches of TensorRT's provider, for a version of ONNX Runtime."""
     return cache_directory() / "timing" / f"onnxruntime_tensorrt-{version}"
 
 

@@ -28,7 +28,7 @@ class OnnxRuntimeSpec(BackendSpec):
         return open_io_binding(engine, self.name, architecture, version, threads)
 
     def knows(self, architecture: str) -> bool:
-        """Whether a provider runs its engines for an architecture."""
+        """Tell whether a provider runs its engines for an architecture."""
         try:
             provider_for(self.name, architecture)
         except ConfigError:
@@ -36,7 +36,7 @@ class OnnxRuntimeSpec(BackendSpec):
         return True
 
     def is_program(self, architecture: str) -> bool:
-        """Whether the provider compiles: graphs are data, what was compiled beside them is not."""
+        """Tell whether the provider compiles: graphs are data, compiled programs are not."""
         return provider_for(self.name, architecture).compiles
 
     def device_obstacle(self, architecture: str) -> str:
@@ -44,7 +44,7 @@ class OnnxRuntimeSpec(BackendSpec):
         return host_blocker(provider_for(self.name, architecture), architecture)
 
     def files_beside(self, engine: Path) -> tuple[str, ...]:
-        """Settings, and what a provider compiled."""
+        """Settings, and programs that a provider compiled."""
         return settings_beside(engine)
 
     def library_obstacle(self) -> str:
