@@ -77,7 +77,7 @@ def test_devices_and_what_runs_them() -> None:
     assert backend.architectures("amd-mi300x") == ("gfx942",)
     assert OnnxRuntimeTensorRtBackend().architectures("nvidia-l4") == ("sm89",)
     assert "cpu" in backend.availability().devices
-    assert not set(OnnxRuntimeTensorRtBackend.devices) & {"cpu", "amd-mi300x"}
+    assert not set(OnnxRuntimeTensorRtBackend().devices) & {"cpu", "amd-mi300x"}
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs a GPU-less ONNX Runtime")
