@@ -48,9 +48,9 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The site, in ./site. Both variables silence what mkdocs-material and literate-nav say of MkDocs 2.
+# The site, in ./site. The variable silences what mkdocs-material says of MkDocs 2.
 docs: venv
-	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # What is uploaded to a registry, in ./dist.
 release: venv

@@ -28,7 +28,6 @@ from loka_onnx.engines.onnxruntime.io_binding_session import open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE
 from loka_onnx.engines.onnxruntime.provider_settings import settings_for, without_graphs
 from loka_onnx.engines.onnxruntime.providers import host_blocker, provider_for
-from loka_onnx.engines.onnxruntime.spec import ONNXRUNTIME
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import LokaError
@@ -165,9 +164,9 @@ def _opened(candidate: Candidate, job: TimingJob) -> Runner:
 
 def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     """ONNX Runtime on a graph as it is, with CUDA graphs where it can record them."""
-    backend = get_backend(ONNXRUNTIME.name)
+    backend = get_backend("onnxruntime")
     (architecture,) = backend.architectures(job.target)
-    provider = provider_for(ONNXRUNTIME.name, architecture)
+    provider = provider_for("onnxruntime", architecture)
     reason = host_blocker(provider, architecture)
     if reason:
         raise RuntimeError(f"ONNX Runtime cannot run here: {reason}")
@@ -186,7 +185,7 @@ def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     for each in (settings, simpler):
         serde.write(each, engine.with_name(SETTINGS_FILE))
         try:
-            return open_io_binding(engine, ONNXRUNTIME.name, architecture)
+            return open_io_binding(engine, "onnxruntime", architecture)
         except LokaError:
             if each == simpler:
                 raise

@@ -35,8 +35,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
-from loka_onnx.calibration.passes.executors import BatchResult
+from loka_onnx.calibration.passes.error_pass import ErrorTotals
+from loka_onnx.calibration.passes.executors import BatchResult, ReductionWork
 from loka_onnx.calibration.passes.range_pass import RangeWork
 from loka_onnx.core import serde
 from loka_onnx.core.drift import DriftReport
@@ -47,7 +47,13 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.operations.drift.baseline import Baseline
 from loka_onnx.operations.drift.intake import Arrays, BatchBuilder, RowRules
-from loka_onnx.operations.drift.live import Live, LiveRanges, RangeWatch, tap_activations, tap_products
+from loka_onnx.operations.drift.live import (
+    Live,
+    LiveRanges,
+    RangeWatch,
+    observe_activations,
+    observe_products,
+)
 from loka_onnx.operations.drift.measure import DEFAULT_BATCH_ROWS, DriftOptions, compare
 from loka_onnx.operations.drift.monitor_metrics import MonitorCollector, Tally, exposition
 
@@ -123,14 +129,14 @@ class Monitor:
         folder = Path(self._folder.name)
         model = GraphModel.load(baseline.model.path)
         self._rules = RowRules(baseline.model.inputs, id_bounds(model))
-        self._range_taps = tap_activations(model, baseline, self.batch_rows)
+        self._range_observers = observe_activations(model, baseline, self.batch_rows)
         model.save(folder / "ranges.onnx")
         model = GraphModel.load(baseline.model.path)
-        self._error_taps = tap_products(model, baseline, {})
+        self._error_observers = observe_products(model, baseline, {})
         model.save(folder / "errors.onnx")
         self._watch, self._errors = self._new_watch(), self._new_errors()
         self._run_ranges = RangeWork(folder / "ranges.onnx", self._watch.totals.samples).open()
-        self._run_errors = ErrorWork(folder / "errors.onnx").open()
+        self._run_errors = ReductionWork(folder / "errors.onnx").open()
 
         self._intake = threading.Lock()
         self._random = np.random.default_rng(self.options.seed)
@@ -236,10 +242,10 @@ class Monitor:
         return _Block(self._watch.read(), {site: found[0] for site, found in self._errors.read().items()})
 
     def _new_watch(self) -> RangeWatch:
-        return RangeWatch(self._range_taps, self.baseline.ranges, self.batch_rows)
+        return RangeWatch(self._range_observers, self.baseline.ranges, self.batch_rows)
 
     def _new_errors(self) -> ErrorTotals:
-        return ErrorTotals(self._error_taps)
+        return ErrorTotals(self._error_observers)
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -272,6 +278,7 @@ class Monitor:
 
         Raises:
             OutputError: The place cannot be written.
+            MissingPackage: `prometheus_client` is not installed.
         """
         serde.write_text(self.text(), Path(path))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from loka_onnx.calibration.instruments.batch_spread import COLUMN
+from loka_onnx.calibration.observers.batch_spread import COLUMN
 from loka_onnx.core.drift import DriftReport
 from loka_onnx.errors import MissingPackage
 

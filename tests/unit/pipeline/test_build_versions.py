@@ -55,8 +55,8 @@ def test_a_distribution_is_found_by_the_module_that_it_provides(install: Install
 @pytest.mark.parametrize("name", [backend.name for backend in all_backends()])
 def test_every_backend_notices_its_library_under_any_name(install: Install, name: str) -> None:
     backend = get_backend(name)
-    assert backend.modules
-    for module in backend.modules:
+    assert backend.spec.modules
+    for module in backend.spec.modules:
         before = backend.versions()
         install(f"no-such-{module}-cu99", "1.0", module)
         installed = backend.versions()

@@ -22,9 +22,9 @@ from loka_onnx.core.evaluation import (
     Evaluation,
     EvaluationSet,
     Latency,
-    Loser,
     OutputEvaluation,
     PairedDifference,
+    Rejection,
     TargetChoice,
     TaskMetrics,
     Why,
@@ -404,7 +404,7 @@ def make_rewrites(sites: tuple[str, ...]) -> RewriteLog:
 
 def make_choice(engines: tuple[EngineArtifact, ...]) -> Choice:
     losers = tuple(
-        Loser(
+        Rejection(
             e.id,
             Why.SIMULATED if e.simulated else Why.DECLINED,
             "its FP8 is simulated" if e.simulated else f"{e.status}: {e.detail}",

@@ -1,4 +1,4 @@
-"""What the graph is asked to measure: ranges of activations, and errors of sites under recipes."""
+"""Observers of sites: ranges of activations, and output errors under recipes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import onnx
 
-from loka_onnx.calibration.instruments.arithmetic import (
+from loka_onnx.calibration.observers.arithmetic import (
     NORM_PRECISION,
     ActivationQuantizer,
     bfloat16_norm,
     quantized_product,
 )
-from loka_onnx.calibration.instruments.batch_totals import BatchTotals
-from loka_onnx.calibration.instruments.reductions import Count, Reductions, Slot
-from loka_onnx.calibration.instruments.sampling import SampleTap, add_sample
+from loka_onnx.calibration.observers.reductions import BatchTotals, Count, Reductions, Slot
+from loka_onnx.calibration.observers.sampling import SampleObserver, add_sample
 from loka_onnx.core.formats import FLOAT8_SPECS
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
@@ -30,26 +29,21 @@ from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, produce
 
 @dataclass(frozen=True)
 class RangeSlots:
-    """Places of the range of one tensor."""
+    """Slots of the range of one tensor."""
 
     count: Count
     minimum: Slot
     maximum: Slot
     total: Slot
     squares: Slot
-    sample: SampleTap
+    sample: SampleObserver
 
 
 @dataclass(frozen=True)
-class RangeTap:
-    """The range of one activation.
+class RangeObserver:
+    """Range of one activation; `site` is the first that reads it.
 
-    Attributes:
-        tensor: Name of the activation.
-        site: The first site that reads it.
-        slots: Where it is found.
-        is_layout: Whether the activation is a layout of the tensor that was tapped, so that its last axis is
-            another one.
+    `is_layout` if the activation is a layout of the observed tensor, so that its last axis is another.
     """
 
     tensor: str
@@ -58,7 +52,7 @@ class RangeTap:
     is_layout: bool
 
     def read(self, totals: BatchTotals) -> RangeStats:
-        """The range over all batches, without magnitudes and spread: those are not `Reductions`."""
+        """Return the range over all batches, without magnitudes and spread, which are not `Reductions`."""
         low, high = totals.extreme(self.slots.minimum), totals.extreme(self.slots.maximum)
         return RangeStats(
             count=totals.count(self.slots.count),
@@ -70,23 +64,18 @@ class RangeTap:
         )
 
 
-def tap_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tuple[RangeTap, ...]:
-    """Add range statistics of every activation that a site reads.
+def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tuple[RangeObserver, ...]:
+    """Observe the range of every activation that a site reads; layouts of one tensor share an observer.
 
-    Tensors in common are tapped once, and so are layouts of one tensor.
-
-    Args:
-        model: The graph; its outputs become the statistics.
-        sites: Sites whose activations are tapped.
-        stride: Every how many rows one is handed out for the histogram.
+    The graph's outputs become the statistics; every `stride`-th row is output for the histogram.
     """
     reductions = Reductions(model)
-    found: dict[str, RangeTap] = {}
+    observers: dict[str, RangeObserver] = {}
     roots: dict[str, RangeSlots] = {}
     for site in sites:
         node = model.node(site.name)
         for operand in site.operands:
-            if operand.constant or operand.tensor in found:
+            if operand.constant or operand.tensor in observers:
                 continue
             tensor, name = node.inputs[operand.index], f"{site.name}.range{operand.index}"
             root = layout_root(tensor).tensor
@@ -99,14 +88,16 @@ def tap_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tup
                     reductions.squares(root, f"{name}.squares"),
                     add_sample(model, root, stride, name),
                 )
-            found[operand.tensor] = RangeTap(operand.tensor, site.name, roots[root.name], root is not tensor)
+            observers[operand.tensor] = RangeObserver(
+                operand.tensor, site.name, roots[root.name], root is not tensor
+            )
     reductions.finish()
-    return tuple(found.values())
+    return tuple(observers.values())
 
 
 @dataclass(frozen=True)
 class OutputSlots:
-    """Places of the exact and the quantized output of a site."""
+    """Slots of the exact and the quantized output of a site."""
 
     count: Count
     signal: Slot
@@ -116,13 +107,13 @@ class OutputSlots:
 
 @dataclass(frozen=True)
 class ActivationSlots:
-    """Places of the fate of an activation's elements.
+    """Slots of saturation and underflow of an activation's elements.
 
     Attributes:
         count: Elements.
         saturated: Elements beyond the format's range; None where the range shows that there are none.
         nonzero: Nonzero elements, as multiples of `TINY`.
-        survived: Elements that are still nonzero after rounding, as multiples of the smallest subnormal.
+        survived: Elements still nonzero after rounding, as multiples of the smallest subnormal.
         smallest: The smallest subnormal.
     """
 
@@ -133,24 +124,18 @@ class ActivationSlots:
     smallest: float
 
     def nonzeros(self, totals: BatchTotals) -> int:
-        """Elements that are not zero."""
+        """Return the number of nonzero elements."""
         return round(totals.sum(self.nonzero).value / TINY)
 
     def underflowed(self, totals: BatchTotals) -> int:
-        """Nonzero elements that became zero."""
+        """Return the number of nonzero elements that became zero."""
         return self.nonzeros(totals) - round(totals.sum(self.survived).value / self.smallest)
 
 
 @dataclass(frozen=True)
-class ErrorTap:
-    """The error of one site under one recipe.
-
-    Attributes:
-        site: Name of the site.
-        recipe: Id of the recipe, or the precision of a norm.
-        activation_scale: Scale of the first activation; None for a norm.
-        output: Where its outputs are found.
-        activation: Where the fate of its first activation is found; None for a norm.
+class ErrorObserver:
+    """Error of one site under one recipe, or of a norm, which has a precision as
+    `recipe` and no activation.
     """
 
     site: str
@@ -160,7 +145,7 @@ class ErrorTap:
     activation: ActivationSlots | None
 
     def read(self, totals: BatchTotals) -> ErrorStats:
-        """The error over all batches."""
+        """Return the error over all batches."""
         activation = self.activation
         saturated = activation.saturated if activation is not None else None
         elements = totals.count(activation.count) if activation is not None else 0
@@ -178,13 +163,10 @@ class ErrorTap:
         )
 
 
-class ErrorTapBuilder:
-    """Adds the error of sites under recipes to a graph; what sites share is computed once.
+class ErrorObserverBuilder:
+    """Adds error observers to a graph; tensors that sites share are computed once.
 
-    Args:
-        model: The graph to add to.
-        scales: Activation scales by `Recipe.activation_id` and tensor name.
-        ranges: Range of each activation over the same rows.
+    `scales` are by `Recipe.activation_id` and tensor name, `ranges` of activations over the same rows.
     """
 
     def __init__(
@@ -192,13 +174,13 @@ class ErrorTapBuilder:
     ) -> None:
         self.model, self.scales, self.ranges = model, scales, ranges
         self.reductions = Reductions(model)
-        self.found: list[ErrorTap] = []
+        self.found: list[ErrorObserver] = []
         self._quantizers: dict[str, ActivationQuantizer] = {}
         self._activations: dict[tuple[str, str], ActivationSlots] = {}
         self._exact: dict[str, tuple[Count, Slot]] = {}
 
     def add_product(self, site: Site, recipe: Recipe) -> None:
-        """Tap a linear or interaction site under a recipe."""
+        """Observe a linear or interaction site under a recipe."""
         rounding = recipe.activation_id
         scales = self.scales[rounding]
         if rounding not in self._quantizers:
@@ -206,7 +188,7 @@ class ErrorTapBuilder:
         product = quantized_product(self._quantizers[rounding], site, recipe)
         name = f"{site.name}.{recipe.id}"
         self.found.append(
-            ErrorTap(
+            ErrorObserver(
                 site.name,
                 recipe.id,
                 scales[site.activation.tensor],
@@ -216,10 +198,12 @@ class ErrorTapBuilder:
         )
 
     def add_norm(self, site: Site) -> None:
-        """Tap a norm in BF16."""
+        """Observe a norm in BF16."""
         name = f"{site.name}.{NORM_PRECISION}"
         output = bfloat16_norm(self.model, site)
-        self.found.append(ErrorTap(site.name, NORM_PRECISION, None, self._output(site, output, name), None))
+        self.found.append(
+            ErrorObserver(site.name, NORM_PRECISION, None, self._output(site, output, name), None)
+        )
 
     def _output(self, site: Site, quantized: Tensor, name: str) -> OutputSlots:
         exact = self.model.node(site.name).outputs[0]
@@ -240,9 +224,9 @@ class ErrorTapBuilder:
         )
 
     def _wide_difference(self, node: Node, quantized: Tensor, name: str) -> Tensor:
-        """Quantized less exact product, both computed in DOUBLE.
+        """Add quantized less exact product, both computed in DOUBLE.
 
-        In FP32 the noise energy of one example is off by some 1e-6. That averages out over examples, unless
+        In FP32 the noise energy of one example is off by some 1e-6, which averages out over examples unless
         all are the same.
         """
         low = producer(quantized)
@@ -257,7 +241,7 @@ class ErrorTapBuilder:
         return self._cast(self.model.add("Sub", wide, f"{name}.wide_difference"), np.float32, name)
 
     def _cast(self, tensor: Tensor, dtype: type[np.floating[Any]], name: str) -> Tensor:
-        if not tensor.name:  # An optional input that is left out.
+        if not tensor.name:  # an omitted optional input
             return tensor
         to = onnx.TensorProto.DOUBLE if dtype is np.float64 else onnx.TensorProto.FLOAT
         return self.model.add("Cast", [tensor], f"{name}.cast", dtype, {"to": to})
@@ -280,7 +264,9 @@ class ErrorTapBuilder:
         return self._activations[key]
 
     def _capped(self, magnitude: Tensor, cap: float, name: str) -> Slot:
-        """Sum of min(magnitude, cap): `cap` times the number of elements that are at least `cap`, exactly."""
+        """Add the sum of min(magnitude, cap): `cap` times the number of elements that are at least `cap`,
+        exactly.
+        """
         bounds = [self.model.constant(f"{name}.bound", np.array(b, dtype=np.float32)) for b in (0.0, cap)]
         capped = self.model.add("Clip", [magnitude, *bounds], f"{name}.capped")
         capped.shape = magnitude.shape
@@ -297,18 +283,17 @@ class ErrorTapBuilder:
         return self.reductions.total(as_float, f"{name}.saturated")
 
 
-def tap_errors(
+def observe_errors(
     model: GraphModel,
     sites: Sequence[Site],
     recipes: Sequence[Recipe],
     scales: dict[str, dict[str, float]],
     ranges: Mapping[str, RangeStats],
-) -> tuple[ErrorTap, ...]:
-    """Add the output error of every site under every recipe that applies to it.
-
-    Where two scale rules come to the same scales, the first of them is measured.
+) -> tuple[ErrorObserver, ...]:
+    """Observe the output error of every site under every applicable recipe; of recipes with equal scales, the
+    first.
     """
-    builder = ErrorTapBuilder(model, scales, ranges)
+    builder = ErrorObserverBuilder(model, scales, ranges)
     for site in sites:
         if site.kind is SiteKind.NORM:
             builder.add_norm(site)
@@ -320,14 +305,14 @@ def tap_errors(
 
 
 def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
-    """Recipes that make sense at a site: only one with output channels can have a scale for each."""
+    """Return the recipes that apply to a site: without output channels, only those with one weight scale."""
     if site.kind is SiteKind.INTERACTION or (site.weight is not None and len(site.weight.shape) < 2):
         return tuple(r for r in recipes if r.weight == "per_tensor")
     return tuple(recipes)
 
 
 def _repeats_a_constant(node: Node, site: Site) -> bool:
-    """Whether a site's activation is one parameter for every example, as learned queries are."""
+    """Whether a site's activation is one parameter repeated for every example, as learned queries are."""
     source = producer(layout_root(node.inputs[site.activation.index]).tensor)
     return source is not None and source.op == "Expand" and is_constant(source.inputs[0])
 
@@ -335,11 +320,11 @@ def _repeats_a_constant(node: Node, site: Site) -> bool:
 def _distinct(
     site: Site, recipes: Sequence[Recipe], scales: Mapping[str, Mapping[str, float]]
 ) -> tuple[Recipe, ...]:
-    """Recipes that differ at a site: one for each format, granularity and scales of its activations."""
+    """Return recipes that differ at a site by format, granularity or scales of its activations."""
     activations = [operand.tensor for operand in site.operands if not operand.constant]
-    found: dict[tuple[object, ...], Recipe] = {}
+    by_key: dict[tuple[object, ...], Recipe] = {}
     for recipe in recipes:
         known = scales[recipe.activation_id]
         key = (recipe.format, recipe.activation, recipe.weight, *(known[tensor] for tensor in activations))
-        found.setdefault(key, recipe)
-    return tuple(found.values())
+        by_key.setdefault(key, recipe)
+    return tuple(by_key.values())

@@ -12,7 +12,7 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.planning.climbing import Goal, affordable_kl
-from loka_onnx.planning.loud import LEAST, MOST, SURE, errors_to_leave
+from loka_onnx.planning.high_error_channels import LEAST, MOST, SURE, errors_to_leave
 from loka_onnx.planning.policy import PlanOptions
 
 ROWS = {"selection": 100_000, "certification": 100_000}

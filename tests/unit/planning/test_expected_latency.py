@@ -9,8 +9,7 @@ import pytest
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.planning.nearest import Known, predict
-from loka_onnx.planning.site_speed import why_not_expected
+from loka_onnx.planning.expected_latency import Known, predict, why_not_expected
 
 SAVED = {"a": 30.0, "b": 10.0, "c": 20.0}
 

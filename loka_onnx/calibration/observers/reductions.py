@@ -1,9 +1,12 @@
-"""Reductions that the graph itself computes, so that a batch costs a few numbers a site.
+"""Reductions that the graph itself computes, so that a batch leaves a few numbers per site.
 
-A tensor is first reduced over each example in FP32, at most some thousand elements, and over the batch in
-DOUBLE: a reduction in FP32 throughout was seen to be off by 2e-4 at 8192 × 512. The examples' values of all
-tensors stand side by side in one matrix, so that a batch costs one DOUBLE reduction and not one a tensor.
-Tensors whose first axis is not the batch are reduced one by one.
+A tensor is reduced over each example in FP32, at most some thousand elements, then over the batch in DOUBLE:
+reduction in FP32 throughout was off by 2e-4 at 8192 × 512. The examples' values of all tensors form one
+matrix, so a batch costs one DOUBLE reduction instead of one per tensor. Tensors whose first axis is not the
+batch are reduced one by one.
+
+`BatchTotals` adds the batches up. Sums are exact and extremes are by nature, so the result depends neither on
+the order of batches nor on shards.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.graph.model import GraphModel, Tensor
+from loka_onnx.numerics.column_sums import ColumnSums
 
 Outputs = Mapping[str, npt.NDArray[Any]]
 
 
 class Reduction(StrEnum):
-    """Quantity that is computed over all elements of a tensor."""
+    """Reduction over all elements of a tensor."""
 
     SUM = "Sum"
     MAX = "Max"
@@ -33,35 +38,25 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of a reduction of one batch.
-
-    Attributes:
-        output: Name of the graph output; one of `REDUCED`.
-        position: Position in that vector.
-    """
+    """Position of a reduction in the vector that is the graph output `output`, one of `REDUCED`."""
 
     output: str
     position: int
 
     def read(self, outputs: Outputs) -> float:
-        """The value of one batch."""
+        """Return the value of one batch."""
         return float(outputs[self.output][self.position])
 
 
 @dataclass(frozen=True)
 class Count:
-    """Number of elements of a tensor.
-
-    Attributes:
-        per_row: Elements of one example; None where only the graph knows.
-        slot: Where the graph says so.
-    """
+    """Number of elements: `per_row` of one example, or a `slot` where only the graph knows."""
 
     per_row: int | None
     slot: Slot | None
 
     def read(self, outputs: Outputs, rows: int) -> int:
-        """The number of elements in one batch."""
+        """Return the number of elements in one batch."""
         if self.slot is not None:
             return round(self.slot.read(outputs))
         return (self.per_row or 0) * rows
@@ -81,23 +76,25 @@ class Reductions:
         self._one = model.constant("loka.one", np.array([1], dtype=np.int64))
 
     def total(self, tensor: Tensor, name: str) -> Slot:
-        """Sum over all elements."""
+        """Add the sum over all elements."""
         return self._reduce(tensor, name, Reduction.SUM)
 
     def squares(self, tensor: Tensor, name: str) -> Slot:
-        """Sum of squares over all elements; ReduceSumSquare takes longer than a product and a sum."""
-        return self.total(self._like(self.model.add("Mul", [tensor, tensor], f"{name}.square"), tensor), name)
+        """Add the sum of squares over all elements; ReduceSumSquare is slower than a product and a sum."""
+        square = self.model.add("Mul", [tensor, tensor], f"{name}.square")
+        square.shape = tensor.shape
+        return self.total(square, name)
 
     def maximum(self, tensor: Tensor, name: str) -> Slot:
-        """Largest element."""
+        """Add the largest element."""
         return self._reduce(tensor, name, Reduction.MAX)
 
     def minimum(self, tensor: Tensor, name: str) -> Slot:
-        """Smallest element."""
+        """Add the smallest element."""
         return self._reduce(tensor, name, Reduction.MIN)
 
     def count(self, tensor: Tensor, name: str) -> Count:
-        """Number of elements."""
+        """Add the number of elements."""
         if self._is_batch_first(tensor) and all(isinstance(d, int) for d in tensor.shape[1:]):
             return Count(prod(int(d) for d in tensor.shape[1:]), None)
         size = self.model.add("Size", [tensor], f"{name}.size", np.int64)
@@ -156,11 +153,6 @@ class Reductions:
             and tensor.shape[0] == self._batch
         )
 
-    @staticmethod
-    def _like(result: Tensor, source: Tensor) -> Tensor:
-        result.shape = source.shape
-        return result
-
 
 def _table_name(kind: Reduction) -> str:
     return f"loka_{kind.lower()}"
@@ -175,10 +167,53 @@ REDUCED = {name(kind): kind for kind in Reduction for name in (_table_name, _sca
 
 
 def reduced_only(outputs: Outputs) -> dict[str, npt.NDArray[np.float64]]:
-    """The outputs of `Reductions`, without any other."""
+    """Return the outputs of `Reductions`, without any other."""
     return {name: outputs[name] for name in REDUCED if name in outputs}
 
 
 def all_finite(outputs: Outputs) -> bool:
-    """Whether every reduction of a batch is a finite number."""
+    """Whether every reduction of a batch is finite."""
     return all(np.isfinite(outputs[name]).all() for name in REDUCED if name in outputs)
+
+
+_EXTREMES = {Reduction.MAX: np.maximum, Reduction.MIN: np.minimum}
+
+
+class BatchTotals:
+    """Adds up the outputs of `Reductions`, in place; `rows` counts the rows."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._sums: dict[str, ColumnSums] = {}
+        self._extremes: dict[str, npt.NDArray[np.float64]] = {}
+        self._read: Mapping[str, tuple[ExactSum, ...]] = {}
+
+    def add(self, outputs: Outputs, rows: int) -> None:
+        """Add one batch of `rows` rows; outputs must be finite (`all_finite`)."""
+        self.rows += rows
+        self._read = {}
+        for name, kind in REDUCED.items():
+            if name not in outputs:
+                continue
+            vector = outputs[name]
+            if kind is Reduction.SUM:
+                self._sums.setdefault(name, ColumnSums(vector.size)).add(vector)
+            else:
+                known = self._extremes.get(name)
+                self._extremes[name] = vector if known is None else _EXTREMES[kind](known, vector)
+
+    def sum(self, slot: Slot) -> ExactSum:
+        """Return the sum of a slot over all batches."""
+        if not self._read:
+            self._read = {name: sums.sums() for name, sums in self._sums.items()}
+        return self._read[slot.output][slot.position]
+
+    def extreme(self, slot: Slot) -> float:
+        """Return the largest or smallest value of a slot over all batches."""
+        return float(self._extremes[slot.output][slot.position])
+
+    def count(self, count: Count) -> int:
+        """Return the elements over all batches."""
+        if count.slot is not None:
+            return round(self.sum(count.slot).value)
+        return (count.per_row or 0) * self.rows

@@ -1,4 +1,4 @@
-"""Sites in low precision, written in FP32 arithmetic: shared by the error pass and the sensitivity pass."""
+"""Low-precision sites in FP32 arithmetic, for the error pass and the sensitivity pass."""
 
 from __future__ import annotations
 
@@ -26,15 +26,9 @@ NORM_PRECISION = "bf16"
 
 @dataclass
 class ActivationQuantizer:
-    """Rounds activations of one graph to one FP8 format, each tensor once.
+    """Rounds activations of one graph to one FP8 format, each tensor and its layouts once.
 
-    What several tensors are layouts of (a transposed view, a reshape) is rounded once as well.
-
-    Attributes:
-        model: The graph to add to.
-        format: FP8 format.
-        scales: Scale by tensor name.
-        ranges: Range of each tensor over the very rows that the graph will see, where it is known.
+    `scales` are by tensor name; `ranges`, where known, over the very rows that the graph will see.
     """
 
     model: GraphModel
@@ -45,7 +39,7 @@ class ActivationQuantizer:
     _views: dict[str, Tensor] = field(default_factory=dict)
 
     def root(self, tensor: Tensor, name: str) -> FakeQuantized:
-        """The rounding of what a tensor is a layout of."""
+        """Return the rounding of the tensor before layout operations."""
         source = layout_root(tensor).tensor
         if source.name not in self._roots:
             scale = self.scales[tensor.name]
@@ -55,7 +49,7 @@ class ActivationQuantizer:
         return self._roots[source.name]
 
     def values(self, tensor: Tensor, name: str) -> Tensor:
-        """The rounded tensor."""
+        """Return the rounded tensor."""
         if tensor.name not in self._views:
             chain = layout_root(tensor).chain
             self._views[tensor.name] = reapply(self.model, chain, self.root(tensor, name).values, name)
@@ -71,13 +65,9 @@ class ActivationQuantizer:
 def quantized_product(
     quantizer: ActivationQuantizer, site: Site, recipe: Recipe, weight_factor: float = 1.0
 ) -> Tensor:
-    """Add the product of a site with both operands rounded to FP8; returns its output.
+    """Add the product of a linear or interaction site with both operands rounded to FP8; return its output.
 
-    Args:
-        quantizer: Rounds the activations, and names the graph.
-        site: A linear or interaction site.
-        recipe: Format, granularities and scale rule.
-        weight_factor: What the scales of the weight are multiplied by (`calibration.effects.perturbation`).
+    `weight_factor` multiplies the scales of the weight (`calibration.effects.perturbation`).
     """
     model = quantizer.model
     node = model.node(site.name)
@@ -93,7 +83,7 @@ def quantized_product(
 
 
 def bfloat16_norm(model: GraphModel, site: Site) -> Tensor:
-    """Add a norm whose operands and results are rounded to BF16, with FP32 statistics."""
+    """Add a norm with operands and results rounded to BF16 and FP32 statistics; return its output."""
     node = model.node(site.name)
     inputs = [
         model.constant(f"{site.name}.param_bf16", values_of(t).astype(ml_dtypes.bfloat16).astype(np.float32))
@@ -107,19 +97,14 @@ def bfloat16_norm(model: GraphModel, site: Site) -> Tensor:
 def low_precision(
     model: GraphModel, site: Site, recipe: Recipe, scales: Mapping[str, float], weight_factor: float = 1.0
 ) -> Tensor:
-    """Add the site in the low precision that is a question for its kind; returns its output.
+    """Add the site in the low precision of its kind; return its output.
 
-    Args:
-        model: The graph to add to.
-        site: The site, of any kind.
-        recipe: Format, granularities and scale rule of a product.
-        scales: Activation scale by tensor name.
-        weight_factor: What the scales of the weight are multiplied by (`calibration.effects.perturbation`).
+    `scales` are by tensor name; `weight_factor` as in `quantized_product`.
     """
     if site.kind is SiteKind.NORM:
         return bfloat16_norm(model, site)
     node = model.node(site.name)
-    # An activation that comes from a switched site has another name here than where its range was taken.
+    # The activation of a switched site has another name here than when its range was measured.
     present = {node.inputs[o.index].name: scales[o.tensor] for o in site.operands if not o.constant}
     quantizer = ActivationQuantizer(model, recipe.format, present)
     return quantized_product(quantizer, site, recipe, weight_factor)

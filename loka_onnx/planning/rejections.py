@@ -1,4 +1,4 @@
-"""Why each engine was not chosen."""
+"""Reasons why engines were not chosen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import BudgetStatus, Evaluation, Loser, Why
+from loka_onnx.core.evaluation import BudgetStatus, Evaluation, Rejection, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.planning.evidence import Evidence
 from loka_onnx.planning.speed import Speed
@@ -24,45 +24,35 @@ _ACCURACY = {
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Verdict for one piece of hardware.
+class Outcome:
+    """The main winner on one piece of hardware, and all engines `chosen` with it.
 
-    Attributes:
-        winner: The engine that is emitted; of several, the main one.
-        emitted: Ids of all engines that are emitted.
-        missed: Engines that were selected and are not inside the budget on certification.
-        alike: Ids of engines that noise does not tell from the fastest.
+    `missed` engines were selected and are not inside the budget on certification; `alike` ones are within
+    noise of the fastest.
     """
 
     winner: EngineArtifact
-    emitted: frozenset[str]
+    chosen: frozenset[str]
     missed: tuple[EngineArtifact, ...] = ()
     alike: frozenset[str] = frozenset()
 
 
-def losers(
-    engines: Sequence[EngineArtifact], verdict: Verdict, speeds: Mapping[str, Speed], evidence: Evidence
-) -> tuple[Loser, ...]:
-    """Every engine that is not emitted, with the reason.
-
-    Args:
-        engines: All engines of the hardware, those that could not be built included.
-        verdict: What was decided.
-        speeds: Of the engines that were timed on the target, by id.
-        evidence: What was measured.
-    """
+def rejections(
+    engines: Sequence[EngineArtifact], outcome: Outcome, speeds: Mapping[str, Speed], evidence: Evidence
+) -> tuple[Rejection, ...]:
+    """Return every engine of the hardware, unbuilt ones included, that is not emitted, with the reason."""
     return tuple(
-        _loser(engine, verdict, speeds, evidence) for engine in engines if engine.id not in verdict.emitted
+        _rejection(engine, outcome, speeds, evidence) for engine in engines if engine.id not in outcome.chosen
     )
 
 
-def not_built(engine: EngineArtifact) -> Loser:
-    """An engine that there is no file of."""
-    return Loser(engine.id, _NOT_BUILT[engine.status], f"{engine.status}: {engine.detail}")
+def not_built(engine: EngineArtifact) -> Rejection:
+    """Reject an engine that has no file."""
+    return Rejection(engine.id, _NOT_BUILT[engine.status], f"{engine.status}: {engine.detail}")
 
 
 def accuracy(evaluation: Evaluation) -> str:
-    """How an engine stands to the budget, with the worst upper bound where it is not inside."""
+    """Describe an engine's accuracy, with the worst upper bound where it is not inside the budget."""
     status, upper = evaluation.worst_status, evaluation.upper
     if status == BudgetStatus.WITHIN:
         return _ACCURACY[status]
@@ -72,49 +62,45 @@ def accuracy(evaluation: Evaluation) -> str:
     return f"{said}{bound}"
 
 
-def _loser(
-    engine: EngineArtifact, verdict: Verdict, speeds: Mapping[str, Speed], evidence: Evidence
-) -> Loser:
+def _rejection(
+    engine: EngineArtifact, outcome: Outcome, speeds: Mapping[str, Speed], evidence: Evidence
+) -> Rejection:
     if not engine.is_built:
         return not_built(engine)
     evaluation = evidence.by_engine.get(engine.id)
     failure = evidence.failure(engine)
     if failure and (evaluation is None or not evaluation.outputs):
-        return Loser(engine.id, Why.FAILED, failure)
+        return Rejection(engine.id, Why.FAILED, failure)
     if evaluation is None or not evaluation.outputs:
         why = Why.NOT_MEASURED if engine.was_run else Why.NOT_RUN
-        # A cached engine's detail says where it came from, not why it was not judged.
+        # The detail of a cached engine is its origin, not a reason.
         judged = evaluation.status if engine.was_run and evaluation is not None else ""
-        return Loser(engine.id, why, f"not measured: {judged or engine.detail or engine.status}")
-    ours, theirs = speeds.get(engine.id), speeds.get(verdict.winner.id)
+        return Rejection(engine.id, why, f"not measured: {judged or engine.detail or engine.status}")
+    ours, theirs = speeds.get(engine.id), speeds.get(outcome.winner.id)
     times, compared = None, ""
     if not (engine.simulated or ours is None or theirs is None):
         times = ours.over(theirs)
         compared = _compared(times) if times is not None else _apart(ours.ratio(theirs))
     if failure:
         why, said = Why.FAILED, f"{failure}; {accuracy(evaluation)}"
-    elif engine in verdict.missed:
+    elif engine in outcome.missed:
         certified = evidence.certified.get(engine.id)
         how = accuracy(certified) if certified else "not measured"
         if certified is not None and certified.is_within_budget:
             how += " alone, and not at the error that several engines share"
         why, said = Why.NOT_CERTIFIED, f"selected; on certification {how}"
     else:
-        why, rest = _of_judged(engine, evaluation, verdict, compared, evidence)
-        if why is Why.SLOWER and times is not None and len(verdict.emitted) > 1:
+        why, rest = _of_judged(engine, evaluation, outcome, compared, evidence)
+        if why is Why.SLOWER and times is not None and len(outcome.chosen) > 1:
             rest += " over all batch sizes; at each of them another is as fast or faster"
         said = "; ".join(part for part in (accuracy(evaluation), rest) if part)
-    return Loser(engine.id, why, said, times, evidence.upper(engine))
+    return Rejection(engine.id, why, said, times, evidence.upper(engine))
 
 
 def _of_judged(
-    engine: EngineArtifact,
-    evaluation: Evaluation,
-    verdict: Verdict,
-    compared: str,
-    evidence: Evidence,
+    engine: EngineArtifact, evaluation: Evaluation, outcome: Outcome, compared: str, evidence: Evidence
 ) -> tuple[Why, str]:
-    """Why not an engine whose accuracy was judged, and what there is to say beside its accuracy."""
+    """Return why an engine was rejected whose accuracy was judged, and the words beside its accuracy."""
     if engine.simulated:
         return Why.SIMULATED, "FP8 is simulated here, its speed never counts"
     if not evaluation.is_within_budget:
@@ -122,15 +108,15 @@ def _of_judged(
         return (Why.BEYOND if beyond else Why.UNDECIDED), compared
     if not compared:
         return _unknown_speed(evaluation, is_elsewhere=evidence.was_elsewhere(engine))
-    if verdict.missed:
+    if outcome.missed:
         return Why.NOT_SELECTED, f"{compared}; certification does not choose among the others"
-    if engine.id in verdict.alike and evidence.exactness(engine) > evidence.exactness(verdict.winner):
+    if engine.id in outcome.alike and evidence.exactness(engine) > evidence.exactness(outcome.winner):
         return Why.WITHIN_NOISE, f"{compared}: within noise of an engine in higher precision"
     return Why.SLOWER, compared
 
 
 def _unknown_speed(evaluation: Evaluation, *, is_elsewhere: bool) -> tuple[Why, str]:
-    """Why the speed is unknown of an engine that was judged."""
+    """Return why the speed of a judged engine is unknown."""
     if is_elsewhere:
         device = evaluation.latencies[0].device
         return Why.OTHER_DEVICE, f"timed on {device}, which is not the target: its speed does not count"
@@ -141,7 +127,7 @@ def _unknown_speed(evaluation: Evaluation, *, is_elsewhere: bool) -> tuple[Why, 
 
 
 def _apart(ratio: float) -> str:
-    """``slower by 12.3 % by its median, timed elsewhere``: not in turns with the chosen engine."""
+    """Format ``slower by 12.3 % by its median, timed elsewhere``: not in turns with the chosen engine."""
     return (
         f"{_in_percent(ratio)} by its median, timed elsewhere than the chosen engine: how sure is not known"
     )
@@ -153,7 +139,7 @@ def _in_percent(ratio: float) -> str:
 
 
 def _compared(times: Interval) -> str:
-    """``slower by 12.3 % (11.9 to 12.8)``."""
+    """Format ``slower by 12.3 % (11.9 to 12.8)``."""
     text = _in_percent(times.value)
     if times.lower == times.upper:
         return text

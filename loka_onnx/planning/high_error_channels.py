@@ -1,9 +1,9 @@
-"""Which sites would fit on the ladder without the input channels that make most of their error.
+"""Choose sites that would fit on the ladder without the input channels that make most of their error.
 
-A part of a site's error energy is, to first order, the same part of its KL. The rung that certification is
-all but sure to pass, by what calibration predicts (`climbing.expected_rung`), leaves some of the KL that
-would still be expected to; the sites above it are cut down to equal parts of that. Whether it is
-enough is measured: on the ladder of the model that comes of it.
+To first order, a part of a site's error energy is the same part of its KL. The rung that almost surely passes
+certification, by calibration's prediction (`climbing.expected_rung`), leaves some of the KL that would still
+pass; the sites above it are cut to equal parts of that. The ladder of the resulting model shows whether it is
+enough.
 """
 
 from __future__ import annotations
@@ -37,19 +37,11 @@ def errors_to_leave(
     options: PlanOptions,
     rows: Mapping[str, int],
 ) -> dict[str, float]:
-    """The part of its error that each site that does not fit may keep, by site; between 0 and 1.
+    """Return the part of its error, between 0 and 1, that each site that does not fit may keep.
 
-    Args:
-        model: The model.
-        profile: Its profile.
-        outputs: Judged outputs with their budgets.
-        recipes: Recipes that the profile holds.
-        options: What the user decided. A pattern that names nothing here may name what mods make later;
-            `make_plans` judges it.
-        rows: Rows of ``selection`` and ``certification``.
-
-    Raises:
-        PlanningError: The profile lacks a site of the model, or an output.
+    A pattern of `options` that matches nothing here may match sites that mods make later; `make_plans` judges
+    it. `rows` are those of ``selection`` and ``certification``. Raises PlanningError if the profile lacks a
+    site of the model, or an output.
     """
     nodes = [node.name for node in GraphModel.load(model.path).nodes]
     gone = find_places((*options.keep, *options.force), model.sites, nodes).nothing

@@ -1,7 +1,7 @@
-"""Magnitudes of every floating-point tensor of a graph: what decides whether it fits FP16.
+"""Magnitudes of every floating-point tensor of a graph, which decide whether it fits FP16.
 
-One pass over the values of a tensor, without its absolute value being written: largest and smallest element.
-Movements of another tensor share what was found there; constants are known without data.
+Observed are the largest and smallest element, without writing the absolute values. Layouts of one tensor
+share its observer; constants need no data.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
-from loka_onnx.calibration.instruments.batch_totals import BatchTotals
-from loka_onnx.calibration.instruments.reductions import Reductions, Slot
+from loka_onnx.calibration.observers.reductions import BatchTotals, Reductions, Slot
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.graph.divisors import divisors
 from loka_onnx.graph.layout import layout_root
@@ -23,14 +22,10 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
-class MagnitudeTap:
-    """Place of the magnitudes of one tensor.
+class MagnitudeObserver:
+    """Slots of one tensor's smallest and largest element.
 
-    Attributes:
-        tensor: Its name.
-        low: Smallest element.
-        high: Largest element.
-        smallest: Smallest magnitude above 0, or `LARGEST`; None for what nothing is divided by.
+    `smallest` is the smallest nonzero magnitude, or `LARGEST`; None for a tensor that is no divisor.
     """
 
     tensor: str
@@ -39,23 +34,19 @@ class MagnitudeTap:
     smallest: Slot | None
 
     def read(self, totals: BatchTotals) -> TensorRange:
-        """The magnitudes over all batches."""
+        """Return the magnitudes over all batches."""
         amax = max(abs(totals.extreme(self.low)), abs(totals.extreme(self.high)))
-        found = LARGEST if self.smallest is None else totals.extreme(self.smallest)
-        return TensorRange(min(amax, LARGEST), None if found == LARGEST else found)
+        smallest = LARGEST if self.smallest is None else totals.extreme(self.smallest)
+        return TensorRange(min(amax, LARGEST), None if smallest == LARGEST else smallest)
 
 
-def tap_magnitudes(model: GraphModel) -> tuple[MagnitudeTap, ...]:
-    """Add the magnitudes of every FP32 tensor of the main graph that is not a constant.
-
-    Args:
-        model: The graph; its outputs become the magnitudes.
-    """
+def observe_magnitudes(model: GraphModel) -> tuple[MagnitudeObserver, ...]:
+    """Observe every non-constant FP32 tensor of the main graph; the graph's outputs become the magnitudes."""
     tensors = list(_tensors(model))
     divided_by = {divisor.tensor.name for divisor in divisors(model)}
     reductions = Reductions(model)
     extremes: dict[str, tuple[Slot, Slot]] = {}
-    taps = []
+    observers = []
     for position, tensor in enumerate(tensors):
         root, name = layout_root(tensor).tensor, f"magnitude{position}"
         if root.name not in extremes:
@@ -66,9 +57,9 @@ def tap_magnitudes(model: GraphModel) -> tuple[MagnitudeTap, ...]:
         smallest = None
         if tensor.name in divided_by:
             smallest = reductions.minimum(_nonzero_magnitude(model, tensor, name), f"{name}.smallest")
-        taps.append(MagnitudeTap(tensor.name, *extremes[root.name], smallest))
+        observers.append(MagnitudeObserver(tensor.name, *extremes[root.name], smallest))
     reductions.finish()
-    return tuple(taps)
+    return tuple(observers)
 
 
 def _tensors(model: GraphModel) -> Iterator[Tensor]:
@@ -79,11 +70,11 @@ def _tensors(model: GraphModel) -> Iterator[Tensor]:
 
 
 def _nonzero_magnitude(model: GraphModel, tensor: Tensor, name: str) -> Tensor:
-    """Magnitudes of a tensor, with `LARGEST` in place of 0."""
+    """Add the magnitudes of a tensor, with `LARGEST` in place of 0."""
     zero = model.constant(f"{name}.zero", np.array(0, np.float32))
     largest = model.constant(f"{name}.largest", np.array(LARGEST, np.float32))
     magnitude = model.add("Abs", [tensor], f"{name}.magnitude")
     is_zero = model.add("Equal", [magnitude, zero], f"{name}.is_zero", np.bool_)
-    found = model.add("Where", [is_zero, largest, magnitude], f"{name}.nonzero", np.float32)
-    found.shape = tensor.shape
-    return found
+    nonzero = model.add("Where", [is_zero, largest, magnitude], f"{name}.nonzero", np.float32)
+    nonzero.shape = tensor.shape
+    return nonzero

@@ -1,9 +1,9 @@
-"""How much full batches differ, tensor by tensor: what a later change of the data is held against.
+"""Spread of statistics over full batches, per tensor; drift of later data is measured against it.
 
-Of each full batch: the mean and the root mean square of all elements, and of the sampled ones the share of
-zeros and the share in each octave of magnitude. Of a narrow tensor, where a column is a feature and what
-happens to it drowns among the others, also the mean and the root mean square of each column of the sampled
-rows: ``column.<i>.mean``, ``column.<i>.rms``. What is kept is the sum of each and of its square.
+Of each full batch: mean and root mean square of all elements; of the sampled ones the share of zeros and the
+share in each octave of magnitude. Of a narrow tensor, whose columns are features, also the mean and rms of
+each column of the sampled rows: ``column.<i>.mean``, ``column.<i>.rms``. Kept are the sum of each statistic
+and of its square.
 """
 
 from __future__ import annotations
@@ -32,18 +32,13 @@ Values = npt.NDArray[np.float64]
 
 
 class SpreadTotals:
-    """Adds up the statistics of full batches, in place.
-
-    Args:
-        tensors: Number of tensors.
-        batch_rows: Rows of a full batch; others are passed over.
-    """
+    """Adds up the statistics of full batches, in place; batches of other sizes are ignored."""
 
     def __init__(self, tensors: int, batch_rows: int) -> None:
         self.batch_rows = batch_rows
         self.batches = 0
         self._tensors = tensors
-        # The square of a number is rounded: the same for the same batch, wherever it was run.
+        # A square is rounded, but equally wherever the batch ran.
         self._sums = ColumnSums(2 * tensors * len(STATISTICS))
         self._columns: list[ColumnSums] = []
 
@@ -55,7 +50,7 @@ class SpreadTotals:
         columns: Sequence[Values],
         rows: int,
     ) -> None:
-        """Take in one batch.
+        """Add one batch.
 
         Args:
             mean: (tensors,) mean of the elements.
@@ -84,7 +79,7 @@ class SpreadTotals:
             total.add(np.concatenate([values, np.square(values)]))
 
     def read(self) -> tuple[BatchSpread, ...]:
-        """The spread of each tensor."""
+        """Return the spread of each tensor."""
         if not self.batches:
             return (NO_BATCHES,) * self._tensors
         sums, width = self._sums.sums(), len(STATISTICS)
@@ -105,7 +100,7 @@ class SpreadTotals:
 
 
 def _by_column(sums: Sequence[ExactSum]) -> dict[str, BatchSums]:
-    """From the sums of means, of rms, and of the squares of both, over the columns of one tensor."""
+    """Return the sums by column name, from those of means, of rms, and of the squares of both."""
     half, width = len(sums) // 2, len(sums) // 4
     return {
         f"{COLUMN}{position % width}.{'mean' if position < width else 'rms'}": BatchSums(
@@ -117,7 +112,7 @@ def _by_column(sums: Sequence[ExactSum]) -> dict[str, BatchSums]:
 
 
 def without_columns(spread: BatchSpread) -> BatchSpread:
-    """The spread of a tensor whose last axis is another one than that of the sampled rows."""
+    """Return the spread without columns: for a layout whose last axis is not that of the sampled rows."""
     return replace(
         spread, statistics={n: v for n, v in spread.statistics.items() if not n.startswith(COLUMN)}
     )

@@ -1,15 +1,15 @@
-"""Rows that an instrumented graph hands out, to count their magnitudes outside.
+"""Rows that an instrumented graph outputs, to count their magnitudes outside.
 
 ONNX has no bincount. For an activation of 512 × 512, on one core, a batch's five exact reductions take 150
-µs; a histogram in the graph (Log, Floor, ScatterElements) takes 1430 µs, counting every element in NumPy
-470 µs, and counting every 11th row 40 µs, the copy out of the graph included. The largest magnitude of each
-channel takes 135 µs in the graph: ONNX Runtime is slow at reductions over rows. Both therefore come from
-every n-th row of a batch, with n the first prime that leaves at most 64 rows (and at least 11); a prime, so
-that the sample does not fall in step with fields that are folded into the first axis. Ranges and errors of
-a whole model then take 1.05 times what they took without (DCNv2 and Wukong, median of 7 in turns). What
-must not be missed (amax, zeros, saturated and underflowed elements) is counted over all rows.
+µs; a histogram in the graph (Log, Floor, ScatterElements) 1430 µs, counting every element in NumPy 470 µs,
+and counting every 11th row 40 µs, the copy included. The largest magnitude of each channel takes 135 µs in
+the graph: ONNX Runtime is slow at reductions over rows. Both therefore come from every n-th row of a batch,
+with n the first prime that leaves at most 64 rows (and at least 11); a prime, so that the sample does not
+align with fields folded into the first axis. Ranges and errors of a whole model take 1.05 times what they
+took without (DCNv2 and Wukong, median of 7 in turns). Exact statistics (amax, zeros, saturated and
+underflowed elements) count all rows.
 
-The sample is a fixed function of the batches, so that a profile is the same however many threads took it.
+The sample is a fixed function of the batches, so a profile does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.instruments.reductions import Outputs
+from loka_onnx.calibration.observers.reductions import Outputs
 from loka_onnx.core.histogram import BINS
 from loka_onnx.graph.model import GraphModel, Tensor
 from loka_onnx.numerics.histograms import Counts, count_magnitudes
@@ -29,7 +29,7 @@ from loka_onnx.numerics.histograms import Counts, count_magnitudes
 SAMPLED_ROWS = 64
 """Most rows of a batch that are counted, where the first axis is the batch."""
 NARROW = 64
-"""Most columns of a tensor (rows, columns) that are looked at one by one: features, as a rule."""
+"""Most columns of a tensor (rows, columns) whose columns are observed one by one: features, as a rule."""
 _SMALLEST_STRIDE = 11
 _TO_THE_END = np.iinfo(np.int64).max
 
@@ -40,8 +40,8 @@ class Magnitudes:
 
     Attributes:
         counts: (BINS,) elements of each bin.
-        channel_amax: (channels,) largest magnitude at each index of the last axis; empty where that is not
-            a channel axis.
+        channel_amax: (channels,) largest magnitude at each index of the last axis; empty where that is not a
+            channel axis.
         columns: (2, columns) mean and mean square of each column; (2, 0) unless the tensor is narrow.
     """
 
@@ -51,13 +51,8 @@ class Magnitudes:
 
 
 @dataclass(frozen=True)
-class SampleTap:
-    """Rows of one tensor.
-
-    Attributes:
-        output: Name of the graph output that holds them.
-        has_channels: Whether the last axis has the same length in every batch.
-    """
+class SampleObserver:
+    """Graph output with one tensor's sampled rows; `has_channels` if its last axis has a fixed length."""
 
     output: str
     has_channels: bool
@@ -82,11 +77,11 @@ class MagnitudeTotals:
         self.counts: Counts = np.zeros(BINS, np.int64)
         self._channels: npt.NDArray[np.float32] | None = None
 
-    def add(self, found: Magnitudes) -> None:
-        """Take in one batch."""
-        self.counts += found.counts
+    def add(self, batch: Magnitudes) -> None:
+        """Add one batch."""
+        self.counts += batch.counts
         known = self._channels
-        self._channels = found.channel_amax if known is None else np.maximum(known, found.channel_amax)
+        self._channels = batch.channel_amax if known is None else np.maximum(known, batch.channel_amax)
 
     @property
     def channel_amax(self) -> tuple[float, ...]:
@@ -95,11 +90,7 @@ class MagnitudeTotals:
 
 
 def sampling_stride(batch_size: int) -> int:
-    """Every how many rows of a batch one is taken.
-
-    Args:
-        batch_size: Rows of a full batch.
-    """
+    """Return n: every n-th row of a full batch of `batch_size` rows is sampled."""
     if batch_size <= SAMPLED_ROWS:
         return 1
     stride = max(-(-batch_size // SAMPLED_ROWS), _SMALLEST_STRIDE)
@@ -108,10 +99,9 @@ def sampling_stride(batch_size: int) -> int:
     return stride
 
 
-def add_sample(model: GraphModel, tensor: Tensor, stride: int, name: str) -> SampleTap:
-    """Make every `stride`-th row of a tensor an output of the graph.
-
-    A tensor that is known to be a scalar is taken whole; one of unknown rank is taken by elements.
+def add_sample(model: GraphModel, tensor: Tensor, stride: int, name: str) -> SampleObserver:
+    """Output every `stride`-th row of a tensor; of a scalar all, of a tensor of unknown rank every n-th
+    element.
     """
     shape: Sequence[Any] | None = tensor.shape
     rows = tensor
@@ -126,4 +116,4 @@ def add_sample(model: GraphModel, tensor: Tensor, stride: int, name: str) -> Sam
     kept: list[int | str] = ["samples" + str(len(model.outputs))]
     kept += [d if isinstance(d, int) else f"{kept[0]}.{axis}" for axis, d in enumerate((shape or ())[1:])]
     model.add_output(sample, np.float32, kept)
-    return SampleTap(sample.name, shape is not None and len(shape) > 1 and isinstance(shape[-1], int))
+    return SampleObserver(sample.name, shape is not None and len(shape) > 1 and isinstance(shape[-1], int))
