@@ -24,10 +24,10 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines.onnxruntime.io_binding_session import open_bound
+from loka_onnx.engines.onnxruntime.io_binding_session import open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE
 from loka_onnx.engines.onnxruntime.provider_settings import settings_for, without_graphs
-from loka_onnx.engines.onnxruntime.providers import provider_for, why_not_here
+from loka_onnx.engines.onnxruntime.providers import host_blocker, provider_for
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import LokaError
@@ -167,7 +167,7 @@ def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     backend = get_backend("onnxruntime")
     (architecture,) = backend.architectures(job.target)
     provider = provider_for("onnxruntime", architecture)
-    reason = why_not_here(provider, architecture)
+    reason = host_blocker(provider, architecture)
     if reason:
         raise RuntimeError(f"ONNX Runtime cannot run here: {reason}")
     if architecture == CPU:
@@ -185,7 +185,7 @@ def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     for each in (settings, simpler):
         serde.write(each, engine.with_name(SETTINGS_FILE))
         try:
-            return open_bound(engine, "onnxruntime", architecture)
+            return open_io_binding(engine, "onnxruntime", architecture)
         except LokaError:
             if each == simpler:
                 raise

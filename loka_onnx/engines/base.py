@@ -66,9 +66,9 @@ class Backend(ABC):
     """An engine maker."""
 
     spec: ClassVar[BackendSpec]
-    """What it declares."""
+    """Its declaration."""
     options: ClassVar[Mapping[str, range]] = {}
-    """Settings that `BuildRequest.options` may hold, and their values."""
+    """Settings of `BuildRequest.options`, and their ranges."""
     times_kernels: ClassVar[bool] = False
     """Whether `compile` times kernels on the device, for which it gets the device alone."""
 
@@ -111,7 +111,7 @@ class Backend(ABC):
         """Hook: load an engine of this backend that can run here."""
 
     def why_not_run(self, architecture: str) -> str:
-        """Why an engine for an architecture cannot run on this machine; empty when it can."""
+        """Reason why an engine for an architecture cannot run on this machine; empty when it can."""
         reason = self.spec.device_obstacle(architecture)
         return f"{reason}; latency and accuracy not measured" if reason else ""
 
@@ -148,7 +148,7 @@ class Backend(ABC):
         """
         return {}
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         """Reason why this machine cannot build for an architecture, although another may; empty when it can.
 
         A backend that needs the device for building reports its absence here; `decline` is for what no
@@ -311,7 +311,7 @@ class Backend(ABC):
 
     def _why_not_built(self, request: BuildRequest) -> str:
         reason = self.decline(request.plan, request.architecture)
-        return reason or self.why_not_here(request.architecture)
+        return reason or self.build_blocker(request.architecture)
 
     def _build_isolated(
         self, request: BuildRequest, staging: Path, log: Path

@@ -126,7 +126,7 @@ class EngineCache:
         """
         if self.limit_bytes <= 0 or not request.model.is_file() or not request.sample.is_file():
             return backend.build(request)
-        if backend.decline(request.plan, request.architecture) or backend.why_not_here(request.architecture):
+        if backend.decline(request.plan, request.architecture) or backend.build_blocker(request.architecture):
             return backend.build(request)
         key = cache_key(backend, request)
         said = ""

@@ -51,9 +51,7 @@ class Source:
 
 
 class OperandReader:
-    """Reads the operands of products in one ONNX file; external data is loaded only for requested
-    constants.
-    """
+    """Reads the operands of products in one ONNX file; loads external data on demand."""
 
     def __init__(self, model: Path) -> None:
         self._folder = os.fspath(model.parent)
@@ -81,9 +79,7 @@ class OperandReader:
         return None
 
     def operands(self, node: onnx.NodeProto) -> tuple[Source, ...]:
-        """Sources of the two factors of a product (without the scale or bias of a Gemm), or of a norm's
-        input.
-        """
+        """Sources of a product's two factors (not a Gemm's bias), or of a norm's input."""
         count = 2 if node.op_type in PRODUCT_OPS else 1
         return tuple(self._source(tensor) for tensor in node.input[:count])
 

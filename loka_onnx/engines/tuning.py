@@ -23,13 +23,7 @@ from statistics import median, quantiles
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
-from loka_onnx.engines.tuned_device import (
-    clocks,
-    device_name,
-    device_to_time,
-    library_versions,
-    torch_device,
-)
+from loka_onnx.engines.tuned_device import clocks, device_name, device_to_time, library_versions, torch_device
 from loka_onnx.engines.tuned_kernels import Operands, PreparedOperands, Run, calls_in_turn, kernels_of
 from loka_onnx.errors import ConfigError, EngineError
 
@@ -91,9 +85,7 @@ class Tuned:
     refused: tuple[Refused, ...] = field(default=())
 
     def fastest(self, precision: Precision, largest_error: float) -> Measured | None:
-        """Return the fastest product of a precision with at most that arithmetic error; None if there is
-        none.
-        """
+        """Return the fastest product of a precision with at most that error; or None."""
         able = [
             each
             for each in self.measured

@@ -23,15 +23,7 @@ import onnx
 from loka_onnx.core import serde
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.device_lock import device_alone
-from loka_onnx.engines.request import (
-    ENGINE,
-    PHASE,
-    REQUEST,
-    RESPONSE,
-    WAITING,
-    BuildRequest,
-    BuildResponse,
-)
+from loka_onnx.engines.request import ENGINE, PHASE, REQUEST, RESPONSE, WAITING, BuildRequest, BuildResponse
 from loka_onnx.errors import DataError, EngineError, InternalError, LokaError
 from loka_onnx.sessions.runner import Arrays, Runner
 

@@ -168,7 +168,7 @@ class EngineBuilder:
         reason = backend.decline(plan, candidate.architecture)
         if reason is not None:
             return lambda: backend.refusal(plan, candidate.target, candidate.architecture, reason)
-        away = backend.why_not_here(candidate.architecture)
+        away = backend.build_blocker(candidate.architecture)
         if away and not self.config.build.jobs:
             return lambda: backend.refusal(plan, candidate.target, candidate.architecture, away)
         try:

@@ -53,7 +53,7 @@ def execute_job(directory: Path, progress: Progress = silent) -> JobResult:
     directory = directory.absolute()
     job = read_job(directory)
     backend = get_backend(job.backend)
-    reason = backend.why_not_here(job.architecture)
+    reason = backend.build_blocker(job.architecture)
     if reason:
         raise EngineError(
             f"this host cannot execute the job '{job.candidate}'",

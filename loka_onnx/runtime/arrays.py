@@ -63,9 +63,7 @@ def common_kind(kinds: Collection[Kind]) -> Kind:
 
 
 def plain_tensors(inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]] | None:
-    """View a request of PyTorch host tensors as arrays, ten times as fast as `to_host`: a request may have a
-    tensor for each column. None where it holds anything else, for example BF16.
-    """
+    """View PyTorch host tensors as arrays, ten times as fast as `to_host`; None for others."""
     torch = sys.modules.get(TORCH)
     if torch is None:
         return None

@@ -137,7 +137,7 @@ class Engine:
         """Answer one request. Only its layout is checked, not its values.
 
         Arrays may be of NumPy or of any library with DLPack; those in host memory, or on the engine's CUDA
-        device where it reads them, are not copied by the caller's side. The answer has the library and device
+        device where it reads them, are not copied. The answer has the library and device
         of the request where all of its arrays agree (PyTorch, CuPy), else NumPy's.
 
         Args:
@@ -237,9 +237,7 @@ class Engine:
         return tuple(sorted({min(max(size, least), most) for size in sizes}))
 
     def close(self) -> None:
-        """Free the engine, above all its GPU memory, after running requests are answered; a second call does
-        nothing.
-        """
+        """Free the engine after running requests are answered; a second call does nothing."""
         if not self._gate.close():
             return
         with ExitStack() as stack:

@@ -37,9 +37,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Skipped:
-    """An engine of the bundle that was preferred to the loaded one, and the reason why it does not run
-    here.
-    """
+    """A preferred engine of the bundle, and the reason why it does not run here."""
 
     engine: str
     reason: str

@@ -61,9 +61,7 @@ class Look:
 
 
 def look_at(value: npt.NDArray[Any], limit: float | None = None) -> Look:
-    """Count the values of a floating array; `limit` is the largest magnitude of its calibrated scale, if
-    any.
-    """
+    """Count the values of a floating array; `limit` is the calibrated range, if any."""
     finite = np.isfinite(value)
     nonfinite = value.size - int(np.count_nonzero(finite))
     if limit is None:

@@ -31,7 +31,7 @@ class Obstacle:
 
 
 def is_program(entry: EngineEntry) -> bool:
-    """Whether loading an engine runs code that came with it."""
+    """Tell whether loading an engine runs code in it."""
     return get_spec(entry.backend).is_program(entry.architecture)
 
 

@@ -1,4 +1,4 @@
-"""What a backend declares of itself: everything that is known of it without importing its compiler."""
+"""Declaration of a backend: everything that is known without importing its compiler."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ class BackendSpec(ABC):
     It imports neither torch nor any graph library: loaders on fleet hosts read it.
 
     Attributes:
-        name: As run files name it.
-        title: Name of its library, as its makers write it.
-        modules: Modules whose distributions decide what it builds; the first is its library.
-        install: How its library is installed.
-        use: What the library is for, for `doctor`; empty where it is no package.
+        name: Name in run files.
+        title: Name of its library in messages.
+        modules: Modules whose distributions determine its engines; the first is its library.
+        install: Command or instruction that installs its library.
+        use: Use of the library, for `doctor`; empty where it is no package.
         maker: Import path (``module:class``) of the `engines.base.Backend` that builds.
-        triton: Import path of the function that makes an engine's form for Triton; empty where that does not
-            serve it.
-        no_triton: Why Triton does not serve it, where that is so.
-        devices: Architectures of each device that a run file can name.
+        triton: Import path of the function that makes an engine's form for Triton; empty if it has none.
+        no_triton: Reason why Triton does not serve it.
+        devices: Architectures of each device of run files.
         formats: FP8 formats that it multiplies.
-        need: Which versions of the library load an engine.
-        fusions: What it computes in one kernel.
+        need: Versions of the library that load an engine.
+        fusions: Operators that it computes in one kernel.
     """
 
     name: str
@@ -62,9 +61,9 @@ class BackendSpec(ABC):
 
         Args:
             engine: Its main file.
-            architecture: What it was built for.
+            architecture: Target of the build.
             version: Version of the library that built it; not checked when empty.
-            options: How an ONNX Runtime session runs.
+            options: Options of an ONNX Runtime session.
 
         Raises:
             LokaError: It does not load.
@@ -72,18 +71,18 @@ class BackendSpec(ABC):
 
     @abstractmethod
     def device_obstacle(self, architecture: str) -> str:
-        """Why this host has no device for an architecture; empty when it has."""
+        """Reason why this host has no device for an architecture; empty when it has."""
 
     def knows(self, architecture: str) -> bool:
-        """Whether it has engines for an architecture."""
+        """Tell whether it has engines for an architecture."""
         return True
 
     def is_program(self, architecture: str) -> bool:
-        """Whether loading an engine runs code that came with it."""
+        """Tell whether loading an engine runs code in it."""
         return True
 
     def files_beside(self, engine: Path) -> tuple[str, ...]:
-        """Names of the files that belong to an engine beside its main file, but external data."""
+        """Names of an engine's further files, without external data."""
         return ()
 
     def load_library(self) -> Any:
@@ -100,7 +99,7 @@ class BackendSpec(ABC):
             ) from error
 
     def library_obstacle(self) -> str:
-        """Why the library is not there, found out without importing it; empty when it is."""
+        """Reason why the library is missing, without importing it; empty when it is installed."""
         return "" if is_installed(self.modules[0]) else f"{self.title} is not installed; {self.install}"
 
     def version(self) -> str:
@@ -112,23 +111,18 @@ class BackendSpec(ABC):
         return str(self.load_library().__version__)
 
     def requirement(self, version: str, architecture: str) -> tuple[Need, str]:
-        """Which versions of the library load an engine, and the version as it is shown.
-
-        Args:
-            version: Version that built it.
-            architecture: What it was built for.
-        """
+        """Versions of the library that load an engine built by `version`, and the version to show."""
         if self.need is Need.NOT_STATED or not version:
             return Need.NOT_STATED, ""
         return self.need, release(version) if self.need is Need.RELEASE else version
 
     def loads(self, built_by: str, here: str) -> bool:
-        """Whether version `here` of the library loads a program that `built_by` made."""
+        """Tell whether version `here` of the library loads a program that `built_by` made."""
         return here == built_by or (self.need is Need.RELEASE and release(here) == release(built_by))
 
 
 def in_line(error: MissingPackage) -> str:
-    """A missing package and its remedy, as one phrase."""
+    """Format a missing package and its remedy in one phrase."""
     return f"{error.what}; {error.remedy}" if error.remedy else error.what
 
 
@@ -138,7 +132,7 @@ def release(version: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found, without importing it."""
+    """Tell whether a module is installed, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -158,7 +152,7 @@ def installed_version(distribution: str, title: str) -> str:
 
 
 def has_spec(name: str) -> bool:
-    """Whether there is a backend of that name."""
+    """Tell whether there is a backend of that name."""
     return name in spec_paths()
 
 
@@ -181,7 +175,7 @@ def get_spec(name: str) -> BackendSpec:
 
 
 def fusions_of(backend: str) -> Fusions:
-    """What a backend computes in one kernel; nothing where there is no such backend."""
+    """Operators that a backend computes in one kernel; none for an unknown backend."""
     return get_spec(backend).fusions if has_spec(backend) else NOTHING_KNOWN
 
 

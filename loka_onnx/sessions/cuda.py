@@ -216,9 +216,7 @@ class CudaContext:
             )
 
     def copy_padded(self, target: int, source: int, row_bytes: int, rows: int, size: int) -> None:
-        """Queue a copy of rows on the device, the last one repeated up to `size` rows, by logarithmically
-        many copies.
-        """
+        """Queue a copy of rows on the device, with the last one repeated up to `size` rows."""
         self.copy(target, source, row_bytes * rows)
         first, done = target + row_bytes * (rows - 1), 1
         while done < size - rows + 1:
@@ -277,7 +275,7 @@ def _load_library() -> ctypes.CDLL:
 
 
 def why_no_gpu(architecture: str) -> str:
-    """Why this host cannot run an engine for an architecture; empty when it has a GPU of it."""
+    """Reason why this host cannot run an engine for an architecture; empty when it has such a GPU."""
     devices = list_cuda_devices()
     if any(device.architecture == architecture for device in devices):
         return ""

@@ -14,9 +14,9 @@ from loka_onnx.core.devices import ACCELERATORS, CPU, device_called
 from loka_onnx.sessions.cuda import list_cuda_devices
 
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-"""Where Linux lists what an AMD GPU driver offers, a directory each."""
+"""Linux's directory of the AMD driver's devices."""
 DRM_CARDS = Path("/sys/class/drm")
-"""Where Linux lists graphics cards, a directory each."""
+"""Linux's directory of graphics cards."""
 
 
 def device_of_architecture(architecture: str) -> str:

@@ -1,4 +1,4 @@
-"""Untrusted reading of ONNX models."""
+"""Reading of untrusted ONNX models."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor of a model with external data, wherever it is: initializers, attributes, bodies and
-    defaults of functions, sparse tensors, training information.
-    """
+    """Every tensor of a model with external data, wherever it is."""
     for message in messages(model):
         if isinstance(message, onnx.TensorProto) and message.data_location == onnx.TensorProto.EXTERNAL:
             yield message

@@ -127,9 +127,7 @@ def _on_host(array: npt.NDArray[Any]) -> Any:
 
 
 def _from_value(value: Any) -> npt.NDArray[Any]:
-    """Convert an `onnxruntime.OrtValue` of the host to an array, including BF16, which ONNX Runtime does
-    not.
-    """
+    """Convert an `onnxruntime.OrtValue` of the host to an array, including BF16."""
     if value.data_type() != _BFLOAT16:
         array: npt.NDArray[Any] = value.numpy()
         return array

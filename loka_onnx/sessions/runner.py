@@ -70,9 +70,6 @@ class Runner(ABC):
 
         It may overwrite the inputs of an earlier one: launch one at a time, without `run` in between. By
         default each launch is a whole request.
-
-        Raises:
-            EngineError: See `run`.
         """
         return Resident(lambda: self.run(inputs), lambda: None, is_on_device=False)
 
@@ -99,9 +96,6 @@ class Runner(ABC):
 
         Args:
             inputs: One array per graph input, in its type, borrowed for `stream`.
-
-        Raises:
-            EngineError: See `run`.
         """
         raise InternalError(
             f"{type(self).__name__} takes rows from the host", evidence=f"{len(inputs)} inputs"

@@ -18,8 +18,8 @@ from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.engines.onnxruntime import backend as module
 from loka_onnx.engines.onnxruntime import providers
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
-from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
-from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS, TENSORRT
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import EngineError, ModelError
@@ -77,7 +77,7 @@ def test_devices_and_what_runs_them() -> None:
     assert backend.architectures("amd-mi300x") == ("gfx942",)
     assert OnnxRuntimeTensorRtBackend().architectures("nvidia-l4") == ("sm89",)
     assert "cpu" in backend.availability().devices
-    assert not set(OnnxRuntimeTensorRtBackend.devices) & {"cpu", "amd-mi300x"}
+    assert not set(OnnxRuntimeTensorRtBackend().devices) & {"cpu", "amd-mi300x"}
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs a GPU-less ONNX Runtime")
@@ -85,8 +85,8 @@ def test_a_host_without_a_provider_says_so_instead_of_building(tmp_path: Path) -
     model = mlp(tmp_path / "m", Precision.FP16, Precision.FP16, fp8=False)
     backend = OnnxRuntimeBackend()
     said = "this build of ONNX Runtime has no CUDAExecutionProvider"
-    assert said in backend.why_not_here("sm90")
-    assert backend.why_not_here("cpu") == ""
+    assert said in backend.build_blocker("sm90")
+    assert backend.build_blocker("cpu") == ""
     artifact = backend.build(request_for(model, tmp_path))
     assert not artifact.is_built
     assert said in artifact.detail
@@ -132,7 +132,7 @@ class TestBuilding:
         backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path)
         engine = backend.compile(request, tmp_path)
         assert backend.files(engine) == (engine, tmp_path / SETTINGS_FILE)
-        settings = serde.read(BoundSettings, tmp_path / SETTINGS_FILE)
+        settings = serde.read(IoBindingSettings, tmp_path / SETTINGS_FILE)
         assert (settings.provider, settings.sizes) == ("cuda", (8, 16))
         assert settings.version == ort.__version__
         with backend.load(engine, "sm90") as runner:
@@ -185,16 +185,16 @@ class TestBuilding:
     ) -> None:
         tried = []
 
-        class Unrecordable(BoundSession):
-            def __init__(self, engine: Path, settings: BoundSettings, **keywords: Any) -> None:
+        class Unrecordable(IoBindingSession):
+            def __init__(self, engine: Path, settings: IoBindingSettings, **keywords: Any) -> None:
                 tried.append(settings)
                 if "enable_cuda_graph" in settings.options:
                     raise EngineError("operation not permitted when stream is capturing")
                 super().__init__(engine, settings, **keywords)
 
-        monkeypatch.setattr(module, "BoundSession", Unrecordable)
+        monkeypatch.setattr(module, "IoBindingSession", Unrecordable)
         OnnxRuntimeBackend().compile(request_for(model, tmp_path), tmp_path)
-        settings = serde.read(BoundSettings, tmp_path / SETTINGS_FILE)
+        settings = serde.read(IoBindingSettings, tmp_path / SETTINGS_FILE)
         assert settings.options == {"arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}
         assert settings.sizes == ()
         assert len(tried) == 2

@@ -17,8 +17,8 @@ from loka_onnx.core.devices import AMD, NVIDIA
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
-from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
-from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
+from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.request import BatchRange, BuildRequest
 
 pytest.importorskip("onnxruntime")
@@ -120,13 +120,13 @@ def test_a_replayed_graph_computes_what_kernels_one_by_one_do(
     subject: Subject, build: Build, tmp_path: Path
 ) -> None:
     _, _, engine = build(Precision.FP16)
-    settings = serde.read(BoundSettings, engine.with_name(SETTINGS_FILE))
+    settings = serde.read(IoBindingSettings, engine.with_name(SETTINGS_FILE))
     assert settings.sizes == SIZES
     plain = replace(
         settings, options={k: v for k, v in settings.options.items() if "graph" not in k or "mig" in k}
     )
     random = np.random.default_rng(3)
-    with BoundSession(engine, settings) as recorded, BoundSession(engine, plain) as launched:
+    with IoBindingSession(engine, settings) as recorded, IoBindingSession(engine, plain) as launched:
         for rows in (4, 16, 4, 3):
             x = {"x": random.normal(size=(rows, 64)).astype(np.float32)}
             np.testing.assert_array_equal(recorded.run(x)["out"], launched.run(x)["out"])

@@ -24,13 +24,13 @@ def prepare(place: Path) -> None:
     write_rows(place / "rows.parquet", make_columns(ROWS))
     file = Workplace(place).write_run_file(build={"job_data": True})
     # A host that cannot build leaves jobs, which one that can executes.
-    here = OnnxRuntimeBackend.why_not_here
-    OnnxRuntimeBackend.why_not_here = lambda self, architecture: "the fuzzer wants a job"  # type: ignore[method-assign]
+    here = OnnxRuntimeBackend.build_blocker
+    OnnxRuntimeBackend.build_blocker = lambda self, architecture: "the fuzzer wants a job"  # type: ignore[method-assign]
     try:
         run(file)
     except EngineError as error:
         assert "all wait for their build jobs" in error.what
-    OnnxRuntimeBackend.why_not_here = here  # type: ignore[method-assign]
+    OnnxRuntimeBackend.build_blocker = here  # type: ignore[method-assign]
     for job in find_jobs(place / "runs" / "RUN" / "jobs"):
         execute_job(job)
     run(file, RunOptions(resume=True))

@@ -149,7 +149,7 @@ def test_a_resident_batch_is_the_one_that_was_given(built: Built) -> None:
         pytest.skip("needs a GPU: the CPU has no CUDA graphs")
     with built.open() as runner:
         answer = runner.run(built.inputs(8))["out"]
-        (output,) = runner._lane._graphs[8].outputs
+        (output,) = runner._executor._graphs[8].outputs
         other = {"x": -built.inputs(8)["x"]}
         runner.resident(other)()
         assert not np.array_equal(output.cpu().numpy(), answer)

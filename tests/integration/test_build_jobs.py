@@ -34,7 +34,7 @@ class NotHere(OnnxRuntimeBackend):
 
     devices = {"cpu": ("cpu",), AWAY: ("cpu",)}  # noqa: RUF012 - as the class above
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         return f"no {AWAY} on this host"
 
     def why_not_run(self, architecture: str) -> str:

@@ -310,14 +310,14 @@ class Away(Fast8):
     def provider(self, architecture: str) -> Provider:
         return provider_for(OnnxRuntimeBackend.spec.name, architecture)
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         return "no amd-mi300x on this host"
 
 
 class There(Away):
     """The same on that host."""
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Untrusted reading of a bundle's sealed documents."""
+"""Reading of an untrusted bundle's sealed documents."""
 
 from __future__ import annotations
 

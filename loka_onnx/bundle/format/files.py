@@ -1,4 +1,4 @@
-"""Untrusted verification of a bundle: its files against its manifest (`bundle.format.manifest`).
+"""Verification of an untrusted bundle: its files against its manifest (`bundle.format.manifest`).
 
 A bundle is closed-world: it holds exactly the files that its manifest lists, unaltered. Nothing in it is
 unpickled, followed or executed before that check. Digests protect against accidents and against tampering by

@@ -1,4 +1,4 @@
-"""Untrusted reading of a bundle's manifest, and its consistency; `bundle.format.files` checks the files."""
+"""Reading of an untrusted bundle's manifest; `bundle.format.files` checks the files."""
 
 from __future__ import annotations
 

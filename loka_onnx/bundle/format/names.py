@@ -7,8 +7,6 @@ from pathlib import Path
 
 
 def name_of(bundle: Path) -> str:
-    """Name of its directory (``ranker-1.5``), with links resolved, or of its single file without the
-    suffix.
-    """
+    """Name of its directory (``ranker-1.5``), or of its file without the suffix."""
     place = Path(os.path.realpath(bundle))
     return place.stem if place.is_file() else place.name

@@ -112,9 +112,7 @@ def signature_bytes(directory: Path) -> bytes | None:
 
 
 def check_signature(signature: bytes | None, manifest: bytes, keys: Sequence[Path], where: Path) -> str:
-    """Verify documents that are already read; see `verify_signature`. `where` names the bundle in
-    messages.
-    """
+    """Verify documents that are already read; see `verify_signature`."""
     accepted = {fingerprint(key): key for key in map(read_public_key, keys)}
     if not accepted:
         raise ConfigError("no key to verify a signature with was given", remedy="name a public key")

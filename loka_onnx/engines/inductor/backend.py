@@ -71,9 +71,9 @@ class InductorBackend(Backend):
             return f"{architecture} has no FP8 products (sm{FLOAT8_FROM} is the first that has)"
         return self.foreign_format(plan)
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         """A package for a GPU is compiled only on a host with that GPU."""
-        reason = super().why_not_here(architecture)
+        reason = super().build_blocker(architecture)
         if reason or architecture == CPU:
             return reason
         if any(gpu.architecture == architecture for gpu in _usable_gpus()):

@@ -190,9 +190,7 @@ def compile_candidates(
     *,
     fast_accumulation: bool = True,
 ) -> None:
-    """Compile every tile of every product in parallel, ahead of timing. Compile errors surface when it is
-    measured.
-    """
+    """Compile every tile of every product in parallel; errors surface when a tile is timed."""
     different = {_key(product, epilogue): (product, epilogue) for product, epilogue in seen.values()}
 
     def run(strategy: TiledProduct, product: FloatProduct, epilogue: Epilogue) -> None:
@@ -306,9 +304,7 @@ class _Case:
 
 
 def _repeated(tensor: Tensor, rows: int, axis: int = 0) -> Tensor:
-    """Repeat a tensor to `rows` along an axis in its own layout, because a kernel that needs another one pays
-    for a copy.
-    """
+    """Repeat a tensor to `rows` along an axis in its own layout: other layouts cost a copy."""
     times = -(-rows // tensor.shape[axis])
     # PyTorch cannot repeat FP8 tensors.
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
@@ -367,9 +363,7 @@ def with_weights_in_turn(product: FloatProduct) -> list[FloatProduct]:
 
 
 def _time_behind(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
-    """Microseconds of the epilogue of a library's product, which the compiler makes one kernel in the
-    engine.
-    """
+    """Microseconds of the epilogue of a library's product, one kernel of the compiler."""
     product, epilogue = given
     if isinstance(strategy, EpilogueStrategy) or not epilogue.follows:
         return 0.0

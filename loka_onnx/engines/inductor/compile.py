@@ -171,17 +171,15 @@ def fused(model: Path, folder: Path) -> Path:
         print(f"{name}: declined {'; '.join(reasons)}", flush=True)
     if not report.fused:
         return model
-    for name, places in report.fused.items():
-        print(f"{name}: {', '.join(place.name for place in places)}", flush=True)
+    for name, matches in report.fused.items():
+        print(f"{name}: {', '.join(match.name for match in matches)}", flush=True)
     target = folder / "model.onnx"
     graph.save(target)
     return target
 
 
 def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]:
-    """Return the strategy of products by a program's batch sizes: on a GPU, the fastest measured kernel of
-    each fused product.
-    """
+    """Return the strategy for a program's batch sizes: on a GPU, the fastest measured kernels."""
     import torch
 
     from loka_onnx.engines.inductor.choosing import Recorder, choose_kernels, compile_candidates
@@ -326,9 +324,7 @@ def example_rows(sample: Path, inputs: Sequence[InputPort], rows: int) -> tuple[
 def inductor_options(
     settings: Settings, compilers: Compilers, output: Path, architecture: str = CPU
 ) -> dict[str, Any]:
-    """Settings of Inductor (`torch._inductor.config`) for a program; files and weights go to `output`, not to
-    the compiler's cache.
-    """
+    """Settings of Inductor (`torch._inductor.config`); files and weights go to `output`."""
     return {
         "aot_inductor.package": True,
         "aot_inductor.output_path": os.fspath(output),

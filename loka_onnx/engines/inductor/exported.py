@@ -113,9 +113,7 @@ def output_types(graph: Any) -> tuple[str, ...]:
 
 
 def _is_exact(node: Any) -> bool:
-    """Tell whether our FP8 kernel moves its sums to FP32 after each step
-    (`kernels.products.Tile.numbers`).
-    """
+    """Tell whether our FP8 kernel sums in FP32 (`kernels.products.Tile.numbers`)."""
     *_, is_exact, _ = node.args[-1]
     return bool(is_exact)
 

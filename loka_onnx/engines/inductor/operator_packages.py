@@ -49,10 +49,7 @@ class PackageOperator:
         return 5 if self.per_channel else 3
 
 
-OPERATORS = (
-    PackageOperator("f8f8bf16_rowwise", True, (90, 100)),
-    PackageOperator("f8f8bf16", False, (90,)),
-)
+OPERATORS = (PackageOperator("f8f8bf16_rowwise", True, (90, 100)), PackageOperator("f8f8bf16", False, (90,)))
 
 
 @dataclass(frozen=True)

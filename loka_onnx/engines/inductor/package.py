@@ -175,23 +175,19 @@ def read_engine(package: Path) -> InductorEngine:
 
 def read_sources(package: Path, program: str) -> tuple[str, ...]:
     """Generated C++ of a program in a ``.pt2`` package."""
-    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+\.cpp$")
-    with zipfile.ZipFile(package) as archive:
-        return tuple(
-            archive.read(name).decode("utf-8", "replace")
-            for name in archive.namelist()
-            if inside.search(name)
-        )
+    return tuple(text.decode("utf-8", "replace") for text in _members(package, program, r"\.cpp"))
 
 
 def read_called_operators(package: Path, program: str) -> tuple[str, ...]:
-    """Operators that a program calls by name, ``namespace::name``; its code contains their positions in this
-    tuple.
-    """
-    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+(?<!_metadata)\.json$")
-    with zipfile.ZipFile(package) as archive:
-        lists = [json.loads(archive.read(name)) for name in archive.namelist() if inside.search(name)]
+    """Operators ``namespace::name`` that a program's code calls by position."""
+    lists = (json.loads(text) for text in _members(package, program, r"(?<!_metadata)\.json"))
     return tuple(str(call["node"]["target"]) for each in lists for call in each.get("nodes", ()))
+
+
+def _members(package: Path, program: str, ending: str) -> list[bytes]:
+    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+{ending}$")
+    with zipfile.ZipFile(package) as archive:
+        return [archive.read(name) for name in archive.namelist() if inside.search(name)]
 
 
 def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.devices import CPU
-from loka_onnx.engines.inductor.lanes import Call, DeviceLane, Gpu, HostLane, Lane, Placement
+from loka_onnx.engines.inductor.executors import Call, Executor, Gpu, GraphExecutor, HostExecutor, Placement
 from loka_onnx.engines.inductor.package import (
     OPERATOR_MODULES,
     InductorEngine,
@@ -72,7 +72,7 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
     torch = import_torch()
     check_host(engine, str(torch.__version__), instruction_sets(), package)
     if architecture == CPU:
-        return InductorSession(engine, HostLane(torch, engine, _load(torch, package, engine, -1)))
+        return InductorSession(engine, HostExecutor(torch, engine, _load(torch, package, engine, -1)))
     reason = why_no_gpu(architecture)
     if reason:
         raise EngineError(f"cannot run here: {reason}", where=str(package))
@@ -85,7 +85,7 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
         )
     index = next(device.index for device in list_cuda_devices() if device.architecture == architecture)
     calls = _load(torch, package, engine, index)
-    return InductorSession(engine, DeviceLane(torch, engine, calls, Gpu(torch, index)))
+    return InductorSession(engine, GraphExecutor(torch, engine, calls, Gpu(torch, index)))
 
 
 def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict[str, Call]:
@@ -186,13 +186,11 @@ def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Pl
 
 
 class InductorSession(Runner):
-    """A loaded package; calls from several threads run one after the other. `lane` is closed with the
-    session.
-    """
+    """A loaded package; concurrent calls run in turn. Closes its `executor`."""
 
-    def __init__(self, engine: InductorEngine, lane: Lane) -> None:
+    def __init__(self, engine: InductorEngine, executor: Executor) -> None:
         self.engine = engine
-        self._lane: Lane | None = lane
+        self._executor: Executor | None = executor
         self._lock = threading.Lock()
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
@@ -204,10 +202,10 @@ class InductorSession(Runner):
         """
         feeds = self._feeds(inputs)
         with self._lock:
-            lane = self._open_lane()
-            pieces = placements(self.engine, rows_of(feeds), captures=lane.captures)
+            executor = self._open_executor()
+            pieces = placements(self.engine, rows_of(feeds), captures=executor.captures)
             try:
-                answers = [(placement.piece, lane.run(placement, feeds)) for placement in pieces]
+                answers = [(placement.piece, executor.run(placement, feeds)) for placement in pieces]
             except RuntimeError as error:
                 raise EngineError(
                     "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
@@ -217,60 +215,52 @@ class InductorSession(Runner):
     @property
     def served_sizes(self) -> tuple[int, ...]:
         """Batch sizes with a CUDA graph or a program of their own."""
-        captures = self._lane is not None and self._lane.captures
+        captures = self._executor is not None and self._executor.captures
         return self.engine.graph_sizes if captures or self.engine.is_static else ()
 
     @property
     def device(self) -> int | None:
         """Number of the GPU; None on the CPU, and after closing."""
-        return None if self._lane is None else self._lane.device
+        return None if self._executor is None else self._executor.device
 
     @property
     def stream(self) -> int:
         """Handle of its stream."""
-        return self._open_lane().stream
+        return self._open_executor().stream
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
-        """Run one batch on the device.
-
-        Raises:
-            EngineError: See `run`.
-        """
+        """Run one batch on the device."""
         with self._lock:
-            lane = self._open_lane()
+            executor = self._open_executor()
             rows = next(iter(inputs.values())).shape[0]
-            pieces = placements(self.engine, rows, captures=lane.captures)
+            pieces = placements(self.engine, rows, captures=executor.captures)
             try:
-                return lane.run_on_device(pieces, inputs, allocate)
+                return executor.run_on_device(pieces, inputs, allocate)
             except RuntimeError as error:
                 raise EngineError(
                     "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
                 ) from error
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """Put a batch into device memory.
-
-        Raises:
-            EngineError: See `run`.
-        """
+        """Put a batch into device memory."""
         feeds = self._feeds(inputs)
         with self._lock:
-            lane = self._open_lane()
-            pieces = placements(self.engine, rows_of(feeds), captures=lane.captures)
+            executor = self._open_executor()
+            pieces = placements(self.engine, rows_of(feeds), captures=executor.captures)
             # Pieces share the buffers of a graph, so that only a single one can stay.
-            return lane.resident(pieces[0], feeds) if len(pieces) == 1 else super().resident(feeds)
+            return executor.resident(pieces[0], feeds) if len(pieces) == 1 else super().resident(feeds)
 
     def close(self) -> None:
         """Free graphs, buffers and programs; a second call does nothing."""
         with self._lock:
-            if self._lane is not None:
-                self._lane.close()
-            self._lane = None
+            if self._executor is not None:
+                self._executor.close()
+            self._executor = None
 
-    def _open_lane(self) -> Lane:
-        if self._lane is None:
+    def _open_executor(self) -> Executor:
+        if self._executor is None:
             raise EngineError("the engine is closed", remedy="open it again")
-        return self._lane
+        return self._executor
 
     def _feeds(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         feeds: Arrays = {}

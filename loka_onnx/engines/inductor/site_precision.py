@@ -77,9 +77,7 @@ def product_calls(sources: Sequence[str], named: Sequence[str] = ()) -> Counter[
 
 
 def site_precisions(
-    engine: InductorEngine,
-    calls: Mapping[str, Mapping[str, int]],
-    planned: Sequence[tuple[Site, Precision]],
+    engine: InductorEngine, calls: Mapping[str, Mapping[str, int]], planned: Sequence[tuple[Site, Precision]]
 ) -> tuple[SitePrecision, ...]:
     """Return the precision of each planned site."""
     compiled = {site.site: site for site in engine.sites}
@@ -152,10 +150,7 @@ def _why_not_called(products: Sequence[Product], program: Program, calls: Mappin
 
 
 def _wide_product(
-    engine: InductorEngine,
-    calls: Mapping[str, Mapping[str, int]],
-    found: CompiledSite,
-    planned: Precision,
+    engine: InductorEngine, calls: Mapping[str, Mapping[str, int]], found: CompiledSite, planned: Precision
 ) -> SitePrecision:
     wanted = TORCH_TYPES[planned]
     engaged = bool(found.operands) and all(kind == wanted for kind in found.operands)

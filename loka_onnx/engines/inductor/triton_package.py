@@ -21,7 +21,7 @@ PROGRAM = "model"
 
 
 def why_not_native(engine: InductorEngine) -> str:
-    """Why Triton's PyTorch backend cannot run an engine by itself; empty when it can."""
+    """Reason why Triton's PyTorch backend cannot run an engine; empty when it can."""
     if engine.packages:
         names = ", ".join(package.distribution for package in engine.packages)
         return f"its programs call operators of {names}, which a server without Python does not register"

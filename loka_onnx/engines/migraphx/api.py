@@ -84,14 +84,12 @@ def import_migraphx() -> Any:
 
 
 def version_of(migraphx: Any) -> str:
-    """Version of the library; unreleased builds, which all report ``dev``, also get the digest of their
-    library.
-    """
-    told = str(getattr(migraphx, "__version__", "") or "unknown")
-    if told not in {"dev", "unknown"}:
-        return told
+    """Version of the library; unreleased builds (``dev``) also get its digest."""
+    reported = str(getattr(migraphx, "__version__", "") or "unknown")
+    if reported not in {"dev", "unknown"}:
+        return reported
     library = _library_file(migraphx)
-    return told if library is None else f"{told}+{digest_file(library)[:12]}"
+    return reported if library is None else f"{reported}+{digest_file(library)[:12]}"
 
 
 def _library_file(migraphx: Any) -> Path | None:

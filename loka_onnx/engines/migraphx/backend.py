@@ -79,9 +79,9 @@ class MigraphxBackend(Backend):
             return f"{architecture} has no FP8 products: MIGraphX multiplies FP32 there without a word"
         return self.foreign_format(plan)
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         """The GPU must be present: the library compiles for the current one."""
-        reason = super().why_not_here(architecture)
+        reason = super().build_blocker(architecture)
         if reason or architecture == CPU:
             return reason
         missing = why_not_run(architecture) or why_no_target(import_migraphx(), GPU)
@@ -135,9 +135,7 @@ class MigraphxBackend(Backend):
         return open_migraphx(engine, architecture)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
-        """Return the manifest and its programs; a file that is no manifest alone, which its digest
-        exposes.
-        """
+        """Return the manifest and its programs, or an invalid file alone."""
         try:
             programs = read_engine(engine).programs
         except EngineError:

@@ -143,9 +143,7 @@ def outputs_of(model: onnx.ModelProto) -> tuple[ProgramOutput, ...]:
 
 
 def save_dialect(model: onnx.ModelProto, source: Path, folder: Path) -> Path:
-    """Write a model of the dialect into an empty folder; link its external data from the planned model's
-    directory.
-    """
+    """Write a model of the dialect into an empty folder, with links to its external data."""
     for name in external_files(model):
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)

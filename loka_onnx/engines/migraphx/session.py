@@ -227,8 +227,7 @@ def _converted(inputs: Mapping[str, npt.NDArray[Any]], spec: ProgramInput) -> np
     if value is None or value.shape[1:] != spec.shape:
         found = "it is missing" if value is None else f"shape {value.shape}"
         raise EngineError(
-            f"input '{spec.name}' does not fit the engine",
-            evidence=f"{found}; a row has shape {spec.shape}",
+            f"input '{spec.name}' does not fit the engine", evidence=f"{found}; a row has shape {spec.shape}"
         )
     return value.astype(np.dtype(spec.dtype), copy=False)
 

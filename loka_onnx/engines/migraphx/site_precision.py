@@ -77,9 +77,7 @@ class Product:
         return self.is_float8 or self.is_simulated
 
     def fits(self, site: Site) -> bool:
-        """Tell whether it has a site's size: K × N of the weight, or of either factor where none is
-        stored.
-        """
+        """Tell whether it has a site's size: K × N of the weight, else of either factor."""
         if site.weight is not None or self.weight is not None:
             return self.weight == (site.k, site.n) and site.weight is not None
         size = sorted((site.k, site.n))

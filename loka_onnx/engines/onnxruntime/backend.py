@@ -6,10 +6,14 @@ load it (`io_binding_settings`), and what a provider compiled is in a directory 
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
+
+import onnx
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import SitePrecision
@@ -17,14 +21,13 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader
-from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession, open_bound
+from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import (
     PROGRAMS,
     SETTINGS_FILE,
-    BoundSettings,
+    IoBindingSettings,
     settings_beside,
 )
-from loka_onnx.engines.onnxruntime.model_files import copy_model, model_files
 from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
 from loka_onnx.engines.onnxruntime.provider_settings import (
     CUDA_GRAPH,
@@ -39,18 +42,20 @@ from loka_onnx.engines.onnxruntime.providers import (
     TENSORRT,
     Provider,
     device_of,
+    host_blocker,
     provider_for,
     why_no_provider,
-    why_not_here,
 )
 from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
 from loka_onnx.engines.onnxruntime.spec import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
 from loka_onnx.engines.request import BuildRequest
-from loka_onnx.errors import LokaError, MissingPackage
+from loka_onnx.errors import LokaError, MissingPackage, ModelError
 from loka_onnx.sessions.backends import BackendSpec
+from loka_onnx.sessions.model_files import data_locations
 from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
 from loka_onnx.sessions.runner import Runner
 
+ENGINE_FILE = "engine.onnx"
 LOADED_EXACTLY = "load FP8 at ORT_ENABLE_BASIC or below, with session.disable_quant_qdq=1"
 
 
@@ -81,9 +86,9 @@ class OnnxRuntimeBackend(Backend):
         """FP8 is simulated on every provider that does not decline it."""
         return bool(plan.fp8_sites)
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         """Placement is read from a loaded engine, so that a build needs the provider and its GPU."""
-        return why_not_here(self.provider(architecture), architecture)
+        return host_blocker(self.provider(architecture), architecture)
 
     def portability(self, architecture: str) -> str:
         """An ONNX file runs wherever ONNX Runtime has the provider; compiled programs do not."""
@@ -108,11 +113,11 @@ class OnnxRuntimeBackend(Backend):
         """Open a session, never above BASIC for FP8."""
         if self.provider(architecture).key == CPU.key:
             return OnnxSession(engine)
-        return open_bound(engine, self.name, architecture)
+        return open_io_binding(engine, self.name, architecture)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
         """The ONNX file, its external data, its settings and compiled programs."""
-        return (*model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
+        return (*_model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
         """Copy the model and, for a GPU, determine settings that load.
@@ -122,7 +127,7 @@ class OnnxRuntimeBackend(Backend):
                 model.
             EngineError: The provider does not start, or fails on a batch.
         """
-        engine = copy_model(request.model, into)
+        engine = _copy_model(request.model, into)
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
             write_convolutions(engine)
@@ -139,7 +144,7 @@ class OnnxRuntimeBackend(Backend):
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
             return self._read_optimized(request, engine, provider, None)
-        with open_bound(engine, self.name, request.architecture) as session:
+        with open_io_binding(engine, self.name, request.architecture) as session:
             placement = Placement(provider, session.placement())
         print(placement.describe(), flush=True)
         if not provider.compiles:
@@ -189,21 +194,21 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
         return Availability(False, found.version, False, False, (), reason, remedy)
 
 
-def _first_that_loads(engine: Path, settings: BoundSettings, device: int) -> BoundSettings:
+def _first_that_loads(engine: Path, settings: IoBindingSettings, device: int) -> IoBindingSettings:
     """Return the settings, without CUDA graphs where those cannot be recorded.
 
     A node on the CPU, or one that allocates, prevents the recording.
     """
     simpler = without_graphs(settings)
     try:
-        BoundSession(engine, settings, device=device, writes=True).close()
+        IoBindingSession(engine, settings, device=device, writes=True).close()
     except LokaError as error:
         if simpler == settings:
             raise
         print(f"no CUDA graphs: {error}", flush=True)
     else:
         return settings
-    BoundSession(engine, simpler, device=device, writes=True).close()
+    IoBindingSession(engine, simpler, device=device, writes=True).close()
     return simpler
 
 
@@ -214,3 +219,41 @@ def _read_sites(
     return tuple(
         site_precision(site.name, planned[site.name], graphs, placement) for site in request.planned_sites
     )
+
+
+def _copy_model(model: Path, into: Path) -> Path:
+    """Copy a model into a directory as `ENGINE_FILE`, hard-linking external data where possible; return the
+    copy.
+
+    Raises:
+        ModelError: External data is missing or outside the model's directory.
+    """
+    engine = into / ENGINE_FILE
+    shutil.copyfile(model, engine)
+    source = Path(os.path.realpath(model.parent))
+    for location in data_locations(onnx.load(os.fspath(model), load_external_data=False)):
+        data = Path(os.path.realpath(source / location))
+        if not data.is_relative_to(source) or not data.is_file() or Path(location).name == ENGINE_FILE:
+            raise ModelError(
+                "external data is missing, or outside the model's directory",
+                where=str(model),
+                evidence=f"location '{location}'",
+                remedy="export the model again",
+            )
+        place = into / location
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(data, place)
+        except OSError:
+            shutil.copyfile(data, place)
+    return engine
+
+
+def _model_files(engine: Path) -> tuple[Path, ...]:
+    """Return the ONNX file and its external data; a file that is not ONNX alone, which its digest exposes."""
+    try:
+        locations = data_locations(onnx.load(os.fspath(engine), load_external_data=False))
+    except Exception:
+        # The type of error depends on the protobuf implementation.
+        return (engine,)
+    return (engine, *(engine.parent / location for location in locations))

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core import serde
-from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.onnxruntime.provider_session import (
     PlacedNode,
     placed_nodes,
@@ -37,10 +37,10 @@ from loka_onnx.engines.onnxruntime.providers import (
     PROVIDERS,
     TENSORRT,
     device_of,
+    host_blocker,
     provider_chain,
     provider_for,
     timing_directory,
-    why_not_here,
 )
 from loka_onnx.errors import EngineError, ModelError
 from loka_onnx.sessions.buckets import padded, pieces_of, rows_of, run_in_buckets
@@ -73,7 +73,7 @@ _NUMPY_TYPES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class _Bound:
+class _Buffers:
     """Buffers of one batch size, which its graph reads and writes."""
 
     binding: Any
@@ -82,7 +82,7 @@ class _Bound:
     run_options: Any
 
 
-class BoundSession(Runner):
+class IoBindingSession(Runner):
     """A model on a provider, with fixed buffers where its settings name batch sizes.
 
     Opening runs every size once on zeros: that allocates its memory, lets a provider compile for it, and
@@ -101,7 +101,7 @@ class BoundSession(Runner):
     def __init__(
         self,
         engine: Path,
-        settings: BoundSettings,
+        settings: IoBindingSettings,
         *,
         device: int = 0,
         writes: bool = False,
@@ -131,7 +131,7 @@ class BoundSession(Runner):
         self._batched = frozenset(
             o.name for o in self._session.get_outputs() if o.shape and not isinstance(o.shape[0], int)
         )
-        self._bound: dict[int, _Bound] = {}
+        self._bound: dict[int, _Buffers] = {}
         for number, size in enumerate(settings.sizes, _FIRST_GRAPH):
             zeros = {
                 described.name: np.zeros(_fixed_shape(described, size), self._types[described.name])
@@ -149,11 +149,6 @@ class BoundSession(Runner):
         """Names of the graph."""
         return Names(self.input_names, self.output_names)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Batch sizes with fixed buffers, ascending."""
-        return tuple(self._bound)
-
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch.
 
@@ -163,7 +158,7 @@ class BoundSession(Runner):
         feeds = self._feeds(inputs)
         with self._lock:
             if self._fits(feeds):
-                return run_in_buckets(self._run_bound, feeds, self.sizes, self._batched)
+                return run_in_buckets(self._run_bound, feeds, self.served_sizes, self._batched)
             contiguous = {name: np.ascontiguousarray(value) for name, value in feeds.items()}
             options = self._run_options(_NO_GRAPH)
             values = self._try(lambda: self._session.run(list(self.output_names), contiguous, options))
@@ -172,7 +167,7 @@ class BoundSession(Runner):
     @property
     def served_sizes(self) -> tuple[int, ...]:
         """Batch sizes with fixed buffers, ascending."""
-        return self.sizes
+        return tuple(self._bound)
 
     @property
     def device(self) -> int | None:
@@ -213,7 +208,7 @@ class BoundSession(Runner):
         if not self._fits(feeds):
             own = self._bind(feeds, _NO_GRAPH)
             return Resident(lambda: self._launch(own), lambda: None)
-        pieces = pieces_of(rows_of(feeds), self.sizes)
+        pieces = pieces_of(rows_of(feeds), self.served_sizes)
         if len(pieces) > 1:
             return super().resident(inputs)
         bound = self._bound[pieces[0].size]
@@ -260,7 +255,7 @@ class BoundSession(Runner):
         self, cuda: CudaContext, rows: int, inputs: Mapping[str, Borrowed], allocate: Allocate
     ) -> dict[str, Borrowed]:
         answer: dict[str, Borrowed] = {}
-        for piece in pieces_of(rows, self.sizes):
+        for piece in pieces_of(rows, self.served_sizes):
             bound = self._bound[piece.size]
             for name, value in bound.inputs.items():
                 row_bytes = inputs[name].nbytes // rows
@@ -302,7 +297,7 @@ class BoundSession(Runner):
         cuda.synchronize()
         return answer
 
-    def _bind(self, arrays: Arrays, graph: int) -> _Bound:
+    def _bind(self, arrays: Arrays, graph: int) -> _Buffers:
         memory, value_of = self._provider.memory, self._ort.OrtValue.ortvalue_from_numpy
         inputs = {
             # Copied, because on the CPU the value shares the array's memory.
@@ -320,7 +315,7 @@ class BoundSession(Runner):
         outputs = dict(zip(self.output_names, trial.get_outputs(), strict=True))
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
-        bound = _Bound(binding, inputs, outputs, self._run_options(graph))
+        bound = _Buffers(binding, inputs, outputs, self._run_options(graph))
         self._launch(bound)
         return bound
 
@@ -336,7 +331,7 @@ class BoundSession(Runner):
         # The next run overwrites the buffers.
         return {name: np.array(self._try(value.numpy)) for name, value in bound.outputs.items()}
 
-    def _fill(self, bound: _Bound, inputs: Arrays) -> None:
+    def _fill(self, bound: _Buffers, inputs: Arrays) -> None:
         for name, value in inputs.items():
             held = tuple(bound.inputs[name].shape())
             if value.shape != held:
@@ -347,7 +342,7 @@ class BoundSession(Runner):
                 )
             self._try(partial(bound.inputs[name].update_inplace, value))
 
-    def _launch(self, bound: _Bound) -> None:
+    def _launch(self, bound: _Buffers) -> None:
         self._try(lambda: self._session.run_with_iobinding(bound.binding, bound.run_options))
 
     def _try(self, run: Callable[[], T]) -> T:
@@ -360,9 +355,9 @@ class BoundSession(Runner):
             ) from error
 
 
-def open_bound(
+def open_io_binding(
     engine: Path, backend: str, architecture: str, version: str = "", threads: int = 0
-) -> BoundSession:
+) -> IoBindingSession:
     """Load an engine with the settings beside it, on the first GPU of its architecture.
 
     Args:
@@ -375,7 +370,7 @@ def open_bound(
             cannot run the engine.
         ModelError: ONNX Runtime refuses the model.
     """
-    settings = serde.read(BoundSettings, engine.with_name(SETTINGS_FILE))
+    settings = serde.read(IoBindingSettings, engine.with_name(SETTINGS_FILE))
     provider = provider_for(backend, architecture)
     if settings.provider != provider.key or version not in {"", settings.version}:
         raise EngineError(
@@ -385,7 +380,7 @@ def open_bound(
             f"{backend} on {architecture} is '{provider.key}'{f' of {version}' if version else ''}",
             remedy="build the engine again",
         )
-    reason = why_not_here(provider, architecture)
+    reason = host_blocker(provider, architecture)
     if reason:
         raise EngineError(f"cannot run here: {reason}", where=str(engine))
     here = str(import_onnxruntime().__version__)
@@ -396,7 +391,7 @@ def open_bound(
             evidence=f"built by ONNX Runtime {settings.version}, this host has {here}",
             remedy="build the engine again",
         )
-    return BoundSession(engine, settings, device=device_of(provider, architecture), threads=threads)
+    return IoBindingSession(engine, settings, device=device_of(provider, architecture), threads=threads)
 
 
 def _type_of(value: Any) -> np.dtype[Any]:

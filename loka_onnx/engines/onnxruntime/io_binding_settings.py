@@ -21,7 +21,7 @@ PROGRAMS = "programs"
 
 
 @dataclass(frozen=True)
-class BoundSettings:
+class IoBindingSettings:
     """Settings of an engine; the document beside it.
 
     Attributes:

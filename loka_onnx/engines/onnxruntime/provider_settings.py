@@ -11,7 +11,7 @@ import onnx
 
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines.onnxruntime.io_binding_settings import BoundSettings
+from loka_onnx.engines.onnxruntime.io_binding_settings import IoBindingSettings
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, GRAPH_OPTIONS, MIGRAPHX, TENSORRT, Provider
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import ModelError
@@ -74,7 +74,7 @@ _DECLINES: Mapping[str, Callable[[PrecisionPlan], str | None]] = {
 }
 
 
-def settings_for(provider: Provider, request: BuildRequest, version: str) -> BoundSettings:
+def settings_for(provider: Provider, request: BuildRequest, version: str) -> IoBindingSettings:
     """Settings for loading an engine, with fixed buffers for the request's batch sizes.
 
     Raises:
@@ -85,11 +85,11 @@ def settings_for(provider: Provider, request: BuildRequest, version: str) -> Bou
         TENSORRT.key: _tensorrt_options,
         MIGRAPHX.key: _migraphx_options,
     }[provider.key](request)
-    settings = BoundSettings(provider.key, version, options, request.batch.sizes, provider.compiles)
+    settings = IoBindingSettings(provider.key, version, options, request.batch.sizes, provider.compiles)
     return settings if request.options.get(CUDA_GRAPH, 1) else without_graphs(settings)
 
 
-def without_graphs(settings: BoundSettings) -> BoundSettings:
+def without_graphs(settings: IoBindingSettings) -> IoBindingSettings:
     """Same settings without CUDA graphs: batches run unpadded, except on a provider that compiles for
     sizes.
     """

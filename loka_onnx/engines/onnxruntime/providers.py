@@ -130,11 +130,7 @@ def provider_chain(
 
 
 def timing_directory(version: str) -> Path:
-    """Where TensorRT's provider keeps its timing cache; it names the file for the architecture itself.
-
-    Args:
-        version: Of ONNX Runtime, which is built for one version of TensorRT.
-    """
+    """Directory of the timing caches of TensorRT's provider, for a version of ONNX Runtime."""
     return cache_directory() / "timing" / f"onnxruntime_tensorrt-{version}"
 
 
@@ -153,7 +149,7 @@ def why_no_provider(provider: Provider) -> str:
     return ""
 
 
-def why_not_here(provider: Provider, architecture: str) -> str:
+def host_blocker(provider: Provider, architecture: str) -> str:
     """Reason why this host cannot run a provider on an architecture; empty when it can."""
     reason = why_no_provider(provider)
     if reason:

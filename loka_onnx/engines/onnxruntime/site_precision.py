@@ -67,9 +67,7 @@ class Placement:
         return f"{node.op_type} '{node.name}' runs on {placed}: {self._provider.name} does not take it"
 
     def describe(self) -> str:
-        """Describe the placement for the log: nodes of each provider, and the first ones on other
-        providers.
-        """
+        """Describe the placement for the log: counts by provider, and misplaced nodes."""
         counts: dict[str, int] = {}
         for node in self._nodes:
             counts[node.provider] = counts.get(node.provider, 0) + 1

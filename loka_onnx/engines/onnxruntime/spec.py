@@ -7,9 +7,9 @@ from pathlib import Path
 from loka_onnx.core.devices import AMD, CPU, NVIDIA
 from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.manifest import Need
-from loka_onnx.engines.onnxruntime.io_binding_session import open_bound
+from loka_onnx.engines.onnxruntime.io_binding_session import open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import settings_beside
-from loka_onnx.engines.onnxruntime.providers import provider_for, why_not_here
+from loka_onnx.engines.onnxruntime.providers import host_blocker, provider_for
 from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.backends import BackendSpec, in_line
@@ -25,10 +25,10 @@ class OnnxRuntimeSpec(BackendSpec):
         if provider_for(self.name, architecture).key == CPU:
             return onnx_session.OnnxSession(engine, options)
         threads = 0 if options is None else options.threads
-        return open_bound(engine, self.name, architecture, version, threads)
+        return open_io_binding(engine, self.name, architecture, version, threads)
 
     def knows(self, architecture: str) -> bool:
-        """Whether a provider runs its engines for an architecture."""
+        """Tell whether a provider runs its engines for an architecture."""
         try:
             provider_for(self.name, architecture)
         except ConfigError:
@@ -36,15 +36,15 @@ class OnnxRuntimeSpec(BackendSpec):
         return True
 
     def is_program(self, architecture: str) -> bool:
-        """Whether the provider compiles: graphs are data, what was compiled beside them is not."""
+        """Tell whether the provider compiles: graphs are data, compiled programs are not."""
         return provider_for(self.name, architecture).compiles
 
     def device_obstacle(self, architecture: str) -> str:
         """See `BackendSpec.device_obstacle`; the provider must be there too."""
-        return why_not_here(provider_for(self.name, architecture), architecture)
+        return host_blocker(provider_for(self.name, architecture), architecture)
 
     def files_beside(self, engine: Path) -> tuple[str, ...]:
-        """Settings, and what a provider compiled."""
+        """Settings, and programs that a provider compiled."""
         return settings_beside(engine)
 
     def library_obstacle(self) -> str:

@@ -11,7 +11,7 @@ import onnx
 
 from loka_onnx.core import serde
 from loka_onnx.core.devices import CPU
-from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.onnxruntime.providers import CUDA, MIGRAPHX, TENSORRT, Provider, provider_for
 from loka_onnx.engines.triton.forms import Form, Refusal, Source, model_of
 from loka_onnx.engines.triton.models import VERSION, ModelFile
@@ -48,13 +48,13 @@ def triton_form(source: Source) -> Form | Refusal:
     return Form(model, remarks)
 
 
-def _settings(source: Source) -> BoundSettings | None:
+def _settings(source: Source) -> IoBindingSettings | None:
     path = source.path.with_name(SETTINGS_FILE)
-    return serde.read(BoundSettings, path) if path.is_file() else None
+    return serde.read(IoBindingSettings, path) if path.is_file() else None
 
 
 def _session(
-    source: Source, provider: Provider, settings: BoundSettings | None
+    source: Source, provider: Provider, settings: IoBindingSettings | None
 ) -> tuple[Fields, tuple[str, ...]]:
     """Fields of the optimization policy, and what could not be said in them."""
     remarks: list[str] = []

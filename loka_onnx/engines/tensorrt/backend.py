@@ -52,9 +52,9 @@ class TensorRtBackend(TensorRtFamily):
             f"build on a machine with one of {', '.join(sorted(known))}",
         )
 
-    def why_not_here(self, architecture: str) -> str:
+    def build_blocker(self, architecture: str) -> str:
         """A GPU of the architecture must be present for timing tactics."""
-        return super().why_not_here(architecture) or why_no_gpu(architecture)
+        return super().build_blocker(architecture) or why_no_gpu(architecture)
 
     def settings(self, trt: Any, request: BuildRequest) -> BuildSettings:
         """A profile for each served size, and the timing cache of this device and version."""

@@ -156,10 +156,7 @@ def parse_compiled_graph(text: str) -> CompiledGraph:
     header = sections["header"]
     tensors = {
         name: Tensor(
-            name,
-            value.text("type"),
-            int(value.text("const_payload_size") or 0),
-            value.text("base") or name,
+            name, value.text("type"), int(value.text("const_payload_size") or 0), value.text("base") or name
         )
         for key, value in sections["descriptors"].entries
         if key in {"tensor", "sub_tensor"} and isinstance(value, _Block) and (name := value.text("name"))

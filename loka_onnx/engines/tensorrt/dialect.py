@@ -38,9 +38,7 @@ FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 
 
 def keep_tables_once(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Add zero to the rows of every table that would be stored twice; edits the model and returns these
-    tables.
-    """
+    """Add zero to the rows of tables that would be stored twice; edits the model, returns them."""
     graph = model.graph
     tables = _stored_twice(graph)
     nodes: list[onnx.NodeProto] = []
@@ -81,14 +79,14 @@ class _Rows:
 
     def are_shared(self, table: str) -> bool:
         """Tell whether a Q and another reader (a node, another Q, or an output) read a table's rows."""
-        places = list(self._places(table))
+        tensors = list(self._moved(table))
         readers = [
-            node for name in places for node in self._consumers.get(name, ()) if not _moves(node, name)
+            node for name in tensors for node in self._consumers.get(name, ()) if not _moves(node, name)
         ]
-        others = len(readers) - 1 + len(self._outputs.intersection(places))
+        others = len(readers) - 1 + len(self._outputs.intersection(tensors))
         return others > 0 and any(node.op_type == "QuantizeLinear" for node in readers)
 
-    def _places(self, table: str) -> Iterator[str]:
+    def _moved(self, table: str) -> Iterator[str]:
         """Yield the table and every tensor that its values are moved to."""
         pending, seen = [table], {table}
         while pending:

@@ -125,10 +125,10 @@ def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
             context.set_input_shape(name, tuned)
         inspector = engine.create_engine_inspector()
         inspector.execution_context = context
-        told = parse_layers(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+        parsed = parse_layers(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
         # The inspector refers to the context, so that it is deleted first.
         del inspector, context
-        layers += [layer for layer in told if layer.profile == profile] or told
+        layers += [layer for layer in parsed if layer.profile == profile] or parsed
     return tuple(dict.fromkeys(layers))
 
 

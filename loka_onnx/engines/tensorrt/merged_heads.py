@@ -41,9 +41,7 @@ class _Heads:
 
 
 def split_by_heads(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Split merged FP8 products by heads where all parts are read so; edits the model and returns the Split
-    nodes' names.
-    """
+    """Split merged FP8 products by heads; edits the model and returns the Split nodes' names."""
     graph = model.graph
     found = _Graph(graph)
     nodes: list[onnx.NodeProto] = []

@@ -87,8 +87,8 @@ def open_engine(
 
 
 @dataclass
-class _Lane:
-    """An execution context with its CUDA graphs and current state.
+class _Instance:
+    """A CUDA-graph instance: an execution context with its graphs and current state.
 
     Attributes:
         is_captured: Whether its work becomes a CUDA graph: it serves a single batch size.
@@ -131,7 +131,7 @@ class TensorRtSession(Runner):
     def __init__(self, trt: Any, engine: Path, device: int = 0, *, cuda_graphs: bool = True) -> None:
         self._trt, self._index, self._cuda_graphs = trt, device, cuda_graphs
         self._lock = threading.Lock()
-        self._lanes: dict[int, _Lane] = {}
+        self._instances: dict[int, _Instance] = {}
         self._cuda = CudaContext(device)
         self._logger = trt.Logger(trt.Logger.WARNING)
         self._runtime = trt.Runtime(self._logger)
@@ -145,7 +145,7 @@ class TensorRtSession(Runner):
                 where=str(engine),
                 remedy="an engine belongs to one GPU architecture, one TensorRT version and one OS",
             )
-        self._general = _Lane(context, is_captured=False)
+        self._general = _Instance(context, is_captured=False)
         try:
             self._describe()
         except BaseException:
@@ -176,11 +176,11 @@ class TensorRtSession(Runner):
             EngineError: A shape lies outside the optimization profile, or the execution fails.
         """
         with self._lock:
-            lane = self._hand_over(inputs)
-            self._execute(lane)
+            instance = self._hand_over(inputs)
+            self._execute(instance)
             given = {name: inputs[name].shape for name in self._inputs}
             answer = {}
-            for name, shape in lane.outputs.items():
+            for name, shape in instance.outputs.items():
                 staged = self._cuda.staging(name, shape, self._types[name])
                 answer[name] = staged[tuple(map(slice, self._cut(name, shape, given)))].copy()
             return answer
@@ -214,9 +214,9 @@ class TensorRtSession(Runner):
             self._cuda.activate()
             shapes = {name: inputs[name].shape for name in self._inputs}
             size = self._padded_rows(shapes)
-            lane = self._lane(size)
-            self._bind(lane, {name: self._of_size(name, shape, size) for name, shape in shapes.items()})
-            for name, shape in lane.inputs.items():
+            instance = self._instance(size)
+            self._bind(instance, {name: self._of_size(name, shape, size) for name, shape in shapes.items()})
+            for name, shape in instance.inputs.items():
                 address = self._cuda.reserve(name, self._size(name, shape))
                 given = inputs[name]
                 if shape == given.shape:
@@ -224,73 +224,69 @@ class TensorRtSession(Runner):
                 else:
                     given_rows, row_bytes = given.shape[0], given.nbytes // given.shape[0]
                     self._cuda.copy_padded(address, given.address, row_bytes, given_rows, shape[0])
-            self._compute_or_replay(lane)
+            self._compute_or_replay(instance)
             answer = {}
-            for name, shape in lane.outputs.items():
+            for name, shape in instance.outputs.items():
                 kept = self._cut(name, shape, shapes)
                 answer[name] = made = allocate(kept, self._types[name])
                 self._cuda.copy(made.address, self._cuda.reserve(name, 0), made.nbytes)
             self._cuda.synchronize()
-            lane.is_warm = True
+            instance.is_warm = True
             return answer
 
-    def _compute_or_replay(self, lane: _Lane) -> None:
+    def _compute_or_replay(self, instance: _Instance) -> None:
         """Queue the engine alone, as a graph from the second time on."""
-        if lane.is_warm and lane.is_captured and lane.engine_graph is None:
+        if instance.is_warm and instance.is_captured and instance.engine_graph is None:
             self._cuda.synchronize()
-            lane.engine_graph = self._captured(lane, lambda: self._compute(lane))
-        if lane.engine_graph is not None:
-            lane.engine_graph.launch()
+            instance.engine_graph = self._captured(instance, lambda: self._compute(instance))
+        if instance.engine_graph is not None:
+            instance.engine_graph.launch()
         else:
-            self._compute(lane)
+            self._compute(instance)
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """Put a batch on the device; launching it runs the engine, as a CUDA graph for a tuned size.
-
-        Raises:
-            EngineError: See `run`.
-        """
+        """Put a batch on the device; launching it runs the engine, as a CUDA graph for a tuned size."""
         with self._lock:
-            lane = self._hand_over(inputs)
-            self._queue(lane)
+            instance = self._hand_over(inputs)
+            self._queue(instance)
             self._cuda.synchronize()
-            lane.is_warm = True
-            if lane.engine_graph is None:
-                lane.engine_graph = self._captured(lane, lambda: self._compute(lane))
+            instance.is_warm = True
+            if instance.engine_graph is None:
+                instance.engine_graph = self._captured(instance, lambda: self._compute(instance))
 
         def launch() -> None:
             self._cuda.activate()
-            if lane.engine_graph is not None:
-                lane.engine_graph.launch()
+            if instance.engine_graph is not None:
+                instance.engine_graph.launch()
             else:
-                self._compute(lane)
+                self._compute(instance)
 
         return Resident(launch, self._cuda.synchronize)
 
     def close(self) -> None:
         """Free graphs and engine before their device context."""
         self._cuda.activate()
-        for lane in (self._general, *self._lanes.values()):
-            lane.drop_graphs()
-        self._lanes.clear()
+        for instance in (self._general, *self._instances.values()):
+            instance.drop_graphs()
+        self._instances.clear()
         del self._general, self._engine, self._runtime
         self._cuda.close()
 
-    def _hand_over(self, inputs: Mapping[str, npt.NDArray[Any]]) -> _Lane:
+    def _hand_over(self, inputs: Mapping[str, npt.NDArray[Any]]) -> _Instance:
         """Stage a batch in page-locked memory and return its execution context."""
         self._cuda.activate()
         values = {name: inputs[name].astype(self._types[name], copy=False) for name in self._inputs}
         shapes = {name: value.shape for name, value in values.items()}
         size = self._padded_rows(shapes)
-        lane = self._lane(size)
-        self._bind(lane, {name: self._of_size(name, shape, size) for name, shape in shapes.items()})
+        instance = self._instance(size)
+        self._bind(instance, {name: self._of_size(name, shape, size) for name, shape in shapes.items()})
         for name, value in values.items():
-            staged = self._cuda.staging(name, lane.inputs[name], value.dtype)
+            staged = self._cuda.staging(name, instance.inputs[name], value.dtype)
             if staged.shape == value.shape:
                 np.copyto(staged, value)
             else:
                 staged[: len(value)], staged[len(value) :] = value, value[-1:]
-        return lane
+        return instance
 
     def _rows(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
         """Rows of a request; None where its inputs disagree, which the engine refuses."""
@@ -315,19 +311,19 @@ class TensorRtSession(Runner):
         rows = self._rows(inputs)
         return (rows, *shape[1:]) if rows is not None and name in self._follows else shape
 
-    def _lane(self, size: int | None) -> _Lane:
+    def _instance(self, size: int | None) -> _Instance:
         """Return the execution context of a batch; each tuned size has its own."""
         if size is None or size not in self._profiles:
             return self._general
-        if size not in self._lanes:
+        if size not in self._instances:
             context = self._engine.create_execution_context()
             if context is None or not self._choose_profile(context, self._profiles[size]):
                 raise EngineError(
                     f"{self._trt.__name__} makes no execution context for batches of {size}",
                     evidence=f"optimization profile {self._profiles[size]}; the device may lack memory",
                 )
-            self._lanes[size] = _Lane(context, is_captured=self._cuda_graphs)
-        return self._lanes[size]
+            self._instances[size] = _Instance(context, is_captured=self._cuda_graphs)
+        return self._instances[size]
 
     def _choose_profile(self, context: Any, profile: int) -> bool:
         if profile == 0:
@@ -336,12 +332,12 @@ class TensorRtSession(Runner):
         self._cuda.synchronize()
         return chosen
 
-    def _bind(self, lane: _Lane, shapes: dict[str, tuple[int, ...]]) -> None:
+    def _bind(self, instance: _Instance, shapes: dict[str, tuple[int, ...]]) -> None:
         """Set shapes and buffers that differ from the context's."""
-        context = lane.context
-        if lane.inputs != shapes:
-            lane.drop_graphs()
-            lane.inputs, lane.moves = {}, -1
+        context = instance.context
+        if instance.inputs != shapes:
+            instance.drop_graphs()
+            instance.inputs, instance.moves = {}, -1
             for name, shape in shapes.items():
                 if not context.set_input_shape(name, shape):
                     raise EngineError(
@@ -349,52 +345,52 @@ class TensorRtSession(Runner):
                         evidence=f"shape {shape}",
                         remedy="keep requests between batch.min and batch.max, or build for a wider range",
                     )
-            lane.outputs = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
-            lane.inputs = shapes
-        everything = {**lane.inputs, **lane.outputs}
+            instance.outputs = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
+            instance.inputs = shapes
+        everything = {**instance.inputs, **instance.outputs}
         addresses = {name: self._reserve(name, shape) for name, shape in everything.items()}
-        if lane.moves != self._cuda.moves:
-            lane.drop_graphs()
+        if instance.moves != self._cuda.moves:
+            instance.drop_graphs()
             for name, address in addresses.items():
                 context.set_tensor_address(name, address)
-            lane.moves = self._cuda.moves
+            instance.moves = self._cuda.moves
 
     def _reserve(self, name: str, shape: tuple[int, ...]) -> int:
         self._cuda.staging(name, shape, self._types[name])
         return self._cuda.reserve(name, self._size(name, shape))
 
-    def _execute(self, lane: _Lane) -> None:
-        if lane.is_warm and lane.graph is None:
-            lane.graph = self._captured(lane, lambda: self._queue(lane))
-        if lane.graph is not None:
-            lane.graph.launch()
+    def _execute(self, instance: _Instance) -> None:
+        if instance.is_warm and instance.graph is None:
+            instance.graph = self._captured(instance, lambda: self._queue(instance))
+        if instance.graph is not None:
+            instance.graph.launch()
         else:
-            self._queue(lane)
+            self._queue(instance)
         self._cuda.synchronize()
-        lane.is_warm = True
+        instance.is_warm = True
 
-    def _captured(self, lane: _Lane, work: Callable[[], None]) -> CudaGraph | None:
+    def _captured(self, instance: _Instance, work: Callable[[], None]) -> CudaGraph | None:
         """Capture the work of a warm context as a graph; None where that is not wanted or not possible."""
-        if not lane.is_captured:
+        if not instance.is_captured:
             return None
         try:
             return self._cuda.capture(work)
         except EngineError as error:
             # Some operators synchronize with the host: such an engine is launched without a graph.
-            lane.is_captured = False
-            _LOG.warning("batches of shape %s run without a CUDA graph: %s", lane.inputs, error)
+            instance.is_captured = False
+            _LOG.warning("batches of shape %s run without a CUDA graph: %s", instance.inputs, error)
             return None
 
-    def _queue(self, lane: _Lane) -> None:
-        for name, shape in lane.inputs.items():
+    def _queue(self, instance: _Instance) -> None:
+        for name, shape in instance.inputs.items():
             self._cuda.upload(name, self._size(name, shape))
-        self._compute(lane)
-        for name, shape in lane.outputs.items():
+        self._compute(instance)
+        for name, shape in instance.outputs.items():
             self._cuda.download(name, self._size(name, shape))
 
-    def _compute(self, lane: _Lane) -> None:
-        if not lane.context.execute_async_v3(self._cuda.stream):
-            raise EngineError("the engine failed on a batch", evidence=f"output shapes {lane.outputs}")
+    def _compute(self, instance: _Instance) -> None:
+        if not instance.context.execute_async_v3(self._cuda.stream):
+            raise EngineError("the engine failed on a batch", evidence=f"output shapes {instance.outputs}")
 
     def _size(self, name: str, shape: tuple[int, ...]) -> int:
         return int(np.prod(shape, dtype=np.int64)) * self._types[name].itemsize

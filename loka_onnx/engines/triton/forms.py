@@ -1,8 +1,7 @@
-"""Which backend of Triton serves an engine, and what that backend is told.
+"""Backend of Triton for an engine, and its configuration.
 
-Every form is one function, in `triton.py` of its backend: an engine of the bundle in, a model or a reason why
-there is none out. What Triton does not pass on to a library cannot be asked for; each form says what was left
-out.
+Every form is one function, in `triton.py` of its backend: it takes an engine of the bundle, and returns a
+model or the reason why there is none. A form reports the options that Triton does not pass on to its library.
 
 Sources, all of github.com/triton-inference-server: `onnxruntime_backend` (README, and `src/onnxruntime.cc`
 for what it parses), `tensorrt_backend` (`src/tensorrt_model.cc`, `src/instance_state.cc`), `pytorch_backend`
@@ -108,13 +107,13 @@ def model_of(
     sizes: Sequence[int],
     names: Mapping[str, str] | None = None,
 ) -> BackendModel:
-    """What every form begins with.
+    """Return the common part of a form.
 
     Args:
         source: The engine.
         served_by: Backend, platform and name of the model file.
-        sizes: Batch sizes that it was built for; those that it was measured at where there are none.
-        names: Names of inputs and outputs in Triton, by those in the bundle; the same when None.
+        sizes: Batch sizes of the build; if empty, those that were measured.
+        names: Triton's names of inputs and outputs, by those in the bundle; None: the same names.
     """
     backend, platform, file = served_by
     entry = source.entry

@@ -17,9 +17,9 @@ from loka_onnx.errors import ConfigError
 VERSION = "1"
 """Directory of the only version of each model."""
 WARMUP = "warmup"
-"""Directory of the rows that a model is warmed up with; the server looks for them there."""
+"""The server's directory of rows for warming up a model."""
 PARAMETER = "loka_onnx."
-"""What the names of parameters that say where a model comes from begin with."""
+"""Prefix of the parameters that state the origin of a model."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 

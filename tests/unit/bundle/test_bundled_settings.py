@@ -16,7 +16,7 @@ from loka_onnx.core.digests import digest_files
 from loka_onnx.engines.onnxruntime.io_binding_settings import (
     PROGRAMS,
     SETTINGS_FILE,
-    BoundSettings,
+    IoBindingSettings,
     settings_beside,
 )
 from loka_onnx.errors import BundleError, BundleInvalid
@@ -32,7 +32,7 @@ def contents(tmp_path: Path):
     (folder / PROGRAMS / "b").mkdir(parents=True)
     source = run.contents.root / run.contents.model.path
     (folder / "engine.onnx").write_bytes(source.read_bytes())
-    settings = BoundSettings("tensorrt", "1.31.1", sizes=(8,), programs=True)
+    settings = IoBindingSettings("tensorrt", "1.31.1", sizes=(8,), programs=True)
     serde.write(settings, folder / SETTINGS_FILE)
     for name in FILES[1:]:
         (folder / name).write_bytes(name.encode())

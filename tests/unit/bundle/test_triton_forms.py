@@ -33,7 +33,7 @@ from loka_onnx.engines.inductor.package import (
     Program,
 )
 from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
-from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.errors import BundleError
 
 OPTIONS = TritonOptions("ranker")
@@ -103,7 +103,7 @@ def graph(sample: SampleRun) -> bytes:
 
 
 def settings(provider: str, options: dict[str, str], sizes: tuple[int, ...], **more: Any) -> bytes:
-    return serde.dumps(BoundSettings(provider, "1.31.1", options, sizes, **more)).encode()
+    return serde.dumps(IoBindingSettings(provider, "1.31.1", options, sizes, **more)).encode()
 
 
 def accelerators(config: Any) -> dict[str, dict[str, str]]:

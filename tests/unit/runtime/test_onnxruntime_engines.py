@@ -18,9 +18,9 @@ from loka_onnx.sessions.onnx_session import SessionOptions
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What was asked of `open_bound`."""
+    """What was asked of `open_io_binding`."""
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(spec, "open_bound", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(spec, "open_io_binding", lambda *arguments: asked.append(arguments))
     return asked
 
 

@@ -35,8 +35,8 @@ from loka_onnx.engines.migraphx.session import (
     ProgramInput,
     ProgramOutput,
 )
-from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
-from loka_onnx.engines.onnxruntime.io_binding_settings import BoundSettings
+from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
+from loka_onnx.engines.onnxruntime.io_binding_settings import IoBindingSettings
 from loka_onnx.engines.tensorrt.session import TensorRtSession
 from loka_onnx.errors import EngineError
 from loka_onnx.runtime import Engine, load
@@ -70,14 +70,14 @@ def on_onnxruntime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
 
 
 def on_fixed_buffers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    return BoundSession(write_model(folder), BoundSettings("cpu", str(ort.__version__), sizes=SIZES))
+    return IoBindingSession(write_model(folder), IoBindingSettings("cpu", str(ort.__version__), sizes=SIZES))
 
 
 def on_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = False) -> Runner:
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
     from test_inductor_session import StandInGpu
 
-    from loka_onnx.engines.inductor.lanes import DeviceLane, HostLane
+    from loka_onnx.engines.inductor.executors import GraphExecutor, HostExecutor
     from loka_onnx.engines.inductor.package import InductorEngine, InputPort, OutputPort, Program
     from loka_onnx.engines.inductor.session import InductorSession
 
@@ -105,8 +105,9 @@ def on_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = Fa
             busy.release()
 
     calls = {"rows": program}
-    lane = DeviceLane(torch, engine, calls, StandInGpu()) if gpu else HostLane(torch, engine, calls)  # type: ignore[arg-type]
-    return InductorSession(engine, lane)
+    if not gpu:
+        return InductorSession(engine, HostExecutor(torch, engine, calls))
+    return InductorSession(engine, GraphExecutor(torch, engine, calls, StandInGpu()))  # type: ignore[arg-type]
 
 
 def on_inductor_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:

@@ -11,8 +11,8 @@ import pytest
 from sample_run import SampleRun
 
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
-from loka_onnx.engines.onnxruntime.io_binding_settings import BoundSettings
+from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
+from loka_onnx.engines.onnxruntime.io_binding_settings import IoBindingSettings
 from loka_onnx.errors import DataError, EngineError
 from loka_onnx.runtime import Cause, Serving, load
 from loka_onnx.runtime.engine import WARM_UPS
@@ -86,13 +86,13 @@ def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(
     sizes = (16, 64)
     launched: list[int] = []
 
-    class Watched(BoundSession):
+    class Watched(IoBindingSession):
         def _launch(self, bound: Any) -> None:
             launched.append(next(iter(bound.inputs.values())).shape()[0])
             super()._launch(bound)
 
-    def open_session(path: Path, *arguments: Any) -> BoundSession:
-        return Watched(path, BoundSettings("cpu", str(ort.__version__), sizes=sizes))
+    def open_session(path: Path, *arguments: Any) -> IoBindingSession:
+        return Watched(path, IoBindingSettings("cpu", str(ort.__version__), sizes=sizes))
 
     exact = load(bundle)
     monkeypatch.setattr(onnx_session, "OnnxSession", open_session)

@@ -14,8 +14,8 @@ import pytest
 
 from loka_onnx.core import serde
 from loka_onnx.engines.onnxruntime import io_binding_session as bound_session
-from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession, _Bound, open_bound
-from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, _Buffers, open_io_binding
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.onnxruntime.provider_session import placed_nodes, session_options
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS
 from loka_onnx.errors import EngineError, ModelError, UserError
@@ -37,8 +37,8 @@ def write(folder: Path, text: str = MODEL) -> Path:
     return folder / "engine.onnx"
 
 
-def settings(**changes: object) -> BoundSettings:
-    return replace(BoundSettings("cpu", str(ort.__version__), sizes=SIZES), **changes)
+def settings(**changes: object) -> IoBindingSettings:
+    return replace(IoBindingSettings("cpu", str(ort.__version__), sizes=SIZES), **changes)
 
 
 def batch(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -50,12 +50,12 @@ def expected(inputs: dict[str, np.ndarray]) -> np.ndarray:
     return inputs["x"].sum(axis=1, dtype=np.float32) + inputs["ids"].astype(np.float32)
 
 
-def spied(session: BoundSession) -> list[_Bound]:
+def spied(session: IoBindingSession) -> list[_Buffers]:
     """What the session runs from now on."""
-    ran: list[_Bound] = []
+    ran: list[_Buffers] = []
     launch = session._launch
 
-    def spy(bound: _Bound) -> None:
+    def spy(bound: _Buffers) -> None:
         ran.append(bound)
         launch(bound)
 
@@ -73,7 +73,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     ("rows", "ran"), [(1, 1), (2, 4), (3, 4), (4, 4), (5, 5), (7, 7), (8, 16), (16, 16), (17, 17), (40, 40)]
 )
 def test_a_request_is_padded_at_most_twofold(rows: int, ran: int, tmp_path: Path) -> None:
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         got = session.run(batch(rows))
     np.testing.assert_allclose(got["y"], expected(batch(rows)), rtol=1e-6)
     assert got["ran"].tolist() == [ran, 3]
@@ -82,7 +82,7 @@ def test_a_request_is_padded_at_most_twofold(rows: int, ran: int, tmp_path: Path
 @pytest.mark.parametrize(("rows", "last"), [(1, 4), (4, 4), (5, 16), (16, 16), (37, 16)])
 @pytest.mark.usefixtures("compiling")
 def test_a_provider_that_compiles_sees_no_other_size(rows: int, last: int, tmp_path: Path) -> None:
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         ran = spied(session)
         got = session.run(batch(rows))
         seen = [bound.inputs["x"].shape()[0] for bound in ran]
@@ -92,7 +92,7 @@ def test_a_provider_that_compiles_sees_no_other_size(rows: int, last: int, tmp_p
 
 
 def test_an_answer_outlives_the_next_request(tmp_path: Path) -> None:
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         first = session.run(batch(4))["y"]
         session.run(batch(4, seed=1))
     np.testing.assert_allclose(first, expected(batch(4)), rtol=1e-6)
@@ -100,7 +100,7 @@ def test_an_answer_outlives_the_next_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [4, 5])
 def test_a_resident_batch_stays_what_it_was(rows: int, tmp_path: Path) -> None:
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         kept, mine = spied(session), batch(rows)
         resident = session.resident(mine)
         mine["x"][:] = 0
@@ -110,15 +110,15 @@ def test_a_resident_batch_stays_what_it_was(rows: int, tmp_path: Path) -> None:
 
 
 def test_without_sizes_a_request_runs_as_it_comes(tmp_path: Path) -> None:
-    with BoundSession(write(tmp_path), settings(sizes=())) as session:
-        assert session.sizes == ()
+    with IoBindingSession(write(tmp_path), settings(sizes=())) as session:
+        assert session.served_sizes == ()
         for rows in (1, 3, 4, 15):
             assert session.run(batch(rows))["ran"].tolist() == [rows, 3]
 
 
 def test_other_types_of_the_same_numbers_are_taken(tmp_path: Path) -> None:
     given = batch(4)
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         got = session.run(
             {"x": np.asfortranarray(given["x"], np.float64), "ids": given["ids"].astype(np.int32)}
         )
@@ -127,7 +127,7 @@ def test_other_types_of_the_same_numbers_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [3, 5, 16, 40])
 def test_a_resident_batch_is_the_same_computation(rows: int, tmp_path: Path) -> None:
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         resident = session.resident(batch(rows))
         kept = spied(session)
         resident()
@@ -137,7 +137,7 @@ def test_a_resident_batch_is_the_same_computation(rows: int, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("compiling")
 def test_a_resident_batch_of_several_pieces_is_the_whole_request(tmp_path: Path) -> None:
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         ran = spied(session)
         session.resident(batch(37))()
     assert len(ran) == 3
@@ -153,7 +153,7 @@ def test_a_resident_batch_of_several_pieces_is_the_whole_request(tmp_path: Path)
 def test_a_request_of_another_shape_is_refused(
     change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], said: str, tmp_path: Path
 ) -> None:
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         with pytest.raises(EngineError, match=said):
             session.run(change(batch(4)))
         np.testing.assert_allclose(session.run(batch(4))["y"], expected(batch(4)), rtol=1e-6)
@@ -176,7 +176,7 @@ def test_a_request_of_another_shape_is_refused(
 )
 def test_a_model_that_cannot_be_bound_says_why(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
-        BoundSession(write(tmp_path, text), settings())
+        IoBindingSession(write(tmp_path, text), settings())
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider:UserWarning")
@@ -186,11 +186,11 @@ def test_the_cpu_does_not_stand_in_for_a_provider(tmp_path: Path) -> None:
     with pytest.raises(
         EngineError, match=r"CUDAExecutionProvider does not start(?s:.*)run on CPUExecutionProvider"
     ):
-        BoundSession(write(tmp_path), replace(settings(), provider="cuda"))
+        IoBindingSession(write(tmp_path), replace(settings(), provider="cuda"))
 
 
 def test_placement_names_each_node_and_its_provider(tmp_path: Path) -> None:
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         placed = session.placement()
     assert {node.provider for node in placed} == {"CPUExecutionProvider"}
     assert {node.op for node in placed} == {"ReduceSum", "Cast", "Add", "Shape"}
@@ -219,7 +219,7 @@ def test_fp8_keeps_its_values(tmp_path: Path) -> None:
     }
     model.graph.initializer.extend(onnx.numpy_helper.from_array(v, k) for k, v in arrays.items())
     onnx.save(model, path)
-    with BoundSession(path, settings()) as session:
+    with IoBindingSession(path, settings()) as session:
         (y,) = session.run({"x": np.ones((1, 4), np.float32)}).values()
     np.testing.assert_array_equal(y, [[4.5, 3.5]])
 
@@ -251,8 +251,8 @@ def test_settings_that_no_engine_has(change: dict[str, object], said: str) -> No
 
 
 def test_settings_are_a_document(tmp_path: Path) -> None:
-    value = BoundSettings("cuda", "1.31.1", {"use_tf32": "0"}, (4, 16), False)
-    assert serde.loads(BoundSettings, serde.dumps(value)) == value
+    value = IoBindingSettings("cuda", "1.31.1", {"use_tf32": "0"}, (4, 16), False)
+    assert serde.loads(IoBindingSettings, serde.dumps(value)) == value
 
 
 class TestOpening:
@@ -262,27 +262,27 @@ class TestOpening:
         return write(tmp_path)
 
     def test_an_engine_runs_as_its_settings_say(self, engine: Path) -> None:
-        with open_bound(engine, "onnxruntime", "cpu") as session:
-            assert session.sizes == SIZES
+        with open_io_binding(engine, "onnxruntime", "cpu") as session:
+            assert session.served_sizes == SIZES
             assert session.run(batch(3))["ran"].tolist() == [4, 3]
 
     def test_without_settings(self, engine: Path) -> None:
         engine.with_name(SETTINGS_FILE).unlink()
         with pytest.raises(UserError, match=r"cannot read the loka-onnx/onnxruntime-engine/1"):
-            open_bound(engine, "onnxruntime", "cpu")
+            open_io_binding(engine, "onnxruntime", "cpu")
 
     def test_settings_of_another_engine(self, engine: Path) -> None:
         with pytest.raises(
             EngineError, match=r"not its own(?s:.*)'cpu' of ONNX Runtime (?s:.*)sm90 is 'cuda'"
         ):
-            open_bound(engine, "onnxruntime", "sm90")
+            open_io_binding(engine, "onnxruntime", "sm90")
         with pytest.raises(EngineError, match=r"not its own(?s:.*)is 'cpu' of 0\.1"):
-            open_bound(engine, "onnxruntime", "cpu", "0.1")
+            open_io_binding(engine, "onnxruntime", "cpu", "0.1")
 
     def test_a_host_without_the_provider(self, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(bound_session, "why_not_here", lambda provider, architecture: "there is none")
+        monkeypatch.setattr(bound_session, "host_blocker", lambda provider, architecture: "there is none")
         with pytest.raises(EngineError, match="cannot run here: there is none"):
-            open_bound(engine, "onnxruntime", "cpu")
+            open_io_binding(engine, "onnxruntime", "cpu")
 
     @pytest.mark.usefixtures("compiling")
     def test_programs_of_another_version(self, engine: Path) -> None:
@@ -290,11 +290,11 @@ class TestOpening:
         with pytest.raises(
             EngineError, match=r"compiled for another version(?s:.*)Runtime 1\.2\.3, this host"
         ):
-            open_bound(engine, "onnxruntime", "cpu", "1.2.3")
+            open_io_binding(engine, "onnxruntime", "cpu", "1.2.3")
 
     def test_a_graph_runs_on_another_version(self, engine: Path) -> None:
         serde.write(settings(version="1.2.3"), engine.with_name(SETTINGS_FILE))
-        with open_bound(engine, "onnxruntime", "cpu", "1.2.3") as session:
+        with open_io_binding(engine, "onnxruntime", "cpu", "1.2.3") as session:
             assert session.run(batch(3))["ran"].tolist() == [4, 3]
 
     @pytest.mark.parametrize("kept", [True, False])
@@ -315,11 +315,11 @@ class TestOpening:
             programs.mkdir()
             (programs / "kernels.bin").write_bytes(b"machine code")
         serde.write(settings(programs=True), engine.with_name(SETTINGS_FILE))
-        with open_bound(engine, "onnxruntime", "cpu"):
+        with open_io_binding(engine, "onnxruntime", "cpu"):
             (copy,) = given
             assert copy is not None and copy != programs
             assert [file.read_bytes() for file in copy.iterdir()] == [b"machine code"] * kept
         assert not copy.exists()
         assert programs.exists() == kept
-        with BoundSession(engine, settings(programs=True), writes=True):
+        with IoBindingSession(engine, settings(programs=True), writes=True):
             assert given[-1] == programs

@@ -16,7 +16,7 @@ import pytest
 from fake_cuda_driver import FakeDriver
 from test_tensorrt_session import RANGE, FakeEngine, fake_trt
 
-from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
+from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
 from loka_onnx.engines.onnxruntime.providers import PROVIDERS
 from loka_onnx.engines.tensorrt.session import TensorRtSession
 from loka_onnx.errors import EngineError, InternalError
@@ -120,7 +120,7 @@ def test_onnx_runtime_fills_its_buffers_on_the_device(
     monkeypatch.setitem(PROVIDERS, "cpu", replace(PROVIDERS["cpu"], compiles=compiles))  # type: ignore[arg-type]
     driver = AnyAddress()
     monkeypatch.setattr(cuda, "_load_library", lambda: driver)
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         # The CPU's provider has its buffers in host memory, which here passes for the device's.
         assert session.device is None
         for seed in range(3):
@@ -136,7 +136,7 @@ def test_onnx_runtime_fills_its_buffers_on_the_device(
 def test_onnx_runtime_does_not_convert_on_the_device(tmp_path: Path) -> None:
     from test_bound_session import batch, settings, write
 
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         held = batch(2)
         held["ids"] = held["ids"].astype(np.int32)
         with pytest.raises(EngineError, match=r"input 'ids' has another type(?s:.*)int32 on the device"):
@@ -148,7 +148,7 @@ def test_a_provider_with_memory_of_its_own_says_which_device(
 ) -> None:
     from test_bound_session import settings, write
 
-    with BoundSession(write(tmp_path), settings()) as session:
+    with IoBindingSession(write(tmp_path), settings()) as session:
         monkeypatch.setattr(session, "_provider", PROVIDERS["cuda"])
         assert session.device == 0
 

@@ -21,7 +21,7 @@ import pytest
 
 from loka_onnx.core import serde
 from loka_onnx.engines.inductor import session as inductor_session
-from loka_onnx.engines.inductor.lanes import Captured, DeviceLane, Gpu, HostLane, Placement
+from loka_onnx.engines.inductor.executors import Captured, Gpu, GraphExecutor, HostExecutor, Placement
 from loka_onnx.engines.inductor.package import (
     InductorEngine,
     InputPort,
@@ -116,14 +116,14 @@ def calls_of(engine: InductorEngine, program: Recording) -> dict[str, Any]:
 
 def on_gpu(engine: InductorEngine = DYNAMIC) -> tuple[InductorSession, Recording]:
     program = Recording()
-    lane = DeviceLane(torch, engine, calls_of(engine, program), StandInGpu())  # type: ignore[arg-type]
+    executor = GraphExecutor(torch, engine, calls_of(engine, program), StandInGpu())  # type: ignore[arg-type]
     program.rows.clear()
-    return InductorSession(engine, lane), program
+    return InductorSession(engine, executor), program
 
 
 def on_cpu(engine: InductorEngine = DYNAMIC) -> tuple[InductorSession, Recording]:
     program = Recording()
-    return InductorSession(engine, HostLane(torch, engine, calls_of(engine, program))), program
+    return InductorSession(engine, HostExecutor(torch, engine, calls_of(engine, program))), program
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_an_answer_outlives_the_next_request() -> None:
 
 def test_graphs_are_captured_once_for_each_size_that_is_served() -> None:
     program, gpu = Recording(), StandInGpu()
-    DeviceLane(torch, DYNAMIC, calls_of(DYNAMIC, program), gpu)  # type: ignore[arg-type]
+    GraphExecutor(torch, DYNAMIC, calls_of(DYNAMIC, program), gpu)  # type: ignore[arg-type]
     # The largest first, so that the others find their memory in its pool.
     assert program.rows == [16, 4]
     assert gpu.captures == 2
@@ -209,7 +209,7 @@ def test_a_program_that_cannot_be_captured_is_refused() -> None:
     with pytest.raises(
         EngineError, match=r"CUDA graph for 16 rows(?s:.*)evidence: operation not permitted when"
     ):
-        DeviceLane(torch, DYNAMIC, calls_of(DYNAMIC, Recording()), Refuses())  # type: ignore[arg-type]
+        GraphExecutor(torch, DYNAMIC, calls_of(DYNAMIC, Recording()), Refuses())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [on_gpu, on_cpu])
@@ -239,7 +239,7 @@ def test_read_only_rows_are_taken_and_not_written() -> None:
 
 def test_an_input_that_is_handed_through_is_copied() -> None:
     engine = replace(DYNAMIC, inputs=DYNAMIC.inputs[:1], outputs=DYNAMIC.outputs[:1])
-    session = InductorSession(engine, HostLane(torch, engine, {"rows": lambda inputs: [inputs[0]]}))
+    session = InductorSession(engine, HostExecutor(torch, engine, {"rows": lambda inputs: [inputs[0]]}))
     x = request(4)["x"]
     answer = session.run({"x": x})["out"]
     np.testing.assert_array_equal(answer, x)
@@ -250,7 +250,7 @@ def test_an_input_that_is_handed_through_is_copied() -> None:
 def test_closing_frees_everything_once() -> None:
     program, gpu = Recording(), StandInGpu()
     calls = calls_of(DYNAMIC, program)
-    with InductorSession(DYNAMIC, DeviceLane(torch, DYNAMIC, calls, gpu)) as session:  # type: ignore[arg-type]
+    with InductorSession(DYNAMIC, GraphExecutor(torch, DYNAMIC, calls, gpu)) as session:  # type: ignore[arg-type]
         session.run(request(4))
     assert gpu.calls[-3:] == ["reset", "reset", "close"]
     assert calls == {}
@@ -264,7 +264,7 @@ def test_a_failure_of_the_program_is_an_error_of_the_engine() -> None:
     def fails(inputs: list[Any]) -> Sequence[Any]:
         raise RuntimeError("CUDA error: an illegal memory access\nstack")
 
-    session = InductorSession(DYNAMIC, HostLane(torch, DYNAMIC, {"rows": fails}))
+    session = InductorSession(DYNAMIC, HostExecutor(torch, DYNAMIC, {"rows": fails}))
     with pytest.raises(
         EngineError, match=r"failed on a batch(?s:.*)evidence: CUDA error: an illegal memory access$"
     ):
@@ -282,7 +282,7 @@ def test_threads_are_served_one_after_the_other() -> None:
         inside.pop()
         return [inputs[0] * 2 + inputs[1][:, None], torch.arange(3)]
 
-    session = InductorSession(DYNAMIC, HostLane(torch, DYNAMIC, {"rows": slow}))
+    session = InductorSession(DYNAMIC, HostExecutor(torch, DYNAMIC, {"rows": slow}))
     threads = [threading.Thread(target=session.run, args=(request(4),)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -294,7 +294,7 @@ def test_threads_are_served_one_after_the_other() -> None:
 def test_a_resident_batch_is_launched_without_its_copies() -> None:
     session, program = on_gpu()
     resident = session.resident(request(3))
-    gpu: Any = session._lane._gpu  # type: ignore[union-attr]
+    gpu: Any = session._executor._gpu  # type: ignore[union-attr]
     gpu.calls.clear()
     resident.launch()
     resident.launch()
@@ -453,8 +453,8 @@ def test_cuda_graphs_on_a_gpu() -> None:
             x, ids = inputs
             return [x * 2 + ids[:, None], torch.arange(3, device=x.device)]
 
-        lane = DeviceLane(torch, engine, {p.name: eager for p in engine.programs}, Gpu(torch, 0))
-        with InductorSession(engine, lane) as session:
+        executor = GraphExecutor(torch, engine, {p.name: eager for p in engine.programs}, Gpu(torch, 0))
+        with InductorSession(engine, executor) as session:
             for rows in (1, 3, 4, 16, 33):
                 inputs = request(rows)
                 np.testing.assert_allclose(session.run(inputs)["out"], expected(inputs), rtol=1e-6)

@@ -16,11 +16,11 @@ from loka_onnx.engines.onnxruntime.providers import (
     TENSORRT,
     Provider,
     device_of,
+    host_blocker,
     provider_chain,
     provider_for,
     timing_directory,
     why_no_provider,
-    why_not_here,
 )
 from loka_onnx.errors import ConfigError, EngineError
 from loka_onnx.sessions.cuda import CudaDevice
@@ -110,11 +110,11 @@ def test_the_first_gpu_of_an_architecture(host: None) -> None:
 
 
 def test_what_a_host_lacks(host: None) -> None:
-    assert why_not_here(CPU, "cpu") == ""
-    assert why_not_here(CUDA, "sm90") == ""
-    assert why_not_here(CUDA, "sm120") == "the engine is for sm120 and this host has sm89, sm90"
+    assert host_blocker(CPU, "cpu") == ""
+    assert host_blocker(CUDA, "sm90") == ""
+    assert host_blocker(CUDA, "sm120") == "the engine is for sm120 and this host has sm89, sm90"
     assert why_no_provider(CUDA) == ""
-    assert why_not_here(TENSORRT, "sm90") == (
+    assert host_blocker(TENSORRT, "sm90") == (
         "this build of ONNX Runtime has no TensorrtExecutionProvider (it has CUDAExecutionProvider, "
         "CPUExecutionProvider); pip install 'loka-onnx[nvidia]' in place of it"
     )

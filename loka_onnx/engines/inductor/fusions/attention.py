@@ -186,12 +186,7 @@ def _fuse(graph: PlannedGraph, found: _Found) -> Fused:
     out, product = found.out, found.inside[-1]
     names = (product.name, out.name)
     name = graph.fresh_name(f"{out.name}/attention")
-    attrs = {
-        "products": list(names),
-        "scale": found.scale,
-        "keep": int(found.keep),
-        "drop": int(found.drop),
-    }
+    attrs = {"products": list(names), "scale": found.scale, "keep": int(found.keep), "drop": int(found.drop)}
     graph.replace(OP, name, [found.q, found.kt, found.v, found.mask], [out.outputs[0]], attrs)
     return Fused(name, names)
 

@@ -38,8 +38,8 @@ class FusionReport:
         """Fusion of each site that shares a kernel with others; FP8 there would split the kernel."""
         return {
             site: name
-            for name, places in self.fused.items()
-            for each in places
+            for name, matches in self.fused.items()
+            for each in matches
             if len(each.sites) > 1
             for site in each.sites
         }
@@ -60,15 +60,15 @@ class Findings:
 Fusion = Callable[[PlannedGraph], Findings]
 
 
-def fuse_each(places: Iterable[tuple[str, Callable[[], Fused]]]) -> Findings:
+def fuse_each(matches: Iterable[tuple[str, Callable[[], Fused]]]) -> Findings:
     """Fuse match after match and collect the declined ones.
 
     Args:
-        places: Name and fusing function of each match; lazy, because each fusion changes the graph in which
+        matches: Name and fusing function of each match; lazy, because each fusion changes the graph in which
             the next match is searched.
     """
     found = Findings([], [])
-    for name, fuse in places:
+    for name, fuse in matches:
         try:
             found.fused.append(fuse())
         except DeclinedFusion as reason:
@@ -127,9 +127,7 @@ def static(tensor: Tensor, rank: int) -> tuple[int, ...] | None:
 
 
 def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
-    """Return the FP32 tensor that was just rounded to this one, in its shape, because the kernel rounds on
-    reading; the tensor itself where there is none.
-    """
+    """Return the FP32 tensor that was just rounded to this one, in its shape; else itself."""
     node = tensor.producer
     if node is None or node.domain or node.op not in {"Cast", "Reshape"} or tensor.kind not in HALVES:
         return tensor

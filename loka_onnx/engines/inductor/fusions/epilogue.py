@@ -27,9 +27,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Ends:
-    """Outputs of a kernel that computes Z: Z itself if `wide`, and the output of `quantize` if there is
-    one.
-    """
+    """Outputs of a kernel: Z itself if `wide`, and that of `quantize` if there is one."""
 
     wide: bool
     quantize: Node | None

@@ -39,10 +39,10 @@ OP = f"{DOMAIN}::FactorizationNorm"
 
 def fuse_factorization_norm(graph: PlannedGraph) -> Findings:
     """Fuse every such block; see the module."""
-    return fuse_each(_places(graph))
+    return fuse_each(_matches(graph))
 
 
-def _places(graph: PlannedGraph) -> Iterator[tuple[str, Callable[[], Fused]]]:
+def _matches(graph: PlannedGraph) -> Iterator[tuple[str, Callable[[], Fused]]]:
     for norm in list(graph.nodes):
         if norm.op != "LayerNormalization" or not norm.outputs:
             continue
@@ -98,9 +98,7 @@ def _fuse(graph: PlannedGraph, norm: Node, product: Node, mix: TokenMix) -> Fuse
 
 
 def _end(graph: PlannedGraph, norm: Node, x: Tensor) -> tuple[Tensor, Node | None]:
-    """Return the tensor that replaces the norm's output (of a Q or a cast behind it, or itself), and the
-    Q.
-    """
+    """Return the output that the kernel computes (of a Q, a cast or the norm), and the Q."""
     out = norm.outputs[0]
     reader = only_reader(graph, out)
     if reader is not None and reader.op == "Cast" and reader.outputs[0].kind == x.kind:

@@ -67,9 +67,7 @@ def _fuse(graph: PlannedGraph, node: Node, activation: Node, weight: Node) -> Fu
 
 
 def _column_scale(graph: PlannedGraph, node: Node, activation: Node, weight: Node) -> Tensor:
-    """Product of both scales for each column, precomputed because engines would compute it in every
-    request.
-    """
+    """Product of both scales for each column, precomputed for all requests."""
     stored = weight.reads(0).values.shape
     columns = stored[0] if node.attrs.get("transB", 0) else stored[1]
     both = [each.reads(1).values.astype(np.float32).reshape(-1) for each in (activation, weight)]

@@ -71,9 +71,7 @@ class Tensor:
 
     @property
     def is_read(self) -> bool:
-        """Tell whether it is an initializer with loaded values: for analysis, large ones are not loaded
-        (`PlannedGraph.load`).
-        """
+        """Tell whether it is an initializer with loaded values (`PlannedGraph.load`)."""
         return self.stored is not None and not uses_external_data(self.stored)
 
     @property

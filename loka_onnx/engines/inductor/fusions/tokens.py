@@ -24,9 +24,7 @@ from loka_onnx.engines.inductor.fusions.planned import Node, Tensor
 
 @dataclass(frozen=True)
 class TokenMix:
-    """Xᵀ · W: the tensor X, the weight W (n, m), and the node that computes it, perhaps merged with
-    others.
-    """
+    """Xᵀ · W: the tensor X, the weight W (n, m), and the node, perhaps merged with others."""
 
     x: Tensor
     weight: npt.NDArray[Any]

@@ -11,12 +11,7 @@ from torch.nn import functional
 
 from loka_onnx.engines.inductor.fusions.attention import is_short
 from loka_onnx.engines.inductor.fusions.base import DOMAIN
-from loka_onnx.engines.inductor.kernels.products import (
-    Epilogue,
-    EpilogueStrategy,
-    library_with,
-    to_float8,
-)
+from loka_onnx.engines.inductor.kernels.products import Epilogue, EpilogueStrategy, library_with, to_float8
 from loka_onnx.engines.inductor.lowering.node import Node
 from loka_onnx.engines.inductor.lowering.registry import OPERATORS
 from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, LoweredSite, PerSite

@@ -137,9 +137,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TiledProduct(EpilogueStrategy):
-    """The Triton kernel with the epilogue inside (`triton_product`), for CUDA; `otherwise` computes products
-    that it does not take.
-    """
+    """The Triton kernel with its epilogue (`triton_product`), or `otherwise`; for CUDA."""
 
     tile: Tile
     otherwise: ProductStrategy = field(default_factory=ScaledMatMul)

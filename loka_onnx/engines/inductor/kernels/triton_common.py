@@ -8,9 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def to_float8(value, inverse_scale):  # type: ignore[no-untyped-def]
-    """Divide by a scale, saturate and round to E4M3FN (ONNX QuantizeLinear with saturation, rounding to
-    even).
-    """
+    """Divide by a scale, saturate and round to even in E4M3FN (ONNX QuantizeLinear)."""
     # The caller's number may arrive as FP64, which has no conversion to FP8.
     scaled = value.to(tl.float32) * tl.cast(inverse_scale, tl.float32)
     # Without PROPAGATE, NaN would become a number; the cast keeps NaN.

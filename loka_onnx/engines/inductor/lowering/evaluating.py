@@ -8,13 +8,7 @@ from typing import Any
 
 from loka_onnx.engines.inductor.lowering.node import Node
 from loka_onnx.engines.inductor.lowering.registry import Operator
-from loka_onnx.engines.inductor.lowering.values import (
-    Constant,
-    Dequantized,
-    ShapeValue,
-    Value,
-    numbers_of,
-)
+from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, ShapeValue, Value, numbers_of
 from loka_onnx.errors import LokaError
 
 

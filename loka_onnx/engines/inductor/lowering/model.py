@@ -87,9 +87,7 @@ class LoweredModel(nn.Module):
         return MappingProxyType(self._scope.sites)
 
     def dynamic_shapes(self, batch: Any) -> tuple[tuple[dict[int, Any], ...]]:
-        """Argument of `torch.export.export` for a dynamic batch (`torch.export.Dim`) on axis 0 of batched
-        inputs.
-        """
+        """Argument of `torch.export.export` for a dynamic batch (a `torch.export.Dim`)."""
         return (tuple({0: batch} if name in self.batched else {} for name in self.input_names),)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -113,12 +113,7 @@ def split(node: Node, x: Tensor, sizes: Value = None) -> tuple[Tensor, ...]:
 
 @OPERATORS.operator("Slice", numbers=(1, 2, 3, 4), moves=True)
 def slice_(
-    node: Node,
-    x: Tensor,
-    starts: Value = None,
-    ends: Value = None,
-    axes: Value = None,
-    steps: Value = None,
+    node: Node, x: Tensor, starts: Value = None, ends: Value = None, axes: Value = None, steps: Value = None
 ) -> Tensor:
     """Every n-th element between two positions of some axes."""
     first = node.attributes["starts"] if starts is None else node.numbers(starts, "starts")

@@ -14,11 +14,7 @@ from torch.nn import functional
 from loka_onnx.engines.inductor.lowering.node import Node
 from loka_onnx.engines.inductor.lowering.padding import conv_padding
 from loka_onnx.engines.inductor.lowering.registry import OPERATORS
-from loka_onnx.engines.inductor.lowering.strategies import (
-    FloatProduct,
-    LoweredSite,
-    Multiplied,
-)
+from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, LoweredSite, Multiplied
 from loka_onnx.engines.inductor.lowering.types import short_name
 from loka_onnx.engines.inductor.lowering.values import Dequantized, Value
 

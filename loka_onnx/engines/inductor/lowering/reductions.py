@@ -92,9 +92,7 @@ _register_reductions()
 
 @OPERATORS.operator("ArgMax", "ArgMin")
 def arg_extreme(node: Node, x: Tensor) -> Tensor:
-    """Position of the largest or smallest element along an axis: the first or, on request, the last of
-    equals.
-    """
+    """Position of the extreme element along an axis: the first or, on request, the last."""
     axis, keep = node.get("axis", 0) % x.dim(), bool(node.get("keepdims", 1))
     find = torch.argmax if node.op_type == "ArgMax" else torch.argmin
     if not node.get("select_last_index", 0):

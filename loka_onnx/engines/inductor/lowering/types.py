@@ -42,10 +42,7 @@ _BITS: dict[np.dtype[Any], tuple[Any, torch.dtype]] = {
     np.dtype(ml_dtypes.float8_e5m2): (np.uint8, torch.float8_e5m2),
 }
 """Types that torch does not read from NumPy: the integers of their width, and their torch type."""
-_WIDENED: dict[np.dtype[Any], Any] = {
-    np.dtype(ml_dtypes.int4): np.int8,
-    np.dtype(ml_dtypes.uint4): np.uint8,
-}
+_WIDENED: dict[np.dtype[Any], Any] = {np.dtype(ml_dtypes.int4): np.int8, np.dtype(ml_dtypes.uint4): np.uint8}
 
 
 def type_name(onnx_type: int) -> str:

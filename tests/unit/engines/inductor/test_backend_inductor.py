@@ -80,14 +80,14 @@ def test_a_gpu_is_built_for_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     backend = InductorBackend()
     monkeypatch.setattr(backend_module, "list_cuda_devices", lambda: (CudaDevice(0, "H100", "sm90"),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert backend.why_not_here("sm90") == ""
-    assert backend.why_not_here("cpu") == ""
-    assert backend.why_not_here("sm89") == (
+    assert backend.build_blocker("sm90") == ""
+    assert backend.build_blocker("cpu") == ""
+    assert backend.build_blocker("sm89") == (
         "inductor builds for sm89 only on a host with that GPU, and this one has H100 (sm90); build there"
     )
     assert backend.availability().devices == ("cpu", "H100 (sm90)")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert backend.why_not_here("sm90").startswith(
+    assert backend.build_blocker("sm90").startswith(
         "inductor builds for sm90 only on a host with that GPU, and this one has no GPU that PyTorch uses"
     )
 

@@ -197,9 +197,9 @@ class TestBackend:
         backend = MigraphxBackend()
         monkeypatch.setattr(backend_module, "import_migraphx", FakeMigraphx)
         monkeypatch.setattr(migraphx_session, "list_amd_architectures", lambda: ("gfx950",))
-        assert backend.why_not_here("gfx950") == ""
-        assert backend.why_not_here("cpu") == ""
-        assert backend.why_not_here("gfx942") == (
+        assert backend.build_blocker("gfx950") == ""
+        assert backend.build_blocker("cpu") == ""
+        assert backend.build_blocker("gfx942") == (
             "MIGraphX compiles on the GPU that it compiles for: "
             "the engine is for gfx942 and this host has gfx950"
         )
@@ -212,7 +212,7 @@ class TestBackend:
         monkeypatch.setattr(backend_module, "import_migraphx", missing)
         availability = MigraphxBackend().availability()
         assert not (availability.installed or availability.can_build or availability.can_run)
-        assert MigraphxBackend().why_not_here("cpu") == "MIGraphX is not installed; install ROCm"
+        assert MigraphxBackend().build_blocker("cpu") == "MIGraphX is not installed; install ROCm"
 
     def test_what_the_reference_target_runs_is_simulated_whatever_it_holds(self) -> None:
         backend = MigraphxBackend()

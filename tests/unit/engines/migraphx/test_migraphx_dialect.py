@@ -18,9 +18,13 @@ from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import SiteKind
-from loka_onnx.engines.migraphx.dialect import ARCHITECTURES, FORMS, Float8Form, write_dialect
+from loka_onnx.engines.migraphx.dialect import (
+    FORMS,
+    Float8Form,
+    decompose_rms_norms,
+    write_dialect,
+)
 from loka_onnx.engines.migraphx.draft import GraphDraft
-from loka_onnx.engines.migraphx.norms import decompose_rms_norms
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
@@ -202,7 +206,7 @@ def test_a_plan_without_fp8_keeps_its_numbers() -> None:
 
 
 def test_every_architecture_has_its_form() -> None:
-    assert set(FORMS) == ARCHITECTURES
+    assert set(FORMS) == {CPU, *(each for several in AMD.values() for each in several)}
     assert {FORMS[each] for each in AMD["amd-mi300x"]} == {Float8Form.FNUZ}
     assert {FORMS[each] for name in ("amd-mi350x", "amd-radeon-rx9070") for each in AMD[name]} == {
         Float8Form.CARRIER

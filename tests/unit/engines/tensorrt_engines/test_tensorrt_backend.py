@@ -82,8 +82,8 @@ def test_without_a_gpu_it_builds_nothing(host, gpus: tuple[CudaDevice, ...], tmp
 
 def test_it_builds_only_for_the_gpu_that_is_here(host) -> None:
     backend = host(H100)
-    assert backend.why_not_here("sm90") == ""
-    assert backend.why_not_here("sm100") == (
+    assert backend.build_blocker("sm90") == ""
+    assert backend.build_blocker("sm100") == (
         "the engine is for sm100 and this host has NVIDIA H100 80GB HBM3 (sm90)"
     )
     # What no machine can do is declined everywhere; what another can is not.

@@ -5,7 +5,7 @@ size the launches are therefore captured once into a CUDA graph (CUDA C++ Progra
 Graphs) and replayed for each request. A graph uses fixed addresses: requests are copied into buffers on the
 device through pinned host memory.
 
-`Gpu` holds every call of the vendor; `DeviceLane` uses them.
+`Gpu` holds every call of the vendor; `GraphExecutor` uses them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ WARM_UPS = 3
 
 @dataclass(frozen=True)
 class Placement:
-    """Program of some rows of a request; `captured` says that a CUDA graph of the piece's size is
-    replayed.
-    """
+    """Program of some rows of a request; `captured`: as a CUDA graph of the piece's size."""
 
     program: str
     piece: Piece
     captured: bool
 
 
-class Lane(ABC):
+class Executor(ABC):
     """Runs the programs of an engine, one placement at a time; not thread-safe."""
 
     captures: bool = False
@@ -78,7 +76,7 @@ class Lane(ABC):
         """Free the programs and everything that they hold."""
 
 
-class HostLane(Lane):
+class HostExecutor(Executor):
     """Runs programs on the CPU; `calls` holds them by name, and `close` empties it."""
 
     def __init__(self, torch: Any, engine: InductorEngine, calls: dict[str, Call]) -> None:
@@ -172,12 +170,12 @@ class Gpu:
         self._torch.cuda.empty_cache()
 
 
-class DeviceLane(Lane):
+class GraphExecutor(Executor):
     """Runs programs on a GPU, by CUDA graphs for served batch sizes.
 
     Args:
         calls: The loaded programs, by name; emptied by `close`.
-        gpu: The GPU; closed with the lane.
+        gpu: The GPU; closed with the executor.
 
     Raises:
         EngineError: A program cannot be captured.
@@ -233,9 +231,7 @@ class DeviceLane(Lane):
     def run_on_device(
         self, placements: Sequence[Placement], inputs: Mapping[str, Borrowed], allocate: Allocate
     ) -> dict[str, Borrowed]:
-        """Copy rows into the graphs' buffers, and outputs out of them, because the next replay overwrites
-        them.
-        """
+        """Copy rows into the graphs' buffers, and outputs out of them."""
         feeds = {name: self._torch.from_dlpack(value.capsule) for name, value in inputs.items()}
         rows = sum(placement.piece.rows for placement in placements)
         answer: dict[str, Borrowed] = {}
