@@ -115,10 +115,10 @@ GROUPS = (
         ("open_run", "check_drift", "measure_drift", "open_monitor", "Monitor"),
         (
             "core.drift.DriftReport",
-            "pipeline.drift.OpenedRun",
-            "calibration.drift.measure.DriftOptions",
-            "calibration.drift.monitor.MonitorOptions",
-            "calibration.drift.baseline.Baseline",
+            "operations.drift.opened_run.OpenedRun",
+            "operations.drift.measure.DriftOptions",
+            "operations.drift.monitor.MonitorOptions",
+            "operations.drift.baseline.Baseline",
         ),
     ),
     Group(

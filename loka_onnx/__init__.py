@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loka_onnx.bundle import verify_bundle, write_bundle
     from loka_onnx.calibration.calibrate import calibrate
-    from loka_onnx.calibration.drift.measure import measure_drift
-    from loka_onnx.calibration.drift.monitor import Monitor
     from loka_onnx.config import RunConfig, load_run_file
     from loka_onnx.engines.registry import get_backend
     from loka_onnx.errors import CheckFailed, InternalError, LokaError, StageError, UserError
     from loka_onnx.evaluation.engines import judge_engine
     from loka_onnx.export.onnx_model import import_onnx
     from loka_onnx.export.torch_module import export_torch
+    from loka_onnx.operations.drift.measure import measure_drift
+    from loka_onnx.operations.drift.monitor import Monitor
+    from loka_onnx.operations.drift.opened_run import check_drift, open_monitor, open_run
     from loka_onnx.operations.refresh.refreshing import RefreshOptions, refresh
-    from loka_onnx.pipeline.drift import check_drift, open_monitor, open_run
     from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
     from loka_onnx.planning.choice import choose
     from loka_onnx.planning.policy import make_plans
@@ -74,15 +74,15 @@ __all__ = [
 _HOMES = {
     "bundle": ("verify_bundle", "write_bundle"),
     "calibration.calibrate": ("calibrate",),
-    "calibration.drift.measure": ("measure_drift",),
-    "calibration.drift.monitor": ("Monitor",),
     "config": ("RunConfig", "load_run_file"),
     "engines.registry": ("get_backend",),
     "errors": ("CheckFailed", "InternalError", "LokaError", "StageError", "UserError"),
     "evaluation.engines": ("judge_engine",),
     "export.onnx_model": ("import_onnx",),
     "export.torch_module": ("export_torch",),
-    "pipeline.drift": ("check_drift", "open_monitor", "open_run"),
+    "operations.drift.measure": ("measure_drift",),
+    "operations.drift.monitor": ("Monitor",),
+    "operations.drift.opened_run": ("check_drift", "open_monitor", "open_run"),
     "operations.refresh.refreshing": ("RefreshOptions", "refresh"),
     "pipeline.run": ("RunOptions", "RunResult", "Stage", "run"),
     "planning.choice": ("choose",),

@@ -17,9 +17,9 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.seal import UNSEALED, seal
 from loka_onnx.errors import CheckFailed, LokaError
+from loka_onnx.operations.drift.opened_run import open_run
 from loka_onnx.operations.refresh.earlier import EarlierRun
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.drift import open_run
 from loka_onnx.pipeline.job_results import merge_result, read_result
 from loka_onnx.pipeline.jobs import find_jobs, read_job
 from loka_onnx.pipeline.run import RunOptions, run

@@ -15,9 +15,6 @@ from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
 
-from loka_onnx.calibration.drift.alarms import Changes, find_alarms
-from loka_onnx.calibration.drift.baseline import Baseline
-from loka_onnx.calibration.drift.live import Live, LiveOptions, LiveProbe
 from loka_onnx.calibration.instruments.batch_spread import COLUMN
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.core.drift import (
@@ -42,6 +39,9 @@ from loka_onnx.numerics.two_sample import (
     stability_index,
     variance_ratio,
 )
+from loka_onnx.operations.drift.alarms import Changes, find_alarms
+from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.live import Live, LiveOptions, LiveProbe
 
 RESOLUTION = 2.0**-20
 """Error of a mean or an rms over the rms, on another machine: sixteen units in the last place of FP32."""

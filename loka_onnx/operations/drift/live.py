@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from loka_onnx.calibration.drift.baseline import Baseline
-from loka_onnx.calibration.drift.live_kl import KlTotals, KlWork, LiveKl
 from loka_onnx.calibration.effects.switchable import write_switchable
 from loka_onnx.calibration.instruments.sampling import sampling_stride
 from loka_onnx.calibration.instruments.taps import ErrorTap, ErrorTapBuilder, RangeTap, tap_ranges
@@ -32,6 +30,8 @@ from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.data import Dataset
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.live_kl import KlTotals, KlWork, LiveKl
 
 R = TypeVar("R")
 

@@ -16,9 +16,6 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from loka_onnx.calibration.drift.baseline import Baseline
-from loka_onnx.calibration.drift.measure import DriftOptions, measure_drift
-from loka_onnx.calibration.drift.monitor import Monitor, MonitorOptions
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.drift import DriftReport
@@ -34,6 +31,9 @@ from loka_onnx.graph.column_origins import column_origins
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest
+from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.measure import DriftOptions, measure_drift
+from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
 from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.splits import bind_columns
 

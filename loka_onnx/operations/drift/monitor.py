@@ -7,7 +7,7 @@ and when the thread does not keep up, batches are dropped and counted. Nothing i
 path.
 
 Two kinds of metrics: counters over the life of the process, to take rates of; and gauges over a window of
-recent batches, which are compared with the profile as `calibration.drift.measure` does. Each full window is a
+recent batches, which are compared with the profile as `operations.drift.measure` does. Each full window is a
 comparison of its own, so that the family-wise level holds for each, not for all windows of a year together;
 what alarms must be large enough to matter as well, which chance is not.
 
@@ -35,12 +35,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.drift.baseline import Baseline
-from loka_onnx.calibration.drift.exposition import exposition
-from loka_onnx.calibration.drift.intake import Arrays, BatchBuilder, RowRules
-from loka_onnx.calibration.drift.live import Live, LiveRanges, RangeWatch, tap_activations, tap_products
-from loka_onnx.calibration.drift.measure import DEFAULT_BATCH_ROWS, DriftOptions, compare
-from loka_onnx.calibration.drift.monitor_metrics import Tally, families
 from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
 from loka_onnx.calibration.passes.executors import BatchResult
 from loka_onnx.calibration.passes.range_pass import RangeWork
@@ -51,6 +45,12 @@ from loka_onnx.data import Batch
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.exposition import exposition
+from loka_onnx.operations.drift.intake import Arrays, BatchBuilder, RowRules
+from loka_onnx.operations.drift.live import Live, LiveRanges, RangeWatch, tap_activations, tap_products
+from loka_onnx.operations.drift.measure import DEFAULT_BATCH_ROWS, DriftOptions, compare
+from loka_onnx.operations.drift.monitor_metrics import Tally, families
 
 _LOG = logging.getLogger(__name__)
 BLOCKS = 4

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from loka_onnx.calibration.drift.exposition import Family, Kind, exposition
+from loka_onnx.operations.drift.exposition import Family, Kind, exposition
 
 TEXT = st.text(
     st.characters(exclude_categories=("Cs",), exclude_characters="\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029")

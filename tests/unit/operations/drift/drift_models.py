@@ -5,19 +5,23 @@ from __future__ import annotations
 import atexit
 import functools
 import shutil
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "calibration"))
+
 from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.drift.baseline import Baseline
-from loka_onnx.calibration.drift.measure import DriftOptions, measure_drift
 from loka_onnx.core.drift import DriftReport
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data import Dataset
+from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.measure import DriftOptions, measure_drift
 
 BATCH, PROFILE_ROWS, LIVE_ROWS = 64, 64 * 24 + 10, 64 * 16 + 5
 NAMES = tuple(f"feature {i}" for i in range(16))

@@ -11,9 +11,6 @@ from drift_models import BATCH, LIVE_ROWS, PROFILE_ROWS, baseline, drift_of, liv
 from small_models import LOGIT, columns_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.drift.baseline import Baseline
-from loka_onnx.calibration.drift.live import LiveOptions, LiveProbe
-from loka_onnx.calibration.drift.measure import DriftOptions
 from loka_onnx.calibration.instruments.batch_spread import without_columns
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.core import serde
@@ -22,6 +19,9 @@ from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.statistics import NO_BATCHES
 from loka_onnx.errors import CalibrationError, ConfigError, UserError
 from loka_onnx.numerics.two_sample import exceedance_probability, holm
+from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.live import LiveOptions, LiveProbe
+from loka_onnx.operations.drift.measure import DriftOptions
 
 EVERYTHING = Relevance(*[0.0] * 8)
 

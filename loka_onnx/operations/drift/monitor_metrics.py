@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from loka_onnx.calibration.drift.exposition import Family, Kind
 from loka_onnx.calibration.instruments.batch_spread import COLUMN
 from loka_onnx.core.drift import DriftReport
+from loka_onnx.operations.drift.exposition import Family, Kind
 
 PREFIX = "loka_onnx_"
 
