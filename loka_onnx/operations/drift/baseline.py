@@ -1,4 +1,4 @@
-"""What live data are held against: a model, its profile, and which of its sites run in FP8."""
+"""Reference of a drift comparison: a model, its profile, and which of its sites run in FP8."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from loka_onnx.errors import UserError
 
 @dataclass(frozen=True)
 class Baseline:
-    """Model and profile that live data are held against.
+    """Model and profile that live data are compared with.
 
     Attributes:
-        model: The model that was calibrated; its path must be readable from here.
-        profile: Its profile.
         outputs: Judged outputs; labels are not read.
         counted: Sites that ΔNE is predicted for, those that run in FP8; None for the linear sites that could.
-        basis: Whose sites those are, for the reader.
+        basis: Origin of those sites, for the reader.
         columns: Names of the columns of an activation, by its name; "" for one without. For the reader.
 
     Raises:
@@ -74,7 +72,7 @@ class Baseline:
 
     @property
     def counted_switches(self) -> tuple[Switch, ...]:
-        """Those of them that ΔNE is predicted for."""
+        """Switches of the sites that ΔNE is predicted for."""
         return tuple(
             switch
             for switch in self.switches

@@ -1,4 +1,4 @@
-"""Rows on their way from a serving process to a monitor: drawn, checked, and gathered into full batches."""
+"""Rows from a serving process: checked, and gathered into full batches."""
 
 from __future__ import annotations
 
@@ -17,18 +17,13 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class RowRules:
-    """Rules for rows.
-
-    Attributes:
-        inputs: Inputs of the model.
-        bounds: Ids that each column of an input may hold; None where there is no bound.
-    """
+    """Inputs of a model, with the ids that each column of an input may hold (None: no bound)."""
 
     inputs: Sequence[TensorSpec]
     bounds: Mapping[str, tuple[range | None, ...]]
 
     def rows_of(self, arrays: Arrays) -> int:
-        """How many rows arrays hold.
+        """Return the number of rows.
 
         Raises:
             DataError: They are not the inputs of the model, or of another shape or type.
@@ -60,23 +55,22 @@ class RowRules:
         return lengths.pop()
 
     def converted(self, arrays: Arrays, rows: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """Some rows in the types of the model, copied; what is beyond a type becomes infinite."""
+        """Copy some rows in the types of the model; numbers beyond a type become infinite."""
         with np.errstate(over="ignore"):
             return {spec.name: arrays[spec.name][rows].astype(spec.dtype) for spec in self.inputs}
 
     def usable(self, arrays: Arrays) -> npt.NDArray[np.bool_]:
-        """(rows,) whether a row can be run: its numbers are finite, its ids inside their tables."""
-        rows = len(arrays[self.inputs[0].name])
-        found = np.ones(rows, dtype=np.bool_)
+        """Return (rows,): True if the numbers of a row are finite and its ids inside their tables."""
+        usable = np.ones(len(arrays[self.inputs[0].name]), dtype=np.bool_)
         for spec in self.inputs:
             array = arrays[spec.name]
             if array.dtype.kind == "f":
-                found &= np.isfinite(array).all(axis=tuple(range(1, array.ndim)))
+                usable &= np.isfinite(array).all(axis=tuple(range(1, array.ndim)))
             for column, allowed in enumerate(self.bounds.get(spec.name, ())):
                 if allowed is not None:
                     ids = array if array.ndim == 1 else array[:, column]
-                    found &= (ids >= allowed.start) & (ids < allowed.stop)
-        return found
+                    usable &= (ids >= allowed.start) & (ids < allowed.stop)
+        return usable
 
     @staticmethod
     def _wrong(spec: TensorSpec, evidence: str) -> DataError:
@@ -88,12 +82,7 @@ class RowRules:
 
 
 class BatchBuilder:
-    """Gathers rows into batches of one size, in place; holds less than one batch. Not thread-safe.
-
-    Args:
-        inputs: Inputs of the model.
-        batch_rows: Rows of a batch.
-    """
+    """Gathers rows into batches of one size, in place; holds less than one batch. Not thread-safe."""
 
     def __init__(self, inputs: Sequence[TensorSpec], batch_rows: int) -> None:
         self._inputs, self._size = tuple(inputs), batch_rows
@@ -101,11 +90,7 @@ class BatchBuilder:
         self.held = 0
 
     def add(self, arrays: Arrays) -> list[dict[str, npt.NDArray[Any]]]:
-        """Take in rows, which are kept; returns the batches that they fill.
-
-        Args:
-            arrays: One array for each input, that nobody else writes to; `RowRules` hold.
-        """
+        """Keep rows that obey `RowRules`, in arrays that nobody else writes to; return full batches."""
         rows = len(arrays[self._inputs[0].name])
         if not rows:
             return []

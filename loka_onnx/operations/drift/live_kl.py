@@ -34,7 +34,7 @@ class LiveKl:
     """Mean KL of one output on live rows.
 
     Attributes:
-        by_site: In nats (squared change for a regression), by name of the counted site.
+        by_site: In nats (squared change for a regression).
         standard_error: Of the sum over the sites, from whole batches; infinite for fewer than two.
     """
 
@@ -44,12 +44,7 @@ class LiveKl:
 
 @dataclass(frozen=True)
 class KlWork(BatchWork[Values]):
-    """Runs a batch exact and with each counted site in FP8.
-
-    Attributes:
-        file: The switchable model.
-        outputs: Judged outputs; their labels are not read.
-    """
+    """Runs a batch exact and with each counted site in FP8; labels are not read."""
 
     file: SwitchableFile
     outputs: tuple[OutputSpec, ...]
@@ -73,7 +68,7 @@ class KlWork(BatchWork[Values]):
 
 
 def _means(spec: OutputSpec, scores: Sequence[Mapping[str, npt.NDArray[Any]]], batch: Batch) -> Values:
-    """(1 + sites,) mean weight and mean weighted KL of one output."""
+    """Return (1 + sites,): mean weight and mean weighted KL of one output."""
     exact, *changed = (as_scores(spec, each[spec.name]) for each in scores)
     rows = squared_change_rows if spec.kind is OutputKind.REGRESSION else kl_rows
     weights = np.ones(batch.rows) if spec.weight is None else batch.columns[spec.weight].astype(np.float64)
@@ -81,11 +76,7 @@ def _means(spec: OutputSpec, scores: Sequence[Mapping[str, npt.NDArray[Any]]], b
 
 
 class KlTotals:
-    """Collects batches: a few numbers each, of which there are at most `LiveOptions.kl_rows` rows' worth.
-
-    Args:
-        work: What was run.
-    """
+    """Collects batches: a few numbers each, of at most `LiveOptions.kl_rows` rows."""
 
     def __init__(self, work: KlWork) -> None:
         self._work = work
@@ -93,7 +84,7 @@ class KlTotals:
         self._rows: list[int] = []
 
     def add(self, result: BatchResult[Values], where: str) -> None:
-        """Take in one batch.
+        """Add one batch.
 
         Raises:
             CalibrationError: An output is not finite.
@@ -109,7 +100,7 @@ class KlTotals:
         self._rows.append(result.rows)
 
     def read(self) -> dict[str, LiveKl]:
-        """KL of every output, by name."""
+        """Return the KL of every output."""
         table, rows = np.stack(self._batches), np.array(self._rows, dtype=np.float64)
         return {
             spec.name: _live_kl(table[:, position], rows, self._work.file.sites)
@@ -118,12 +109,11 @@ class KlTotals:
 
 
 def _live_kl(table: Values, rows: Values, sites: Sequence[str]) -> LiveKl:
-    """Ratio of weighted KL to weight over batches, with its standard error by the delta method.
+    """Return the ratio of weighted KL to weight over batches, with its standard error by the delta method.
 
     Args:
         table: (batches, 1 + sites) mean weight and mean weighted KL.
         rows: (batches,) rows of each.
-        sites: Names of the sites.
     """
     scaled = table * rows[:, None]
     weight, count = scaled[:, 0].sum(), len(rows)

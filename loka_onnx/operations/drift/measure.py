@@ -1,4 +1,4 @@
-"""Live data against a profile: what changed, how surely, and whether it matters.
+"""Drift of live data from a profile: size, significance and relevance of every change.
 
 Units are batches of as many rows as the profile's: the elements of a row have much in common, and so may rows
 of a user, but batches differ as much as batches do. Every statistic of every tensor is a test
@@ -10,7 +10,7 @@ and not in their means, which the tests of means allow for. What alarms must be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 from loka_onnx.calibration.instruments.batch_spread import COLUMN
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.core.drift import (
+    Alarm,
     DriftReport,
     OutputDrift,
     RangeShift,
@@ -39,7 +40,7 @@ from loka_onnx.numerics.two_sample import (
     stability_index,
     variance_ratio,
 )
-from loka_onnx.operations.drift.alarms import Changes, find_alarms
+from loka_onnx.operations.drift.alarms import find_alarms
 from loka_onnx.operations.drift.baseline import Baseline
 from loka_onnx.operations.drift.live import Live, LiveOptions, LiveProbe
 
@@ -100,11 +101,8 @@ def measure_drift(
     """Run live rows under the profile's scales and compare.
 
     Args:
-        baseline: What they are held against.
         data: The live rows; labels are not read.
         scratch: Directory for instrumented models, on the file system of the model.
-        options: How to compare.
-        progress: Called as rows are done.
 
     Raises:
         CalibrationError: An activation or an output is not finite.
@@ -123,36 +121,18 @@ def measure_drift(
 
 
 def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftReport:
-    """The report on live statistics, worst first."""
-    known = baseline.ranges
-    spreads = [stats.spread for stats in known.values()]
-    ours = min((spread.batches for spread in spreads), default=0)
-    theirs = min((stats.spread.batches for stats in live.ranges.ranges.values()), default=0)
+    """Return the report on live statistics, worst first."""
+    ours = _batches(baseline.ranges)
+    theirs = _batches(live.ranges.ranges)
     not_judged = _too_few(baseline, ours, theirs)
-    readers = _readers(baseline)
-    tensors = [
-        _compare_tensor(
-            _Pair(
-                name,
-                readers[name],
-                stats,
-                live.ranges.ranges[name],
-                live.ranges.beyond[name],
-                baseline.columns.get(name, ()),
-            ),
-            is_judged=not not_judged,
-        )
-        for name, stats in known.items()
-    ]
-    tensors, tests = _adjusted(tensors)
+    compared = [_compare_tensor(baseline, live, name, is_judged=not not_judged) for name in baseline.ranges]
+    tensors, tests = _adjusted(compared)
     sites = list(_compare_sites(baseline, live))
     outputs = [_compare_output(baseline, live, name) for name in baseline.profile.baseline_loss]
-    changes = Changes(tensors, sites, outputs)
-    alarms = (
-        ()
-        if not_judged
-        else find_alarms(changes, options.family_wise, options.relevance, options.most_delta_ne)
-    )
+    alarms: tuple[Alarm, ...] = ()
+    if not not_judged:
+        limits = options.family_wise, options.relevance, options.most_delta_ne
+        alarms = find_alarms(tensors, sites, outputs, *limits)
     return DriftReport(
         model_digest=baseline.model.digest,
         profile_digest=baseline.profile.data_digest,
@@ -175,8 +155,13 @@ def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftRepor
     )
 
 
+def _batches(ranges: Mapping[str, RangeStats]) -> int:
+    """Full batches that every tensor was measured over."""
+    return min((stats.spread.batches for stats in ranges.values()), default=0)
+
+
 def _too_few(baseline: Baseline, ours: int, theirs: int) -> str:
-    """Why nothing can be told from chance; empty where it can."""
+    """Return why drift cannot be told from chance; empty if it can."""
     size = baseline.batch_rows
     if ours < FEWEST_BATCHES:
         have = f"{ours} full batches of {size} rows" if size else "no full batch"
@@ -193,52 +178,29 @@ def _too_few(baseline: Baseline, ours: int, theirs: int) -> str:
     return ""
 
 
-def _readers(baseline: Baseline) -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
-    for entry in baseline.profile.sites:
-        for tensor in entry.operands:
-            found.setdefault(tensor, []).append(entry.site)
-    return {tensor: tuple(sites) for tensor, sites in found.items()}
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """One activation in both."""
-
-    name: str
-    sites: tuple[str, ...]
-    profile: RangeStats
-    live: RangeStats
-    beyond: int
-    columns: tuple[str, ...]
-
-
-def _compare_tensor(pair: _Pair, *, is_judged: bool) -> TensorDrift:
-    profile, live = pair.profile, pair.live
+def _compare_tensor(baseline: Baseline, live: Live, name: str, *, is_judged: bool) -> TensorDrift:
+    before, after, beyond = baseline.ranges[name], live.ranges.ranges[name], live.ranges.beyond[name]
     shifts: tuple[Shift, ...] = ()
     p_beyond = 1.0
     if is_judged:
-        shifts = _shifts(pair)
-        p_beyond = exceedance_probability(pair.beyond, live.spread.batches, profile.spread.batches)
+        shifts = _shifts(before, after)
+        p_beyond = exceedance_probability(beyond, after.spread.batches, before.spread.batches)
     return TensorDrift(
-        tensor=pair.name,
-        sites=pair.sites,
-        range=RangeShift(profile.amax, live.amax, pair.beyond, live.spread.batches, p_beyond),
+        tensor=name,
+        sites=tuple(entry.site for entry in baseline.profile.sites if name in entry.operands),
+        range=RangeShift(before.amax, after.amax, beyond, after.spread.batches, p_beyond),
         shifts=shifts,
-        stability_index=stability_index(profile.histogram, live.histogram),
-        columns=pair.columns,
+        stability_index=stability_index(before.histogram, after.histogram),
+        columns=baseline.columns.get(name, ()),
     )
 
 
 @dataclass(frozen=True)
 class _Statistic:
-    """One statistic over the batches of both.
+    """One statistic over the batches of the profile (before) and of the live data (after).
 
     Attributes:
-        name: Its name in `BatchSpread.statistics`.
         kind: Which others vary like it: ``share``, ``column mean``, ``column rms``, or its own name.
-        before: In the profile.
-        after: In the live data.
         unit: See `Shift.unit`.
         rms: Of what it is taken from; 0 for a share.
     """
@@ -251,36 +213,35 @@ class _Statistic:
     rms: float
 
     @classmethod
-    def of(cls, pair: _Pair, name: str) -> _Statistic:
-        """A statistic by its name."""
-        before, after = BatchSample.of(pair.profile.spread, name), BatchSample.of(pair.live.spread, name)
+    def of(cls, profile: RangeStats, live: RangeStats, name: str) -> _Statistic:
+        before, after = BatchSample.of(profile.spread, name), BatchSample.of(live.spread, name)
         column, _, which = name.rpartition(".")
         if which not in {"mean", "rms"}:
             return cls(name, "share", before, after, 1.0, 0.0)
-        rms, deviation = _scale(pair.profile, column)
+        rms, deviation = _scale(profile, column)
         kind = f"column {which}" if column else which
         return cls(name, kind, before, after, rms if which == "rms" else deviation, rms)
 
 
-def _shifts(pair: _Pair) -> tuple[Shift, ...]:
-    known = {"mean", "rms", "zeros", *pair.profile.spread.statistics, *pair.live.spread.statistics}
-    every = [_Statistic.of(pair, name) for name in sorted(known)]
+def _shifts(profile: RangeStats, live: RangeStats) -> tuple[Shift, ...]:
+    known = {"mean", "rms", "zeros", *profile.spread.statistics, *live.spread.statistics}
+    every = [_Statistic.of(profile, live, name) for name in sorted(known)]
     ratios: dict[str, float] = {}
     for kind in dict.fromkeys(item.kind for item in every):
         alike = [item for item in every if item.kind == kind]
         if len(alike) > 1:
             units = [item.rms if kind != "share" else 1.0 for item in alike]
             ratios[kind] = variance_ratio([(item.before, item.after) for item in alike], units)
-    found = []
+    shifts = []
     for item in every:
         change = compare_means(item.before, item.after, RESOLUTION * item.rms, ratios.get(item.kind))
         means = item.before.mean, item.after.mean
-        found.append(Shift(item.name, *means, item.unit, change.standard_error, change.p_value))
-    return tuple(found)
+        shifts.append(Shift(item.name, *means, item.unit, change.standard_error, change.p_value))
+    return tuple(shifts)
 
 
 def _scale(stats: RangeStats, column: str) -> tuple[float, float]:
-    """Root mean square and standard deviation of all elements, or of one column's."""
+    """Return root mean square and standard deviation of all elements, or of one column's."""
     if not column:
         return sqrt(stats.total_squares.value / stats.count), sqrt(stats.variance)
     spread = stats.spread
@@ -290,10 +251,10 @@ def _scale(stats: RangeStats, column: str) -> tuple[float, float]:
 
 
 def _adjusted(tensors: Sequence[TensorDrift]) -> tuple[list[TensorDrift], int]:
-    """With p-values adjusted for all tests together, and how many those are."""
+    """Return the tensors with p-values adjusted for all tests together, and the number of tests."""
     every = [p for tensor in tensors for p in (tensor.range.p_value, *(s.p_value for s in tensor.shifts))]
     left = iter(holm(every))
-    found = [
+    adjusted = [
         replace(
             tensor,
             range=replace(tensor.range, adjusted=next(left)),
@@ -301,11 +262,11 @@ def _adjusted(tensors: Sequence[TensorDrift]) -> tuple[list[TensorDrift], int]:
         )
         for tensor in tensors
     ]
-    return found, len(every)
+    return adjusted, len(every)
 
 
 def _size(tensor: TensorDrift, relevance: Relevance) -> float:
-    """How many times its threshold the largest change of a tensor is; without thresholds, how large."""
+    """Return the largest change of a tensor over its threshold; without thresholds, the change."""
     columns = [abs(s.effect) for s in tensor.shifts if s.statistic.startswith(COLUMN)]
     parts = (
         (abs(tensor.effect("mean")), relevance.mean),
@@ -325,12 +286,6 @@ def _compare_sites(baseline: Baseline, live: Live) -> Iterator[SiteDrift]:
         name, recipe = switch.site.name, switch.recipe.id
         entry = baseline.profile.site(name)
         before, after = entry.error(recipe), live.errors[name]
-        kl = {output: entry.sensitivity(recipe, output).kl.value for output in losses}
-        now = {
-            output: found.by_site[name] / losses[output]
-            for output, found in live.kl.items()
-            if name in found.by_site
-        }
         yield SiteDrift(
             site=name,
             recipe=recipe,
@@ -338,33 +293,31 @@ def _compare_sites(baseline: Baseline, live: Live) -> Iterator[SiteDrift]:
             is_counted=name in counted,
             profile_saturated=_share(before),
             live_saturated=_share(after),
-            profile_noise=_noise(before),
-            live_noise=_noise(after),
-            kl=kl,
-            live_kl=now,
+            profile_noise=before.relative_error**2,
+            live_noise=after.relative_error**2,
+            kl={output: entry.sensitivity(recipe, output).kl.value for output in losses},
+            live_kl={o: kl.by_site[name] / losses[o] for o, kl in live.kl.items() if name in kl.by_site},
         )
 
 
 def _compare_output(baseline: Baseline, live: Live, name: str) -> OutputDrift:
-    spec = next((spec for spec in baseline.outputs if spec.name == name), None)
+    budgets = {spec.name: spec.budget for spec in baseline.outputs}
     loss = baseline.profile.baseline_loss[name].value
-    switches = baseline.counted_switches
-    before = [baseline.profile.site(s.site.name).sensitivity(s.recipe.id, name) for s in switches]
-    found = live.kl.get(name)
+    before = [
+        baseline.profile.site(switch.site.name).sensitivity(switch.recipe.id, name)
+        for switch in baseline.counted_switches
+    ]
+    after = live.kl.get(name)
     # Sites err together on the same rows: at worst their standard errors add up.
     own = sum(item.kl_moments.standard_error for item in before)
     return OutputDrift(
         output=name,
-        budget=spec.budget if spec is not None else None,
+        budget=budgets.get(name),
         kl=sum(item.kl.value for item in before),
-        live_kl=None if found is None else sum(found.by_site.values()) / loss,
-        standard_error=inf if found is None else sqrt(own**2 + (found.standard_error / loss) ** 2),
+        live_kl=None if after is None else sum(after.by_site.values()) / loss,
+        standard_error=inf if after is None else sqrt(own**2 + (after.standard_error / loss) ** 2),
     )
 
 
 def _share(stats: ErrorStats) -> float:
     return stats.saturated / stats.activation_count if stats.activation_count else 0.0
-
-
-def _noise(stats: ErrorStats) -> float:
-    return stats.relative_error**2

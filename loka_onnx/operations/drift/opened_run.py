@@ -1,4 +1,4 @@
-"""Live data against the profile of a run directory, and a monitor for the process that serves the model.
+"""Drift against the profile of a run directory, and a monitor for the process that serves the model.
 
 Everything but the rows comes from the run: the model that the profile was measured on, how its inputs are
 made of columns, the judged outputs with their budgets, and the plan whose sites run in FP8.
@@ -44,13 +44,7 @@ MODELS = ("modified", "exported")
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """Facts of a run directory about a profile.
-
-    Attributes:
-        directory: The run directory.
-        baseline: What live data are held against.
-        bindings: How model inputs are made of columns.
-    """
+    """A run directory, the baseline of its profile, and how model inputs are made of columns."""
 
     directory: Path
     baseline: Baseline
@@ -67,16 +61,16 @@ class OpenedRun:
 
     @property
     def scratch_parent(self) -> Path | None:
-        """Where directories for instrumented models go: beside the model, if that can be written.
+        """Parent of scratch directories: beside the model, if that can be written, else None.
 
-        There, embedding tables are linked and not copied. None for the system's own place.
+        There, embedding tables are linked and not copied.
         """
         beside = self.baseline.model.path.parent
         return beside if os.access(beside, os.W_OK) else None
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A directory for instrumented models that is gone afterwards."""
+        """Make a directory for instrumented models, and remove it afterwards."""
         with tempfile.TemporaryDirectory(dir=self.scratch_parent, prefix=".drift-") as path:
             yield Path(path)
 
@@ -104,43 +98,36 @@ def open_run(profile: str | Path, run: str | Path | None = None, plan: str | Non
     graph = GraphModel.load(model.path)
     bindings = bind_columns(recorded.data.inputs, model.inputs, id_bounds(graph))
     chosen = _plan(directory, known, plan)
-    baseline = Baseline(
-        model,
-        known,
-        recorded.outputs,
-        None if chosen is None else frozenset(chosen.fp8_sites),
-    )
+    baseline = Baseline(model, known, recorded.outputs)
     baseline = replace(baseline, columns=_column_names(graph, bindings, baseline.ranges))
     if chosen is not None:
-        baseline = replace(baseline, basis=f"plan {chosen.id}")
+        baseline = replace(baseline, counted=frozenset(chosen.fp8_sites), basis=f"plan {chosen.id}")
     return OpenedRun(directory, baseline, bindings)
 
 
 def _column_names(
     graph: GraphModel, bindings: Sequence[InputBinding], tensors: Iterable[str]
 ) -> dict[str, tuple[str, ...]]:
-    """What the columns of tensors are called in the files, where they come from one; "" where not."""
+    """Return the file columns that the columns of tensors come from; "" for one that comes from none."""
     files = {binding.input: binding.columns for binding in bindings}
-    known, found = graph.tensors(), dict[str, tuple[str, ...]]()
+    known, names = graph.tensors(), dict[str, tuple[str, ...]]()
+
+    def name(input_name: str, position: int) -> str:
+        # An input may be made of one column of lists.
+        columns = files[input_name]
+        return columns[position] if len(columns) > position else f"{columns[0]}[{position}]"
+
     for tensor in tensors:
         origins = column_origins(known[tensor])
         if any(origins):
-            found[tensor] = tuple("" if o is None else _called(files[o.input], o.column) for o in origins)
-    return found
-
-
-def _called(columns: tuple[str, ...], position: int) -> str:
-    """An input may be made of one column of lists."""
-    return columns[position] if len(columns) > position else f"{columns[0]}[{position}]"
+            names[tensor] = tuple("" if o is None else name(o.input, o.column) for o in origins)
+    return names
 
 
 def check_drift(
     run: OpenedRun, data: str | Path, options: DriftOptions | None = None, progress: Progress = silent
 ) -> DriftReport:
-    """Compare live rows with the profile of a run.
-
-    Args:
-        data: The live rows; labels are not read.
+    """Compare live rows with the profile of a run; labels are not read.
 
     Raises:
         DataError: A row or a column cannot be used.
@@ -154,16 +141,13 @@ def check_drift(
 def open_monitor(
     profile: str | Path, run: str | Path | None = None, plan: str | None = None, **options: Any
 ) -> Monitor:
-    """A monitor for the process that serves the model of a run; close it, or use it in a `with` block.
+    """Return a monitor for the process that serves the model of a run; close it, or use a `with` block.
 
     Args:
-        profile: The profile; as a rule `profile.json` in a run directory.
-        run: The run directory, where the profile lies elsewhere.
-        plan: The plan whose FP8 sites count (`open_run`).
-        options: Fields of `MonitorOptions`, such as `sample_rate`.
+        options: Fields of `MonitorOptions`, such as `sample_rate`; the others are those of `open_run`.
 
     Raises:
-        UserError: A file is missing, or of another version or model.
+        UserError: See `open_run`.
         ConfigError: There is no such plan or run directory, or an option is out of range.
     """
     opened = open_run(profile, run, plan)
@@ -171,7 +155,7 @@ def open_monitor(
 
 
 def _directory(profile: Path, run: Path | None) -> Path:
-    """The run directory: the one given, or that of the profile, which may lie one level down."""
+    """Return the given run directory, or that of the profile, which may lie one level down."""
     candidates = [profile.absolute().parent, profile.absolute().parent.parent] if run is None else [run]
     for candidate in candidates:
         if (candidate / RECORD).is_file():
@@ -191,10 +175,7 @@ class _DataPart:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What is needed of the run file that a run recorded.
-
-    Only that: a run file of another version may differ in everything else, and names files that are gone.
-    """
+    """The part of a recorded run file that is needed: the rest may be of another version."""
 
     outputs: tuple[OutputSpec, ...]
     data: _DataPart
@@ -215,14 +196,14 @@ def _recorded(directory: Path) -> _Recorded:
 
 
 def _model(directory: Path, profile: Profile, where: Path) -> ModelArtifact:
-    """The model that the profile was measured on; its file is checked, not only its description."""
-    found = []
+    """Return the model that the profile was measured on; its file is checked, not only its description."""
+    seen = []
     for name in MODELS:
         document = directory / "model" / f"{name}.json"
         if not document.is_file():
             continue
         artifact = serde.read(ModelArtifact, document).placed(directory)
-        found.append(f"{name} has {artifact.digest[:12]}…")
+        seen.append(f"{name} has {artifact.digest[:12]}…")
         if artifact.digest != profile.model_digest:
             continue
         actual = model_digest(artifact.path)
@@ -237,13 +218,13 @@ def _model(directory: Path, profile: Profile, where: Path) -> ModelArtifact:
     raise UserError(
         f"the profile is of no model in '{directory}'",
         where=str(where),
-        evidence=f"it is of {profile.model_digest[:12]}…; {', '.join(found) or 'there is no model there'}",
+        evidence=f"it is of {profile.model_digest[:12]}…; {', '.join(seen) or 'there is no model there'}",
         remedy="name the run directory that the profile comes from: --run DIR",
     )
 
 
 def _plan(directory: Path, profile: Profile, wanted: str | None) -> PrecisionPlan | None:
-    """The plan whose FP8 sites count; None for every FP8-able linear site."""
+    """Return the plan whose FP8 sites count; None for every FP8-able linear site."""
     document = directory / "plan.json"
     plans = serde.read(PlanSet, document).plans if document.is_file() else ()
     fitting = {
