@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.refined_run import RefinedRun
-from loka_onnx.pipeline.candidates import EngineBuilder, results_of_jobs
+from loka_onnx.pipeline.candidates import results_of_jobs
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.emission import Results, choice_options
 from loka_onnx.pipeline.job_results import choosable
@@ -46,7 +45,7 @@ def attempt_again(steps: Steps, results: Results, sample: Path) -> Results:
         added = _attempt(steps, results, sample, number, plans)
         if not added.plans:
             return results
-        results = _with(results, added)
+        results = results.with_added(added)
     return results
 
 
@@ -62,20 +61,14 @@ def _attempt(steps: Steps, results: Results, sample: Path, number: int, missed: 
         "results": results_of_jobs(directory.path / JOBS),
     }
     plans = [results.plans.plan(plan) for plan in missed]
-    return directory.document(stage, reads, lambda: attempt.run(plans), lambda: attempt.files)
+    return directory.document(
+        stage, reads, lambda: attempt.run(plans), lambda written: [*written, *attempt.files]
+    )
 
 
 @dataclass
 class _Attempt:
-    """One attempt.
-
-    Attributes:
-        steps: The stages.
-        results: The run so far.
-        sample: Generated inputs.
-        number: Of the attempt, from 0.
-        files: Files of engines and models.
-    """
+    """One attempt; its number counts from 0, and `files` are those of its engines and models."""
 
     steps: Steps
     results: Results
@@ -91,14 +84,12 @@ class _Attempt:
             return RefinedRun()
         plans = PlanSet(tuple(lower.values()))
         fitted = steps.fit_corrections(results.exported, results.modified, plans)
-        builder = EngineBuilder(steps.config, steps.directory, self.sample, steps.progress, fitted)
-        builder.only = frozenset(
+        only = [
             f"{e.target}-{e.backend}-{e.architecture}-{lower[e.plan].id}"
             for e in results.engines.engines
             if e.plan in lower
-        )
-        builder.is_addition = True
-        builder.job_rows, builder.timed_rows = steps.judging.job_rows(), steps.judging.timed_rows
+        ]
+        builder = steps.builder(self.sample, fitted, only, is_addition=True)
         built = builder.build(source_of(results.modified, plans, steps.split))
         self.files = builder.files(built)
         engines = built.engines.engines
@@ -111,19 +102,3 @@ class _Attempt:
         made = climbing.lower(plan, self.number)
         root = plan.id.removesuffix(f"-attempt-{self.number}")
         return made and replace(made, id=f"{root}-attempt-{self.number + 1}", instead_of=plan.id)
-
-
-def _with(results: Results, added: RefinedRun) -> Results:
-    def more(engines: tuple[EngineArtifact, ...]) -> tuple[EngineArtifact, ...]:
-        return (*engines, *added.engines)
-
-    return replace(
-        results,
-        plans=replace(results.plans, plans=(*results.plans.plans, *added.plans)),
-        engines=replace(results.engines, engines=more(results.engines.engines)),
-        corrections=replace(
-            results.corrections, plans=(*results.corrections.plans, *added.corrections.plans)
-        ),
-        rewrites={**results.rewrites, **added.rewrites.logs},
-        evaluations=EvaluationSet((*results.evaluations.evaluations, *added.evaluations.evaluations)),
-    )

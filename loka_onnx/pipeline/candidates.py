@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.config import BuildConfig, Executor, RunConfig
-from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.correction import CorrectionSet
@@ -25,9 +24,9 @@ from loka_onnx.engines.base import Backend
 from loka_onnx.engines.cache import EngineCache
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
-from loka_onnx.errors import EngineError, MissingPackage, TransformError, UserError
+from loka_onnx.errors import EngineError, MissingPackage, TransformError
 from loka_onnx.pipeline.building import Task, build_all, how_many
-from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.directory import RunDirectory, Stage
 from loka_onnx.pipeline.job_cluster import execute_on_cluster
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT, merge_result, read_result
 from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS, RESULT, JobOrigin, SplitRows, write_job
@@ -78,6 +77,9 @@ class Built:
     rewrites: RewriteLogs
 
 
+BUILD = Stage("build", {"engines": "engines.json", "rewrites": "rewrites.json"}, Built)
+
+
 @dataclass(frozen=True)
 class WrittenJob:
     """A candidate that another host is to build.
@@ -95,38 +97,31 @@ class WrittenJob:
     reason: str
 
 
+@dataclass
 class EngineBuilder:
     """Builds every candidate of a run; a failure costs that candidate only.
 
-    Args:
-        directory: Where engines and planned models go.
+    Attributes:
         sample: ``.npz`` of generated inputs for the first inference.
         corrections: Constants that were fitted to plans; those that were accepted are written with them.
-
-    Attributes:
         only: Names of the candidates to build; None for all.
         job_rows: Rows that build jobs carry, as engines take them.
         timed_rows: Makes generated rows that their latencies are measured on; None for those of the sample.
         is_addition: Whether engines are added to those of an earlier builder, whose jobs stay.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        directory: RunDirectory,
-        sample: Path,
-        progress: Progress,
-        corrections: CorrectionSet,
-    ) -> None:
-        self.config, self.directory, self.sample, self.progress = config, directory, sample, progress
-        self.corrections = corrections
-        self.only: frozenset[str] | None = None
-        self.job_rows: Sequence[SplitRows] = ()
-        self.timed_rows: Callable[[], SplitRows] | None = None
-        self.is_addition = False
-        self._planned: dict[tuple[str, Precision, Fusions], PlannedModel] = {}
-        self._logs: dict[str, RewriteLog] = {}
-        self._jobs: dict[str, WrittenJob] = {}
+    config: RunConfig
+    directory: RunDirectory
+    sample: Path
+    progress: Progress
+    corrections: CorrectionSet
+    only: frozenset[str] | None = None
+    job_rows: Sequence[SplitRows] = ()
+    timed_rows: Callable[[], SplitRows] | None = None
+    is_addition: bool = False
+    _planned: dict[tuple[str, Precision, Fusions], PlannedModel] = field(default_factory=dict, init=False)
+    _logs: dict[str, RewriteLog] = field(default_factory=dict, init=False)
+    _jobs: dict[str, WrittenJob] = field(default_factory=dict, init=False)
 
     def build(self, source: Source) -> Built:
         """Build every candidate, or write a job for it, and take in the results of jobs."""
@@ -294,44 +289,37 @@ def engine_cache(settings: BuildConfig) -> EngineCache:
 
 def build_engines(builder: EngineBuilder, source: Source) -> Built:
     """Build, or take over, every candidate → `engines/`, `engines.json`, `rewrites.json`, `jobs/`."""
-    directory = builder.directory
-    engines, rewrites = directory.path / "engines.json", directory.path / "rewrites.json"
+    directory, config, settings = builder.directory, builder.config, builder.config.build
+    jobs = directory.path / JOBS
 
-    def produce() -> Sequence[Path]:
-        built = builder.build(source)
-        serde.write(built.engines, engines)
-        serde.write(built.rewrites, rewrites)
-        written = (directory.path / name for name in ("planned", "engines"))
-        files = [path for root in written for path in sorted(root.rglob("*")) if path.is_file()]
-        return [engines, rewrites, *files, *_job_files(directory.path / JOBS)]
+    def files(written: list[Path]) -> list[Path]:
+        roots = (directory.path / name for name in ("planned", "engines"))
+        built = [path for root in roots for path in sorted(root.rglob("*")) if path.is_file()]
+        return [*written, *built, *_job_files(jobs)]
 
-    settings = builder.config.build
-    key: dict[str, Any] = {
-        "model": source.model.digest,
-        "plans": serde.to_plain(source.plans),
-        "corrections": serde.to_plain(builder.corrections),
+    reads: dict[str, Any] = {
+        "model": source.model,
+        "plans": source.plans,
+        "corrections": builder.corrections,
         "part": source.part,
-        "targets": [target.model_dump(mode="json") for target in builder.config.targets],
-        "backends": backend_versions(builder.config.targets),
-        "batch": builder.config.batch.model_dump(mode="json"),
+        "targets": config.targets,
+        "backends": backend_versions(config.targets),
+        "batch": config.batch,
         "only": None if builder.only is None else sorted(builder.only),
-        "jobs": [settings.jobs, settings.job_data, builder.config.serving.inputs if settings.jobs else ""],
+        "jobs": [settings.jobs, settings.job_data, config.serving.inputs if settings.jobs else ""],
         "rows": [
             [rows.split, rows.batch_size, rows.digest] for rows in builder.job_rows if settings.job_data
         ],
         # A build that met its limit is tried again with another one; the others come from the cache.
         "limits": [settings.timeout_seconds, settings.memory_gb],
     }
-    on_cluster = settings.executor is Executor.RAY
-    if not on_cluster:
-        key["results"] = results_of_jobs(directory.path / JOBS)
-    return directory.stage(
-        "build",
-        key,
-        produce,
-        lambda: Built(serde.read(EngineSet, engines), serde.read(RewriteLogs, rewrites)),
-        again=on_cluster and _is_any_waiting(engines),
-    )
+    again = False
+    if settings.executor is Executor.RAY:
+        earlier = directory.earlier(BUILD)
+        again = earlier is not None and any(e.status is BuildStatus.WAITING for e in earlier.engines.engines)
+    else:
+        reads["results"] = results_of_jobs(jobs)
+    return directory.document(BUILD, reads, lambda: builder.build(source), files, again=again)
 
 
 def _job_files(jobs: Path) -> list[Path]:
@@ -341,15 +329,6 @@ def _job_files(jobs: Path) -> list[Path]:
 
 
 def results_of_jobs(jobs: Path) -> dict[str, str]:
-    """Digest of every result, by candidate."""
-    places = sorted(jobs.glob(f"*/{RESULT}"))
-    documents = {place.parent.name: place / RESULT_DOCUMENT for place in places}
+    """Return the digest of every result, by candidate."""
+    documents = {place.parent.name: place / RESULT_DOCUMENT for place in sorted(jobs.glob(f"*/{RESULT}"))}
     return {name: digest_file(path) if path.is_file() else "" for name, path in documents.items()}
-
-
-def _is_any_waiting(document: Path) -> bool:
-    try:
-        engines = serde.read(EngineSet, document).engines
-    except UserError:
-        return False
-    return any(engine.status is BuildStatus.WAITING for engine in engines)

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast, get_type_hints
 
 from pydantic import BaseModel
 
@@ -31,6 +31,7 @@ from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.lineage import RunRecord, StageRecord
 from loka_onnx.data import Dataset
 from loka_onnx.errors import CheckFailed, OutputError, UserError
+from loka_onnx.graph.storage import model_files
 from loka_onnx.pipeline.lock import DirectoryLock
 
 T = TypeVar("T")
@@ -74,17 +75,48 @@ EARLIER, DISCARDED = ".earlier-run", ".discarded-run"
 
 @dataclass(frozen=True)
 class Stage(Generic[T]):
-    """A stage whose result is one document.
+    """A stage whose result is a document, or a dataclass of documents.
 
     Attributes:
         name: In `run.json`.
-        document: Path of the document below the run directory.
-        kind: Type of the document.
+        document: Path of the document below the run directory; of a dataclass the path of each field.
+        kind: Type of the result.
     """
 
     name: str
-    document: str
+    document: str | Mapping[str, str]
     kind: type[T]
+
+    def write(self, value: T, root: Path) -> list[Path]:
+        """Write the documents of a result; return them, and the files of models that they describe."""
+        if isinstance(self.document, str):
+            return _write_document(value, root / self.document, root)
+        parts = self.document.items()
+        return [file for name, at in parts for file in _write_document(getattr(value, name), root / at, root)]
+
+    def read(self, root: Path) -> T:
+        """Read the documents of a result.
+
+        Raises:
+            UserError: One is missing, or of another version of this package.
+        """
+        if isinstance(self.document, str):
+            return _read_document(self.kind, root / self.document, root)
+        kinds, parts = get_type_hints(self.kind), self.document.items()
+        return self.kind(**{name: _read_document(kinds[name], root / at, root) for name, at in parts})
+
+
+def _write_document(value: Any, path: Path, root: Path) -> list[Path]:
+    if not isinstance(value, ModelArtifact):
+        serde.write(value, path)
+        return [path]
+    serde.write(replace(value, path=value.path.relative_to(root)), path)
+    return [path, *model_files(value.path)]
+
+
+def _read_document(kind: type[T], path: Path, root: Path) -> T:
+    value: Any = serde.read(kind, path)
+    return cast(T, value.placed(root) if isinstance(value, ModelArtifact) else value)
 
 
 def keyed(value: Any) -> Any:
@@ -253,25 +285,29 @@ class RunDirectory:
         stage: Stage[T],
         reads: Mapping[str, Any],
         make: Callable[[], T],
-        files: Callable[[], Iterable[Path]] = tuple,
+        files: Callable[[list[Path]], Iterable[Path]] = list,
         *,
         again: bool = False,
     ) -> T:
-        """Run a stage that leaves a document, or take it over.
+        """Run a stage that leaves documents, or take them over.
 
         Args:
             reads: Inputs and settings that the result depends on (`keyed`).
+            files: Files of the stage, given those that `Stage.write` returns.
             again: Do the work even where it is finished.
         """
-        path = self.path / stage.document
 
         def produce() -> Sequence[Path]:
-            serde.write(make(), path)
-            return [path, *files()]
+            return list(files(stage.write(make(), self.path)))
 
-        return self.stage(
-            stage.name, keyed(reads), produce, lambda: serde.read(stage.kind, path), again=again
-        )
+        return self.stage(stage.name, keyed(reads), produce, lambda: stage.read(self.path), again=again)
+
+    def earlier(self, stage: Stage[T]) -> T | None:
+        """Return what an earlier run left of a stage; None if missing or of another version."""
+        try:
+            return stage.read(self.path)
+        except UserError:
+            return None
 
     def forget(self, name: str) -> None:
         """Remove the record and the files of a stage that the run file does not ask for any more."""

@@ -28,6 +28,7 @@ from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
+from loka_onnx.core.refined_run import RefinedRun
 from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.throughput import ThroughputSet
@@ -61,7 +62,7 @@ output that the simulation of its plan showed."""
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that a run found, before it is handed over."""
+    """Everything that a run found, before it is emitted."""
 
     exported: ModelArtifact
     modified: ModelArtifact
@@ -73,6 +74,18 @@ class Results:
     corrections: CorrectionSet
     refinement: Refinement = field(default_factory=Refinement)
     throughput: ThroughputSet = field(default_factory=ThroughputSet)
+
+    def with_added(self, added: RefinedRun) -> Results:
+        """Return the results with further plans, their engines and what was judged of them."""
+        plans, engines, corrections = self.plans, self.engines, self.corrections
+        return replace(
+            self,
+            plans=replace(plans, plans=(*plans.plans, *added.plans)),
+            engines=replace(engines, engines=(*engines.engines, *added.engines)),
+            corrections=replace(corrections, plans=(*corrections.plans, *added.corrections.plans)),
+            rewrites={**self.rewrites, **added.rewrites.logs},
+            evaluations=EvaluationSet((*self.evaluations.evaluations, *added.evaluations.evaluations)),
+        )
 
 
 def choice_options(steps: Steps) -> ChoiceOptions:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from loka_onnx.config import RunConfig
-from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet
@@ -17,7 +16,6 @@ from loka_onnx.core.progress import Joined, Progress
 from loka_onnx.core.split import Part
 from loka_onnx.data import Splits
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.errors import UserError
 from loka_onnx.evaluation.engines import (
     REQUEST_ROWS,
     Reference,
@@ -105,8 +103,8 @@ class Judging:
             "inputs": self.config.serving.inputs,
             "looks": self.looks,
         }
-        document = self.directory.path / EVALUATE.document
-        again = document.is_file() and self._counts_now(document, engines)
+        earlier = self.directory.earlier(EVALUATE)
+        again = earlier is not None and counts_here(earlier.evaluations, engines.engines)
         return self.directory.document(EVALUATE, reads, judge, again=again)
 
     def judge_attempt(
@@ -124,13 +122,6 @@ class Judging:
             for split in (self.judged_splits()[0], self.attempt(number))
             for evaluation in self.judge(split, exported, engines)[1:]
         ]
-
-    def _counts_now(self, document: Path, engines: EngineSet) -> bool:
-        """Return True if this machine has a target on which engines were not timed before."""
-        try:
-            return counts_here(serde.read(EvaluationSet, document).evaluations, engines.engines)
-        except UserError:
-            return False
 
     @property
     def certification(self) -> Split:

@@ -7,20 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from loka_onnx.core import serde
-from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
-from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.core.profile import Profile
 from loka_onnx.core.refined_run import REFINED_NAME, RefinedRun
 from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLogs
-from loka_onnx.errors import UserError
 from loka_onnx.evaluation.latency import Interleaved
-from loka_onnx.pipeline.candidates import EngineBuilder
-from loka_onnx.pipeline.directory import keyed
+from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.emission import Results
 from loka_onnx.pipeline.engine_times import counts_here
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.refining import RefineLimits, refine
@@ -29,76 +25,46 @@ from loka_onnx.pipeline.steps import Steps
 from loka_onnx.planning.ladder import GivenBack, Ladder
 from loka_onnx.planning.policy import start_ladder
 
-REFINEMENT = "refinement.json"
-
 
 @dataclass(frozen=True)
-class RefineInputs:
-    """Inputs of refining.
+class Rounds:
+    """Every step of refining, and what it added to the run."""
 
-    Attributes:
-        exported: The FP32 model that engines are judged against.
-        modified: The model that plans are of.
-        profile: Its profile.
-        plans: Plans of the run file.
-        engines: Their engines.
-        corrections: Constants that were fitted to them.
-        sample: ``.npz`` of generated inputs for first inferences.
-    """
-
-    exported: ModelArtifact
-    modified: ModelArtifact
-    profile: Profile
-    plans: PlanSet
-    engines: EngineSet
-    corrections: CorrectionSet
-    sample: Path
-
-
-@dataclass(frozen=True)
-class RefineResult:
-    """A run with what refining added.
-
-    Attributes:
-        plans: Every plan.
-        engines: Every engine.
-        corrections: Constants of every plan.
-        added: What was added.
-        document: Every step.
-    """
-
-    plans: PlanSet
-    engines: EngineSet
-    corrections: CorrectionSet
-    added: RefinedRun
     document: Refinement
+    added: RefinedRun
 
 
-def refine_engines(steps: Steps, inputs: RefineInputs) -> RefineResult:
-    """Rounds of further plans on devices here that run FP8 → `refinement.json`, `refined.json`."""
-    root, settings = steps.directory.path, steps.config.refine
-    if settings.rounds == 0 or not _is_worth(inputs):
-        steps.directory.forget("refine")
-        return _with(inputs, RefinedRun(), Refinement())
-    documents = (root / REFINEMENT, root / REFINED_NAME)
+REFINE = Stage("refine", {"document": "refinement.json", "added": REFINED_NAME}, Rounds)
 
-    def produce() -> Sequence[Path]:
-        bench = RunBench(steps, inputs)
+
+def refine_engines(steps: Steps, results: Results, sample: Path) -> Results:
+    """Rounds of further plans on devices here that run FP8 → `refinement.json`, `refined.json`.
+
+    Args:
+        sample: ``.npz`` of generated inputs for first inferences.
+
+    Returns:
+        The results with what was added, and with what was judged of any engine on selection.
+    """
+    settings, engines = steps.config.refine, results.engines.engines
+    if settings.rounds == 0 or not _is_worth(results):
+        steps.directory.forget(REFINE.name)
+        return results
+    bench = RunBench(steps, results, sample)
+
+    def make() -> Rounds:
         limits = RefineLimits(settings.rounds, settings.plans, settings.seconds)
-        found = refine(inputs.engines.engines, inputs.plans, bench, RunProposals(steps, inputs), limits)
-        added = RefinedRun(found.plans, found.engines, bench.corrections, bench.rewrites, found.evaluations)
-        serde.write(found.document, documents[0])
-        serde.write(added, documents[1])
-        return [*documents, *bench.files]
-
-    def load() -> RefineResult:
-        return _with(inputs, serde.read(RefinedRun, documents[1]), serde.read(Refinement, documents[0]))
+        refined = refine(engines, results.plans, bench, RunProposals(steps, results), limits)
+        added = RefinedRun(
+            refined.plans, refined.engines, bench.corrections, bench.rewrites, refined.evaluations
+        )
+        return Rounds(refined.document, added)
 
     reads = {
-        "exported": inputs.exported,
-        "plans": inputs.plans,
-        "engines": [[e.id, e.status, e.digest or e.detail] for e in inputs.engines.engines],
-        "corrections": inputs.corrections,
+        "exported": results.exported,
+        "plans": results.plans,
+        "engines": [[e.id, e.status, e.digest or e.detail] for e in engines],
+        "corrections": results.corrections,
         "split": () if steps.split is None else steps.split.digests,
         "data": [steps.splits.calibration, steps.splits.selection],
         "outputs": steps.config.outputs,
@@ -109,38 +75,22 @@ def refine_engines(steps: Steps, inputs: RefineInputs) -> RefineResult:
         "inputs": steps.config.serving.inputs,
         "plan": steps.config.plan,
     }
-    again = _counts_now(documents[1], inputs)
-    return steps.directory.stage("refine", keyed(reads), produce, load, again=again)
+    earlier = steps.directory.earlier(REFINE)
+    # Plans that were refined on another device are refined again on a target's own.
+    again = earlier is not None and counts_here(earlier.added.evaluations.evaluations, engines)
+    rounds = steps.directory.document(
+        REFINE, reads, make, lambda written: [*written, *bench.files], again=again
+    )
+    return replace(results.with_added(rounds.added), refinement=rounds.document)
 
 
-def _counts_now(document: Path, inputs: RefineInputs) -> bool:
-    """Return True if this machine has a target whose plans were refined on another device."""
-    if not document.is_file():
-        return False
-    try:
-        return counts_here(serde.read(RefinedRun, document).evaluations.evaluations, inputs.engines.engines)
-    except UserError:
-        return False
-
-
-def _is_worth(inputs: RefineInputs) -> bool:
+def _is_worth(results: Results) -> bool:
     """Return True if an engine on this machine runs FP8 unsimulated."""
     return any(
         engine.status is BuildStatus.READY
         and not engine.simulated
-        and inputs.plans.plan(engine.plan).fp8_sites
-        for engine in inputs.engines.engines
-    )
-
-
-def _with(inputs: RefineInputs, added: RefinedRun, document: Refinement) -> RefineResult:
-    plans, engines, corrections = inputs.plans, inputs.engines, inputs.corrections
-    return RefineResult(
-        replace(plans, plans=(*plans.plans, *added.plans)),
-        replace(engines, engines=(*engines.engines, *added.engines)),
-        replace(corrections, plans=(*corrections.plans, *added.corrections.plans)),
-        added,
-        document,
+        and results.plans.plan(engine.plan).fp8_sites
+        for engine in results.engines.engines
     )
 
 
@@ -153,23 +103,22 @@ class RunBench:
         files: Files of their engines and models.
     """
 
-    def __init__(self, steps: Steps, inputs: RefineInputs) -> None:
-        self._steps, self._inputs = steps, inputs
+    def __init__(self, steps: Steps, results: Results, sample: Path) -> None:
+        self._steps, self._results, self._sample = steps, results, sample
         self.corrections = CorrectionSet()
         self.rewrites = RewriteLogs({})
         self.files: list[Path] = []
 
     def build(self, plans: Sequence[PrecisionPlan], like: EngineArtifact) -> Sequence[EngineArtifact]:
         """One engine for each plan, by the backend and for the architecture of another engine."""
-        steps, inputs = self._steps, self._inputs
+        steps, results = self._steps, self._results
         wanted = PlanSet(tuple(plans))
-        fitted = steps.fit_corrections(inputs.exported, inputs.modified, wanted)
+        fitted = steps.fit_corrections(results.exported, results.modified, wanted)
         self.corrections = replace(self.corrections, plans=(*self.corrections.plans, *fitted.plans))
-        builder = EngineBuilder(steps.config, steps.directory, inputs.sample, steps.progress, fitted)
         prefix = f"{like.target}-{like.backend}-{like.architecture}"
-        builder.only = frozenset(f"{prefix}-{plan.id}" for plan in plans)
-        builder.is_addition = True
-        built = builder.build(source_of(inputs.modified, wanted, steps.split))
+        only = [f"{prefix}-{plan.id}" for plan in plans]
+        builder = steps.builder(self._sample, fitted, only, is_addition=True)
+        built = builder.build(source_of(results.modified, wanted, steps.split))
         self.rewrites = RewriteLogs({**self.rewrites.logs, **built.rewrites.logs})
         self.files += builder.files(built)
         by_plan = {engine.plan: engine for engine in built.engines.engines}
@@ -181,24 +130,24 @@ class RunBench:
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
         """Each engine on the selection split."""
-        return self._steps.judging.judge_on_selection(self._inputs.exported, engines)
+        return self._steps.judging.judge_on_selection(self._results.exported, engines)
 
 
 class RunProposals:
     """Further plans of a run (`refining.Proposals`)."""
 
-    def __init__(self, steps: Steps, inputs: RefineInputs) -> None:
-        self._steps, self._inputs = steps, inputs
+    def __init__(self, steps: Steps, results: Results) -> None:
+        self._steps, self._results = steps, results
 
     @cached_property
     def _searched(self) -> Sequence[PrecisionPlan]:
-        return self._steps.search_plans(self._inputs.modified, self._inputs.profile)
+        return self._steps.search_plans(self._results.modified, self._results.profile)
 
     @cached_property
     def _ladder(self) -> Ladder:
-        inputs, steps = self._inputs, self._steps
-        recipes, options = planned_recipes(steps.config.plan), steps.plan_options(inputs.modified)
-        return start_ladder(inputs.modified, inputs.profile, steps.specs, recipes, options).ladder
+        results, steps = self._results, self._steps
+        recipes, options = planned_recipes(steps.config.plan), steps.plan_options(results.modified)
+        return start_ladder(results.modified, results.profile, steps.specs, recipes, options).ladder
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
         """Plans for a target that kernel times propose."""

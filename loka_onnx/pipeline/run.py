@@ -13,7 +13,7 @@ from loka_onnx.bundle import signer_of
 from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.evaluation import Choice
+from loka_onnx.core.evaluation import Choice, EvaluationSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.refresh import DOCUMENT as REFRESH_DOCUMENT
@@ -22,7 +22,7 @@ from loka_onnx.data import Dataset
 from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.attempts import attempt_again
-from loka_onnx.pipeline.candidates import EngineBuilder, build_engines
+from loka_onnx.pipeline.candidates import build_engines
 from loka_onnx.pipeline.competing import check_options
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import (
@@ -34,7 +34,7 @@ from loka_onnx.pipeline.emission import (
 )
 from loka_onnx.pipeline.ladder_stage import climb_ladder
 from loka_onnx.pipeline.plan_patterns import check_plan_patterns
-from loka_onnx.pipeline.refine_stage import RefineInputs, refine_engines
+from loka_onnx.pipeline.refine_stage import refine_engines
 from loka_onnx.pipeline.sample import write_sample
 from loka_onnx.pipeline.serving import measure_throughput
 from loka_onnx.pipeline.splitting import source_of
@@ -170,8 +170,7 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
         resume=options.resume,
     ) as directory:
         directory.on_stage = options.on_stage
-        steps = Steps(config, directory, options.progress)
-        steps.looks, steps.signing_key = options.looks, options.sign
+        steps = Steps(config, directory, options.progress, looks=options.looks, signing_key=options.sign)
         return _run_stages(steps, options)
 
 
@@ -249,32 +248,20 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
     sample = write_build_sample(steps)
     source = source_of(modified.model, plans, split)
     corrections = steps.correct(exported, modified.model, plans)
-    builder = EngineBuilder(config, directory, sample, options.progress, corrections)
-    builder.job_rows, builder.timed_rows = steps.judging.job_rows(), steps.judging.timed_rows
-    built = build_engines(builder, source)
+    built = build_engines(steps.builder(sample, corrections), source)
     if options.until is Stage.BUILD:
         return ended
 
-    refined = refine_engines(
-        steps, RefineInputs(exported, modified.model, profile, plans, built.engines, corrections, sample)
-    )
-    evaluations = steps.judging.evaluate(exported, refined.engines, refined.added.evaluations)
+    cut = {} if split is None else {"split": split.log}
+    rewrites = {"mods": modified.log, **cut, **built.rewrites.logs}
+    nothing = EvaluationSet(())
+    results = Results(exported, modified.model, profile, plans, rewrites, built.engines, nothing, corrections)
+    results = refine_engines(steps, results, sample)
+    evaluations = steps.judging.evaluate(exported, results.engines, results.evaluations)
+    results = replace(results, evaluations=evaluations)
     if options.until is Stage.EVALUATE:
         return ended
 
-    cut = {} if split is None else {"split": split.log}
-    rewrites = {"mods": modified.log, **cut, **built.rewrites.logs, **refined.added.rewrites.logs}
-    results = Results(
-        exported,
-        modified.model,
-        profile,
-        refined.plans,
-        rewrites,
-        refined.engines,
-        evaluations,
-        refined.corrections,
-        refined.document,
-    )
     results = attempt_again(steps, results, sample)
     choice = choose_engines(steps, results)
     engines, plans = results.engines.engines, results.plans

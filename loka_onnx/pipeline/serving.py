@@ -6,14 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 
-from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Choice, EvaluationSet, InputPlace, TargetChoice
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput, ThroughputSet
-from loka_onnx.errors import StageError, UserError
+from loka_onnx.errors import StageError
 from loka_onnx.evaluation.latency import Run
 from loka_onnx.evaluation.throughput import LoadOptions, find_highest_rate
 from loka_onnx.pipeline.directory import Stage
@@ -99,17 +97,14 @@ def measure_throughput(
         "engines": [(each.engine.id, each.engine.digest, each.batch, each.role) for each in wanted],
         "serving": serving,
     }
-    document = steps.directory.path / LOAD.document
-    again = document.is_file() and _counts_now(document, wanted)
+    earlier = steps.directory.earlier(LOAD)
+    again = earlier is not None and _counts_now(earlier, wanted)
     return steps.directory.document(LOAD, reads, measure, again=again)
 
 
-def _counts_now(document: Path, wanted: Iterable[Loaded]) -> bool:
+def _counts_now(earlier: ThroughputSet, wanted: Iterable[Loaded]) -> bool:
     """Return True if this machine has the target of an engine that was not measured on this device."""
-    try:
-        known = {each.engine: each.device for each in serde.read(ThroughputSet, document).measurements}
-    except UserError:
-        return False
+    known = {each.engine: each.device for each in earlier.measurements}
     return any(
         device_of_architecture(engine.architecture) not in {"", known.get(engine.id, "")}
         and is_target(engine.target, engine.architecture)

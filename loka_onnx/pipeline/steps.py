@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest, model_files
+from loka_onnx.pipeline.candidates import EngineBuilder
 from loka_onnx.pipeline.competing import competing_plans
 from loka_onnx.pipeline.correcting import Correcting, CorrectionInputs
-from loka_onnx.pipeline.directory import RunDirectory, Stage, keyed
+from loka_onnx.pipeline.directory import RunDirectory, Stage
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.mods import ChosenMods
 from loka_onnx.pipeline.probing import MERGED, Probing
@@ -56,33 +57,50 @@ LABEL_ROWS = 65536
 """Rows read at a time where only labels and weights are."""
 
 
-LOUD_CHANNELS = "model/loud-channels.json"
-PLAN = Stage("plan", "plan.json", PlanSet)
-
-
 @dataclass(frozen=True)
 class ModdedModel:
-    """The model after mods, with what was rewritten."""
+    """The model after mods, with what was rewritten, and the loud channels that were asked for."""
 
     model: ModelArtifact
     log: RewriteLog
+    left: LoudChannels = field(default_factory=lambda: LoudChannels({}))
+
+
+LOUD_CHANNELS = "model/loud-channels.json"
+EXPORT = Stage("export", "model/exported.json", ModelArtifact)
+MODS = Stage("mods", {"model": "model/merged.json", "log": "model/merged-mods.json"}, ModdedModel)
+LOUD = Stage(
+    "loud channels",
+    {"model": "model/modified.json", "log": "model/mods.json", "left": LOUD_CHANNELS},
+    ModdedModel,
+)
+PLAN = Stage("plan", "plan.json", PlanSet)
 
 
 class Steps:
     """The stages of one run, each over the same directory and configuration.
 
-    Attributes:
+    Args:
         looks: Times that certification is looked at for this model; its error is divided.
         signing_key: Private key for the bundle; None to leave it unsigned.
-        notes: What the reader of the report must know of the model.
+
+    Attributes:
+        notes: Facts of the model for the reader of the report.
     """
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        progress: Progress,
+        *,
+        looks: int = 1,
+        signing_key: Path | None = None,
+    ) -> None:
         self.config, self.directory, self.progress = config, directory, progress
+        self.looks, self.signing_key = looks, signing_key
         self.specs = config.output_specs
         self.threads = config.threads or 0
-        self.looks = 1
-        self.signing_key: Path | None = None
         self.notes: list[str] = []
         self._mods = ChosenMods(config)
 
@@ -94,29 +112,25 @@ class Steps:
         Args:
             earlier: What the same module was exported to with other weights, which may save the exporter.
         """
-        target = self._path("model/exported.onnx")
-        document = self._path("model/exported.json")
-        outputs = keyed(self.config.outputs)
-        if self.config.model.onnx is not None:
-            source = self.config.model.onnx
-            key = {"onnx": [str(source.name), model_digest(source)], "outputs": outputs}
+        target, config = self._path("model/exported.onnx"), self.config
+        if config.model.onnx is not None:
+            source = config.model.onnx
+            reads: dict[str, Any] = {"onnx": [source.name, model_digest(source)]}
 
-            def produce() -> Sequence[Path]:
-                return self._write_model(import_onnx(source, target, self.specs), document)
+            def make() -> ModelArtifact:
+                return import_onnx(source, target, self.specs)
         else:
-            torch_model = build_torch_model(self.config.model, self.config.directory)
-            key = {"torch": torch_model.key, "outputs": outputs}
+            torch_model = build_torch_model(config.model, config.directory)
+            reads = {"torch": torch_model.key}
 
-            def produce() -> Sequence[Path]:
-                bindings = bind_inputs(self.config, torch_model.inputs)
-                rows = next(open_splits(self.config, bindings).calibration.batches(CHECK_ROWS))
+            def make() -> ModelArtifact:
+                bindings = bind_inputs(config, torch_model.inputs)
+                rows = next(open_splits(config, bindings).calibration.batches(CHECK_ROWS))
                 parts = (torch_model.module, rows.inputs, target, self.specs)
-                artifact = export_torch(*parts) if earlier is None else export_retrained(*parts, earlier)
-                return self._write_model(artifact, document)
+                return export_torch(*parts) if earlier is None else export_retrained(*parts, earlier)
 
-        exported = self.directory.stage("export", key, produce, lambda: self._read_model(document))
-        self._exported = exported
-        return exported
+        self._exported = self.directory.document(EXPORT, {**reads, "outputs": config.outputs}, make)
+        return self._exported
 
     @cached_property
     def bindings(self) -> tuple[InputBinding, ...]:
@@ -220,61 +234,48 @@ class Steps:
         Args:
             probed: Its profile, to measure what mods changed → `calibration/merged.json`; None for nothing.
         """
-        target, document = self._path("model/modified.onnx"), self._path("model/merged.json")
-        log = self._path("model/merged-mods.json")
+        merged = [] if probed is None else [self._path(MERGED)]
+        reads = {
+            "model": model,
+            "data": self.splits.calibration,
+            **self._mods.key,
+            "rows": self._mod_rows,
+        }
+        if probed is not None:
+            reads |= {"profile": digest_json(serde.to_plain(probed)), "measured": self.probing.key(model)}
 
-        def produce() -> Sequence[Path]:
-            rewritten = self.rewrite(model, target)
-            serde.write(rewritten.log, log)
-            files = [*self._write_model(rewritten.model, document), log]
+        def make() -> ModdedModel:
+            rewritten = self.rewrite(model, self._path("model/modified.onnx"))
             if probed is not None:
                 serde.write(self.probing.changed(rewritten.model, probed), self._path(MERGED))
-                files.append(self._path(MERGED))
-            return files
+            return ModdedModel(rewritten.model, rewritten.log)
 
-        measured = {"profile": digest_json(serde.to_plain(probed)), "measured": self.probing.key(model)}
-        return self.directory.stage(
-            "mods",
-            {
-                "model": model.digest,
-                "data": self.splits.calibration.digest,
-                **self._mods.key,
-                "rows": self._mod_rows,
-                **(measured if probed is not None else {}),
-            },
-            produce,
-            lambda: self._modded(document, log),
-        )
+        return self.directory.document(MODS, reads, make, lambda written: [*written, *merged])
 
     def split_loud(self, merged: ModdedModel, left: Mapping[str, float]) -> ModdedModel:
         """Loud channels of sites that do not fit as products of their own → `model/modified.json`."""
-        document, log = self._path("model/modified.json"), self._path("model/mods.json")
-        asked = self._path(LOUD_CHANNELS)
 
-        def produce() -> Sequence[Path]:
+        def make() -> ModdedModel:
             split = Rewritten(merged.model, RewriteLog(()))
             if left:
                 target = self._path("model/loud.onnx")
                 rows = next(self.splits.calibration.batches(self._mod_rows)).inputs
                 mod = SplitLoudChannels(left, [rows], target.parent, self.config.plan.format)
                 split = apply_mods(merged.model, [rows], target, [mod], self.progress)
-            serde.write(RewriteLog((*merged.log.records, *split.log.records)), log)
-            serde.write(LoudChannels(dict(left)), asked)
-            files = self._write_model(split.model, document)
-            # A model that stays as it is, and its tables in any case, belong to the stage that wrote them.
-            return sorted({*files, log, asked}.difference(model_files(merged.model.path)))
+            log = RewriteLog((*merged.log.records, *split.log.records))
+            return ModdedModel(split.model, log, LoudChannels(dict(left)))
 
-        key = {
-            "model": merged.model.digest,
-            "data": self.splits.calibration.digest,
-            "left": dict(left),
+        reads = {
+            "model": merged.model,
+            "data": self.splits.calibration,
+            "left": left,
             "format": self.config.plan.format,
             "rows": self._mod_rows,
         }
-        return self.directory.stage("loud channels", key, produce, lambda: self._modded(document, log))
-
-    def _modded(self, document: Path, log: Path) -> ModdedModel:
-        return ModdedModel(self._read_model(document), serde.read(RewriteLog, log))
+        # A model that stays as it is, and its tables in any case, belong to the stage that wrote them.
+        return self.directory.document(
+            LOUD, reads, make, lambda written: sorted({*written} - {*model_files(merged.model.path)})
+        )
 
     def rewrite(self, model: ModelArtifact, target: Path) -> Rewritten:
         """Mods on a model, written to a file on its file system; loud channels are not split off yet."""
@@ -394,6 +395,27 @@ class Steps:
 
     # Engines ---------------------------------------------------------------------------------------
 
+    def builder(
+        self,
+        sample: Path,
+        corrections: CorrectionSet,
+        only: Collection[str] | None = None,
+        *,
+        is_addition: bool = False,
+    ) -> EngineBuilder:
+        """Return the builder of engines: of all candidates, or only of some."""
+        return EngineBuilder(
+            self.config,
+            self.directory,
+            sample,
+            self.progress,
+            corrections,
+            None if only is None else frozenset(only),
+            self.judging.job_rows(),
+            self.judging.timed_rows,
+            is_addition,
+        )
+
     @cached_property
     def judging(self) -> Judging:
         """Accuracy and latency of the engines."""
@@ -401,15 +423,5 @@ class Steps:
             self.config, self.directory, self.splits, self.requests, self.progress, looks=self.looks
         )
 
-    # Files -----------------------------------------------------------------------------------------
-
-    def _path(self, relative: str | Path) -> Path:
+    def _path(self, relative: str) -> Path:
         return self.directory.path / relative
-
-    def _write_model(self, artifact: ModelArtifact, document: Path) -> list[Path]:
-        relative = self.directory.relative(artifact.path)
-        serde.write(replace(artifact, path=relative), document)
-        return [document, *model_files(artifact.path)]
-
-    def _read_model(self, document: Path) -> ModelArtifact:
-        return serde.read(ModelArtifact, document).placed(self.directory.path)

@@ -31,7 +31,7 @@ from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.operations.refresh.earlier import EarlierRun
 from loka_onnx.operations.refresh.moves import output_moves, site_moves
 from loka_onnx.operations.refresh.replanning import planned_recipe_ids, replan, unproven_reason
-from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
+from loka_onnx.pipeline.candidates import Built, build_engines
 from loka_onnx.pipeline.directory import Outcome, RunDirectory, Stage
 from loka_onnx.pipeline.emission import CHOOSE, Results, describe_run, emit_bundle, write_report
 from loka_onnx.pipeline.job_results import choosable
@@ -139,8 +139,7 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
     ) as directory:
         directory.on_stage = options.on_stage
         options.on_stages(tuple(name for name in STAGES if name != "split" or config.model.split_sparse))
-        steps = Steps(config, directory, options.progress)
-        steps.signing_key = options.sign
+        steps = Steps(config, directory, options.progress, looks=LOOKS, signing_key=options.sign)
         attempt = _Attempt(steps, before)
         found = attempt.earlier_failure() if options.resume else None
         if found is None:
@@ -227,7 +226,6 @@ class _Attempt:
 
     def __init__(self, steps: Steps, before: EarlierRun) -> None:
         self.steps, self.before = steps, before
-        steps.looks = LOOKS
         self.exported: ModelArtifact | None = None
         self.profile: Profile | None = None
         self.plans = PlanSet(())
@@ -282,9 +280,7 @@ class _Attempt:
         plans = self.plans = self._replanned(modified.model, profile)
         sample = write_build_sample(steps)
         corrections = steps.correct(exported, modified.model, plans, CORRECTION_ROWS)
-        builder = EngineBuilder(steps.config, directory, sample, steps.progress, corrections)
-        builder.only = frozenset(before.wanted)
-        builder.job_rows, builder.timed_rows = steps.judging.job_rows(), steps.judging.timed_rows
+        builder = steps.builder(sample, corrections, before.wanted)
         built = build_engines(builder, source_of(modified.model, plans, split))
         self._check_built(built.engines)
         self.evaluations = self._certify(exported, built.engines)

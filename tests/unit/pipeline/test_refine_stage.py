@@ -17,7 +17,8 @@ from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.refinement import Refinement
 from loka_onnx.pipeline import refine_stage
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.refine_stage import RefineInputs, refine_engines
+from loka_onnx.pipeline.emission import Results
+from loka_onnx.pipeline.refine_stage import refine_engines
 from loka_onnx.pipeline.refining import Refined
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
@@ -77,14 +78,14 @@ def test_what_was_refined_on_another_device_is_refined_again_on_the_target(
     monkeypatch.setattr(refine_stage, "refine", refined)
     monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: tuple(here[-1:]))
     model: Any = SimpleNamespace(digest="model")
-    inputs = RefineInputs(
-        model, model, model, PLANS, EngineSet((ENGINE,)), CorrectionSet(), tmp_path / "sample.npz"
+    results = Results(
+        model, model, model, PLANS, {}, EngineSet((ENGINE,)), EvaluationSet(()), CorrectionSet()
     )
     h200, h100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
     pcie = "NVIDIA H100 PCIe"
     for device in (h200, h200, h100, h100, h200, pcie, pcie):
         here.append(CudaDevice(0, device, "sm90"))
         with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=True) as directory:
-            refine_engines(steps_in(directory), inputs)
+            refine_engines(steps_in(directory), results, tmp_path / "sample.npz")
     # Nothing is lost where the run goes on on another device later; another H100 is another machine.
     assert rounds == [h200, h100, pcie]
