@@ -19,7 +19,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -qq --upgrade 'pip>=25.1'
-	$(PIP) install -qq --constraint constraints.txt --editable '.[cpu,export,sign,serve,registry,mlflow]' --group dev --group docs
+	$(PIP) install -qq --constraint constraints.txt --editable '.[cpu,export,sign,serve,registry]' --group dev --group docs
 	$(PIP) install -qq --constraint constraints.txt --no-deps recbole tritonclient
 	$(PIP) install -qq --constraint constraints.txt --no-deps --upgrade --target .venv/torchrec $(TORCHREC)
 	$(PIP) install -qq --constraint constraints.txt --editable '.[tensorrt-rtx]' || { \
@@ -48,9 +48,9 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The site, in ./site. Both variables silence what mkdocs-material and literate-nav say of MkDocs 2.
+# The site, in ./site. The variable silences what mkdocs-material says of MkDocs 2.
 docs: venv
-	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # What is uploaded to a registry, in ./dist.
 release: venv

@@ -115,7 +115,7 @@ GROUPS = (
         ("open_run", "check_drift", "measure_drift", "open_monitor", "Monitor"),
         (
             "core.drift.DriftReport",
-            "operations.drift.opened_run.OpenedRun",
+            "operations.drift.run.OpenedRun",
             "operations.drift.measure.DriftOptions",
             "operations.drift.monitor.MonitorOptions",
             "operations.drift.baseline.Baseline",

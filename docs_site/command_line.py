@@ -27,7 +27,6 @@ ENVIRONMENT = {
     "LOKA_ONNX_LOG": "What `--log` is without being given: `text`, or `json` for one JSON object a line.",
     "LOKA_ONNX_STRICT_MODS": "Any value that is not empty lets the error of a mod end a run. By default the "
     "run goes on without the mod, and the report says so.",
-    "MLFLOW_TRACKING_URI": "Tracking server of `bundle log-mlflow` where none is given.",
     "NO_COLOR": "Any value that is not empty switches colours and styles off, also beside `FORCE_COLOR`.",
 }
 """Variables that a user may set; a test holds them against the sources."""

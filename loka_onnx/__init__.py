@@ -16,7 +16,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loka_onnx.bundle import verify_bundle, write_bundle
+    from loka_onnx.bundle.format.files import verify_bundle
+    from loka_onnx.bundle.writer import write_bundle
     from loka_onnx.calibration.calibrate import calibrate
     from loka_onnx.config import RunConfig, load_run_file
     from loka_onnx.engines.registry import get_backend
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from loka_onnx.export.torch_module import export_torch
     from loka_onnx.operations.drift.measure import measure_drift
     from loka_onnx.operations.drift.monitor import Monitor
-    from loka_onnx.operations.drift.opened_run import check_drift, open_monitor, open_run
+    from loka_onnx.operations.drift.run import check_drift, open_monitor, open_run
     from loka_onnx.operations.refresh.refreshing import RefreshOptions, refresh
     from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
     from loka_onnx.planning.choice import choose
@@ -72,17 +73,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "bundle": ("verify_bundle", "write_bundle"),
+    "bundle.format.files": ("verify_bundle",),
+    "bundle.writer": ("write_bundle",),
     "calibration.calibrate": ("calibrate",),
+    "operations.drift.measure": ("measure_drift",),
+    "operations.drift.monitor": ("Monitor",),
     "config": ("RunConfig", "load_run_file"),
     "engines.registry": ("get_backend",),
     "errors": ("CheckFailed", "InternalError", "LokaError", "StageError", "UserError"),
     "evaluation.engines": ("judge_engine",),
     "export.onnx_model": ("import_onnx",),
     "export.torch_module": ("export_torch",),
-    "operations.drift.measure": ("measure_drift",),
-    "operations.drift.monitor": ("Monitor",),
-    "operations.drift.opened_run": ("check_drift", "open_monitor", "open_run"),
+    "operations.drift.run": ("check_drift", "open_monitor", "open_run"),
     "operations.refresh.refreshing": ("RefreshOptions", "refresh"),
     "pipeline.run": ("RunOptions", "RunResult", "Stage", "run"),
     "planning.choice": ("choose",),

@@ -28,7 +28,7 @@ environment() {
   if [ ! "$place/.installed" -nt pyproject.toml ] || [ ! "$place/.installed" -nt constraints.txt ]; then
     "$place/bin/python" -m pip install -qq --upgrade 'pip>=25.1'
     "$place/bin/python" -m pip install -qq --constraint constraints.txt --group dev --group docs \
-      --editable '.[cpu,sign,serve,registry,mlflow]' onnxscript safetensors
+      --editable '.[cpu,sign,serve,registry]' onnxscript safetensors
     "$place/bin/python" -m pip install -qq --constraint constraints.txt --no-deps recbole tritonclient
     touch "$place/.installed"
   fi

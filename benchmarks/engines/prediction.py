@@ -1,9 +1,9 @@
 """What the kernel times that are shipped for a device say of plans, beside what their engines took.
 
 An engine of a plan is expected to take what our BF16 engine of the same model took, plus the difference of
-the two plans' products and quantize steps (`planning.site_speed.expected_us`): nothing of the run that is
-predicted goes into it but the time of that one engine. Where FP8 breaks up a larger kernel of the BF16 engine
-nothing is expected, with the reason.
+the two plans' products and quantize steps (`planning.expected_latency.expected_us`): nothing of the run that
+is predicted goes into it but the time of that one engine. Where FP8 breaks up a larger kernel of the BF16
+engine nothing is expected, with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from loka_onnx.core.site import SiteKind
 from loka_onnx.core.timing import KernelTiming
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds, expected_us, why_not_expected
+from loka_onnx.planning.expected_latency import expected_us, why_not_expected
+from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 from loka_onnx.planning.timings import shipped_timings
 
 

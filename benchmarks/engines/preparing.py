@@ -35,7 +35,7 @@ from loka_onnx.data.selection import RowRange
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.export.torch_module import export_torch
-from loka_onnx.planning.loud import errors_to_leave
+from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import FAST, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings
 from loka_onnx.planning.timings import known_timings

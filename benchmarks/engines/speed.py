@@ -74,8 +74,8 @@ from benchmarks.engines.timing import (
 )
 from benchmarks.recording import write_record
 from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.engines.onnxruntime.providers import CUDA, why_no_provider
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.sessions.providers import CUDA, why_no_provider
 from loka_onnx.sessions.runner import Runner
 
 __all__ = [

@@ -20,7 +20,6 @@ import torch
 from benchmarks.engines.cases import Case
 from benchmarks.engines.plans import BLANKET, NAMES, TODAY, Arrays, Engine, Variant, inputs_of
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.fusions import fusions_of
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.device_lock import device_alone
@@ -28,6 +27,7 @@ from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.flops import useful_flops
+from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.sessions.runner import Resident, Runner
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 

@@ -32,11 +32,11 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.recording import write_record
+from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import BatchRange, EngineEntry
 from loka_onnx.runtime import Engine, Serving
 from loka_onnx.runtime.saturation import Sampler
-from loka_onnx.sessions.bundle_files import Sample
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 BATCHES = (1, 8, 64, 256, 1024, 4096)

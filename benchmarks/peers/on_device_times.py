@@ -24,14 +24,14 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines.onnxruntime.providers import settings_for, without_graphs
+from loka_onnx.engines.onnxruntime.io_binding_session import open_bound
+from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE
+from loka_onnx.engines.onnxruntime.provider_settings import settings_for, without_graphs
+from loka_onnx.engines.onnxruntime.providers import provider_for, why_not_here
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import LokaError
-from loka_onnx.sessions.bound_session import open_bound
-from loka_onnx.sessions.bound_settings import SETTINGS_FILE
 from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
-from loka_onnx.sessions.providers import ONNXRUNTIME, provider_for, why_not_here
 from loka_onnx.sessions.runner import Runner
 
 INDUCTOR = "inductor"
@@ -164,9 +164,9 @@ def _opened(candidate: Candidate, job: TimingJob) -> Runner:
 
 def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     """ONNX Runtime on a graph as it is, with CUDA graphs where it can record them."""
-    backend = get_backend(ONNXRUNTIME)
+    backend = get_backend("onnxruntime")
     (architecture,) = backend.architectures(job.target)
-    provider = provider_for(ONNXRUNTIME, architecture)
+    provider = provider_for("onnxruntime", architecture)
     reason = why_not_here(provider, architecture)
     if reason:
         raise RuntimeError(f"ONNX Runtime cannot run here: {reason}")
@@ -185,7 +185,7 @@ def _onnxruntime(graph: Path, job: TimingJob) -> Runner:
     for each in (settings, simpler):
         serde.write(each, engine.with_name(SETTINGS_FILE))
         try:
-            return open_bound(engine, ONNXRUNTIME, architecture)
+            return open_bound(engine, "onnxruntime", architecture)
         except LokaError:
             if each == simpler:
                 raise

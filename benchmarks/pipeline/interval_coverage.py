@@ -47,7 +47,7 @@ from benchmarks.pipeline.site_effects import (
 from benchmarks.pipeline.training import GROUP, TRAINING
 from benchmarks.recording import write_record
 from loka_onnx.calibration.effects.loss_totals import BUCKETS, buckets_of
-from loka_onnx.calibration.effects.stopping import TIGHTEST_AT_ROWS, Looks
+from loka_onnx.calibration.effects.sensitivity import TIGHTEST_AT_ROWS, StoppingSchedule
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.ratio_moments import RatioMoments
@@ -259,7 +259,7 @@ def _looks(world: World, random: np.random.Generator, together: bool) -> Iterato
 
 def look_rows(limit: int) -> Iterator[int]:
     """Numbers of rows at which calibration looks."""
-    looks = Looks(limit, may_stop=True)
+    looks = StoppingSchedule(limit, may_stop=True)
     for done in (*range(BATCH, limit, BATCH), limit):
         if looks.is_due(done):
             looks.take(done)
@@ -329,7 +329,7 @@ def world_of(model: str, data: PreparedData, options: argparse.Namespace) -> Wor
         np.column_stack([changes[name].kl for name in names]),
         np.column_stack([changes[name].labelled for name in names]),
         effects.loss,
-        np.unique(effects.units, return_inverse=True)[1],
+        np.unique(effects.switchable, return_inverse=True)[1],
     )
 
 

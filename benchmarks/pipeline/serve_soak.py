@@ -35,14 +35,16 @@ import psutil
 
 from benchmarks.pipeline.calibration_cost import SPEC, make_case
 from benchmarks.recording import write_record
-from loka_onnx.bundle import DEFAULT_TOLERANCE, BatchRange, BundleContents, Expectation, write_bundle
+from loka_onnx.bundle.contents import DEFAULT_TOLERANCE, BundleContents, Expectation
+from loka_onnx.bundle.format.files import read_sample
+from loka_onnx.bundle.format.manifest import read_manifest
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.evaluation import Choice
+from loka_onnx.core.manifest import BatchRange
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.runtime import load
-from loka_onnx.sessions.bundle_files import read_sample
-from loka_onnx.sessions.bundle_manifest import read_manifest
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Arrays
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from loka_onnx.bundle.format.archive import verify_path
+from loka_onnx.bundle.format.documents import printable
 from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.split import Part
-from loka_onnx.sessions.bundle_archive import verify_path
-from loka_onnx.sessions.bundle_documents import printable
 
 
 def inspect_bundle(path: Path) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from loka_onnx.bundle.format.archive import verify_path, write_archive
+from loka_onnx.bundle.format.replace import check_replaceable_file, staged_file
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.sessions.bundle_archive import verify_path, write_archive
-from loka_onnx.sessions.replace import check_replaceable_file, staged_file
 
 
 def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> Path:

@@ -14,14 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loka_onnx.core import serde
-from loka_onnx.core.digests import digest_bytes
-from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
-from loka_onnx.core.seal import seal
-from loka_onnx.errors import BundleError, ConfigError, OutputError
-from loka_onnx.sessions.bundle_documents import read_document
-from loka_onnx.sessions.bundle_files import verify_directory
-from loka_onnx.sessions.bundle_signature import (
+from loka_onnx.bundle.format.documents import read_document
+from loka_onnx.bundle.format.files import verify_directory
+from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.replace import staged_file
+from loka_onnx.bundle.format.signature import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,
     BundleSignature,
@@ -31,8 +28,11 @@ from loka_onnx.sessions.bundle_signature import (
     read_signature,
     require_cryptography,
 )
-from loka_onnx.sessions.pinned import pinned
-from loka_onnx.sessions.replace import staged_file
+from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_bytes
+from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from loka_onnx.core.seal import seal
+from loka_onnx.errors import BundleError, ConfigError, OutputError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -29,6 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
+from loka_onnx.bundle.format.files import external_data_locations, verify_bundle
+from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
+from loka_onnx.bundle.format.signature import SIGNATURE_NAME
 from loka_onnx.bundle.requirements import requirements_of
 from loka_onnx.bundle.signing import read_private_key, signature_text
 from loka_onnx.core import serde
@@ -55,11 +58,7 @@ from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.seal import seal
 from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleError
-from loka_onnx.sessions.bound_settings import settings_beside
-from loka_onnx.sessions.bundle_files import external_data_locations, verify_bundle
-from loka_onnx.sessions.bundle_signature import SIGNATURE_NAME
-from loka_onnx.sessions.migraphx_session import programs_beside
-from loka_onnx.sessions.replace import check_replaceable, staged_directory
+from loka_onnx.sessions.backends import get_spec
 
 FALLBACK_ID = "fallback-fp32"
 
@@ -244,7 +243,8 @@ def _write_engine(contents: BundleContents, engine: BundleEngine, stage: _Stage)
             remedy="leave it out",
         )
     source = contents.root / artifact.path
-    copied = _copy_with_external_data(source, f"engines/{artifact.id}", stage)
+    beside = get_spec(artifact.backend).files_beside(source)
+    copied = _copy_with_external_data(source, f"engines/{artifact.id}", stage, beside)
     file = copied[0]
     digest = file.sha256 if len(copied) == 1 else digest_files(stage.root / f.path for f in copied)
     if digest != artifact.digest:
@@ -303,12 +303,13 @@ def _write_lookup(contents: BundleContents, stage: _Stage) -> SparseCut | None:
     return SparseCut(file.path, tuple(i.name for i in halves.lookup.inputs), halves.passed, halves.cut)
 
 
-def _copy_with_external_data(source: Path, folder: str, stage: _Stage) -> list[BundleFile]:
+def _copy_with_external_data(
+    source: Path, folder: str, stage: _Stage, beside: tuple[str, ...] = ()
+) -> list[BundleFile]:
     # The model first: a file that is not one must fail before its weights are copied.
     file = stage.copy(source, f"{folder}/{source.name}")
-    data = external_data_locations(source) if source.suffix == ".onnx" else programs_beside(source)
-    locations = (*data, *settings_beside(source))
-    return [file, *(stage.copy(source.parent / name, f"{folder}/{name}") for name in locations)]
+    data = external_data_locations(source) if source.suffix == ".onnx" else ()
+    return [file, *(stage.copy(source.parent / name, f"{folder}/{name}") for name in (*data, *beside))]
 
 
 def _sample_arrays(contents: BundleContents) -> dict[str, npt.NDArray[Any]]:

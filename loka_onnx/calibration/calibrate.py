@@ -1,7 +1,7 @@
-"""The Probe stage: ranges, then FP8 error under the scales that the ranges give, then sensitivity.
+"""The Probe stage: ranges, then FP8 error under the scales of those ranges, then sensitivity.
 
-Passes in turn, because FP8 error depends on the scale and the scale on the final range. Each streams: a batch
-leaves behind sums, so memory does not grow with the rows.
+FP8 error depends on the scale and the scale on the final range, so the passes run in turn. Each one streams:
+only sums are kept, so memory does not grow with the rows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,17 @@ from loka_onnx.calibration.effects.sensitivity import (
     Sensitivities,
     SensitivityOptions,
     SensitivityPass,
-    Subject,
+    SwitchedModel,
 )
 from loka_onnx.calibration.effects.switchable import Switch
-from loka_onnx.calibration.instruments.taps import recipes_for
+from loka_onnx.calibration.observers.site_observers import recipes_for
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
+from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.data import Dataset
@@ -45,51 +45,38 @@ OpenVerdicts = Callable[[Profile], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class ProbeOptions:
-    """Options of calibration.
+class ProbeOptions(PassOptions):
+    """Options of calibration, those of the passes included.
 
     Attributes:
-        recipes: Recipes whose error is measured.
-        weight: Granularity of the recipe whose sensitivity is measured, and which the plan will use; None
-            for any. Of the recipes that it leaves, the one with the smallest measured error is taken, site by
-            site; the first of several.
-        planned: Id of the recipe whose sensitivity is measured, by site; None to take the best, as above.
-        scales: Activation scales by `Recipe.activation_id` and tensor name, to measure under; None for those
-            that the ranges give. With the scales and recipes of a profile, more rows merge with it.
+        error_precision: As in `PassOptions`.
+        weight: Weight granularity of the recipe whose sensitivity is measured (the plan will use it); None
+            for any. Of the recipes left, each site takes the one with the smallest measured error.
+        planned: Id of the recipe whose sensitivity is measured, by site; None to choose as above.
+        scales: Activation scales by `Recipe.activation_id` and tensor name; None for those of the ranges.
+            Rows measured with the scales and recipes of a profile merge with it.
         only: Sites to calibrate; None for all.
         synthetic: Whether the data was generated.
-        batch_size: Rows of one pass through the graph.
-        rows: Rows that are used at all, from the first on; None for all.
-        range_rows: Fewest of these that ranges are taken from (`passes.probe.PassOptions`); None for all.
-        error_precision: Relative precision of a site's error at which the error pass may stop; None for all
-            rows.
-        sensitivity_rows: Most rows for the sensitivity pass; None for as many as are used at all.
-        open_verdicts: Asked at each look of the sensitivity pass which verdicts are still open; the pass ends
-            when none is. None for one look at the end, after `sensitivity_rows`.
+        sensitivity_rows: Most rows of the sensitivity pass; None for all that are used.
+        open_verdicts: Called at each interim analysis of the sensitivity pass, which ends when no verdict is
+            open. None for one analysis at the end.
         group: Column of rows that belong together; None where rows are independent.
-        draws: Draws of the rounding noise (`effects.perturbation`); 1 for the scales themselves only.
-        seed: Order in which rows are taken where not all of them may be.
-        magnitudes: Whether the magnitudes of all tensors are measured, as FP16 needs them: one more pass, of
-            plain inference.
-        threads: Batches at once, each on one thread; 0 for one a core.
+        draws: Noise seeds of the rounding (`effects.perturbation`); 1 for the scales themselves only.
+        magnitudes: Whether to measure the magnitudes of all tensors, as FP16 needs: one more inference pass.
+        threads: Batches run at once, each on one thread; 0 for one per core.
         executor: Where batches run; None for threads of this process.
     """
 
-    recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
+    error_precision: float | None = 0.02
     weight: Granularity | None = None
     planned: Mapping[str, str] | None = None
     scales: Mapping[str, Mapping[str, float]] | None = None
-    only: frozenset[str] | None = field(default=None)
+    only: frozenset[str] | None = None
     synthetic: bool = False
-    batch_size: int = 512
-    rows: int | None = None
-    range_rows: int | None = None
-    error_precision: float | None = 0.02
     sensitivity_rows: int | None = None
     open_verdicts: OpenVerdicts | None = None
     group: str | None = None
     draws: int = 4
-    seed: int = 0
     magnitudes: bool = False
     threads: int = 0
     executor: Executor | None = None
@@ -110,27 +97,21 @@ def calibrate(
     options: ProbeOptions | None = None,
     progress: Progress = silent,
 ) -> Profile:
-    """Measure every site on real rows.
+    """Measure every site on the rows of the calibration split.
 
-    Args:
-        model: The model; its path must be readable from here.
-        outputs: Judged outputs.
-        data: The calibration split.
-        scratch: Directory for instrumented models, on the file system of the model.
-        options: How to run.
-        progress: Called as rows are done.
+    Instrumented models are written to `scratch`, on the file system of the model.
 
     Raises:
         CalibrationError: An activation or an output is not finite, or a loss is 0.
         ConfigError: An option is out of range.
     """
     options = options or ProbeOptions()
-    # What the last pass would refuse is refused before the first.
+    # Fail before the first pass, not at the last.
     draw_factors(options.draws)
     sites = tuple(s for s in model.sites if options.only is None or s.name in options.only)
     executor = options.executor or LocalExecutor(options.threads)
     clock = _Clock()
-    probe = Probe(model, sites, data, _pass_options(options), executor, progress)
+    probe = Probe(model, sites, data, options, executor, progress)
     with clock.times("ranges"):
         ranges = probe.ranges(scratch)
     tensors: dict[str, TensorRange] = {}
@@ -177,9 +158,18 @@ def calibrate(
 
     ask = options.open_verdicts
     sensitivity = SensitivityPass(
-        Subject(model.path, switches, scales, outputs),
+        SwitchedModel(model.path, switches, scales, outputs),
         data,
-        _sensitivity_options(options, probe.rows),
+        SensitivityOptions(
+            rows=probe.rows,
+            most=min(
+                probe.rows if options.sensitivity_rows is None else options.sensitivity_rows, probe.rows
+            ),
+            batch_size=options.batch_size,
+            group=options.group,
+            draws=options.draws,
+            seed=options.seed,
+        ),
         executor,
         progress,
     )
@@ -187,7 +177,7 @@ def calibrate(
         drawn = sensitivity.draws(scratch)
     with clock.times("sensitivity"):
         measured = sensitivity.measure(
-            scratch, drawn, None if ask is None else lambda found: ask(profile_of(found))
+            scratch, drawn, None if ask is None else lambda interim: ask(profile_of(interim))
         )
     return profile_of(measured)
 
@@ -205,34 +195,8 @@ class _Clock:
         self.seconds = {**self.seconds, name: ExactSum.of((time.perf_counter() - began,))}
 
 
-def _pass_options(options: ProbeOptions) -> PassOptions:
-    return PassOptions(
-        batch_size=options.batch_size,
-        rows=options.rows,
-        range_rows=options.range_rows,
-        recipes=options.recipes,
-        error_precision=options.error_precision,
-        seed=options.seed,
-    )
-
-
-def _sensitivity_options(options: ProbeOptions, rows: int) -> SensitivityOptions:
-    return SensitivityOptions(
-        rows=rows,
-        most=rows if options.sensitivity_rows is None else min(options.sensitivity_rows, rows),
-        batch_size=options.batch_size,
-        group=options.group,
-        draws=options.draws,
-        seed=options.seed,
-    )
-
-
 def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorStats]) -> Recipe:
-    """The recipe that a plan will use at the site: the one with the smallest error among those allowed.
-
-    Raises:
-        InternalError: The one that was asked for is not among those that are measured.
-    """
+    """Return the recipe that a plan will use at the site: the allowed one with the smallest error."""
     applicable = recipes_for(site, options.recipes)
     if options.planned is not None and site.kind is not SiteKind.NORM:
         wanted, known = options.planned.get(site.name), {recipe.id: recipe for recipe in applicable}

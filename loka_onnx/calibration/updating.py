@@ -1,9 +1,8 @@
-"""A profile with further rows: measured alone, under the profile's own scales, and merged exactly.
+"""Add rows to a profile: measure them alone under the profile's own scales and merge exactly.
 
-The scales stay what they are, because what was measured under others does not add up. So where new rows reach
-beyond the old range, the profile's range grows, and its scales do not: what is beyond them saturates, is
-counted as saturated, and is part of the measured error. That is what the quantized model does to such rows.
-When it costs too much, calibrate again on all rows, which gives new scales.
+Errors measured under different scales do not add up, so scales stay. New rows beyond the old range widen the
+profile's range; they saturate, are counted as saturated and are part of the measured error, as in the
+quantized model. Where that costs too much, calibrate again on all rows for new scales.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.instruments.arithmetic import NORM_PRECISION
+from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
@@ -25,13 +24,8 @@ _AGAIN = "calibrate again on all rows"
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Subject of a profile.
-
-    Attributes:
-        model: The model.
-        outputs: Judged outputs.
-    """
+class ProfiledModel:
+    """A model and its judged outputs, as a profile was measured on them."""
 
     model: ModelArtifact
     outputs: tuple[OutputSpec, ...]
@@ -39,27 +33,18 @@ class Subject:
 
 def update(
     profile: Profile,
-    subject: Subject,
+    subject: ProfiledModel,
     data: Dataset,
     scratch: Path,
     options: ProbeOptions,
     progress: Progress = silent,
 ) -> Profile:
-    """Add rows to a profile.
+    """Measure further rows and merge them into a profile.
 
-    Rows that belong together (`ProbeOptions.group`) are taken to be in one of both sets.
-
-    Args:
-        profile: What is known so far.
-        subject: What it was measured on.
-        data: Rows that are not in it.
-        scratch: Directory for instrumented models, on the file system of the model.
-        options: How to run. Recipes, scales, sites and the size of a batch are those of the profile.
-        progress: Called as rows are done.
-
-    Raises:
-        CalibrationError: The rows are in the profile already, the profile is of another model, of other
-            outputs or of recipes that the options lack, or a value is not finite.
+    Groups of rows (`ProbeOptions.group`) must not be split between both sets. Of `options`, recipes, scales,
+    sites and batch size are replaced by the profile's. Raises CalibrationError if the rows are already in the
+    profile; the profile is of another model, of other outputs or of recipes that the options lack; or a value
+    is not finite.
     """
     _check(profile, subject, data)
     changed = _options(profile, options)
@@ -76,7 +61,7 @@ def _options(profile: Profile, options: ProbeOptions) -> ProbeOptions:
             evidence=f"it was measured in {_listed(measured)}, and {_listed(missing)} is not asked for",
             remedy=f"set `plan.format` and `plan.scale` back, or {_AGAIN}",
         )
-    # A profile without activations has no batches that would have to be alike.
+    # A profile without activations does not constrain the batch size.
     sizes = [s.spread.rows for entry in profile.sites for s in entry.operands.values() if s.spread.batches]
     return replace(
         options,
@@ -89,7 +74,7 @@ def _options(profile: Profile, options: ProbeOptions) -> ProbeOptions:
     )
 
 
-def _check(profile: Profile, subject: Subject, data: Dataset) -> None:
+def _check(profile: Profile, subject: ProfiledModel, data: Dataset) -> None:
     if profile.model_digest != subject.model.digest:
         raise CalibrationError(
             "the profile is of another model",

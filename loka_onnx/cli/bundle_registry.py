@@ -1,4 +1,4 @@
-"""`loka-onnx bundle push`, `pull`, `list`, `resolve`, `promote`, `log-mlflow`: bundles in registries."""
+"""`loka-onnx bundle push`, `pull`, `list`, `resolve`, `promote`: bundles in registries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from loka_onnx.bundle.mlflow_log import log_to_mlflow
 from loka_onnx.bundle.registry import (
     NamedBundle,
     PullResult,
@@ -116,21 +115,6 @@ def promote_bundle(
     _say(terminal_of(context), f"{moved} is now sha256:{digest}")
 
 
-def log_mlflow(
-    context: typer.Context,
-    bundle: Bundle,
-    experiment: Annotated[str, typer.Option(help="Experiment; made when absent.")],
-    tracking_uri: Annotated[
-        str | None, typer.Option(help="MLflow's server; as MLFLOW_TRACKING_URI says by default.")
-    ] = None,
-    run_name: Annotated[str | None, typer.Option(help="Name of the run; of the digest by default.")] = None,
-) -> None:
-    """Log what a bundle says of itself to MLflow: parameters, metrics, the manifest and the report."""
-    run = log_to_mlflow(bundle, experiment, tracking_uri=tracking_uri, run_name=run_name)
-    what = f"logged, {run.metrics} metrics" if run.is_new else "was logged before"
-    _say(terminal_of(context), f"{shown(bundle)}: {what}; run {run.run_id} of experiment '{experiment}'")
-
-
 def add_registry_verbs(bundle: typer.Typer) -> None:
     """Adds the verbs of this file to `loka-onnx bundle`."""
     bundle.command()(push)
@@ -138,7 +122,6 @@ def add_registry_verbs(bundle: typer.Typer) -> None:
     bundle.command(name="list")(list_bundles)
     bundle.command(name="resolve")(resolve_name)
     bundle.command(name="promote")(promote_bundle)
-    bundle.command(name="log-mlflow")(log_mlflow)
 
 
 def _named(place: str, name: str | None) -> str:

@@ -9,8 +9,8 @@ import typer
 from rich.text import Text
 
 from loka_onnx.cli.terminal import terminal_of
-from loka_onnx.serving.bodies import Limits
-from loka_onnx.serving.server import Ready, ServeOptions
+from loka_onnx.serving.app import Limits
+from loka_onnx.serving.server import ServeOptions
 from loka_onnx.serving.server import serve as run_server
 
 _MIB = 1 << 20
@@ -54,9 +54,7 @@ def serve(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         access_log=access_log,
     )
 
-    def announce(server: Ready) -> None:
-        terminal.out.print(
-            Text(f"ready: {server.url} (engine {server.engine}; Ctrl-C ends it)"), soft_wrap=True
-        )
+    def announce(url: str, engine: str) -> None:
+        terminal.out.print(Text(f"ready: {url} (engine {engine}; Ctrl-C ends it)"), soft_wrap=True)
 
     run_server(bundle, options, announce)

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 
 from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.backends import backend_names
+from loka_onnx.core.distributions import versions_of
 from loka_onnx.engines.base import Availability
 from loka_onnx.engines.inductor.operator_packages import PACKAGES, OperatorPackage, find_packages
 from loka_onnx.engines.isolation import run_child
@@ -30,6 +32,7 @@ from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.pipeline.sample import generated_rows
 from loka_onnx.pipeline.splits import bind_columns
+from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -119,44 +122,10 @@ class Diagnosis:
 
 
 _PACKAGES = (
-    # Name, distributions that provide it, module to import ("" when it is only read as data), use, remedy.
-    (
-        "onnxruntime",
-        ("onnxruntime", "onnxruntime-gpu", "onnxruntime-migraphx"),
-        "onnxruntime",
-        "calibration, evaluation, every run",
-        "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
-    ),
-    (
-        "torch",
-        ("torch",),
-        "torch",
-        "models given as PyTorch, engines of inductor, the demo",
-        "pip install 'loka-onnx[export]' (or [inductor])",
-    ),
-    ("onnxscript", ("onnxscript",), "onnxscript", "export from PyTorch", "pip install 'loka-onnx[export]'"),
-    (
-        "safetensors",
-        ("safetensors",),
-        "safetensors",
-        ".safetensors checkpoints",
-        "pip install 'loka-onnx[export]'",
-    ),
-    (
-        "tensorrt_rtx",
-        ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
-        "tensorrt_rtx",
-        "engines for RTX GPUs",
-        "pip install 'loka-onnx[tensorrt-rtx]' (Linux x86-64 and Windows)",
-    ),
-    (
-        "tensorrt",
-        ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
-        "tensorrt",
-        "engines for NVIDIA data-centre GPUs",
-        "pip install 'loka-onnx[tensorrt]'",
-    ),
-    ("recbole", ("recbole",), "", "the demo's data (only read)", "pip install --no-deps recbole==1.2.1"),
+    # Distribution, module to import ("" when it is only read as data), use, remedy.
+    ("onnxscript", "onnxscript", "export from PyTorch", "pip install 'loka-onnx[export]'"),
+    ("safetensors", "safetensors", ".safetensors checkpoints", "pip install 'loka-onnx[export]'"),
+    ("recbole", "", "the demo's data (only read)", "pip install --no-deps recbole==1.2.1"),
 )
 
 
@@ -169,7 +138,11 @@ def diagnose(model: Path | None = None) -> Diagnosis:
     return Diagnosis(
         machine=_machine(),
         backends={backend.name: backend.availability() for backend in all_backends()},
-        packages=(*(_package(*row) for row in _PACKAGES), *map(_operator_package, PACKAGES)),
+        packages=(
+            *_libraries(),
+            *(_package(*row) for row in _PACKAGES),
+            *map(_operator_package, PACKAGES),
+        ),
         model=None if model is None else describe_model(model),
     )
 
@@ -257,15 +230,31 @@ def _machine() -> Machine:
     )
 
 
-def _package(name: str, distributions: tuple[str, ...], module: str, use: str, remedy: str) -> Package:
-    version = next((v for d in distributions if (v := _version(d))), "")
-    if version and module:
+def _libraries() -> Iterator[Package]:
+    """The library of each backend that has one among packages, each once."""
+    specs = [get_spec(name) for name in backend_names()]
+    for spec in {spec.modules[0]: spec for spec in reversed(specs) if spec.use}.values():
+        versions = versions_of(spec.modules[:1])
+        yield _imported(spec.modules[0], next(iter(versions.values()), ""), spec.use, spec.install)
+
+
+def _package(distribution: str, module: str, use: str, remedy: str) -> Package:
+    version = _version(distribution)
+    return (
+        _imported(module, version, use, remedy)
+        if module
+        else Package(distribution, version, use, "" if version else remedy)
+    )
+
+
+def _imported(module: str, version: str, use: str, remedy: str) -> Package:
+    if version:
         try:
             importlib.import_module(module)
         except Exception as error:
             # A package whose native libraries do not fit this machine raises whatever its loader raises.
-            return Package(name, "", use, f"{version} is installed and does not import: {error}")
-    return Package(name, version, use, "" if version else remedy)
+            return Package(module, "", use, f"{version} is installed and does not import: {error}")
+    return Package(module, version, use, "" if version else remedy)
 
 
 def _operator_package(package: OperatorPackage) -> Package:

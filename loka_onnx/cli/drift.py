@@ -19,7 +19,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.drift import DriftReport, Relevance, SiteDrift, TensorDrift
 from loka_onnx.errors import ConfigError, DataError, DriftFound
 from loka_onnx.operations.drift.measure import DriftOptions
-from loka_onnx.operations.drift.opened_run import check_drift, open_run
+from loka_onnx.operations.drift.run import check_drift, open_run
 from loka_onnx.pipeline.directory import Outcome
 
 SHOWN = 12

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from loka_onnx.bundle.format.documents import printable
 from loka_onnx.cli.log_lines import JsonLog
-from loka_onnx.sessions.bundle_documents import printable
 
 
 @dataclass(frozen=True)

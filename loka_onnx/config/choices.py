@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
 
+from loka_onnx.core.backends import backend_names
 
-class Backend(StrEnum):
-    """An engine maker."""
-
-    ONNXRUNTIME = "onnxruntime"
-    ONNXRUNTIME_TENSORRT = "onnxruntime_tensorrt"
-    TENSORRT = "tensorrt"
-    TENSORRT_RTX = "tensorrt_rtx"
-    MIGRAPHX = "migraphx"
-    INDUCTOR = "inductor"
+if TYPE_CHECKING:
+    Backend = str
+else:
+    Backend = Literal[backend_names()]
+    """Name of a backend."""
 
 
 class PlanId(StrEnum):

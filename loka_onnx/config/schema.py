@@ -18,6 +18,7 @@ from loka_onnx.config.mod_sections import ModsConfig
 from loka_onnx.config.precision_sections import CalibrationConfig, PlanConfig
 from loka_onnx.config.serving_sections import RefineConfig, ServingConfig
 from loka_onnx.core.artifact import OutputSpec
+from loka_onnx.core.backends import backend_names
 
 
 class ModelConfig(Strict):
@@ -76,8 +77,7 @@ class TargetConfig(Strict):
     )
     backends: tuple[Backend, ...] = Field(
         min_length=1,
-        description="engine makers: onnxruntime, onnxruntime_tensorrt, tensorrt, tensorrt_rtx, migraphx, "
-        "inductor",
+        description=f"engine makers: {', '.join(backend_names())}",
     )
     architectures: tuple[Text, ...] = Field(
         (), description="architectures to compile for, as the backend names them; empty for the device's own"

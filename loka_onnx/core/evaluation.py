@@ -397,7 +397,7 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True)
-class Loser:
+class Rejection:
     """A candidate that was not chosen.
 
     Attributes:
@@ -457,7 +457,7 @@ class TargetChoice:
     plan: str
     reason: str
     basis: str
-    losers: tuple[Loser, ...]
+    losers: tuple[Rejection, ...]
     routes: tuple[Route, ...] = ()
     missed: tuple[str, ...] = ()
 

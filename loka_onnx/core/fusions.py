@@ -12,10 +12,9 @@ LayerNormalization, SkipSimplifiedLayerNormalization 0.5 to 2 times as long as A
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-_ACTIVATIONS = (
+ACTIVATIONS = (
     "Relu",
     "LeakyRelu",
     "Elu",
@@ -27,7 +26,7 @@ _ACTIVATIONS = (
     "Softplus",
     "Softmax",
 )
-_MOVEMENTS = (
+MOVEMENTS = (
     "Concat",
     "Expand",
     "Flatten",
@@ -41,7 +40,7 @@ _MOVEMENTS = (
     "Transpose",
     "Unsqueeze",
 )
-_ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Max", "Abs", "Neg", "Sqrt", "Exp", "Erf")
+ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Max", "Abs", "Neg", "Sqrt", "Exp", "Erf")
 
 
 @dataclass(frozen=True)
@@ -62,35 +61,4 @@ class Fusions:
     evidence: str = "not known"
 
 
-FUSIONS: Mapping[str, Fusions] = {
-    "tensorrt": Fusions(
-        frozenset({"Add", "Relu"}),
-        frozenset(),
-        frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}),
-        "NVIDIA's documentation of explicit quantization: Q is computed with a sum, or the activation of a "
-        "product, in front of it, and DQ moves forward through what moves values; not read from engines",
-    ),
-    "tensorrt_rtx": Fusions(
-        frozenset({*_ACTIVATIONS, *_ARITHMETIC, "LayerNormalization", "RMSNormalization"}),
-        frozenset({"LayerNormalization", "RMSNormalization"}),
-        frozenset(_MOVEMENTS),
-        "read from compiled graphs of TensorRT for RTX 1.7.1 for sm89 (tests/contract/test_fusions.py)",
-    ),
-    "onnxruntime": Fusions(evidence="its CPU and CUDA providers run each Q and DQ alone: FP8 is simulated"),
-    "onnxruntime_tensorrt": Fusions(evidence="declines FP8: what engages it cannot be read back"),
-    "inductor": Fusions(
-        frozenset({*_ACTIVATIONS, *_ARITHMETIC, "LayerNormalization", "RMSNormalization"}),
-        frozenset({"LayerNormalization", "RMSNormalization"}),
-        frozenset(_MOVEMENTS),
-        "read from code that Inductor of PyTorch 2.13 generates (tests/contract/test_inductor.py)",
-    ),
-    "migraphx": Fusions(
-        evidence="its kernels on GPUs were never seen, and it drops Q/DQ that are around no product"
-    ),
-}
-"""By name of backend."""
-
-
-def fusions_of(backend: str) -> Fusions:
-    """What a backend fuses; nothing where it is not known."""
-    return FUSIONS.get(backend, Fusions())
+NOTHING_KNOWN = Fusions()

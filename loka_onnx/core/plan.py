@@ -124,7 +124,7 @@ class PrecisionPlan:
         predicted_us: Time of its products and of their quantize steps, by device and batch size (as text),
             microseconds, predicted from kernel times; a device without them is left out. Products that no
             time is known of are in no plan's time: it is the difference between two plans that counts
-            (`planning.site_speed.expected_us`).
+            (`planning.expected_latency.expected_us`).
         breaks_up: By device, of the sites in FP8 that the engine maker computes inside of a larger kernel
             where they are not, that kernel. Its parts are not timed: `predicted_us` may be held against that
             of a plan with the same ones only.

@@ -92,7 +92,7 @@ class Site:
         return self.kind is SiteKind.LINEAR and min(self.k, self.n) >= LEAST_FP8
 
 
-def loud_parts(sites: Iterable[Site]) -> dict[str, str]:
+def high_error_parts(sites: Iterable[Site]) -> dict[str, str]:
     """Sites whose loudest channels are a product of their own, each with the name of that product."""
     names = {site.name for site in sites}
     return {name: f"{name}{LOUD}" for name in sorted(names) if f"{name}{LOUD}" in names}

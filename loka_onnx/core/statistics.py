@@ -74,7 +74,7 @@ class RangeStats:
         maximum: Largest value.
         total: Sum of the values.
         total_squares: Sum of their squares.
-        histogram: Magnitudes. Of an activation, a sample of the rows (`calibration.instruments.sampling`):
+        histogram: Magnitudes. Of an activation, a sample of the rows (`calibration.observers.sampling`):
             it says shares and quantiles, the range itself is `amax`.
         channel_amax: Largest magnitude at each index of the last axis, over the rows of the histogram; empty
             where it is unknown (a scalar, a layout of another tensor, an axis that is not fixed).

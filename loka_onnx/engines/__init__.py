@@ -1,1 +1,1 @@
-"""Engine makers, one backend each, behind one interface; every build runs in an isolated child process."""
+"""Engine makers, one backend each, behind one interface; every build runs in a child process."""

@@ -1,7 +1,7 @@
-"""What every engine maker shares: checking, isolation, timing, cleaning up.
+"""Base of all backends: checks, isolation, timing and clean-up of builds.
 
-A concrete `Backend` says what it can do (`availability`, `devices`, `decline`, `base_precision`) and fills
-four hooks that run in the child process (`compile`, `read_precision`, `why_not_run`, `load`). It never sees
+A concrete `Backend` says what it can do (`spec`, `availability`, `decline`, `base_precision`) and fills
+three hooks that run in the child process (`compile`, `read_precision`, `load`). It never sees
 limits, staging directories or half-written output.
 """
 
@@ -35,6 +35,7 @@ from loka_onnx.engines.request import (
     BuildResponse,
 )
 from loka_onnx.errors import ConfigError, EngineError, ModelError, UserError
+from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.runner import Runner
 
 
@@ -48,8 +49,8 @@ class Availability:
         can_build: It can build engines here.
         can_run: It can run engines here, for at least one of its architectures.
         devices: Devices of this machine that it can run on.
-        reason: Why it cannot build or run; empty when it can do both.
-        remedy: What would change that.
+        reason: Reason why it cannot build or run; empty when it can do both.
+        remedy: Remedy for that.
     """
 
     installed: bool
@@ -64,101 +65,108 @@ class Availability:
 class Backend(ABC):
     """An engine maker."""
 
-    name: ClassVar[str]
-    """As run files name it."""
-    devices: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Architectures of each device that a run file can name."""
+    spec: ClassVar[BackendSpec]
+    """What it declares."""
     options: ClassVar[Mapping[str, range]] = {}
     """Settings that `BuildRequest.options` may hold, and their values."""
-    modules: ClassVar[tuple[str, ...]] = ()
-    """Modules whose libraries decide what it builds, by the names that are imported."""
     times_kernels: ClassVar[bool] = False
-    """Whether `compile` times kernels on the device: then it has the device for itself."""
+    """Whether `compile` times kernels on the device, for which it gets the device alone."""
+
+    @property
+    def name(self) -> str:
+        """As run files name it."""
+        return self.spec.name
+
+    @property
+    def devices(self) -> Mapping[str, tuple[str, ...]]:
+        """Architectures of each device that a run file can name."""
+        return self.spec.devices
 
     @abstractmethod
     def availability(self) -> Availability:
-        """What this backend can do on this machine; never raises."""
+        """Abilities of this backend on this machine; never raises."""
 
     @abstractmethod
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """Why this backend cannot honour a plan on an architecture; None when it can."""
+        """Reason why no machine can honour a plan on an architecture with this backend; None when one can."""
 
     @abstractmethod
     def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """Precision of everything that is not FP8 in the graph that is handed to `build`."""
+        """Precision of everything that is not FP8 in the graph for `build`."""
 
     @abstractmethod
     def portability(self, architecture: str) -> str:
-        """Where an engine for an architecture may be loaded, for the manifest."""
+        """Hosts that can load an engine for an architecture, for the manifest."""
 
     @abstractmethod
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Hook, in the child process: build the engine below `into` and return its main file."""
+        """Hook in the child process: build the engine below `into` and return its main file."""
 
     @abstractmethod
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Hook, in the child process: what the engine runs each planned site in, read from the engine."""
-
-    @abstractmethod
-    def why_not_run(self, architecture: str) -> str:
-        """Hook: why an engine for an architecture cannot run on this machine; empty when it can."""
+        """Hook in the child process: precision of each planned site, read from the engine."""
 
     @abstractmethod
     def load(self, engine: Path, architecture: str) -> Runner:
         """Hook: load an engine of this backend that can run here."""
 
-    def versions(self) -> dict[str, str]:
-        """Versions that decide what it builds, of the distributions that its modules come from.
+    def why_not_run(self, architecture: str) -> str:
+        """Why an engine for an architecture cannot run on this machine; empty when it can."""
+        reason = self.spec.device_obstacle(architecture)
+        return f"{reason}; latency and accuracy not measured" if reason else ""
 
-        The version that its library tells stands under the backend's name, where no distribution has it.
+    def foreign_format(self, plan: PrecisionPlan) -> str | None:
+        """The first site of a plan in an FP8 format that this backend does not multiply, for `decline`."""
+        for decision in plan.decisions:
+            recipe = decision.recipe
+            if recipe is not None and recipe.format not in self.spec.formats:
+                known = ", ".join(self.spec.formats)
+                return f"site '{decision.site}' asks for {recipe.format}; {self.name} multiplies {known} only"
+        return None
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the distributions that determine the engine.
+
+        Without a distribution, the library's own version is listed under the backend's name.
         """
-        found, own = versions_of(self.modules), self.availability().version
+        found, own = versions_of(self.spec.modules), self.availability().version
         return {**found, self.name: own} if own and own not in found.values() else found
 
     def read_remarks(self, log: str) -> tuple[str, ...]:
-        """What the maker left out that it does elsewhere, from what the build printed; nothing by default.
-
-        Args:
-            log: Standard output and error of the child process.
+        """Optimizations that the maker declined, read from the child's output; none by default.
 
         Returns:
-            One sentence each, with the place and the reason.
+            One sentence each, with node and reason.
         """
         return ()
 
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
-        """Linear sites that this backend computes in the base precision inside of a larger kernel.
+        """Linear sites that this backend computes within a larger kernel in the base precision, with that
+        kernel.
 
-        FP8 there would break the kernel apart and cost more than it saves; plans for speed leave them out.
-
-        Args:
-            model: The model that plans are made for, in FP32.
-            base: Precision of everything that is not FP8.
-
-        Returns:
-            By name of the site, which kernel.
+        FP8 would split the kernel and cost more than it saves, so that plans for speed leave these sites out.
         """
         return {}
 
     def why_not_here(self, architecture: str) -> str:
-        """Why an engine for an architecture cannot be built on this machine, but may be on another.
+        """Reason why this machine cannot build for an architecture, although another may; empty when it can.
 
-        Empty when it can be built here. A backend that needs the device to build for it says so here, not in
-        `decline`, which is about what no machine can do.
+        A backend that needs the device for building reports its absence here; `decline` is for what no
+        machine can do.
         """
         availability = self.availability()
         return "" if availability.can_build else f"{availability.reason}; {availability.remedy}"
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
-        """Whether the FP8 of a plan is simulated there: accuracy counts, speed does not."""
+        """Tell whether FP8 is simulated there: accuracy is meaningful, latency is not."""
         return False
 
     def files(self, engine: Path) -> tuple[Path, ...]:
-        """Every file that an engine consists of, the main file first."""
+        """All files of an engine, the main file first."""
         return (engine,)
 
     def architectures(self, device: str) -> tuple[str, ...]:
-        """Architectures of a device as this backend names them, one engine each.
+        """Architectures of a device in this backend's names, one engine each.
 
         Raises:
             ConfigError: The backend does not know the device.
@@ -175,15 +183,15 @@ class Backend(ABC):
     def build(self, request: BuildRequest) -> EngineArtifact:
         """Build one engine in a child process, run its first batches there, and publish it.
 
-        `request.output` appears as a whole or not at all; the log of the child is beside it, with the
-        suffix ``.log``.
+        `request.output` appears as a whole or not at all; the child's log is beside it, with the suffix
+        ``.log``.
 
         Returns:
             READY, BUILT_NOT_RUN or DECLINED with the reason, or FAILED with the evidence.
 
         Raises:
             ModelError: The model or the sample is missing.
-            ConfigError: An unknown option or a value outside its range, or an architecture of no device.
+            ConfigError: An option is unknown or out of range, or no device has the architecture.
             OutputError: The output cannot be written.
         """
         started = time.monotonic()
@@ -213,7 +221,7 @@ class Backend(ABC):
     def failure(
         self, plan: PrecisionPlan, target: str, architecture: str, detail: str, seconds: float = 0.0
     ) -> EngineArtifact:
-        """A candidate that should have been built and was not, with the evidence."""
+        """Artifact of a failed build, with the evidence."""
         return EngineArtifact(
             backend=self.name,
             plan=plan.id,
@@ -231,19 +239,14 @@ class Backend(ABC):
         )
 
     def refusal(self, plan: PrecisionPlan, target: str, architecture: str, reason: str) -> EngineArtifact:
-        """A candidate that is not built because the backend cannot honour the plan."""
+        """Artifact of a plan that the backend cannot honour."""
         return replace(self.failure(plan, target, architecture, reason), status=BuildStatus.DECLINED)
 
     def open(self, artifact: EngineArtifact, path: Path) -> Runner:
         """Load a built engine.
 
-        Args:
-            artifact: What `build` returned.
-            path: Its engine file.
-
         Raises:
-            EngineError: Nothing was built, the file is not the one that was built, or the engine cannot
-                run on this machine.
+            EngineError: Nothing was built, the file was altered, or the engine cannot run on this machine.
         """
         where = f"engine '{artifact.id}'"
         if artifact.backend != self.name or not artifact.is_built:
@@ -279,11 +282,7 @@ class Backend(ABC):
         self.check_options(request.options, f"options for target '{request.target}'")
 
     def check_options(self, options: Mapping[str, int], where: str = "") -> None:
-        """Whether settings are of this backend, and in range.
-
-        Args:
-            options: The settings.
-            where: Where they were given, for the message.
+        """Check that options are known and in range; `where` names their source in messages.
 
         Raises:
             ConfigError: One is not.
@@ -317,8 +316,8 @@ class Backend(ABC):
     def _build_isolated(
         self, request: BuildRequest, staging: Path, log: Path
     ) -> tuple[BuildResponse | None, str]:
-        """The child's response, or None and what became of it."""
-        # The first use of a document type compiles its schema, in code that turns an interrupt into an error.
+        """Return the child's response, or None and the reason."""
+        # The first use of a document type compiles its schema, which would turn an interrupt into an error.
         with interrupts_held():
             serde.write(request, staging / REQUEST)
         arguments = [_locate(self), str(staging)]
@@ -346,7 +345,7 @@ class Backend(ABC):
         try:
             return self.read_remarks(log.read_text(encoding="utf-8", errors="replace"))
         except OSError:
-            # The engine stands; somebody has removed its log.
+            # The engine is valid; someone has removed its log.
             return ()
 
     def _publish(self, request: BuildRequest, response: BuildResponse, staging: Path) -> EngineArtifact:
@@ -374,10 +373,10 @@ class Backend(ABC):
 
 
 def _digest(files: tuple[Path, ...]) -> str:
-    """SHA-256 of the one engine file; over all of them when the weights are beside it."""
+    """SHA-256 of the only engine file, or over all of them."""
     return digest_file(files[0]) if len(files) == 1 else digest_files(files)
 
 
 def _locate(backend: Backend) -> str:
-    """The import path of a backend's class, as the child process takes it."""
+    """Import path of a backend's class, for the child process."""
     return f"{type(backend).__module__}:{type(backend).__qualname__}"

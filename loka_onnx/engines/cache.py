@@ -1,11 +1,11 @@
-"""Built engines by what they were built from.
+"""Cache of built engines, by everything that they were built from.
 
 An entry is ``<two digits>/<key>/`` below the cache's directory: ``entry.json`` and ``engine/``. The key is
-the digest of everything that a build depends on (`cache_key`). An entry appears by a rename, as a whole; one
-that is removed is renamed away first. So processes need no lock between them: who reads an entry while
-another removes it finds a file missing, or a digest that is not the one in ``entry.json``, and builds.
+the digest of everything that a build depends on (`cache_key`). An entry appears as a whole, by a rename, and
+is renamed away before removal. Processes therefore need no lock: a reader whose entry is removed finds a
+missing file or a digest other than in ``entry.json``, and builds.
 
-Engines are copied in and out, never linked: a file in a run directory is the user's to alter.
+Engines are copied in and out, never linked, because users may alter files in a run directory.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from loka_onnx.sessions.host_devices import device_of_architecture
 
 ENTRY = "entry.json"
 NEW, OLD = ".new-", ".old-"
-"""Prefixes of directories that are not entries yet, or any more."""
+"""Prefixes of directories before and after they are entries."""
 STALE_SECONDS = 86_400.0
-"""Age at which such a directory of another machine is taken for left behind."""
+"""Age at which such a directory of another machine counts as abandoned."""
 
 _ELSEWHERE = {"model", "sample", "output", "relative_to", "limits", "target", "plan"}
-"""Fields of a request that are no part of the key, or not as they are."""
+"""Fields of a request that are not in the key, or in another form."""
 _CODE = ("engines", "sessions", "graph")
-"""Packages of this one whose code decides what is built and what is read from it."""
+"""Packages of this project whose code determines an engine and its reading."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,9 @@ class CachedEngine:
     """One entry.
 
     Attributes:
-        key: Digest of what it was built from.
-        artifact: What its build returned; the path is relative to the engine's directory.
+        artifact: Result of its build; the path is relative to the engine's directory.
         files: SHA-256 of every file of the engine, by path relative to the same.
-        built: When it was built, ISO 8601 in UTC.
+        built: Time of its build, ISO 8601 in UTC.
     """
 
     SCHEMA: ClassVar[str] = "cached-engine/1"
@@ -75,13 +74,12 @@ class CachedEngine:
 
 
 def cache_key(backend: Backend, request: BuildRequest) -> str:
-    """Digest of everything that decides what a build makes and what is known of it afterwards.
+    """Digest of everything that determines an engine and its measured properties.
 
-    These are the model with its weights, what the plan assigns (not the prose of its reasons), the sites, the
-    sample, the architecture, batch sizes and options, the backend with the version of its library, the code
-    of this package that takes part, the instructions of the processor, and the device here that kernels are
-    timed on and the engine is run on, by its full name: another of the same architecture may be faster with
-    other kernels.
+    Includes the model with its weights, the plan without its prose, the sites, the sample, the architecture,
+    batch sizes and options, the backend with its library's version, this package's code for builds, the
+    processor's instructions, and the full name of the device here that times kernels and runs the engine:
+    another device of the same architecture may need other kernels.
 
     Raises:
         ModelError: The model cannot be read.
@@ -97,34 +95,34 @@ def cache_key(backend: Backend, request: BuildRequest) -> str:
             "backend": [backend.name, availability.version],
             "code": _code_digest(inspect.getsourcefile(type(backend)) or ""),
             "package": version("loka-onnx"),
-            # Compilers write code for the processor that they run on; a cache may be shared by hosts.
+            # Compilers target the processor that they run on, and hosts may share a cache.
             "processor": _processor(),
             "device": device_of_architecture(request.architecture),
-            # What an engine that was run here is known to do is not known of it where it cannot be.
+            # Measured properties of an engine are unknown where it cannot run.
             "runs": not backend.why_not_run(request.architecture),
         }
     )
 
 
 class EngineCache:
-    """Engines that were built before, up to a size.
+    """Cache of engines, limited in size.
 
     Args:
-        directory: Where entries are; made when it is first written to.
-        limit_bytes: Size beyond which the entries that were not used for longest are removed; 0 keeps none.
+        directory: Directory of the entries; made on the first write.
+        limit_bytes: Size beyond which the least recently used entries are removed; 0 keeps none.
     """
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory, self.limit_bytes = directory, limit_bytes
 
     def build(self, backend: Backend, request: BuildRequest) -> EngineArtifact:
-        """An engine that was built from the same before, or else what `Backend.build` makes, which is kept.
+        """Return a cached engine of the same inputs, or build one by `Backend.build` and cache it.
 
-        The artifact's detail says so where it was taken from here; its build seconds are those of its build.
-        A cache that cannot be read or written costs time and no engine: the detail tells it, with what to do.
+        The detail of a cached engine says so; its build seconds are those of its build. If the cache cannot
+        be read or written, the engine is built and the detail says why, with the remedy.
 
         Raises:
-            UserError: As `Backend.build`.
+            UserError: See `Backend.build`.
         """
         if self.limit_bytes <= 0 or not request.model.is_file() or not request.sample.is_file():
             return backend.build(request)
@@ -150,7 +148,7 @@ class EngineCache:
         )
 
     def entries(self) -> list[Path]:
-        """Directories of the entries, the one that was not used for longest first."""
+        """Directories of the entries, the least recently used first."""
         found = []
         for place in self.directory.glob(f"[0-9a-f][0-9a-f]/*/{ENTRY}"):
             with suppress(OSError):
@@ -161,15 +159,10 @@ class EngineCache:
         return self.directory / key[:2] / key
 
     def _take(self, key: str, request: BuildRequest) -> EngineArtifact | None:
-        """The engine of a key in the place that was asked for; None where there is none that is whole.
-
-        Raises:
-            OutputError: The place cannot be written.
-            _Unreadable: The cache cannot be read.
-        """
+        """Copy the engine of a key to the requested output; None where there is no complete one."""
         entry = self._entry(key)
         try:
-            # `Path.is_file` takes a directory that may not be searched for an error.
+            # In a directory without search permission, `is_file` raises an error.
             if not (entry / ENTRY).is_file():
                 return None
         except OSError as error:
@@ -203,12 +196,7 @@ class EngineCache:
         )
 
     def _copy_out(self, entry: Path, key: str, into: Path) -> CachedEngine | None:
-        """Copy an entry's files; None where one is missing, too many or altered.
-
-        Raises:
-            OutputError: The place cannot be written.
-            _Unreadable: The entry cannot be read.
-        """
+        """Copy an entry's files; None where one is missing, extra or altered."""
         try:
             cached = serde.loads(CachedEngine, (entry / ENTRY).read_text(encoding="utf-8"))
             if cached.key != key or set(cached.files) != _files_below(entry / ENGINE):
@@ -219,14 +207,14 @@ class EngineCache:
         except OutputError:
             raise
         except (UserError, UnicodeDecodeError, FileNotFoundError):
-            # Of another version, damaged, or removed by another process in this moment.
+            # Of another version, damaged, or just removed by another process.
             return None
         except OSError as error:
             raise _Unreadable(str(error)) from error
         return cached
 
     def _keep(self, key: str, built: EngineArtifact, request: BuildRequest) -> str:
-        """Copy an engine in; says what went wrong, which costs the entry only."""
+        """Copy an engine into the cache; return the error text if that fails."""
         size = sum((request.output / name).stat().st_size for name in _files_below(request.output))
         if size > self.limit_bytes:
             return ""
@@ -251,7 +239,7 @@ class EngineCache:
             new.chmod(0o755)
             entry = self._entry(key)
             entry.parent.mkdir(exist_ok=True)
-            # Another process may have built the same: its entry stays.
+            # Keep the entry of another process that built the same.
             if not entry.exists():
                 new.rename(entry)
             self._shrink()
@@ -277,12 +265,12 @@ class EngineCache:
         try:
             entry.rename(gone)
         except OSError:
-            # Another process was faster, or the cache may not be written.
+            # Another process removed it, or the cache is read-only.
             return
         shutil.rmtree(gone, ignore_errors=True)
 
     def _remove_stale(self) -> None:
-        """Remove what processes left that were killed while they copied or removed."""
+        """Remove directories of processes that were killed while they copied or removed."""
         for place in (*self.directory.glob(f"{NEW}*"), *self.directory.glob(f"{OLD}*")):
             host, _, rest = place.name.removeprefix(NEW).removeprefix(OLD).rpartition("@")
             owner = rest.partition("-")[0]
@@ -294,7 +282,7 @@ class EngineCache:
 
 
 class _Unreadable(Exception):
-    """The cache cannot be read; says why."""
+    """The cache cannot be read; the message says why."""
 
 
 @contextmanager
@@ -310,7 +298,7 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 def _copy(source: Path, target: Path, digest: str) -> bool:
-    """Copy one file; whether it is the one with this digest.
+    """Copy one file; return whether its digest matches.
 
     Raises:
         OutputError: The target cannot be written.
@@ -333,7 +321,7 @@ def _copy(source: Path, target: Path, digest: str) -> bool:
 
 
 def _assigned(plan: PrecisionPlan) -> Mapping[str, Any]:
-    """What a plan assigns, without why, and without its name."""
+    """Assignments of a plan, without reasons and name."""
     plain: dict[str, Any] = serde.to_plain(plan)
     prose = {"verdict", "reason"}
     return {
@@ -345,7 +333,7 @@ def _assigned(plan: PrecisionPlan) -> Mapping[str, Any]:
 
 @functools.cache
 def _code_digest(source: str) -> str:
-    """Digest of the code that builds: the packages of this one that take part, and a backend's own file."""
+    """Digest of the code of builds: packages of this project, and the backend's own file."""
     root = Path(__file__).parents[1]
     files = [path for name in _CODE for path in sorted((root / name).rglob("*.py"))]
     return digest_files([*files, *([Path(source)] if source else [])])
@@ -353,7 +341,7 @@ def _code_digest(source: str) -> str:
 
 @functools.cache
 def _processor() -> list[str]:
-    """Kind of the processor, and on Linux the instructions that it has."""
+    """Machine type and, on Linux, instruction sets of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

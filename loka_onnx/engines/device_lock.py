@@ -1,10 +1,9 @@
-"""One process at a time on the accelerator of this machine.
+"""Exclusive use of this machine's accelerator.
 
-Builds run side by side, but compilers that time kernels, first inferences and measured latencies must not:
-each would disturb the others. The lock is an flock on a file of this user, so that it also holds between
-runs, and it ends with its process, however that ends. It is one lock for all accelerators of a machine:
-backends name the same device differently (``sm90``, ``cuda``), and every engine is loaded on the first that
-fits.
+Builds run in parallel, but timing of kernels, first inferences and latency measurements would disturb each
+other. The lock is an flock on a file of this user: it also holds between runs, and ends with its process. One
+lock covers all accelerators of a machine, because backends name the same device differently (``sm90``,
+``cuda``) and every engine is loaded on the first one that fits.
 """
 
 from __future__ import annotations
@@ -24,16 +23,13 @@ LOCK = "accelerator.lock"
 
 @contextlib.contextmanager
 def device_alone(architecture: str, waiting: Path | None = None) -> Iterator[None]:
-    """Hold the accelerator for the block; nothing is held for the CPU, which has room for several.
-
-    A block inside a block of the same process waits forever: hold it once.
+    """Hold the accelerator for a block; the CPU needs no lock. Nested blocks in one process deadlock.
 
     Args:
-        architecture: Architecture of the engine, as its backend names it.
-        waiting: A file that is there while this process waits.
+        waiting: File that exists while this process waits.
 
     Raises:
-        EngineError: The place of the lock belongs to another user, or cannot be written.
+        EngineError: The lock's directory belongs to another user, or cannot be written.
     """
     if architecture == CPU:
         yield
@@ -43,7 +39,7 @@ def device_alone(architecture: str, waiting: Path | None = None) -> Iterator[Non
         _lock(descriptor, waiting)
         yield
     finally:
-        # Closing is not enough: a forked child may have the file open still.
+        # Closing is not enough: a forked child may still have the file open.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 

@@ -1,9 +1,8 @@
-"""A child process that cannot take the parent with it.
+"""Child processes that cannot crash the parent.
 
-The child runs in a process group of its own, writes to a log file, and is watched by the parent for wall
-time and resident memory. An address-space limit (`RLIMIT_AS`) would be simpler, but CUDA reserves far more
-address space than it uses, and a build would fail under any limit that is worth setting. Whatever happens to
-the child comes back as a value.
+The child has its own process group, writes to a log file, and the parent watches its wall time and resident
+memory. An address-space limit (`RLIMIT_AS`) does not work, because CUDA reserves far more address space than
+it uses. Every outcome of the child is returned as a value.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ class ChildOutcome:
     """Outcome of a child process.
 
     Attributes:
-        ending: How it ended.
         code: Exit code, or the number of the signal.
-        seconds: Wall time.
         peak_bytes: Largest resident memory seen, of the child and its descendants.
     """
 
@@ -56,7 +53,7 @@ class ChildOutcome:
     peak_bytes: int
 
     def describe(self, limits: Limits) -> str:
-        """One sentence on the ending, with its evidence and remedy where there is one."""
+        """Describe the ending in a sentence, with evidence and remedy."""
         used = f"after {self.seconds:.1f} s, peak memory {self.peak_bytes / MIB:.0f} MiB"
         if self.ending is Ending.TIMED_OUT:
             return f"ended at the time limit of {limits.seconds:g} s ({used}); raise `build.timeout_seconds`"
@@ -64,7 +61,7 @@ class ChildOutcome:
             limit = f"{limits.memory_bytes / MIB:.0f} MiB"
             return f"ended at the memory limit of {limit} ({used}); raise `build.memory_gb`"
         if self.ending is Ending.SIGNALLED:
-            # Only the kernel and operators send SIGKILL; a build that ends so most often ran out of memory.
+            # Only the kernel and operators send SIGKILL; usually memory ran out.
             cause = "; SIGKILL is what the kernel sends when memory runs out" if self.code == 9 else ""
             return f"died of {_signal_name(self.code)} ({used}){cause}"
         return f"exited with code {self.code} ({used})"
@@ -82,9 +79,9 @@ def _signal_name(number: int) -> str:
 def interrupts_held() -> Iterator[None]:
     """Hold SIGINT and SIGTERM back until the block ends.
 
-    For what must not be cut in two: an exception between the start of a process, or the making of a
-    directory, and the moment its name is known would leave it behind. A signal mask would not do, because
-    the threads of other libraries take the signal in the main thread's place.
+    An exception between the start of a process, or the creation of a directory, and the storing of its name
+    would leave it behind. A signal mask does not help, because threads of other libraries receive the signal
+    instead.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -104,18 +101,18 @@ def interrupts_held() -> Iterator[None]:
 
 
 class Cancelled(BaseException):
-    """A child was ended because those who wait for it were interrupted; as Ctrl-C, it is no error."""
+    """A child was ended because its waiters were interrupted; like Ctrl-C, no error."""
 
 
 _thread = threading.local()
-"""Of each thread, the event that ends its children."""
+"""Event of each thread that ends its children."""
 
 
 @contextlib.contextmanager
 def cancelled_by(event: threading.Event) -> Iterator[None]:
-    """End this thread's children, and raise `Cancelled`, once an event is set.
+    """End this thread's children and raise `Cancelled` once an event is set.
 
-    Signals reach the main thread only: whoever waits there for threads that build hands an interrupt on.
+    Signals reach only the main thread, which sets the event for its building threads.
     """
     earlier = getattr(_thread, "cancelled", None)
     _thread.cancelled = event
@@ -130,20 +127,17 @@ def run_child(
 ) -> ChildOutcome:
     """Run ``python -m module arguments`` in a clean interpreter, under limits.
 
-    Nothing of the child's process group is left when this returns, or when it is interrupted.
+    The child's whole process group has ended when this returns or is interrupted.
 
     Args:
-        module: Module to run.
-        arguments: Its arguments.
-        log: File that takes the child's output, standard error included.
-        limits: When to end it.
-        waiting: A file that the child holds in place while it waits for others (`device_lock`): that time is
-            not its own, and does not count against the limit.
+        log: File for the child's output, including standard error.
+        waiting: File that exists while the child waits for the device (`device_lock`); that time does not
+            count against the limit.
 
     Raises:
         Cancelled: The event of `cancelled_by` was set.
     """
-    # The child sees the modules that the parent sees, and nothing from its working directory (-P).
+    # The child imports what the parent can, and nothing from its working directory (-P).
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", module, *arguments]
     started = time.monotonic()
@@ -162,7 +156,7 @@ def run_child(
         ended, peak = _watch(process, limits, waiting)
     finally:
         if process is not None:
-            # While the leader is not yet reaped its number cannot be reused, so the group is certainly ours.
+            # Until the leader is reaped its number is not reused, so that the group is certainly ours.
             with interrupts_held():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -178,7 +172,7 @@ def run_child(
 def _watch(
     process: subprocess.Popen[bytes], limits: Limits, waiting: Path | None
 ) -> tuple[Ending | None, int]:
-    """Wait for the child, without reaping it; says which limit was hit, and the peak memory."""
+    """Wait for the child without reaping it; return the exceeded limit, if any, and the peak memory."""
     cancelled: threading.Event | None = getattr(_thread, "cancelled", None)
     peak, own_seconds, last = 0, 0.0, time.monotonic()
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -208,7 +202,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def tail(log: Path) -> str:
-    """The end of a log, for a failure's evidence."""
+    """Last lines of a log, as evidence of a failure."""
     try:
         with log.open("rb") as stream:
             stream.seek(0, os.SEEK_END)

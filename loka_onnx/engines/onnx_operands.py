@@ -1,6 +1,6 @@
-"""What a product of an ONNX graph multiplies: element types, Q/DQ pairs and FP8 weights, read from the graph.
+"""Operands of products in an ONNX graph: element types, Q/DQ pairs and FP8 weights.
 
-Used on graphs that an engine maker has optimized, so nothing is taken from what was planned.
+Read from graphs that an engine maker has optimized, independently of the plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOAT8_NAMES: dict[int, str] = {
     TensorProto.FLOAT8E5M2FNUZ: "float8e5m2fnuz",
 }
 LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
-"""Ops that move values without changing them; an optimizer may put one between a DQ and its product."""
+"""Operators that move values without changing them; an optimizer may put one between a DQ and its product."""
 PRODUCT_OPS = frozenset(
     {"MatMul", "Gemm", "FusedMatMul", "FusedGemm", "TransposeMatMul", "Conv", "FusedConv"}
 )
@@ -37,8 +37,8 @@ class Source:
 
     Attributes:
         element_type: Name of the type that reaches the product.
-        float8: Name of the FP8 type that the values were rounded to; empty when they were not.
-        constant: Name of the float initializer that holds them, when they were folded; else empty.
+        float8: Name of the FP8 type that they were rounded to; empty otherwise.
+        constant: Name of their float initializer if they were folded; else empty.
     """
 
     element_type: str
@@ -46,15 +46,13 @@ class Source:
     constant: str = ""
 
     def describe(self) -> str:
-        """For example ``float8e4m3fn dequantized to float``."""
+        """Return for example ``float8e4m3fn dequantized to float``."""
         return f"{self.float8} dequantized to {self.element_type}" if self.float8 else self.element_type
 
 
 class OperandReader:
-    """Reads the operands of products in one graph.
-
-    Args:
-        model: The ONNX file; external data is read only where a constant's values are asked for.
+    """Reads the operands of products in one ONNX file; external data is loaded only for requested
+    constants.
     """
 
     def __init__(self, model: Path) -> None:
@@ -72,23 +70,25 @@ class OperandReader:
         }
 
     def product(self, site: str) -> onnx.NodeProto | None:
-        """The node that computes a site: the one of its name, or what an optimizer fused it into."""
+        """Return the node of a site: the one of its name, or the one that an optimizer fused it into."""
         exact = self._nodes.get(site)
         if exact is not None:
             return exact
-        # ONNX Runtime names a fused node after the first one, a slash, and the fusion.
+        # ONNX Runtime names a fused node ``<first node>/<fusion>``.
         for name, node in self._nodes.items():
             if node.op_type in PRODUCT_OPS and name.startswith(f"{site}/") and "Fusion" in name[len(site) :]:
                 return node
         return None
 
     def operands(self, node: onnx.NodeProto) -> tuple[Source, ...]:
-        """The two factors of a product (the scale or bias of a Gemm is not one); one input of a norm."""
+        """Sources of the two factors of a product (without the scale or bias of a Gemm), or of a norm's
+        input.
+        """
         count = 2 if node.op_type in PRODUCT_OPS else 1
         return tuple(self._source(tensor) for tensor in node.input[:count])
 
     def float_types(self) -> frozenset[str]:
-        """Names of every floating-point type that a tensor of the graph has."""
+        """Names of all floating-point types of the graph's tensors."""
         floats: set[int] = {
             TensorProto.FLOAT,
             TensorProto.FLOAT16,
@@ -107,13 +107,13 @@ class OperandReader:
         """
         tensor = self._initializers[name]
         if uses_external_data(tensor):
-            # onnx's own reader refuses files with several hard links, which an engine's are.
+            # onnx's own reader refuses files with several hard links, as an engine has.
             tensor = TensorProto.FromString(tensor.SerializeToString())
             read_external(tensor, Path(self._folder))
         return numpy_helper.to_array(tensor)
 
     def dequantized_weight(self, site: str) -> npt.NDArray[np.float32] | None:
-        """The FP8 weight of a product times its scale; None when it has no FP8 initializer."""
+        """FP8 weight of a product times its scale; None when it has no FP8 initializer."""
         node = self._nodes.get(site)
         for tensor in node.input[:2] if node is not None else ():
             dequantize = self._behind_layout(tensor)
@@ -179,5 +179,5 @@ def _type_name(kind: int) -> str:
 
 
 def is_same_up_to_transpose(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
-    """Whether two matrices hold the same values, one possibly transposed (folding may transpose)."""
+    """Tell whether two matrices are equal up to a transposition, as folding may apply."""
     return bool(np.array_equal(left, right) or (left.ndim == 2 and np.array_equal(left.T, right)))

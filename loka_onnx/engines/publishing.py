@@ -1,4 +1,4 @@
-"""A directory that appears as a whole or not at all: it is made beside its place, then renamed."""
+"""Atomic publication of a directory: staged beside its destination, then renamed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from loka_onnx.errors import OutputError
 
 
 def make_staging(output: Path) -> Path:
-    """A directory beside the output to build in; those of processes that no longer exist are removed.
-
-    A process that was killed could not remove its own.
+    """Make a staging directory beside the output, and remove those of dead processes.
 
     Raises:
-        OutputError: The place cannot be written.
+        OutputError: The destination cannot be written.
     """
     prefix = f".{output.name}.building-"
     try:
@@ -37,10 +35,10 @@ def make_staging(output: Path) -> Path:
 
 
 def replace_directory(source: Path, target: Path, staging: Path) -> None:
-    """Move a finished directory into place; an earlier one is set aside first, into the staging directory.
+    """Move a finished directory into place; an earlier one is first moved into the staging directory.
 
     Raises:
-        OutputError: The place cannot be written.
+        OutputError: The destination cannot be written.
     """
     replaced = staging / "replaced"
     try:

@@ -1,49 +1,33 @@
-"""Backends by name."""
+"""Engine makers by name."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+from loka_onnx.core.backends import backend_names
 from loka_onnx.engines.base import Backend
-from loka_onnx.engines.inductor.backend import InductorBackend
-from loka_onnx.engines.migraphx.backend import MigraphxBackend
-from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
-from loka_onnx.engines.tensorrt.backend import TensorRtBackend
-from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
-from loka_onnx.errors import ConfigError
-
-BACKENDS: Mapping[str, Callable[[], Backend]] = {
-    OnnxRuntimeBackend.name: OnnxRuntimeBackend,
-    OnnxRuntimeTensorRtBackend.name: OnnxRuntimeTensorRtBackend,
-    TensorRtBackend.name: TensorRtBackend,
-    TensorRtRtxBackend.name: TensorRtRtxBackend,
-    MigraphxBackend.name: MigraphxBackend,
-    InductorBackend.name: InductorBackend,
-}
-
-
-def backend_names() -> tuple[str, ...]:
-    """Names of every backend, installed or not."""
-    return tuple(BACKENDS)
+from loka_onnx.sessions.backends import get_spec, resolve
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name.
+    """Return the backend of that name.
 
     Raises:
         ConfigError: There is none.
     """
-    if name in BACKENDS:
-        return BACKENDS[name]()
-    near = difflib.get_close_matches(name, BACKENDS, n=1)
-    raise ConfigError(
-        f"there is no backend '{name}'",
-        evidence=f"known backends: {', '.join(sorted(BACKENDS))}",
-        remedy=f"did you mean '{near[0]}'?" if near else "name one of these",
-    )
+    return maker_of(name)()
+
+
+def maker_of(name: str) -> Callable[[], Backend]:
+    """Return the class of a backend.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    found: Callable[[], Backend] = resolve(get_spec(name).maker)
+    return found
 
 
 def all_backends() -> tuple[Backend, ...]:
-    """Every backend, installed or not, in the order they compete."""
-    return tuple(make() for make in BACKENDS.values())
+    """Return every backend, installed or not, in the order in which they compete."""
+    return tuple(get_backend(name) for name in backend_names())

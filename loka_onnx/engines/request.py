@@ -1,4 +1,4 @@
-"""What is asked of an engine maker, what its child process answers, and where the two put it."""
+"""Request to and response from the child process of a build, and the names of their files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from loka_onnx.errors import ConfigError
 GIB = 1 << 30
 
 WORKER = "loka_onnx.engines.worker"
-"""Module that the child process of a build runs."""
+"""Module of the child process."""
 REQUEST, RESPONSE, PHASE, ENGINE = "request.json", "response.json", "phase", "engine"
 """Names in the directory that parent and child share."""
 WAITING = "waiting"
-"""Name of the file there that says that the child waits for the device."""
+"""File there while the child waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,11 @@ class BatchRange:
     """Rows per request that an engine accepts.
 
     Attributes:
-        minimum: Fewest rows.
         serve: Rows that the engine is tuned for.
-        maximum: Most rows.
-        sizes: Batch sizes that will be served, ascending: what CUDA graphs are captured for, or a program is
-            built for each; `serve` alone when empty.
+        sizes: Served batch sizes, ascending, each with its CUDA graph or program; `serve` alone when empty.
 
     Raises:
-        ConfigError: Not 1 ≤ minimum ≤ serve ≤ maximum, or a size out of order or out of these.
+        ConfigError: Not 1 ≤ minimum ≤ serve ≤ maximum, or a size out of order or range.
     """
 
     minimum: int
@@ -44,7 +41,7 @@ class BatchRange:
 
     def __post_init__(self) -> None:
         if not self.sizes:
-            # The one way to fill a field of a frozen type from another.
+            # A frozen type allows no other assignment.
             object.__setattr__(self, "sizes", (self.serve,))
         if not 1 <= self.minimum <= self.serve <= self.maximum:
             raise ConfigError(
@@ -66,11 +63,7 @@ class BatchRange:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a build, at which it is ended.
-
-    Attributes:
-        seconds: Wall time.
-        memory_bytes: Resident memory of the child process and everything it started.
+    """Limits at which a build is ended.
 
     Raises:
         ConfigError: A limit is not positive.
@@ -94,21 +87,15 @@ class BuildRequest:
     """One engine to build.
 
     Attributes:
-        model: ONNX file in the form that the backend takes: sites named, FP8 sites with Q/DQ, the rest in
+        model: ONNX file for the backend: named sites, Q/DQ at FP8 sites, the rest in
             `Backend.base_precision`; weights may be external data beside it.
-        plan: The precision assignment that the file was written for.
         sites: Sites of the model; each is the name of a node.
         target: Device as named in the run file.
-        architecture: One of `Backend.architectures` of it.
-        batch: Rows per request.
-        output: Directory for the engine; it appears only when the build has succeeded, and replaces an
-            earlier one as a whole.
-        sample: ``.npz`` with one array per graph input, rows on axis 0; the first batches of the engine
-            are run on it in the child process.
-        relative_to: Directory that `EngineArtifact.path` is relative to (the run directory); `output`
-            when None.
-        limits: What the build may take.
-        options: Settings of the backend, by `Backend.options`.
+        output: Directory for the engine; it appears only after a successful build, and replaces an earlier
+            one as a whole.
+        sample: ``.npz`` with one array per graph input, rows on axis 0, for the first batches in the child
+            process.
+        relative_to: Directory that `EngineArtifact.path` is relative to (the run directory); None: `output`.
     """
 
     SCHEMA: ClassVar[str] = "build-request/1"
@@ -128,7 +115,7 @@ class BuildRequest:
 
     @property
     def planned_sites(self) -> tuple[Site, ...]:
-        """Sites that the plan decides, in the order of the model."""
+        """Sites that the plan decides, in the model's order."""
         decided = {decision.site for decision in self.plan.decisions}
         return tuple(site for site in self.sites if site.name in decided)
 
@@ -138,13 +125,11 @@ class BuildResponse:
     """Answer of the child process of a build.
 
     Attributes:
-        engine: Engine file, relative to the directory it was built in.
-        files: Every file that the engine consists of, the engine first, relative to the same.
-        sites: What the engine runs each planned site in.
-        not_run: Why the engine was not run here; empty when it was.
-        build_seconds: Wall time of compiling.
-        version: Version of the library that built it.
-        error: What went wrong; empty on success. The other fields mean nothing then.
+        engine: Engine file, relative to its build directory.
+        files: All files of the engine, the engine first, relative to the same.
+        sites: Precision of each planned site, read from the engine.
+        not_run: Reason why the engine was not run here; empty when it was.
+        error: Reason of a failure, which makes the other fields meaningless; empty on success.
     """
 
     SCHEMA: ClassVar[str] = "build-response/1"

@@ -1,4 +1,4 @@
-"""The accelerator that kernels are timed on: its name, its clocks, and how torch calls it."""
+"""The accelerator for timing kernels: its names and clocks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from loka_onnx.core.distributions import versions_of
 from loka_onnx.errors import ConfigError, MissingPackage
 
 CUDA = "cuda"
-"""How torch calls an accelerator, AMD's as well."""
+"""Torch's name of an accelerator, including AMD's."""
 _QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
 
 
 def torch_device(device: str | None) -> str:
-    """How torch calls a device: `CUDA` or ``cpu``.
+    """Torch's name of a device: `CUDA` or ``cpu``.
 
     Args:
-        device: As run files name it; None for the accelerator where there is one, else the CPU.
+        device: Device as run files name it; None for the accelerator if there is one, else the CPU.
 
     Raises:
         MissingPackage: torch is not installed.
@@ -46,14 +46,11 @@ def torch_device(device: str | None) -> str:
 
 
 def device_to_time(device: str | None) -> str:
-    """The device that kernels are timed on, as run files name it.
-
-    Args:
-        device: The one that was asked for; None for what is found.
+    """Device for timing kernels, as run files name it.
 
     Raises:
         MissingPackage: torch is not installed.
-        ConfigError: The device is not that of this machine, is a slice, or has no name that run files know.
+        ConfigError: This machine has another device, a slice, or one without a name in run files.
     """
     if torch_device(device) == CPU:
         return CPU
@@ -80,7 +77,7 @@ def device_to_time(device: str | None) -> str:
 
 
 def device_here() -> str:
-    """The accelerator of this machine as run files name it; empty where none is known."""
+    """Accelerator of this machine as run files name it; empty where it is unknown."""
     import torch
 
     if not torch.cuda.is_available():
@@ -90,11 +87,7 @@ def device_here() -> str:
 
 
 def device_name(torch_device: str = CUDA) -> str:
-    """The accelerator as its driver names it; the processor where there is none, or where that is meant.
-
-    Args:
-        torch_device: How torch calls the device that is meant.
-    """
+    """Driver's name of the accelerator; the processor's for ``cpu`` or without an accelerator."""
     import torch
 
     if torch_device != CPU and torch.cuda.is_available():
@@ -103,13 +96,13 @@ def device_name(torch_device: str = CUDA) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what runs the kernels."""
+    """Versions of the software that runs the kernels."""
     own = {"python": platform.python_version(), "loka-onnx": version("loka-onnx")}
     return own | versions_of(("torch", "triton"))
 
 
 def clocks() -> str:
-    """Clocks, their limits and the driver as nvidia-smi tells them now; empty where it cannot be asked."""
+    """Clocks, their limits and the driver, from nvidia-smi; empty where it is unavailable."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""

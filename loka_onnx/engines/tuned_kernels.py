@@ -1,9 +1,9 @@
-"""The kernels that are timed, and the operands that they get.
+"""Kernels that are timed, and their operands.
 
-All of them are what engines of the backend ``inductor`` run: `torch.matmul` in BF16, `torch._scaled_mm`
-in FP8 (cuBLASLt on NVIDIA, hipBLASLt on AMD, oneDNN on the CPU), and the cast of an activation to
-FP8 by itself. What an engine makes once, when it is built, is made before the clock starts: rounded
-weights with K contiguous, and scales in the shape that the library wants.
+They are those of the ``inductor`` backend's engines: `torch.matmul` in BF16, `torch._scaled_mm` in FP8
+(cuBLASLt on NVIDIA, hipBLASLt on AMD, oneDNN on the CPU), and the cast of an activation to FP8. Work that an
+engine does once at build time is not timed: rounding weights, making K contiguous, and shaping scales for the
+library.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     import torch
 
 BACKEND = "inductor"
-"""Whose kernels are timed."""
+"""Backend whose kernels are timed."""
 FAST = "-fast"
-"""Ends the name of a kernel that may sum in fewer bits than FP32 (``use_fast_accum``)."""
+"""Suffix of kernels that may sum in fewer bits than FP32 (``use_fast_accum``)."""
 ROW_WISE = "scaled_mm-row_wise"
-"""Scales (M, 1) and (1, N) inside of the product."""
+"""Product with scales (M, 1) and (1, N)."""
 CACHE_BYTES = 64 << 20
-"""More than a GPU's second-level cache (50 MB of an H100)."""
+"""Larger than a GPU's L2 cache (50 MB on an H100)."""
 SMALL_BYTES = 1 << 20
-"""A weight that is loaded in a fraction of a microsecond, wherever it comes from."""
+"""Weight size that loads in a fraction of a microsecond from any memory."""
 
 Run = Callable[[], "torch.Tensor"]
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of a product, before they are rounded.
+    """Operands of a product before rounding.
 
     Attributes:
         activation: (M, K), FP32.
-        weight: (K, N), FP32; None where only the activation is quantized.
+        weight: (K, N), FP32; None to quantize the activation alone.
     """
 
     activation: npt.NDArray[np.float32]
@@ -53,7 +53,7 @@ class Operands:
 
     @classmethod
     def generated(cls, shape: Shape, seed: int) -> Operands:
-        """Standard normal numbers; the weight over √K, so that the product has variance 1."""
+        """Standard normal values; the weight is divided by √K, so that the product has variance 1."""
         random = np.random.default_rng([seed, shape.m, shape.n, shape.k])
         activation = random.standard_normal((shape.m, shape.k), dtype=np.float32)
         if shape.n == 0:
@@ -63,35 +63,30 @@ class Operands:
 
     @property
     def shape(self) -> Shape:
-        """Of the product."""
+        """Shape of the product."""
         rows, k = self.activation.shape
         return Shape(rows, 0 if self.weight is None else self.weight.shape[1], k)
 
 
 def copies_in_turn(weight_bytes: int) -> int:
-    """Copies of a weight that together do not fit into a GPU's cache; 1 of one so small that it is no matter.
+    """Number of copies of a weight that exceed a GPU's cache; 1 for a small weight.
 
-    In an engine a large weight comes from memory in every request, while what it multiplies was written just
-    before.
+    In an engine a large weight is read from memory in every request, while the activation was just written.
     """
     return 1 if weight_bytes < SMALL_BYTES else -(-CACHE_BYTES // weight_bytes)
 
 
 def calls_in_turn(least: int, copies: int) -> int:
-    """Calls in one CUDA graph, of each copy of a weight as many.
+    """Number of calls in a CUDA graph: at least `least`, and equally many for each copy of the weight.
 
-    Else the graph would begin again with copies that it has just multiplied by, and that the cache still has.
+    Otherwise a replay would start with copies that are still in the cache.
     """
     return copies * -(-least // copies)
 
 
 def kernels_of(device: str) -> tuple[Kernel, ...]:
-    """Every kernel that is timed on a device; the quantize step last.
-
-    Args:
-        device: As run files name it.
-    """
-    # The CPU sums in FP32 whatever the flag says.
+    """Kernels that are timed on a device (as run files name it); the quantize step is last."""
+    # The CPU always sums in FP32.
     endings = ("",) if device == CPU else ("", FAST)
     float8 = (
         Kernel(device, BACKEND, f"{name}{ending}", Precision.FP8, scales)
@@ -103,28 +98,23 @@ def kernels_of(device: str) -> tuple[Kernel, ...]:
 
 
 class PreparedOperands:
-    """Operands on a device, rounded once for all kernels.
-
-    Args:
-        operands: Before rounding.
-        torch_device: Where, as torch calls it.
-    """
+    """Operands on a device of torch, rounded once for all kernels."""
 
     def __init__(self, operands: Operands, torch_device: str) -> None:
         self.shape, self._operands, self._device = operands.shape, operands, torch_device
 
     def turns_of(self, kernel: Kernel) -> int:
-        """Calls after which every copy of its weight was multiplied by (`copies_in_turn`); 1 on the CPU."""
+        """Calls until every copy of a kernel's weight was used (`copies_in_turn`); 1 on the CPU."""
         if kernel.name == QUANTIZE or self._device == CPU:
             return 1
         width = 1 if kernel.precision is Precision.FP8 else 2
         return copies_in_turn(width * self.shape.k * self.shape.n)
 
     def run_of(self, kernel: Kernel) -> Run:
-        """What calls a kernel once, each time with the next of `turns_of` copies of its weight.
+        """Return a function that calls a kernel once, with the next of the `turns_of` copies of its weight.
 
         Raises:
-            ValueError: There is nothing to multiply by.
+            ValueError: There is no weight.
         """
         import torch
 
@@ -149,14 +139,13 @@ class PreparedOperands:
         )
 
     def errors(self, kernel: Kernel, result: torch.Tensor, rows: int) -> tuple[float, float]:
-        """Error of a product's arithmetic, and its error from the product of the operands before rounding.
+        """Error of a product's arithmetic, and its error relative to the product of unrounded operands.
 
-        Both are root mean square differences from a product in float64 over its root mean square.
+        Both are root mean square differences from a float64 product over its root mean square.
 
         Args:
-            kernel: What computed the result.
             result: (M, N).
-            rows: Rows to look at, the first ones.
+            rows: Number of first rows to compare.
         """
         import torch
 
@@ -214,23 +203,23 @@ class PreparedOperands:
 
 
 def _in_turn(weight: torch.Tensor, copies: int) -> Iterator[torch.Tensor]:
-    """The weight and copies of it, over and over."""
+    """Cycle through a weight and its copies."""
     import torch
 
-    # FP8 tensors are copied as bytes.
+    # PyTorch cannot clone FP8 tensors.
     raw = weight.view(torch.uint8) if weight.element_size() == 1 else weight
     return cycle([weight, *(raw.clone().view(weight.dtype) for _ in range(copies - 1))])
 
 
 def to_float8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """FP8 of values over scale, saturated (ONNX QuantizeLinear)."""
+    """Divide by a scale, saturate and round to FP8 (ONNX QuantizeLinear)."""
     import torch
 
     return (values.to(torch.float32) / scale).clamp(-_largest(), _largest()).to(_float8_type())
 
 
 def _float8_type() -> torch.dtype:
-    """E4M3FN, and E4M3FNUZ where the matrix cores multiply only that (gfx94x)."""
+    """E4M3FN, or E4M3FNUZ where the matrix cores support only that (gfx94x)."""
     import torch
 
     if torch.version.hip and torch.cuda.is_available():
@@ -249,7 +238,7 @@ def _largest() -> float:
 
 
 def _scale(amax: torch.Tensor) -> torch.Tensor:
-    """Scale of a range, in FP32; that of zeros is a number that can be divided by."""
+    """FP32 scale of a range; positive even for a range of 0."""
     import torch
 
     return (amax.to(torch.float32) / _largest()).clamp(min=torch.finfo(torch.float32).tiny)
@@ -257,11 +246,11 @@ def _scale(amax: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _cast(torch_device: str, length: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The quantize step of values and one over their scale, as engines have it; compiled on an accelerator.
+    """Quantize step of values and an inverse scale, as in engines; compiled on an accelerator.
 
-    Once for each length of rows, whatever their number: of a length that is not known nobody can show that
-    what a thread writes lies in one word. PyTorch makes a length that changes an unknown one, of whatever has
-    the same source, and so forgets what it compiled before.
+    Compiled for each row length, whatever the number of rows: only for a known length can the compiler show
+    that a thread's output is in one word. The reset keeps PyTorch from making a changed length dynamic, which
+    would discard the earlier kernels.
     """
     import torch
 

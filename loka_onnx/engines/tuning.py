@@ -1,13 +1,14 @@
-"""Times of kernels on this machine: products in BF16 and FP8, and the quantize step by itself.
+"""Latencies of kernels on this machine: products in BF16 and FP8, and the quantize step.
 
-On a GPU each kernel is captured into a CUDA graph of several calls, so that launches cost what they
-cost in an engine; activations stay in the caches between calls, as those of a layer do, while large
-weights take turns with copies and come from memory, as in an engine. All kernels of one shape are timed in
-turns, round by round: what changes the clocks meets all of them. On the CPU calls are timed one by one.
+On a GPU each kernel is captured into a CUDA graph of several calls, so that a launch costs as much as in an
+engine. Activations stay in the caches between calls, as a layer's do; large weights alternate with copies, so
+that they are read from memory as in an engine. All kernels of a shape are timed in turns, so that changes of
+clocks affect all of them. On the CPU single calls are timed.
 
-Beside the time stands the error of each product's own arithmetic, from the product of the same rounded
-operands in float64: the FP8 tensor cores of Hopper keep about 14 bits of a partial sum ("DeepSeek-V3
-Technical Report", arXiv 2412.19437, section 3.3.2), which a Q/DQ simulation does not show.
+Each product also gets the error of its own arithmetic, relative to the float64 product of the same rounded
+operands: Hopper's FP8 tensor cores keep about 14 bits of a partial sum ("DeepSeek-V3 Technical Report", arXiv
+    2412.19437, section
+3.3.2), which a Q/DQ simulation does not show.
 """
 
 from __future__ import annotations
@@ -38,10 +39,9 @@ class TuningOptions:
     """Options of timing kernels.
 
     Attributes:
-        rounds: Times that each kernel is timed; the median counts.
-        calls: Calls in one CUDA graph, more where it takes more for a weight to come from memory each time; a
-            time is that of one call.
-        error_rows: Rows of the product that its error is taken from, the first ones.
+        rounds: Repetitions of each kernel, of which the median is taken.
+        calls: Fewest calls in a CUDA graph; a time is that of one call.
+        error_rows: Number of first rows of the product for its error.
 
     Raises:
         ConfigError: A number is not positive.
@@ -65,9 +65,9 @@ class Measured:
     """One kernel on one shape.
 
     Attributes:
-        timing: Its time, and the error of its arithmetic.
-        total_error: Root mean square difference from the product of the operands before they were rounded, in
-            float64, over that product's root mean square; None for a quantize step.
+        timing: Its latency, and the error of its arithmetic.
+        total_error: Root mean square difference from the float64 product of unrounded operands, over its root
+            mean square; None for a quantize step.
     """
 
     timing: KernelTiming
@@ -76,13 +76,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Refused:
-    """A kernel that does not run on a shape.
-
-    Attributes:
-        kernel: The kernel.
-        shape: The shape.
-        reason: What it said.
-    """
+    """A kernel that does not run on a shape, with its error message."""
 
     kernel: Kernel
     shape: Shape
@@ -91,18 +85,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result for one shape.
-
-    Attributes:
-        measured: Kernels that ran.
-        refused: Kernels that did not.
-    """
+    """Results for one shape: kernels that ran, and kernels that did not."""
 
     measured: tuple[Measured, ...]
     refused: tuple[Refused, ...] = field(default=())
 
     def fastest(self, precision: Precision, largest_error: float) -> Measured | None:
-        """The fastest product of a precision whose arithmetic errs by no more than that; None without any."""
+        """Return the fastest product of a precision with at most that arithmetic error; None if there is
+        none.
+        """
         able = [
             each
             for each in self.measured
@@ -114,20 +105,19 @@ class Tuned:
 
 
 class KernelTimer:
-    """Times kernels on the accelerator of this machine, or on its CPU.
+    """Times kernels on this machine's accelerator or CPU.
 
     Args:
-        device: The device as run files name it; None for what is found.
-        options: How.
+        device: Device as run files name it; None for the one of this machine.
 
     Attributes:
-        device: As run files name it.
-        device_name: As its driver names it.
-        kernels: What is timed.
+        device: Device as run files name it.
+        device_name: Driver's name of it.
+        kernels: Kernels to time.
 
     Raises:
         MissingPackage: torch is not installed.
-        ConfigError: The device is not that of this machine, or has no name that run files know.
+        ConfigError: This machine has another device, or one without a name in run files.
     """
 
     def __init__(self, device: str | None = None, options: TuningOptions | None = None) -> None:
@@ -138,11 +128,7 @@ class KernelTimer:
         self.device_name = device_name(self._torch_device)
 
     def wanted(self, shapes: Iterable[Shape]) -> tuple[tuple[Kernel, Shape], ...]:
-        """Every kernel on every shape, each once; of the quantize step without N.
-
-        Args:
-            shapes: Shapes of products.
-        """
+        """All distinct pairs of kernel and product shape; those of the quantize step have no N."""
         found: dict[tuple[Kernel, Shape], None] = {}
         for shape in shapes:
             for kernel in self.kernels:
@@ -151,14 +137,10 @@ class KernelTimer:
         return tuple(found)
 
     def measure(self, kernels: Collection[Kernel], operands: Operands) -> Tuned:
-        """Time some kernels on one shape, in turns.
-
-        Args:
-            kernels: Some of `kernels`.
-            operands: What they multiply or quantize.
+        """Time some of `kernels` on the shape of their operands, in turns.
 
         Raises:
-            EngineError: The device failed in a way that it does not come back from.
+            EngineError: The device failed and does not recover.
         """
         import torch
 
@@ -210,7 +192,7 @@ class KernelTimer:
     def _provenance(self) -> Provenance:
         is_cpu = self._torch_device == CPU
         how = "single calls" if is_cpu else f"CUDA graphs of {self.options.calls} calls or more"
-        # To the minute and taken once: one series of the records for each run, not one for each shape.
+        # To the minute and once, so that the records of a run are one series.
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
         warm = "operands" if is_cpu else "activations"
         cold = "" if is_cpu else ", large weights from memory"
@@ -235,10 +217,10 @@ class KernelTimer:
 
 
 def _graph_timer(run: Run, calls: int) -> Callable[[], float]:
-    """Times one replay of a CUDA graph; microseconds of one of its calls."""
+    """Return a function that times a replay of a CUDA graph, in microseconds per call."""
     import torch
 
-    # What a library or a compiler does at the first calls must not be captured (torch.cuda.CUDAGraph, notes).
+    # Initialization in a kernel's first calls must not be captured (torch.cuda.CUDAGraph, notes).
     warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):

@@ -1,8 +1,7 @@
-"""The child process of a build: ``python -m loka_onnx.engines.worker BACKEND DIRECTORY``.
+"""Child process of a build: ``python -m loka_onnx.engines.worker BACKEND DIRECTORY``.
 
 Reads ``request.json`` from the directory, builds into ``engine/`` below it, runs the first batches, and
-leaves ``response.json``. ``phase`` always holds what is being done, so that the parent can say where a
-process died that had no time to say so itself.
+writes ``response.json``. ``phase`` holds the current step, so that the parent can name it after a crash.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def resolve(path: str) -> Backend:
-    """A backend from ``module:class``.
+    """Make a backend from ``module:class``.
 
     Raises:
         InternalError: The path names no backend.
@@ -53,7 +52,7 @@ def resolve(path: str) -> Backend:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve one request; the exit code says whether there is a response."""
+    """Serve one request; return 0 when there is a response."""
     _die_with_parent()
     path, directory = arguments[0], Path(arguments[1])
     try:
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         traceback.print_exc()
         response = BuildResponse(error=str(error))
     except Exception as error:
-        # Vendor libraries raise whatever they like; none of it may look like a success.
+        # Vendor libraries raise errors of any type.
         traceback.print_exc()
         response = BuildResponse(error=f"{type(error).__name__}: {error}")
     serde.write(response, directory / RESPONSE)
@@ -103,12 +102,7 @@ def _serve(backend: Backend, request: BuildRequest, directory: Path) -> BuildRes
 
 
 def _first_batches(runner: Runner, request: BuildRequest) -> None:
-    """Run the smallest batch and the largest that the sample has rows for.
-
-    Raises:
-        DataError: The sample has fewer rows than the smallest batch.
-        EngineError: An output does not have one row per row of the batch.
-    """
+    """Run the smallest batch, and the largest that the sample has rows for."""
     with np.load(request.sample, allow_pickle=False) as arrays:
         sample = {name: np.asarray(arrays[name]) for name in arrays.files}
     rows = min((len(value) for value in sample.values()), default=0)
@@ -137,7 +131,7 @@ def _batched_outputs(model: Path) -> frozenset[str]:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel end this process when its parent dies (Linux), so that no build outlives its run."""
+    """Have Linux end this process when its parent dies, so that no build outlives its run."""
     if sys.platform != "linux":
         return
     parent = os.getppid()

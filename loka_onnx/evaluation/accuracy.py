@@ -1,8 +1,8 @@
-"""Accuracy of a built engine: its own outputs against the FP32 reference's on the same rows, paired.
+"""Accuracy of a built engine: its outputs against the FP32 reference's on the same rows, paired.
 
-Every figure is a difference row by row, because the noise of the task metric itself is a hundred times what a
-budget allows. `paired` says what it is relative to, with labels and without, and `slices` judges it where a
-column has one value.
+Every figure is a difference row by row, because the noise of the task metric itself is a hundred times the
+budget. `paired` defines the denominator, with labels and without; `slices` judges rows with one value of a
+column.
 """
 
 from __future__ import annotations
@@ -20,18 +20,10 @@ from loka_onnx.core.evaluation import Basis, BudgetStatus, OutputEvaluation, Pai
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import EvaluationError
 from loka_onnx.evaluation.budget import judge
-from loka_onnx.evaluation.columns import (
-    Groups,
-    Rows,
-    Scores,
-    Truth,
-    read_scores,
-    read_truth,
-    refuse_no_rows,
-)
+from loka_onnx.evaluation.columns import Groups, Rows, Scores, Truth, read_scores, read_truth, refuse_no_rows
 from loka_onnx.evaluation.paired import PairedRows, loss_rows, paired_rows
 from loka_onnx.evaluation.slices import SliceColumn, read_slices, slice_differences
-from loka_onnx.numerics.auc_difference import auc_difference
+from loka_onnx.numerics.auc import auc_difference
 from loka_onnx.numerics.intervals import CONFIDENCE, ratio_interval
 from loka_onnx.numerics.task_metrics import (
     auc,
@@ -46,12 +38,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Units:
-    """Groups and slices of the rows of a split.
-
-    Attributes:
-        grouping: Rows that belong together; None for independent rows.
-        slices: Columns whose values are judged apart.
-    """
+    """Groups of rows that belong together, and slices that are judged apart, of the rows of a split."""
 
     grouping: Groups | None = None
     slices: tuple[SliceColumn, ...] = ()
@@ -63,20 +50,15 @@ class Units:
 
     @classmethod
     def of(cls, columns: Mapping[str, Array], group: str | None, slices: Sequence[str] = ()) -> Units:
-        """From the columns of a split.
+        """Read groups and slices from the columns of a split.
 
-        Raises:
-            DataError: A slice column is missing.
+        Raises DataError if a slice column is missing.
         """
         grouping = Groups.of(group, columns[group]) if group else None
         return cls(grouping, read_slices(columns, slices))
 
     def basis(self, paired: PairedRows) -> Basis:
-        """What intervals over rows of these units rest on.
-
-        Args:
-            paired: Changes of all rows.
-        """
+        """Return the basis of intervals over the paired changes of all rows."""
         weight, tail = np.ones(paired.base.size) if paired.weights is None else paired.weights, paired.tail
         if self.grouping is not None:
             weight = np.bincount(self.grouping.ids, weights=weight).astype(np.float64)
@@ -96,20 +78,10 @@ class Units:
 def evaluate_reference(
     reference: Mapping[str, Array], columns: Mapping[str, Array], specs: tuple[OutputSpec, ...]
 ) -> tuple[OutputEvaluation, ...]:
-    """Quality of the FP32 reference itself.
+    """Return the quality of the FP32 reference itself, per spec: without a difference, within budget by
+    definition.
 
-    Args:
-        reference: (rows,) or (rows, 1) arrays by output name.
-        columns: (rows,) labels and weights by column name.
-        specs: The judged outputs.
-
-    Returns:
-        One entry per spec, without a difference and within its budget by definition.
-
-    Raises:
-        DataError: A label or weight is missing, not finite, or out of range; there are no rows.
-        ConfigError: An output does not hold what its kind declares.
-        EvaluationError: An output is missing or not finite.
+    Arguments and errors are those of `evaluate_outputs`.
     """
     return tuple(_reference(spec, reference, read_truth(columns, spec, None)) for spec in specs)
 
@@ -122,7 +94,7 @@ def evaluate_outputs(
     units: Units | None = None,
     confidence: float = CONFIDENCE,
 ) -> tuple[OutputEvaluation, ...]:
-    """Quality of an engine, and its paired difference from the FP32 reference.
+    """Return the quality of an engine per spec, and its paired difference from the FP32 reference.
 
     Args:
         reference: (rows,) or (rows, 1) arrays by output name, of the FP32 reference.
@@ -130,11 +102,8 @@ def evaluate_outputs(
         columns: (rows,) labels and weights by column name.
         specs: The judged outputs.
         units: Groups and slices; None for independent rows without slices.
-        confidence: Of the two-sided intervals that are judged, and of all slices of an output together; the
-            other intervals have 95 %.
-
-    Returns:
-        One entry per spec.
+        confidence: Of the judged two-sided intervals, and of all slices of an output together; other
+            intervals have 95 %.
 
     Raises:
         DataError: A label or weight is missing, not finite, or out of range; there are no rows.
@@ -150,16 +119,8 @@ def evaluate_outputs(
 
 
 def _reference(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> OutputEvaluation:
-    scores = _reference_scores(spec, reference, truth)
-    return OutputEvaluation(
-        spec.name,
-        spec.kind,
-        _metrics(spec, scores, truth),
-        None,
-        spec.budget,
-        BudgetStatus.WITHIN,
-        rows_to_decide=None,
-    )
+    metrics = _metrics(spec, _reference_scores(spec, reference, truth), truth)
+    return OutputEvaluation(spec.name, spec.kind, metrics, None, spec.budget, BudgetStatus.WITHIN, None)
 
 
 def _reference_scores(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> Scores:
@@ -203,17 +164,15 @@ def _against(
 
 
 def _nothing_to_relate_to(spec: OutputSpec, paired: PairedRows) -> EvaluationError:
+    rows = paired.base.size
     if paired.labelled is None:
-        return EvaluationError(
-            f"the entropy of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it",
-            evidence=f"it predicts 0 or 1 for certain on {paired.base.size} rows",
-            remedy="check the kind of the output, or give labels",
-        )
-    return EvaluationError(
-        f"the loss of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it",
-        evidence=f"{paired.base.size} rows fit their labels exactly",
-        remedy="check that the label is not an input of the model",
-    )
+        what, evidence = "entropy", f"it predicts 0 or 1 for certain on {rows} rows"
+        remedy = "check the kind of the output, or give labels"
+    else:
+        what, evidence = "loss", f"{rows} rows fit their labels exactly"
+        remedy = "check that the label is not an input of the model"
+    message = f"the {what} of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it"
+    return EvaluationError(message, evidence=evidence, remedy=remedy)
 
 
 def _metrics(spec: OutputSpec, scores: Scores, truth: Truth) -> TaskMetrics:

@@ -1,8 +1,8 @@
-"""Intervals held against a budget and the guards beside it: the one place that says what is within.
+"""Compare intervals with the budget and its guards; the only module that decides what is within.
 
-ΔNE has a labelled part of either sign, which may hide large changes on the rows at hand. So two guards stand
-beside the budget: KL, which has no such part, and, where it is asked for, the decrease of AUC. Of each the
-worse end of its interval counts. What rests on too few units is undecided, whatever the interval says.
+ΔNE has a labelled part of either sign, which may hide large changes on these rows. So two guards stand beside
+the budget: KL, which has no such part, and, where requested, the decrease of AUC. The worse end of each
+interval counts. A verdict on too few units is undecided, whatever the interval.
 """
 
 from __future__ import annotations
@@ -14,15 +14,7 @@ from dataclasses import dataclass
 from scipy.special import ndtri
 
 from loka_onnx.core.artifact import OutputSpec
-from loka_onnx.core.evaluation import (
-    MOST_TIMES,
-    Basis,
-    Because,
-    BudgetStatus,
-    Guard,
-    PairedDifference,
-    worst,
-)
+from loka_onnx.core.evaluation import MOST_TIMES, Basis, Because, BudgetStatus, Guard, PairedDifference, worst
 from loka_onnx.core.intervals import Interval
 from loka_onnx.numerics.intervals import required_rows
 
@@ -37,7 +29,7 @@ AUC_WARNING = 1e-4
 
 
 @dataclass(frozen=True)
-class Judgement:
+class BudgetVerdict:
     """The verdict on one output; the fields are those of `OutputEvaluation`."""
 
     budget_status: str
@@ -47,22 +39,16 @@ class Judgement:
     remarks: tuple[str, ...]
 
 
-def judge(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> Judgement:
-    """Hold what was measured of one output against its budget and its guards.
-
-    Args:
-        spec: The output, with its limits.
-        difference: The engine against the FP32 reference.
-        basis: What its intervals rest on.
-    """
+def judge(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> BudgetVerdict:
+    """Compare the measured difference of one output, on its statistical basis, with its budget and guards."""
     guards = tuple(_guards(spec, difference))
     remarks = [*_guard_remarks(guards, difference), *_basis_remarks(difference.judged.rows, basis)]
     missed = tuple(guard for guard in guards if guard.status != BudgetStatus.WITHIN)
     if basis.units < LEAST_UNITS:
         because = (Because.FEW_UNITS, *(guard.name for guard in missed))
-        return Judgement(BudgetStatus.UNDECIDED, because, guards, None, tuple(remarks))
+        return BudgetVerdict(BudgetStatus.UNDECIDED, because, guards, None, tuple(remarks))
     status = worst([budget_status(difference.judged, spec.budget), *(guard.status for guard in guards)])
-    return Judgement(
+    return BudgetVerdict(
         status,
         tuple(guard.name for guard in missed),
         guards,
@@ -72,7 +58,7 @@ def judge(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> Judge
 
 
 def too_few(rows: int, units: int, *, is_grouped: bool) -> str:
-    """Why an interval over these rows cannot be trusted; empty where it can."""
+    """Return why an interval over these rows cannot be trusted; empty where it can."""
     if units >= LEAST_UNITS:
         return ""
     named = f"{rows} rows in {units} groups" if is_grouped else f"{rows} rows"
@@ -127,7 +113,7 @@ def _basis_remarks(rows: int, basis: Basis) -> Iterator[str]:
 
 
 def _rows_to_decide(spec: OutputSpec, difference: PairedDifference, guards: Sequence[Guard]) -> int | None:
-    """Rows that settle whatever is undecided; None where that is not known of some of it."""
+    """Return rows that settle every undecided verdict; None where unknown for some of them."""
     held = [(difference.judged, spec.budget)]
     for guard in guards:
         measured = difference.guarded(guard.name)
@@ -144,24 +130,19 @@ def _rows_to_decide(spec: OutputSpec, difference: PairedDifference, guards: Sequ
 
 
 def budget_status(change: Interval, budget: float) -> str:
-    """A value of `BudgetStatus`: which side of the budget the whole interval lies on."""
+    """Return the `BudgetStatus`: the side of the budget that the whole interval lies on."""
     if change.upper <= budget:
         return BudgetStatus.WITHIN
     return BudgetStatus.BEYOND if change.lower > budget else BudgetStatus.UNDECIDED
 
 
 def rows_to_decide(change: Interval, budget: float) -> int | None:
-    """Rows that would settle an undecided verdict, if estimate and spread stayed.
+    """Return the rows that would settle an undecided verdict, if estimate and spread stayed.
 
-    Args:
-        change: Interval of the relative loss change; its half width carries the paired (and grouped) spread.
-        budget: Largest accepted change.
-
-    Returns:
-        More rows than `change` has; None when decided, when no number of rows is known to be enough, or when
-        it is more than `MOST_TIMES` as many. The half width falls with √rows, so the estimate is then nearer
-        to the budget than a tenth of its half width. Were it the truth, another sample of as many rows would
-        put it on the other side in 42 of 100 cases (at 95 % confidence): such a number says nothing.
+    More rows than `change` has; None when decided, when no number of rows is known to be enough, or when it
+    is more than `MOST_TIMES` as many. The half width falls with √rows, so the estimate is then nearer to the
+    budget than a tenth of its half width. Were it the truth, another sample of as many rows would put it on
+    the other side in 42 of 100 cases (at 95 % confidence), so the number would say nothing.
     """
     if budget_status(change, budget) != BudgetStatus.UNDECIDED:
         return None

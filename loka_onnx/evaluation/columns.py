@@ -1,4 +1,4 @@
-"""The arrays that a verdict on one output rests on, checked and in float64."""
+"""Columns and scores of one output, checked and in float64."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Truth:
-    """Labels, weights and groups of the rows, for one output.
-
-    Attributes:
-        labels: (rows,), None where there are none.
-        weights: (rows,), None for equal weights.
-        groups: (rows,) integer ids of rows that belong together, None for independent rows.
-    """
+    """Labels, weights and group ids of the rows for one output, (rows,) each; None where there are none."""
 
     labels: Rows | None
     weights: Rows | None
@@ -37,18 +31,14 @@ class Truth:
 
     @property
     def rows(self) -> int | None:
-        """How many rows these columns have; None where there is no column to tell."""
+        """Number of rows; None without any column."""
         return next((a.size for a in (self.labels, self.weights, self.groups) if a is not None), None)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One output of one engine.
-
-    Attributes:
-        raw: (rows,) as the engine gave them; ranks rows.
-        scores: (rows,) logits, or regression outputs; what the loss is computed from.
-        predictions: (rows,) probabilities, or regression outputs; in the unit of the label.
+    """One output of one engine, (rows,) each: as returned, for ranking; as logit, for the loss; as
+    prediction.
     """
 
     raw: Rows
@@ -58,12 +48,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows that belong together, by number, so that no statistic has to sort strings again.
+    """Rows that belong together, by number, so that statistics need not sort strings.
 
-    Attributes:
-        column: Name of the column that they come from.
-        ids: (rows,) number of each row's group. A row whose group is null is a group of its own.
-        values: The distinct groups in the order of their numbers; those of one row without an id come behind.
+    `ids` (rows,) number each row's group; a row whose group is null is a group of its own. `values` are the
+    distinct groups; single rows without an id come last.
     """
 
     column: str
@@ -72,7 +60,7 @@ class Groups:
 
     @classmethod
     def of(cls, column: str, stored: Array) -> Groups:
-        """From a column as stored."""
+        """Number the groups of a stored column."""
         stored = stored.reshape(-1)
         missing = without_id(stored)
         known = stored[~missing]
@@ -85,21 +73,13 @@ class Groups:
         return cls(column, ids, values)
 
     def name(self, group: int) -> str:
-        """``user_id 17``."""
+        """Return ``user_id 17``."""
         value = str(self.values[group]) if group < self.values.size else "null"
         return f"{self.column} {value}"
 
 
 def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArray[np.intp] | None) -> Truth:
-    """Labels and weights of one output, as far as it has them.
-
-    Args:
-        columns: (rows,) arrays by column name.
-        spec: The output.
-        groups: (rows,) from `group_ids`.
-
-    Returns:
-        The columns in float64.
+    """Return labels and weights of one output in float64, as far as it has them, with the given groups.
 
     Raises:
         DataError: A column is missing, empty, not numeric, not finite, or out of range.
@@ -125,11 +105,7 @@ def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArr
 
 
 def refuse_no_rows(rows: int | None, spec: OutputSpec) -> None:
-    """Check that there is anything to judge.
-
-    Raises:
-        DataError: There are no rows.
-    """
+    """Raise DataError where there are no rows."""
     if rows == 0:
         raise DataError(
             f"output '{spec.name}' cannot be judged: the split holds no rows",
@@ -140,22 +116,19 @@ def refuse_no_rows(rows: int | None, spec: OutputSpec) -> None:
 def read_scores(
     outputs: Mapping[str, Array], spec: OutputSpec, rows: int | None, *, is_reference: bool
 ) -> Scores:
-    """One output of an engine, as numbers that a loss can be computed from.
+    """Return one output of an engine as scores in float64.
 
     Args:
         outputs: (rows,) or (rows, 1) arrays by output name.
         spec: The output.
-        rows: Rows that the labels, or else the reference, have; None where neither says it.
-        is_reference: Whether the FP32 reference gave them. Its declared kind was the user's choice, so a
-            wrong one is an error of the configuration; elsewhere the engine is wrong.
-
-    Returns:
-        The scores in float64.
+        rows: Rows of the labels, or else of the reference; None where unknown.
+        is_reference: Whether the outputs are those of the FP32 reference. The user declared its kind, so a
+            wrong one is a configuration error; elsewhere the engine is wrong.
 
     Raises:
-        ConfigError: The reference gives values that its declared kind does not allow, or several per row.
-        EvaluationError: The output is missing, has another number of rows, holds NaN or infinities, or is
-            a probability outside [0, 1].
+        ConfigError: The reference has values that its declared kind does not allow, or several per row.
+        EvaluationError: The output is missing, has another number of rows, holds NaN or infinities, or is a
+            probability outside [0, 1].
     """
     whose = "the FP32 reference" if is_reference else "the candidate"
     if spec.name not in outputs:

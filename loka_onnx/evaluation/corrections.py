@@ -1,16 +1,16 @@
-"""Which corrections of a plan are kept, judged on rows that they were not fitted to.
+"""Choose the corrections of a plan, on rows that they were not fitted to.
 
-The plan runs in simulation with the biases of its sites corrected and without; the constant on an output is
-then arithmetic. Each variant is paired with the FP32 reference, row by row, like an engine. The rule:
+The plan runs in simulation with corrected biases of its sites and without; the constant on an output is then
+arithmetic. Each variant is paired with the FP32 reference, row by row, like an engine. The rule:
 
-* A variant is admitted where the upper end of its interval of ΔNE (of KL where there are no labels) is lower
-  than without any correction, and its KL is no larger.
-* Without corrected biases, and with them, each output takes of its admitted variants the one with the lowest
-  upper end. Biases belong to all outputs: they are kept where every output has an admitted variant with them
-  whose upper end is no higher than its best without them, and one has a lower one.
+* A variant is admitted where the upper end of its interval of ΔNE (of KL without labels) is lower than
+without any correction, and its KL is no larger. * Without corrected biases, and with them, each output takes
+its admitted variant with the lowest upper end. Biases belong to all outputs: they are kept where every output
+has an admitted variant with them whose upper end is no higher than its best without them, and one has a lower
+one.
 
-The lower of several upper ends flatters a little; what a correction does is therefore read from the engine,
-on the certification split, like everything else.
+The lowest of several upper ends is slightly optimistic, so the effect of a correction is read from the engine
+on the certification split.
 """
 
 from __future__ import annotations
@@ -28,22 +28,19 @@ from loka_onnx.evaluation.columns import Scores, Truth, read_scores, read_truth
 from loka_onnx.evaluation.engines import Reference
 from loka_onnx.evaluation.paired import paired_rows
 from loka_onnx.evaluation.predictions import Predictions
-from loka_onnx.numerics.task_metrics import (
-    probabilities_from_logits,
-    weighted_mean,
-)
+from loka_onnx.numerics.task_metrics import probabilities_from_logits, weighted_mean
 
 Rows = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A plan in simulation on a split, with the biases of its sites corrected or without.
+    """A plan in simulation on a split, with corrected biases or without.
 
     Attributes:
-        predictions: Its outputs, and the logit (or regression) that each is read from, as outputs as well.
-        scores: Name of that among the outputs, by output; only where there is one.
-        constants: What restores the FP32 model's mean score, by output; only where there is a score.
+        predictions: Its outputs, and the logit (or regression) behind each as further outputs.
+        scores: Name of that logit among the outputs, by output; where there is one.
+        constants: Constant that restores the FP32 model's mean score, by output; where there is a score.
     """
 
     predictions: Predictions
@@ -51,7 +48,7 @@ class Simulated:
     constants: Mapping[str, float]
 
     def with_constant(self, spec: OutputSpec) -> Rows:
-        """An output with the constant of its score added; as it is where it has none."""
+        """Return an output with the constant of its score added; unchanged without one."""
         outputs = self.predictions.outputs
         if spec.name not in self.constants:
             return outputs[spec.name]
@@ -62,13 +59,9 @@ class Simulated:
 def try_corrections(
     specs: Sequence[OutputSpec], reference: Reference, plain: Simulated, biased: Simulated | None
 ) -> tuple[OutputCorrection, ...]:
-    """Judge every variant and decide.
+    """Judge every variant on the selection split and decide.
 
-    Args:
-        specs: Judged outputs.
-        reference: Outputs of the FP32 reference on the selection split, with its columns.
-        plain: The plan without corrected biases on the same rows.
-        biased: The plan with them; None where no site has a bias to correct.
+    `biased` is the plan with corrected biases; None where no site has one to correct.
 
     Raises:
         DataError: A label or a weight cannot be used.
@@ -90,12 +83,7 @@ def try_corrections(
 def decide(
     tried: Mapping[str, tuple[Trial, ...]], kinds: Mapping[str, OutputKind]
 ) -> tuple[OutputCorrection, ...]:
-    """Which variant each output keeps.
-
-    Args:
-        tried: Trials of each output; `Variant.NONE` is the first of each.
-        kinds: How each output is read.
-    """
+    """Return the variant that each output keeps; `Variant.NONE` is the first trial of each output."""
     plain = {name: _best(trials, has_bias=False) for name, trials in tried.items()}
     biased = {name: _best(trials, has_bias=True) for name, trials in tried.items()}
     pairs = [(biased[name], plain[name] or trials[0]) for name, trials in tried.items()]
@@ -117,14 +105,14 @@ def decide(
 
 @dataclass(frozen=True)
 class _Judge:
-    """Holds the variants of one output against the FP32 reference."""
+    """Compares the variants of one output with the FP32 reference."""
 
     spec: OutputSpec
     before: Scores
     truth: Truth
 
     def trials(self, simulated: Simulated, plain: Variant, with_constant: Variant) -> Iterable[Trial]:
-        """The output as it is, and with its constant where it can have one."""
+        """Yield the trial of the output as it is, and with its constant where it has one."""
         spec, outputs = self.spec, simulated.predictions.outputs
         after = read_scores(outputs, spec, self.before.raw.size, is_reference=False)
         yield self._trial(plain, 0.0, after)
@@ -145,7 +133,7 @@ def _is_admitted(trial: Trial, none: Trial) -> bool:
 
 
 def _best(trials: Sequence[Trial], *, has_bias: bool) -> Trial | None:
-    """The admitted variant with the lowest upper end."""
+    """Return the admitted variant with the lowest upper end."""
     admitted = [t for t in trials[1:] if t.variant.has_bias is has_bias and _is_admitted(t, trials[0])]
     return min(admitted, key=lambda trial: trial.judged.upper, default=None)
 

@@ -1,4 +1,4 @@
-"""Judging built engines on a split, against the exported model in FP32."""
+"""Judge built engines on a split, against the exported model in FP32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import FAILED, Evaluation
+from loka_onnx.core.evaluation import FAILED, Evaluation, OutputEvaluation
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import StageError
@@ -27,17 +27,15 @@ Of 4096, ONNX Runtime takes 4 times as long for a row of a sequence model (BST) 
 
 @dataclass(frozen=True)
 class Split:
-    """Rows that engines are judged on.
+    """Rows that engines are judged on, ``selection`` or ``certification``.
 
     Attributes:
-        name: ``selection`` or ``certification``.
-        data: The rows.
-        columns: Columns that the judgement needs, group and slices included.
+        columns: Required columns, group and slices included.
         group: Column of rows that belong together.
         slices: Columns whose values are judged apart.
         batch_size: Rows of one request.
-        confidence: Of the intervals that are held against the budget.
-        most: Rows that are judged at most, in requests that lie at even distances; None for all.
+        confidence: Of the intervals that are compared with the budget.
+        most: Most rows to judge, in requests at even distances; None for all.
     """
 
     name: str
@@ -51,17 +49,17 @@ class Split:
 
     @property
     def rows(self) -> int:
-        """How many rows are judged."""
+        """Number of judged rows."""
         return sum(stop - start for start, stop in self._spans)
 
     def batches(self) -> Iterator[Batch]:
-        """The rows that are judged, in order."""
+        """Yield the judged rows, in order."""
         for start, stop in self._spans:
             yield from self.data.batches(self.batch_size, start=start, stop=stop)
 
     @property
     def _spans(self) -> tuple[tuple[int, int], ...]:
-        """Rows [start, stop) of each piece: one whole, or requests whose starts lie at even distances."""
+        """Rows [start, stop) of each piece: one whole, or requests at even distances."""
         if self.most is None or self.data.rows <= self.most:
             return ((0, self.data.rows),)
         size = min(self.batch_size, self.most)
@@ -72,12 +70,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Reference:
-    """Model that every engine is compared with on a split.
-
-    Attributes:
-        predictions: Outputs of the exported FP32 model, and the columns of the split.
-        units: Groups and slices of its rows.
-    """
+    """Outputs of the FP32 model and columns of a split, with groups and slices of its rows."""
 
     predictions: Predictions
     units: Units
@@ -86,7 +79,7 @@ class Reference:
 def predict_split(
     split: Split, run: Run, specs: tuple[OutputSpec, ...], task: str, progress: Progress
 ) -> Predictions:
-    """Outputs of an engine for every row of a split."""
+    """Return the outputs of an engine for every row of a split."""
     return predict(
         run,
         split.batches(),
@@ -99,13 +92,13 @@ def predict_split(
 def predict_reference(
     split: Split, run: Run, specs: tuple[OutputSpec, ...], progress: Progress = silent
 ) -> Reference:
-    """Outputs of the FP32 reference for every row of a split, with what its rows belong to."""
+    """Return the FP32 reference of a split."""
     predictions = predict_split(split, run, specs, f"judge reference on {split.name}", progress)
     return Reference(predictions, Units.of(predictions.columns, split.group, split.slices))
 
 
 def judge_reference(split: Split, reference: Reference, specs: tuple[OutputSpec, ...]) -> Evaluation:
-    """The evaluation of the reference itself."""
+    """Return the evaluation of the reference itself."""
     known = reference.predictions
     outputs = evaluate_reference(known.outputs, known.columns, specs)
     return Evaluation(
@@ -121,15 +114,9 @@ def judge_engine(
     open_run: Callable[[], Run],
     progress: Progress = silent,
 ) -> Evaluation:
-    """Accuracy of one engine from its own outputs; an engine that fails here is recorded as such.
+    """Return the accuracy of one engine from its own outputs; a failure is recorded as such.
 
-    Args:
-        artifact: The engine.
-        split: The rows.
-        reference: What it is compared with, on the same rows.
-        specs: Judged outputs.
-        open_run: Loads the engine and returns what runs one batch.
-        progress: Called with the rows done.
+    `open_run` loads the engine and returns the function that runs one batch.
     """
     if not artifact.is_built:
         return _unmeasured(artifact, split, f"not measured: {artifact.status}")
@@ -144,21 +131,11 @@ def judge_engine(
         )
     except StageError as error:
         return _unmeasured(artifact, split, f"{FAILED} on {split.name}: {error}")
-    return Evaluation(
-        engine=artifact.id,
-        backend=artifact.backend,
-        plan=artifact.plan,
-        target=artifact.target,
-        split=split.name,
-        rows=predictions.rows,
-        outputs=outputs,
-        latencies=(),
-        status="measured",
-    )
+    return _evaluation(artifact, split.name, predictions.rows, outputs, "measured")
 
 
 def with_latencies(evaluation: Evaluation, timed: Interleaved) -> Evaluation:
-    """The evaluation with what was timed for its engine, and what ended that."""
+    """Return the evaluation with its engine's latencies and timing failure."""
     return replace(
         evaluation,
         latencies=timed.latencies.get(evaluation.engine, ()),
@@ -167,14 +144,10 @@ def with_latencies(evaluation: Evaluation, timed: Interleaved) -> Evaluation:
 
 
 def _unmeasured(artifact: EngineArtifact, split: Split, status: str) -> Evaluation:
-    return Evaluation(
-        artifact.id,
-        artifact.backend,
-        artifact.plan,
-        artifact.target,
-        split.name,
-        split.data.rows,
-        (),
-        (),
-        status,
-    )
+    return _evaluation(artifact, split.name, split.data.rows, (), status)
+
+
+def _evaluation(
+    engine: EngineArtifact, split: str, rows: int, outputs: tuple[OutputEvaluation, ...], status: str
+) -> Evaluation:
+    return Evaluation(engine.id, engine.backend, engine.plan, engine.target, split, rows, outputs, (), status)

@@ -1,22 +1,19 @@
 """Latency per request, by wall clock around the call that a server would make.
 
-What a server hands over decides what the call is. Arrays in host memory, as a loaded bundle takes them: the
-copies to the device and back are timed. Or inputs that lie on the device already, put there by whatever made
-them: each request is handed over before the clock starts, and the engine alone is timed.
+A request comes either as arrays in host memory, as for a loaded bundle, and the copies to the device and back
+are timed; or as inputs that already lie on the device, handed over before the clock starts, and only the
+engine is timed.
 
-Several engines are timed in turns, one request each, so that a machine that slows down slows them all: clock
-drift and neighbours cancel from the comparison. The order turns by one engine every round, so that none
-always runs in the cache that the same other one left behind. How sure a comparison is, one load of an engine
-does not say, however many requests it answers: the same engine differs from load to load. `over_loads` puts
-several together; each is a unit.
+Several engines are timed in turns, one request each, so that clock drift and neighbours affect all of them
+alike. The order rotates by one engine every round, so that no engine always runs in the cache state left by
+the same other one. One load of an engine does not give the confidence of a comparison, however many requests
+it answers, because loads differ. `over_loads` combines several; each is a unit.
 """
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -27,6 +24,7 @@ import numpy.typing as npt
 
 from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.errors import InternalError, StageError
+from loka_onnx.graph.garbage import collector_paused
 from loka_onnx.sessions.runner import Runner
 
 Array = npt.NDArray[Any]
@@ -36,12 +34,7 @@ Run = Callable[[Mapping[str, Array]], object]
 
 @dataclass(frozen=True)
 class Request:
-    """One request, ready to be timed.
-
-    Attributes:
-        call: Answers it and returns when that is done.
-        inputs: Where its inputs lie.
-    """
+    """A request ready to be timed: `call` answers it, with inputs in the place `inputs`."""
 
     call: Callable[[], object]
     inputs: InputPlace = InputPlace.HOST
@@ -54,12 +47,12 @@ MakeInputs = Callable[[int], Mapping[str, Array]]
 
 
 def from_host(run: Run) -> Prepare:
-    """Requests that are handed over as arrays, copies included."""
+    """Prepare requests that come as arrays, copies included."""
     return lambda inputs: Request(partial(run, inputs))
 
 
 def from_device(runner: Runner) -> Prepare:
-    """Requests whose inputs lie where the engine computes; of an engine that cannot, from the host."""
+    """Prepare requests whose inputs lie on the engine's device; from the host where the engine cannot."""
 
     def prepare(inputs: Mapping[str, Array]) -> Request:
         resident = runner.resident(inputs)
@@ -69,7 +62,7 @@ def from_device(runner: Runner) -> Prepare:
 
 
 def prepared(runner: Runner, place: InputPlace) -> Prepare:
-    """How requests are put to an engine, by where their inputs lie."""
+    """Prepare requests of an engine by the place of their inputs."""
     return from_device(runner) if place is InputPlace.DEVICE else from_host(runner.run)
 
 
@@ -78,12 +71,12 @@ class LatencyOptions:
     """Options of the measurement, per batch size.
 
     Attributes:
-        warmup: Untimed requests of each engine first; autotuning and first-touch costs fall here.
-        min_repeats: Timed requests of each engine, whatever they take.
-        max_repeats: Timed requests after which the percentiles are taken as settled.
-        max_seconds: Time after which measuring stops once `min_repeats` is reached; warming up has the same
-            limit of its own, after at least one request each.
-        input_sets: Different requests to take in turns, so that embedding rows are not all in cache.
+        warmup: Untimed first requests of each engine, for autotuning and first-touch costs.
+        min_repeats: Least timed requests of each engine.
+        max_repeats: Most timed requests.
+        max_seconds: Time limit once `min_repeats` is reached; warm-up has its own equal limit, after at least
+            one request each.
+        input_sets: Different requests in turns, so that embedding rows are not all in cache.
         clock_ns: Monotonic clock, nanoseconds.
         on_batch: Called when a batch size is done.
     """
@@ -97,23 +90,13 @@ class LatencyOptions:
     on_batch: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            InternalError: They ask for nothing.
-        """
         if self.warmup < 0 or not 1 <= self.min_repeats <= self.max_repeats or self.input_sets < 1:
             raise InternalError("latency options ask for no measurement", evidence=repr(self))
 
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Latencies of engines that were timed in turns.
-
-    Attributes:
-        latencies: By engine id, one entry per batch size that the engine finished, in the order asked for.
-        failures: By engine id, the error that ended its measurements.
-    """
+    """Latencies by engine, one per finished batch size, and the errors that ended engines' measurements."""
 
     latencies: dict[str, tuple[Latency, ...]]
     failures: dict[str, str]
@@ -127,21 +110,10 @@ def measure_latency(
     device: str,
     counts_for_choice: bool,
 ) -> tuple[Latency, ...]:
-    """Latency of one engine.
+    """Return the latency of one engine, one entry per batch size in order; raises StageError if it fails.
 
-    Args:
-        prepare: Makes a request of its inputs.
-        make_inputs: Gives inputs for a number of rows; not timed.
-        batches: Rows per request.
-        options: How long to measure.
-        device: Name of the device, recorded.
-        counts_for_choice: Whether the speed says something about the target, recorded.
-
-    Returns:
-        One entry per batch size, in order.
-
-    Raises:
-        StageError: The engine fails.
+    `prepare` makes a request of the inputs that `make_inputs` returns for a number of rows; neither is timed.
+    Recorded are the `device` and whether the speed is valid for the target.
     """
     latencies: tuple[Latency, ...] = ()
     for batch in batches:
@@ -162,21 +134,10 @@ def measure_interleaved(
     device: str,
     counts_for_choice: bool,
 ) -> Interleaved:
-    """Latency of several engines, one request each in turns.
+    """Time several engines, one request each in turns; time limits are per engine.
 
-    An engine that fails drops out, there and at the later batch sizes; the others go on. Where no inputs can
-    be made, all have failed.
-
-    Args:
-        engines: By engine id, as for `measure_latency`.
-        make_inputs: Gives inputs for a number of rows; every engine gets the same.
-        batches: Rows per request.
-        options: How long to measure; the time limit is for each engine, not for all together.
-        device: Name of the device, recorded.
-        counts_for_choice: Whether the speed says something about the target, recorded.
-
-    Returns:
-        Latencies and failures.
+    An engine that fails drops out, there and at later batch sizes; the others go on. Where no inputs can be
+    made, all have failed. Other arguments are those of `measure_latency`.
     """
     left = dict(engines)
     failures: dict[str, str] = {}
@@ -198,20 +159,16 @@ def measure_interleaved(
 
 
 def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
-    """What one engine took over all loads, at the batch sizes that it finished in each.
+    """Return the medians over loads of one engine, by ascending batch size.
 
-    Args:
-        loads: Latencies of each load.
-
-    Returns:
-        Medians over loads, whose medians are kept; by ascending batch size.
+    Sizes that it did not finish in every load are left out; the loads' own medians are kept.
     """
     by_batch = [{latency.batch: latency for latency in load} for load in loads]
     common = set.intersection(*map(set, by_batch)) if by_batch else set()
-    found = []
+    medians = []
     for batch in sorted(common):
         each = [load[batch] for load in by_batch]
-        found.append(
+        medians.append(
             replace(
                 each[0],
                 p50_us=median(load.p50_us for load in each),
@@ -221,19 +178,18 @@ def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
                 loads_us=tuple(load.p50_us for load in each),
             )
         )
-    return tuple(found)
+    return tuple(medians)
 
 
 @dataclass
 class _Turns:
-    """What one batch size gave: request times of the engines still in, errors of those that failed."""
+    """Request times of the remaining engines at one batch size, and errors of those that failed."""
 
     nanoseconds: dict[str, list[int]]
     failures: dict[str, StageError]
     inputs: dict[str, InputPlace] = field(default_factory=dict)
 
     def latency(self, engine: str, batch: int, device: str, counts_for_choice: bool) -> Latency:
-        """What an engine took."""
         times_us = np.asarray(self.nanoseconds[engine], dtype=np.float64) / 1e3
         p50, p90, p99 = np.percentile(times_us, [50, 90, 99])
         return Latency(
@@ -254,7 +210,7 @@ def _time_in_turns(
 ) -> _Turns:
     turns = _Turns({engine: [] for engine in engines}, {})
     limit_ns = options.max_seconds * 1e9
-    with without_collector():
+    with collector_paused():  # as `timeit` does: collections would show in the tail percentiles
         warm = _Turns({engine: [] for engine in engines}, turns.failures)
         start = options.clock_ns()
         for round_index in range(options.warmup):
@@ -291,15 +247,3 @@ def _one_round(
             turns.failures[engine] = failure
         else:
             turns.inputs[engine] = request.inputs
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Keep Python's garbage collector out of the tail percentiles, as `timeit` does."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -1,11 +1,11 @@
-"""Loss changes of an engine row by row, and what they come to relative to the FP32 model.
+"""Loss changes of an engine row by row, relative to the FP32 model.
 
 With labels, ΔNE is E[ΔL] / E[L_fp32] by the exact identity of `numerics.loss_change`, with the delta method
-for the estimated denominator; KL and labelled part are relative to the same denominator, so that they add up.
+for the estimated denominator; KL and labelled part have the same denominator, so they add up.
 
-Without labels only KL is known. It is relative to the mean entropy of the FP32 model's predictions,
-E[−p·log p − (1−p)·log(1−p)], which is its expected loss if it is calibrated (E[y | p] = p). An overconfident
-model has less entropy than loss, which makes the ratio too large: the verdict then errs on the safe side.
+Without labels only KL is known. Its denominator is the mean entropy of the FP32 model's predictions, E[−p·log
+p − (1−p)·log(1−p)], which is its expected loss if it is calibrated (E[y | p] = p). An overconfident model has
+less entropy than loss, which makes the ratio too large: the verdict then errs on the safe side.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RelativeChange:
-    """Changes of the loss over the loss (or entropy) of the FP32 model.
-
-    Attributes:
-        delta_ne: Of the whole loss; None without labels.
-        kl: Of its label-free part.
-        labelled: Of its labelled part; None without labels.
-    """
+    """Changes over the FP32 model's loss (or entropy): whole, label-free and labelled part."""
 
     delta_ne: Interval | None
     kl: Interval
@@ -45,15 +39,15 @@ class RelativeChange:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Effect of a change of one output on the loss of each row.
+    """Effect of a change of one output on the loss of each row, (rows,) each.
 
     Attributes:
-        base: (rows,) loss of the FP32 model, or without labels the entropy of its predictions.
-        kl: (rows,) label-free part of the change.
-        labelled: (rows,) labelled part; None without labels.
-        weights: (rows,), None for equal weights.
-        groups: (rows,) ids of rows that belong together, None for independent rows.
-        probabilities: (rows,) predictions of the FP32 model; None for a regression.
+        base: Loss of the FP32 model, or without labels the entropy of its predictions.
+        kl: Label-free part of the change.
+        labelled: Labelled part; None without labels.
+        weights: None for equal weights.
+        groups: Ids of rows that belong together, None for independent rows.
+        probabilities: Predictions of the FP32 model; None for a regression.
     """
 
     base: Rows
@@ -69,7 +63,7 @@ class PairedRows:
         return ENTROPY if self.labelled is None else LOSS
 
     def take(self, rows: npt.NDArray[Any]) -> PairedRows:
-        """Some of the rows, by index or mask."""
+        """Return some of the rows, by index or mask."""
         return PairedRows(
             self.base[rows],
             self.kl[rows],
@@ -81,14 +75,13 @@ class PairedRows:
 
     @cached_property
     def tail(self) -> Tail:
-        """How much of KL few rows carry; needs a base that does not sum to 0."""
+        """Tail of KL; needs a base that does not sum to 0."""
         weight = 1.0 if self.weights is None else self.weights
         return tail_of(weight * self.kl, weight * self.base, self.groups)
 
     def relative(self, confidence: float = CONFIDENCE) -> RelativeChange:
-        """The changes with two-sided intervals; needs a base that does not sum to 0."""
-        # The labelled part has both signs and most of the spread: the rows that carry KL need not carry the
-        # loss change.
+        """Return the changes with two-sided intervals; needs a base that does not sum to 0."""
+        # The labelled part has both signs and most of the spread: other rows than KL's may carry the change.
         ends = Ends.BY_SKEWNESS
         of_kl = Ends.BERNSTEIN if self.tail.is_heavy else Ends.ONE_MORE
 
@@ -102,17 +95,7 @@ class PairedRows:
 
 
 def paired_rows(spec: OutputSpec, before: Scores, after: Scores, truth: Truth) -> PairedRows:
-    """The changes of one output.
-
-    Args:
-        spec: The output.
-        before: Scores of the FP32 reference.
-        after: Scores of the engine on the same rows.
-        truth: Labels, as far as there are any, weights and groups.
-
-    Returns:
-        The changes, with every row.
-    """
+    """Return the changes of one output on every row, from the reference's and the engine's scores."""
     probabilities = None if spec.kind is OutputKind.REGRESSION else before.predictions
     rest = (truth.weights, truth.groups, probabilities)
     if truth.labels is None:
@@ -122,6 +105,6 @@ def paired_rows(spec: OutputSpec, before: Scores, after: Scores, truth: Truth) -
 
 
 def loss_rows(spec: OutputSpec, scores: Scores, labels: Rows) -> Rows:
-    """(rows,) log loss, or squared error for a regression."""
+    """Return (rows,) log loss, or squared error for a regression."""
     rule = squared_error_rows if spec.kind is OutputKind.REGRESSION else log_loss_rows
     return rule(scores.scores, labels)

@@ -1,14 +1,15 @@
-"""Outputs of an engine over a whole split, beside the columns they are judged against."""
+"""Outputs of an engine over a whole split, with the columns of its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from loka_onnx.data import Batch
 from loka_onnx.errors import DataError, EvaluationError
 
 Array = npt.NDArray[Any]
@@ -16,26 +17,10 @@ Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 """Runs one batch: model inputs by name, the batch on axis 0, to outputs by name."""
 
 
-class BatchLike(Protocol):
-    """Rows to predict."""
-
-    @property
-    def inputs(self) -> Mapping[str, Array]:
-        """Model inputs by name, rows on axis 0."""
-
-    @property
-    def columns(self) -> Mapping[str, Array]:
-        """Labels, weights, groups and slices by name, (rows,) each."""
-
-
 def padded(run: Run, least: int) -> Run:
-    """What runs batches of any size on an engine that takes no smaller ones than that.
+    """Make an engine that takes at least `least` rows run batches of any size.
 
-    A shorter batch repeats its rows; what the engine gives for the repeated ones is dropped.
-
-    Args:
-        run: Runs one batch of `least` rows or more.
-        least: Fewest rows of a batch.
+    A shorter batch repeats its rows; outputs of the repeated ones are dropped.
     """
 
     def run_padded(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -44,7 +29,7 @@ def padded(run: Run, least: int) -> Run:
             return run(inputs)
         places = np.arange(least) % rows
         outputs = run({name: values[places] for name, values in inputs.items()})
-        # An output that does not follow the batch stays as it is.
+        # An output without a batch axis is unchanged.
         return {
             name: values[:rows] if np.shape(values)[:1] == (least,) else values
             for name, values in outputs.items()
@@ -55,13 +40,7 @@ def padded(run: Run, least: int) -> Run:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Outputs of an engine for a split, in the order of its rows.
-
-    Attributes:
-        outputs: (rows,) or (rows, n) by output name.
-        columns: (rows,) by column name.
-        rows: Rows of the split.
-    """
+    """Outputs (rows,) or (rows, n) and columns (rows,) of a split, in the order of its rows."""
 
     outputs: dict[str, Array]
     columns: dict[str, Array]
@@ -70,36 +49,26 @@ class Predictions:
 
 def predict(
     run: Run,
-    batches: Iterable[BatchLike],
+    batches: Iterable[Batch],
     outputs: tuple[str, ...],
     columns: tuple[str, ...] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Predictions:
-    """Run an engine over every batch and keep the outputs and columns asked for.
+    """Run an engine over every batch, one at a time, and keep the named outputs and columns.
 
-    Outputs are copied, because an engine may reuse its buffers for the next batch. Trailing axes of
-    length 1 are dropped.
-
-    Args:
-        run: Runs one batch.
-        batches: The split, in order; only one batch is held at a time.
-        outputs: Names of the outputs to keep.
-        columns: Names of the columns to keep.
-        progress: Called after each batch with the rows done so far.
-
-    Returns:
-        The outputs and columns over all rows.
+    Outputs are copied, because an engine may reuse its buffers. Trailing axes of length 1 are dropped.
+    `progress` is called after each batch with the number of rows done.
 
     Raises:
-        EvaluationError: An output is missing, its first axis is not the batch, it has more than two axes
-            that matter, or its width changes between batches.
+        EvaluationError: An output is missing, its first axis is not the batch, it has more than two axes that
+            matter, or its width changes between batches.
         DataError: A column is missing, or there are no rows.
     """
     kept_outputs: dict[str, list[Array]] = {name: [] for name in outputs}
     kept_columns: dict[str, list[Array]] = {name: [] for name in columns}
     done = 0
     for batch in batches:
-        rows = _rows(batch)
+        rows = batch.rows
         values = run(batch.inputs)
         for name, parts in kept_outputs.items():
             parts.append(_output(values, name, rows))
@@ -126,12 +95,6 @@ def predict(
         {name: np.concatenate(parts) for name, parts in kept_columns.items()},
         done,
     )
-
-
-def _rows(batch: BatchLike) -> int:
-    for array in (*batch.inputs.values(), *batch.columns.values()):
-        return int(array.shape[0])
-    return 0
 
 
 def _output(values: Mapping[str, Array], name: str, rows: int) -> Array:

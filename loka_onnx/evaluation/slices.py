@@ -1,21 +1,19 @@
-"""Accuracy where a column has one value: country, device, a segment of users.
+"""Accuracy of rows with one value of a column: country, device, a segment of users.
 
-A budget can be kept on average and broken for a few. Each slice is judged like the whole, on its own rows and
-relative to its own FP32 loss, but many are looked at, and one of forty lies outside its 95 % interval by
-chance alone most of the time. With m slices judged, over all columns, each interval has the confidence
-1 − 0.05/m; by Bonferroni's inequality all m then hold together at 95 % or more, whatever the dependence
-between them (a row is in one slice of every column).
+A budget may hold on average but fail for a few. Each slice is judged like the whole, on its own rows and
+relative to its own FP32 loss. But one of forty slices lies outside its 95 % interval by chance alone most of
+the time. With m slices judged, over all columns, each interval has the confidence 1 − 0.05/m; by Bonferroni's
+inequality all m hold together at 95 % or more, under any dependence (a row is in one slice of every column).
 
-**Order.** By the lower end, falling. The lower end asks where harm is sure, and a small slice with a wild
-estimate does not push in front of a large one with a certain loss. Where harm cannot be excluded is said by
-the status: ``undecided``.
+**Order.** By the lower end, falling: it asks where harm is sure, so a small slice with a wild estimate does
+not precede a large one with a certain loss. The status ``undecided`` says where harm cannot be excluded.
 
-**Which are judged.** The `LARGEST` most frequent values of a column. Among them, those with 100
-independent units (groups, or rows) and, for a log loss, `LEAST_EVENTS` rows of the rarer class expected
-under the FP32 model. Below, Student's t at these confidences claims more than it holds: on simulated logits
-with FP8-like noise, at 2 % clicks, m = 50 and 300 rows (6 clicks) a tail was missed 16 times as often as
-stated; at 3000 rows (60 clicks) at most 2.5 times. Neither number depends on the labels, so that what is
-judged is not chosen by what it shows. A slice that is not judged is reported as such.
+**Which are judged.** The `LARGEST` most frequent values of a column. Among them, those with 100 independent
+units (groups, or rows) and, for a log loss, `LEAST_EVENTS` rows of the rarer class expected under the FP32
+model. Below, Student's t is overconfident: on simulated logits with FP8-like noise, at 2 % clicks, m = 50 and
+300 rows (6 clicks) a tail was missed 16 times as often as stated; at 3000 rows (60 clicks) at most 2.5 times.
+Neither number depends on the labels, so the selection of slices is independent of their results. A slice that
+is not judged is reported as such.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from loka_onnx.evaluation.paired import PairedRows
 from loka_onnx.numerics.intervals import CONFIDENCE
 
 LARGEST = 50
-"""Values of one column that are looked at; a column of ids has no more slices than this."""
+"""Values of one column judged at most, so that a column of ids has no more slices."""
 LEAST_EVENTS = 50
 
 Array = npt.NDArray[Any]
@@ -43,12 +41,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class SliceColumn:
-    """A column that the rows are divided by.
-
-    Attributes:
-        name: Its name.
-        codes: (rows,) index of each row's value.
-        values: The distinct values as text; None for null.
+    """A column that the rows are divided by: index of each row's value, and the values as text, None for
+    null.
     """
 
     name: str
@@ -58,12 +52,7 @@ class SliceColumn:
 
 @dataclass(frozen=True)
 class SliceTable:
-    """The slices of one output.
-
-    Attributes:
-        slices: Judged ones by falling lower end, then the others by falling number of rows.
-        left_out: For each column with more values than are looked at, how many were left out.
-    """
+    """Judged slices by falling lower end, then the others by falling rows; values left out, by column."""
 
     slices: tuple[SliceDifference, ...]
     left_out: Mapping[str, int]
@@ -71,14 +60,7 @@ class SliceTable:
 
 @dataclass(frozen=True)
 class _Slice:
-    """One value of a column.
-
-    Attributes:
-        column: Its column.
-        value: The value as text; None for null.
-        rows: (rows of the slice,) their indices.
-        paired: Their changes, without rows of weight 0.
-    """
+    """One value of a column: indices of its rows, and their changes without rows of weight 0."""
 
     column: str
     value: str | None
@@ -87,7 +69,6 @@ class _Slice:
 
     @property
     def units(self) -> int:
-        """Groups, or rows where nothing groups them."""
         groups = self.paired.groups
         return int(self.paired.base.size if groups is None else np.unique(groups).size)
 
@@ -111,17 +92,10 @@ class _Slice:
 
 
 def read_slices(columns: Mapping[str, Array], names: Sequence[str]) -> tuple[SliceColumn, ...]:
-    """Number the values of each slice column.
+    """Number the values of each slice column: numbers, strings, timestamps, or objects; None, NaN and NaT are
+    null.
 
-    Args:
-        columns: (rows,) arrays by column name: numbers, strings, timestamps, or objects with None for null.
-        names: The slice columns.
-
-    Returns:
-        One entry per name. NaN and NaT are null.
-
-    Raises:
-        DataError: A column is missing.
+    Raises DataError if a column is missing.
     """
     for name in names:
         if name not in columns:
@@ -136,23 +110,15 @@ def read_slices(columns: Mapping[str, Array], names: Sequence[str]) -> tuple[Sli
 def slice_differences(
     paired: PairedRows, columns: Sequence[SliceColumn], spec: OutputSpec, together: float = CONFIDENCE
 ) -> SliceTable:
-    """The difference on each slice, with intervals that hold together.
-
-    Args:
-        paired: Changes of one output, row by row.
-        columns: (rows,) values of each slice column.
-        spec: The output, with its budget and the guard of KL.
-        together: Confidence of all intervals together.
-
-    Returns:
-        Every slice that was looked at, worst first.
+    """Return the difference on every slice, worst first, with intervals that together
+    have that confidence.
     """
-    found = [item for column in columns for item in _largest(paired, column)]
-    reasons = [item.why_not_judged for item in found]
-    judged = [item for item, reason in zip(found, reasons, strict=True) if not reason]
+    candidates = [item for column in columns for item in _largest(paired, column)]
+    reasons = [item.why_not_judged for item in candidates]
+    judged = [item for item, reason in zip(candidates, reasons, strict=True) if not reason]
     confidence = 1.0 - (1.0 - together) / max(len(judged), 1)
     differences = [_difference(item, confidence, spec) for item in judged]
-    others = [_not_judged(item, reason) for item, reason in zip(found, reasons, strict=True) if reason]
+    others = [_not_judged(item, reason) for item, reason in zip(candidates, reasons, strict=True) if reason]
     left_out = {c.name: len(c.values) - LARGEST for c in columns if len(c.values) > LARGEST}
     # Sorting keeps the order of ties: that of the columns, then of falling number of rows.
     differences.sort(key=lambda item: -item.judged.lower if item.judged is not None else 0.0)
@@ -176,7 +142,7 @@ def _numbered(name: str, stored: Array) -> SliceColumn:
 
 
 def _largest(paired: PairedRows, column: SliceColumn) -> list[_Slice]:
-    """The most frequent values, by falling number of rows."""
+    """Return the most frequent values, by falling number of rows."""
     counts = np.bincount(column.codes, minlength=len(column.values))
     chosen = np.argsort(-counts, kind="stable")[:LARGEST]
     order = np.argsort(column.codes, kind="stable")
@@ -195,28 +161,12 @@ def _difference(item: _Slice, confidence: float, spec: OutputSpec) -> SliceDiffe
     change, limit = item.paired.relative(confidence), spec.kl_limit
     judged = change.kl if change.delta_ne is None else change.delta_ne
     guard = BudgetStatus.WITHIN if limit is None else budget_status(change.kl, limit)
-    return SliceDifference(
-        item.column,
-        item.value,
-        item.rows.size,
-        item.units,
-        change.delta_ne,
-        change.kl,
-        change.labelled,
-        worst([budget_status(judged, spec.budget), guard]),
-        "" if guard == BudgetStatus.WITHIN else f"KL is at most {change.kl.upper:.3%}: {guard} `max_kl`",
-    )
+    status = worst([budget_status(judged, spec.budget), guard])
+    reason = "" if guard == BudgetStatus.WITHIN else f"KL is at most {change.kl.upper:.3%}: {guard} `max_kl`"
+    known = (item.column, item.value, item.rows.size, item.units)
+    return SliceDifference(*known, change.delta_ne, change.kl, change.labelled, status, reason)
 
 
 def _not_judged(item: _Slice, reason: str) -> SliceDifference:
-    return SliceDifference(
-        item.column,
-        item.value,
-        item.rows.size,
-        item.units,
-        delta_ne=None,
-        kl=None,
-        labelled=None,
-        status=BudgetStatus.NOT_JUDGED,
-        reason=reason,
-    )
+    known = (item.column, item.value, item.rows.size, item.units)
+    return SliceDifference(*known, None, None, None, BudgetStatus.NOT_JUDGED, reason)

@@ -1,24 +1,24 @@
 """Requests per second at a stated 99th percentile of latency, under concurrent load.
 
-**Open loop.** Requests arrive when they do, whether or not the earlier ones are answered: gaps are
-exponential (a Poisson process, which is what many independent users make), drawn beforehand. The latency of a
-request counts from the arrival that was intended. A generator that waits for an answer before it sends the
-next request measures no queue at all, and slows its own load down exactly when the engine is slow
-("coordinated omission": Gil Tene, "How NOT to Measure Latency", 2013; open and closed systems: Schroeder,
-Wierman, Harchol-Balter, "Open Versus Closed: A Cautionary Tale", NSDI 2006).
+**Open loop.** Requests arrive whether or not earlier ones are answered: gaps are exponential (a Poisson
+process, as of many independent users), drawn beforehand. A request's latency counts from its intended
+arrival. A generator that waits for an answer before the next request measures no queue, and slows its own
+load down exactly when the engine is slow ("coordinated omission": Gil Tene, "How NOT to Measure Latency",
+2013; open and closed systems: Schroeder, Wierman, Harchol-Balter, "Open Versus Closed: A Cautionary Tale",
+NSDI 2006).
 
-**Streams.** Each has a loaded copy of the engine and a thread. A stream that is free takes the next arrival
-in order and waits for it: a queue served first come, first served, by as many servers as there are streams.
+**Streams.** Each has a loaded copy of the engine and a thread. A free stream takes the next arrival in order:
+a first-come, first-served queue with as many servers as streams.
 
 **The verdict on a rate.** The 99th percentile is under the limit if at most 1 % of requests take longer.
-Latencies of neighbours in a queue are alike, so that an interval for independent ones is too narrow: the
-upper end of that share is taken over means of consecutive batches of requests (Law, *Simulation Modeling and
-Analysis*, 5th edition, section 9.5.3), and is never below the exact binomial one (Clopper and Pearson, 1934),
-which says what few requests can show at all. The first part of a trial, while the queue fills, is left out.
+Latencies of neighbours in a queue are alike, so an interval for independent ones is too narrow: the upper end
+of that share uses means of consecutive batches of requests (Law, *Simulation Modeling and Analysis*, 5th
+edition, section 9.5.3), and is never below the exact binomial one (Clopper and Pearson, 1934). The first part
+of a trial, while the queue fills, is left out.
 
-**The highest rate** is found by bisection. All trials have the same arrivals, stretched in time, so that what
-differs between them is the rate. Being the best of several noisy trials, the result is confirmed under other
-arrivals, and lowered until it holds there.
+**The highest rate** is found by bisection. All trials have the same arrivals, stretched in time, so only the
+rate differs. As the best of several noisy trials, the result is confirmed under other arrivals, and lowered
+until it holds there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from scipy.special import betaincinv, stdtrit
 
 from loka_onnx.core.throughput import Trial
 from loka_onnx.errors import InternalError
-from loka_onnx.evaluation.latency import Run, without_collector
+from loka_onnx.evaluation.latency import Run
+from loka_onnx.graph.garbage import collector_paused
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
@@ -58,10 +59,10 @@ _SPIN_SECONDS = 3e-4
 
 
 class Clock(Protocol):
-    """Time, which a test may own."""
+    """Time, which a test may replace."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Return seconds since some moment."""
 
     def sleep_until(self, moment: float) -> None:
         """Return at that moment, or at once where it is over."""
@@ -71,11 +72,11 @@ class WallClock:
     """The time of this machine."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Return seconds since some moment."""
         return time.perf_counter()
 
     def sleep_until(self, moment: float) -> None:
-        """Sleep most of the time, and give way to other threads for the rest."""
+        """Sleep most of the time, and yield to other threads for the rest."""
         left = moment - self.now()
         if left > 2 * _SPIN_SECONDS:
             time.sleep(left - _SPIN_SECONDS)
@@ -85,21 +86,16 @@ class WallClock:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of the measurement.
+    """Options of the measurement; ones that ask for nothing are an InternalError.
 
     Attributes:
-        p99_us: What the 99th percentile is held under.
+        p99_us: Limit of the 99th percentile.
         requests: Most requests of a trial.
         seconds: Time of a trial, except that it has `FEWEST` requests.
         steps: Bisections.
-        confirmations: How often a rate that is not confirmed is lowered, before there is none.
+        confirmations: Most times that an unconfirmed rate is lowered.
         confidence: One-sided, of each verdict.
         seed: Of the arrivals.
-        clock: Time.
-        on_trial: Called after each trial.
-
-    Raises:
-        InternalError: They ask for nothing.
     """
 
     p99_us: float
@@ -119,13 +115,10 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Answers:
-    """Outcomes of the requests of a trial, in the order of arrival; microseconds.
+    """Outcomes of the requests of a trial, (requests,) in the order of arrival.
 
-    Attributes:
-        latency_us: (requests,) from the intended arrival to the answer.
-        service_us: (requests,) what the engine itself took.
-        late_us: (requests,) from the moment at which it had arrived and its stream was free to its start.
-        seconds: From the first arrival to the last answer.
+    `latency_us` counts from the intended arrival, `service_us` is the engine's own time, `late_us` counts
+    from the moment at which the request had arrived and its stream was free to its start.
     """
 
     latency_us: Floats
@@ -136,13 +129,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class HighestRate:
-    """Result of a search.
-
-    Attributes:
-        requests_per_s: The rate; 0 where none is low enough.
-        capacity_per_s: Requests per second without pause.
-        trials: Every rate that was tried.
-    """
+    """Requests per second at the limit (0 where no rate is low enough) and without pause, and all trials."""
 
     requests_per_s: float
     capacity_per_s: float
@@ -150,7 +137,7 @@ class HighestRate:
 
 
 def poisson_arrivals(rate_per_s: float, count: int, seed: int) -> Floats:
-    """(count,) arrival times in seconds; the same ones for one seed, stretched by the rate."""
+    """Return (count,) arrival times in seconds; the same ones for one seed, stretched by the rate."""
     gaps = np.random.default_rng(seed).exponential(size=count)
     return np.asarray(np.cumsum(gaps) / rate_per_s, dtype=np.float64)
 
@@ -158,33 +145,23 @@ def poisson_arrivals(rate_per_s: float, count: int, seed: int) -> Floats:
 def offer(
     runs: Sequence[Run], inputs: Sequence[Mapping[str, Array]], arrivals: Floats, clock: Clock
 ) -> Answers:
-    """Let requests arrive, and answer them.
+    """Answer requests as they arrive; one of `runs` for each stream, `inputs` in turns.
 
-    Args:
-        runs: Runs one request and returns when its outputs can be read; one for each stream.
-        inputs: Requests to take in turns.
-        arrivals: (requests,) rising times of arrival in seconds.
-        clock: Time.
-
-    Returns:
-        What became of each request.
-
-    Raises:
-        StageError: An engine fails.
+    `arrivals` are (requests,) rising times in seconds. Raises StageError if an engine fails.
     """
     queue = _Queue(arrivals, clock)
     threads = [
         threading.Thread(target=queue.serve, args=(run, inputs), name=f"stream-{number}", daemon=True)
         for number, run in enumerate(runs)
     ]
-    with without_collector():
+    with collector_paused():
         for thread in threads:
             thread.start()
         try:
             for thread in threads:
                 thread.join()
         except BaseException:
-            # An interrupt reaches the thread that waits: the streams must not go on without it.
+            # An interrupt reaches only the waiting thread: stop the streams too.
             queue.stop()
             raise
     for error in queue.errors:
@@ -193,12 +170,8 @@ def offer(
 
 
 def over_limit(latency_us: Floats, limit_us: float, confidence: float) -> tuple[float, float]:
-    """Share of requests that take longer than a limit, and its one-sided upper end.
-
-    Args:
-        latency_us: (requests,) in order of arrival.
-        limit_us: The limit.
-        confidence: Of the upper end.
+    """Return the share of requests (in order of arrival) that take longer than a limit, and its one-sided
+    upper end.
     """
     over = latency_us > limit_us
     count, total = int(over.sum()), over.size
@@ -212,15 +185,9 @@ def over_limit(latency_us: Floats, limit_us: float, confidence: float) -> tuple[
 def find_highest_rate(
     runs: Sequence[Run], inputs: Sequence[Mapping[str, Array]], options: LoadOptions
 ) -> HighestRate:
-    """The highest rate whose 99th percentile is under the limit.
+    """Return the highest rate whose 99th percentile is under the limit; `runs` and `inputs` as in `offer`.
 
-    Args:
-        runs: Runs one request; one for each stream.
-        inputs: Requests to take in turns.
-        options: How to measure.
-
-    Raises:
-        StageError: An engine fails.
+    Raises StageError if an engine fails.
     """
     search = _Search(runs, inputs, options)
     capacity, is_hopeless = search.capacity()
@@ -231,8 +198,6 @@ def find_highest_rate(
 
 
 class _Queue:
-    """Requests that arrive, and what became of them."""
-
     def __init__(self, arrivals: Floats, clock: Clock) -> None:
         self._arrivals, self._clock = arrivals, clock
         self._lock, self._next = threading.Lock(), 0
@@ -242,7 +207,7 @@ class _Queue:
         self.errors: list[BaseException] = []
 
     def serve(self, run: Run, inputs: Sequence[Mapping[str, Array]]) -> None:
-        """One stream: takes arrivals in order until there are none, or an engine has failed."""
+        """Run one stream: take arrivals in order until there are none, or an engine has failed."""
         try:
             free = self._begin()
             while (place := self._take()) is not None:
@@ -256,7 +221,7 @@ class _Queue:
                 free = done
                 with self._lock:
                     self._end = max(self._end, done)
-        except BaseException as error:  # handed to the thread that waits
+        except BaseException as error:  # raised by the waiting thread
             self.errors.append(error)
 
     def stop(self) -> None:
@@ -265,12 +230,11 @@ class _Queue:
             self._next = self._arrivals.size
 
     def answers(self) -> Answers:
-        """Everything, once all streams have ended."""
         seconds = self._end - self._begin()
         return Answers(self._latency * 1e6, self._service * 1e6, self._late * 1e6, seconds)
 
     def _begin(self) -> float:
-        """The moment that arrivals count from: that at which the first stream was ready."""
+        """Return the moment that arrivals count from: the first stream was ready."""
         with self._lock:
             if self._start is None:
                 self._start = self._clock.now()
@@ -292,18 +256,20 @@ class _Search:
         self.trials: list[Trial] = []
 
     def capacity(self) -> tuple[float, bool]:
-        """Requests per second without pause, and whether the engine alone takes longer than the limit."""
+        """Return requests per second without pause, and whether the engine alone
+        takes longer than the limit.
+        """
         options = self._options
         warm = self._without_pause(20 * len(self._runs))
-        found = self._without_pause(self._count(20 * len(self._runs) / warm.seconds))
-        over = found.service_us > options.p99_us
-        # Alone on its stream a request takes no less; a share that is surely too large stays too large.
+        measured = self._without_pause(self._count(20 * len(self._runs) / warm.seconds))
+        over = measured.service_us > options.p99_us
+        # Under load a request takes no less, so a share that is surely too large stays so.
         count, total = int(over.sum()), over.size
         least = float(betaincinv(count, total - count + 1, 1.0 - options.confidence)) if count else 0.0
-        return found.latency_us.size / found.seconds, least > ALLOWED
+        return measured.latency_us.size / measured.seconds, least > ALLOWED
 
     def bisect(self, capacity: float) -> float:
-        """The highest rate that passes; 0 where none does."""
+        """Return the highest rate that passes; 0 where none does."""
         if self._try(capacity, self._options.seed).passed:
             return capacity
         low, high, best = LOWEST * capacity, capacity, 0.0
@@ -316,7 +282,7 @@ class _Search:
         return best
 
     def confirmed(self, rate: float, capacity: float) -> float:
-        """The rate, lowered until it passes under other arrivals; 0 where that does not end."""
+        """Return the rate, lowered until it passes under other arrivals; 0 where none does."""
         for attempt in range(self._options.confirmations + 1):
             if rate < LOWEST * capacity:
                 return 0.0
@@ -344,6 +310,5 @@ class _Search:
         return trial
 
     def _count(self, rate: float) -> int:
-        """Requests that fill the time of a trial."""
         options = self._options
         return max(FEWEST, min(options.requests, round(rate * options.seconds)))

@@ -27,21 +27,16 @@ Values = npt.NDArray[np.float64]
 
 
 class ColumnSums:
-    """Adds up rows of which many numbers may be 0, in place.
-
-    Args:
-        columns: Numbers in a row.
-    """
+    """Adds up rows with many zeros, in place."""
 
     def __init__(self, columns: int) -> None:
         self._waiting: list[_Row] = []
         self._sums = [NOTHING_ADDED] * columns
 
     def add(self, row: Values) -> None:
-        """Take in one row, (columns,).
+        """Add one row, (columns,).
 
-        Raises:
-            InternalError: It, or an earlier one, holds a number that is not finite.
+        Raises InternalError if it, or an earlier one, holds a number that is not finite.
         """
         filled = np.flatnonzero(row)
         self._waiting.append(_Row(filled, row[filled]))
@@ -49,11 +44,7 @@ class ColumnSums:
             self._collapse()
 
     def sums(self) -> tuple[ExactSum, ...]:
-        """The sum of each column so far.
-
-        Raises:
-            InternalError: A number is not finite.
-        """
+        """Return the sum of each column so far; raises InternalError if a number is not finite."""
         if self._waiting:
             self._collapse()
         return tuple(self._sums)
@@ -70,14 +61,14 @@ class ColumnSums:
 
 @dataclass(frozen=True)
 class _Row:
-    """The numbers of a row that are not 0, and their columns."""
+    """The nonzero numbers of a row, and their columns."""
 
     columns: npt.NDArray[np.intp]
     values: Values
 
 
 def _exact_parts(table: Values) -> Values:
-    """(parts, columns) numbers of which each column adds up to the same column of the table."""
+    """Return (parts, columns): the column sums of the table, in parts without rounding."""
     rest, heads = table, [np.zeros(table.shape[1])]
     while rest.any():
         largest = np.abs(rest).max(axis=0)

@@ -29,22 +29,19 @@ Scale = float | Array
 
 
 def float8_dtype(format: Float8) -> np.dtype[Any]:
-    """The NumPy dtype of an FP8 format, from `ml_dtypes`."""
+    """Return the NumPy dtype of an FP8 format, from `ml_dtypes`."""
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, FLOAT8_SPECS[format].ml_dtype))
     return dtype
 
 
 def quantize(x: Array, scale: Scale, format: Float8, axis: int | None = None) -> Array:
-    """Quantize with saturation.
+    """Quantize with saturation; returns the `ml_dtypes` type of `format`.
 
     Args:
         x: Values of any floating type and shape.
         scale: One positive number, or one per index of `axis`, shape (x.shape[axis],).
         format: Target format.
         axis: Channel axis of a scale with more than one element.
-
-    Returns:
-        Array of the shape of `x` and the `ml_dtypes` type of `format`.
 
     Raises:
         CalibrationError: A scale is not positive and finite in FP32.
@@ -59,41 +56,14 @@ def quantize(x: Array, scale: Scale, format: Float8, axis: int | None = None) ->
 
 
 def dequantize(q: Array, scale: Scale, axis: int | None = None) -> Float32:
-    """Turn FP8 values back into FP32.
-
-    Args:
-        q: Array of an FP8 type.
-        scale: As for `quantize`.
-        axis: As for `quantize`.
-
-    Returns:
-        Array of the shape of `q`.
-
-    Raises:
-        CalibrationError: A scale is not positive and finite in FP32.
-        InternalError: The shape of the scale does not fit.
-    """
+    """Convert FP8 values back to FP32; scale, axis and errors as in `quantize`."""
     factor = _broadcast_scale(scale, q.shape, axis)
     with np.errstate(over="ignore", under="ignore"):
         return np.asarray(q.astype(np.float32) * factor, dtype=np.float32)
 
 
 def fake_quantize(x: Array, scale: Scale, format: Float8, axis: int | None = None) -> Float32:
-    """Quantize and dequantize: what a Q/DQ pair does to a tensor.
-
-    Args:
-        x: Values of any floating type and shape.
-        scale: As for `quantize`.
-        format: As for `quantize`.
-        axis: As for `quantize`.
-
-    Returns:
-        Array of the shape of `x`.
-
-    Raises:
-        CalibrationError: A scale is not positive and finite in FP32.
-        InternalError: The shape of the scale does not fit.
-    """
+    """Quantize and dequantize, as a Q/DQ pair does; arguments and errors as in `quantize`."""
     return dequantize(quantize(x, scale, format, axis), scale, axis)
 
 

@@ -1,6 +1,6 @@
-"""Counting magnitudes into the bins of `core.histogram`.
+"""Histograms of magnitudes, with the bins of `core.histogram`.
 
-The index of a bin is the upper eleven bits of |x| in FP32, so that counting is a shift and a bincount.
+A bin's index is the upper eleven bits of |x| in FP32, so counting is a shift and a bincount.
 """
 
 from __future__ import annotations
@@ -18,20 +18,16 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
 def count_magnitudes(x: npt.NDArray[Any]) -> Counts:
-    """How many elements fall into each bin.
+    """Return (BINS,) the number of elements in each bin; bin 0 holds the zeros.
 
-    Args:
-        x: Finite values, any shape and floating type; rounded to FP32 first.
-
-    Returns:
-        (BINS,) counts; bin 0 holds the zeros.
+    `x` is finite, of any shape and floating type; it is rounded to FP32 first.
     """
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     return np.bincount(((bits & _MAGNITUDE) >> _SHIFT).ravel(), minlength=BINS)
 
 
 def histogram_of(counts: Counts) -> MagnitudeHistogram:
-    """The histogram with the given counts, (BINS,)."""
+    """Return the histogram with the given counts, (BINS,)."""
     filled = np.flatnonzero(counts[1:]) + 1
     if not filled.size:
         return MagnitudeHistogram(int(counts[0]))

@@ -1,4 +1,4 @@
-"""Confidence intervals of means and ratios over rows, from values or from a stream.
+"""Confidence intervals of means and ratios over rows.
 
 Every estimate here is linearized: estimate − truth ≈ Σ_i ψ_i with one influence ψ_i per row. Rows that belong
 together (all of one user, of one request) are summed to one influence Ψ_g per group, and
@@ -7,28 +7,27 @@ together (all of one user, of one request) are summed to one influence Ψ_g per 
 
 with G the groups, or the rows where nothing groups them. For a plain mean, ψ_i = (x_i − m)/n, and the
 variance is the textbook s²/n with ddof = 1. For a ratio R = Σwa/Σwb, ψ_i = w_i·(a_i − R·b_i)/Σwb: the delta
-method, with the denominator's own error included. For one group the interval is infinite: one unit says
-nothing about the spread.
+method, which includes the denominator's own error. For one group the interval is infinite: one unit has no
+spread.
 
-**Few rows that carry a sum.** Student's t needs a variance. KL is never negative, and a few rows may carry
-it: the rows at hand then miss what lies beyond their largest, and the upper end lies too low far more often
-than it says. So (`Ends`)
+**Few rows that carry a sum.** Student's t needs a variance. KL is never negative, and few rows may carry it:
+the sample then misses values beyond its largest, and the upper end is too low far more often than stated. So
+(`Ends`)
 
-* of a sum of what is never negative the upper end is further out by the largest Ψ_g: by what one more such
-  unit would add. The next unit is beyond all seen with probability 1/(G + 1), and a tail that falls faster
-  than x⁻² has about that much beyond its largest;
-* where the tail is heavy (`Tail`; of a loss change, where its influences are skewed), empirical Bernstein's
-  bound is taken, for values clipped at the largest:
-  half width √(2·variance·ln(2/α)) + 7/3·ln(2/α)·G/(G − 1)·max|Ψ_g| with α the risk of one end.
+* for a sum of nonnegative values the upper end moves out by the largest Ψ_g, the effect of one more such
+unit. The next unit is beyond all seen with probability 1/(G + 1), and a tail that falls faster than x⁻² has
+about that much beyond its largest; * where the tail is heavy (`Tail`; of a loss change, where its influences
+are skewed), empirical Bernstein's bound is used, for values clipped at the largest: half width
+√(2·variance·ln(2/α)) + 7/3·ln(2/α)·G/(G − 1)·max|Ψ_g| with α the risk of one end.
 
-Both leave out what is so rare that the rows at hand do not hold it: nothing is known of 1 row in n/3. How
-often the ends hold is in `benchmarks/records/interval_tails.json`.
+Both ignore events too rare for the sample: nothing is known of 1 row in n/3.
+`benchmarks/records/interval_tails.json` records how often the ends hold.
 
 Sources: linearization and the cluster sum are Binder, "On the Variances of Asymptotically Normal Estimators
-from Complex Surveys" (1983); the ratio as in Deng et al., "Applying the Delta Method in Metric
-Analytics" (KDD 2018); Student's t instead of the normal quantile widens small samples only; empirical
-Bernstein is Maurer and Pontil, "Empirical Bernstein Bounds and Sample Variance Penalization" (COLT 2009),
-theorem 4; the tail index is Hill's (Annals of Statistics, 1975): below 2 there is no variance.
+from Complex Surveys" (1983); the ratio as in Deng et al., "Applying the Delta Method in Metric Analytics"
+(KDD 2018); Student's t instead of the normal quantile widens small samples only; empirical Bernstein is
+Maurer and Pontil, "Empirical Bernstein Bounds and Sample Variance Penalization" (COLT 2009), theorem 4; the
+tail index is Hill's (Annals of Statistics, 1975): below 2 there is no variance.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ class Tail:
 
     Attributes:
         top_share: Share of the sum that the hundredth of the rows with the largest values holds.
-        index: Hill's tail index over these rows, 10 at least; infinite where they are alike or there is no
-            sum, 0 where fewer rows than that have a value.
+        index: Hill's tail index over these rows, at least 10; infinite where they are alike or the sum is 0,
+            0 where fewer rows are nonzero.
         skewness: Σ Ψ³ / (Σ Ψ²)^1.5 of the influences of units; the skewness of a unit over √G.
     """
 
@@ -94,12 +93,9 @@ class Tail:
 
 
 def tail_of(values: Array, denominators: Array, groups: Array | None = None) -> Tail:
-    """The tail of the numerator of a ratio of sums.
+    """Return the tail of the numerator of a ratio of sums, of (rows,) weighted, nonnegative values.
 
-    Args:
-        values: (rows,) numerators, weighted, never negative.
-        denominators: (rows,) weighted; their sum must not be 0.
-        groups: (rows,) ids of what belongs together; None for independent rows.
+    The denominators' sum must not be 0; `groups` are ids of rows that belong together.
     """
     _check_rows(values, denominators, groups)
     total = float(values.sum())
@@ -119,8 +115,8 @@ class Spread:
     """Standard error of an estimate.
 
     Attributes:
-        standard_error: Of the estimate, in its unit; infinite for fewer than two units.
-        units: Independent units behind it: groups, or rows where nothing groups them.
+        standard_error: In the unit of the estimate; infinite for fewer than two units.
+        units: Independent units: groups, or rows where nothing groups them.
         largest: Largest influence of a unit.
         farthest: Largest magnitude of one.
         skewness: Σ Ψ³ / (Σ Ψ²)^1.5 over units; the skewness of a unit over √G.
@@ -134,26 +130,11 @@ class Spread:
 
 
 def interval_around(
-    value: float,
-    spread: Spread,
-    rows: int,
-    confidence: float = CONFIDENCE,
-    ends: Ends = Ends.STUDENT,
+    value: float, spread: Spread, rows: int, confidence: float = CONFIDENCE, ends: Ends = Ends.STUDENT
 ) -> Interval:
-    """Two-sided interval.
+    """Return the two-sided interval of a point estimate over `rows` rows; infinite for fewer than two units.
 
-    Args:
-        value: Point estimate.
-        spread: Its standard error.
-        rows: Rows behind it.
-        confidence: Coverage, between 0 and 1.
-        ends: How they are found; Student's are value ± t·standard error.
-
-    Returns:
-        The interval; infinite for fewer than two units.
-
-    Raises:
-        InternalError: The confidence is not between 0 and 1.
+    Raises InternalError if the confidence is not between 0 and 1.
     """
     if not 0.0 < confidence < 1.0:
         raise InternalError("a confidence lies between 0 and 1", evidence=f"it is {confidence:g}")
@@ -171,17 +152,10 @@ def interval_around(
 
 
 def spread_of(influence: Array, groups: Array | None = None) -> Spread:
-    """Standard error of an estimate from the influence of each row.
+    """Return the cluster-robust standard error from the (rows,) influence ψ of each row.
 
-    Args:
-        influence: (rows,) ψ.
-        groups: (rows,) ids of what belongs together; None for independent rows.
-
-    Returns:
-        The cluster-robust standard error and the number of clusters.
-
-    Raises:
-        InternalError: The arrays are of different lengths or empty.
+    `groups` are (rows,) ids of rows that belong together; None for independent rows. Raises InternalError if
+    the arrays are of different lengths or empty.
     """
     _check_rows(influence, groups)
     sums = _unit_sums(influence, groups)
@@ -195,7 +169,7 @@ def spread_of(influence: Array, groups: Array | None = None) -> Spread:
 
 
 def _unit_sums(values: Array, groups: Array | None) -> Rows:
-    """(units,) sums over the rows of each unit."""
+    """Return (units,) sums over the rows of each unit."""
     sums = values.astype(np.float64)
     if groups is None:
         return sums
@@ -212,21 +186,10 @@ def ratio_interval(
     confidence: float = CONFIDENCE,
     ends: Ends = Ends.STUDENT,
 ) -> Interval:
-    """Interval of Σwa / Σwb, where the denominator is estimated from the same rows.
+    """Return the delta-method interval of Σwa / Σwb, whose denominator is estimated from the same (rows,).
 
-    Args:
-        numerators: (rows,) a.
-        denominators: (rows,) b; their weighted sum must not be 0.
-        weights: (rows,) nonnegative; None for equal weights.
-        groups: (rows,) ids of rows that belong together; None for independent rows.
-        confidence: Coverage.
-        ends: How the ends are found.
-
-    Returns:
-        The interval by the delta method.
-
-    Raises:
-        InternalError: Lengths differ, there is no row, or the denominators sum to 0.
+    Weights are nonnegative, None for equal ones; `groups` are ids of rows that belong together, None for
+    independent rows. Raises InternalError if lengths differ, there is no row, or the denominators sum to 0.
     """
     _check_rows(numerators, denominators, weights, groups)
     a, b = numerators.astype(np.float64), denominators.astype(np.float64)
@@ -241,24 +204,10 @@ def ratio_interval(
 
 
 def mean_interval(
-    values: Array,
-    weights: Array | None = None,
-    groups: Array | None = None,
-    confidence: float = CONFIDENCE,
+    values: Array, weights: Array | None = None, groups: Array | None = None, confidence: float = CONFIDENCE
 ) -> Interval:
-    """Interval of a (weighted) mean.
-
-    Args:
-        values: (rows,).
-        weights: (rows,) nonnegative, not all zero; None for equal weights.
-        groups: (rows,) ids of rows that belong together; None for independent rows.
-        confidence: Coverage.
-
-    Returns:
-        The interval by the central limit theorem, ddof = 1.
-
-    Raises:
-        InternalError: Lengths differ, there is no row, or every weight is 0.
+    """Return the interval of a (weighted) mean by the central limit theorem; arguments and errors of
+    `ratio_interval`.
     """
     # Centring first keeps a large common offset out of the sums.
     x = values.astype(np.float64)
@@ -270,76 +219,17 @@ def mean_interval(
 
 
 def required_rows(estimate: float, sd: float, budget: float, confidence: float = CONFIDENCE) -> int | None:
-    """Rows after which the interval would lie on one side of the budget, if the estimate stayed.
+    """Return the smallest n with z·sd/√n ≤ |budget − estimate|: rows that would decide, if the estimate
+    stayed.
 
-    Args:
-        estimate: Point estimate.
-        sd: Standard deviation of one row's contribution, in the unit of the estimate: standard error · √rows.
-        budget: What the estimate is held against.
-        confidence: Coverage of the interval.
-
-    Returns:
-        The smallest n with z·sd/√n ≤ |budget − estimate|; None where no number is enough (the estimate is
-        on the budget) or known (the spread is not).
+    `sd` is the standard deviation of one row's contribution, in the unit of the estimate: standard error ·
+    √rows. None where no number is enough (the estimate is on the budget) or the spread is unknown.
     """
     gap = abs(budget - estimate)
     if gap == 0.0 or not math.isfinite(gap) or not math.isfinite(sd):
         return None
     needed = (float(ndtri(0.5 + confidence / 2.0)) * sd / gap) ** 2
     return max(math.ceil(needed), 1) if math.isfinite(needed) else None
-
-
-@dataclass(frozen=True)
-class MeanAccumulator:
-    """Mean and spread of a stream of values; merges.
-
-    Source: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances" (1979), equation 2.1.
-
-    Attributes:
-        count: Values seen.
-        mean: Their mean.
-        m2: Sum of squared deviations from the mean.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    m2: float = 0.0
-
-    @classmethod
-    def of(cls, values: Array) -> MeanAccumulator:
-        """Accumulate an array of any shape."""
-        x = values.astype(np.float64).ravel()
-        if not x.size:
-            return cls()
-        mean = float(x.mean())
-        return cls(int(x.size), mean, float(np.square(x - mean).sum()))
-
-    def merge(self, other: MeanAccumulator) -> MeanAccumulator:
-        """Both streams together; associative and commutative up to rounding."""
-        count = self.count + other.count
-        if count == 0:
-            return MeanAccumulator()
-        shift = other.mean - self.mean
-        mean = self.mean + shift * other.count / count
-        m2 = self.m2 + other.m2 + shift**2 * self.count * other.count / count
-        return MeanAccumulator(count, mean, m2)
-
-    @property
-    def sd(self) -> float:
-        """Sample standard deviation, ddof = 1; infinite for fewer than two values."""
-        return math.sqrt(self.m2 / (self.count - 1)) if self.count > 1 else math.inf
-
-    def interval(self, confidence: float = CONFIDENCE) -> Interval:
-        """Interval of the mean.
-
-        Raises:
-            InternalError: Nothing was accumulated.
-        """
-        if self.count == 0:
-            raise InternalError("an interval is asked of no rows")
-        spread = Spread(self.sd / math.sqrt(self.count), self.count)
-        return interval_around(self.mean, spread, self.count, confidence)
 
 
 def _check_rows(first: Array, *others: Array | None) -> None:

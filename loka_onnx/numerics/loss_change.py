@@ -1,7 +1,7 @@
-"""What a change of the output does to the loss of a row, exactly.
+"""Exact effect of an output change on the loss of a row.
 
-**Log loss.** With z the logit, δ = z′ − z, p = σ(z), p′ = σ(z′) and s = softplus, the loss is
-L = s(z) − y·z, so
+**Log loss.** With z the logit, δ = z′ − z, p = σ(z), p′ = σ(z′) and s = softplus, the loss is L = s(z) − y·z,
+so
 
     ΔL = s(z′) − s(z) − y·δ.
 
@@ -17,8 +17,8 @@ The first term is never negative and needs no label; the second is of first orde
 
 **Squared error.** With f the output and δ = f′ − f: (f′ − y)² − (f − y)² = δ² + 2·(f − y)·δ.
 
-**Precision of KL.** It is of order p(1−p)δ²/2, a tiny difference of terms of order pδ. By symmetry
-KL(z, z′) = KL(−z, −z′) the row is turned so that p ≤ ½. Then
+**Precision of KL.** It is of order p(1−p)δ²/2, a tiny difference of terms of order pδ. By symmetry KL(z, z′)
+= KL(−z, −z′) the row is turned so that p ≤ ½. Then
 
 - |δ| ≤ 0.01: the cumulant series of a Bernoulli variable, Σ κ_k δᵏ / k! for k = 2…6, because s(z + δ) − s(z)
   is its cumulant generating function; the remainder is below 2⁻⁴⁴ of the value;
@@ -64,16 +64,9 @@ class LossChange:
 
 
 def loss_change(kind: OutputKind, reference: Array, candidate: Array, labels: Array) -> LossChange:
-    """Both parts for an output of either kind of loss.
+    """Return both parts for an output of `kind`, of logits (for a probability too) or regression outputs.
 
-    Args:
-        kind: Decides the loss; for a probability the arrays are its logits.
-        reference: (rows,) logits, or regression outputs.
-        candidate: (rows,) the same of the candidate; or (candidates, rows), here and in what follows.
-        labels: (rows,).
-
-    Returns:
-        The parts, row by row.
+    All arrays are (rows,); the candidate may be (candidates, rows), here and below.
     """
     if kind is OutputKind.REGRESSION:
         return LossChange(
@@ -83,15 +76,7 @@ def loss_change(kind: OutputKind, reference: Array, candidate: Array, labels: Ar
 
 
 def kl_rows(z: Array, z_prime: Array) -> Rows:
-    """KL(σ(z) ‖ σ(z′)) of each row, nats, to a relative error of about 1e-13.
-
-    Args:
-        z: (rows,) logits of the reference, finite.
-        z_prime: (rows,) logits of the candidate, finite.
-
-    Returns:
-        (rows,) nonnegative divergences.
-    """
+    """Return (rows,) KL(σ(z) ‖ σ(z′)) of finite logits, in nats, to a relative error of about 1e-13."""
     z = z.astype(np.float64)
     sign = np.where(z > 0, -1.0, 1.0)
     delta = sign * (z_prime.astype(np.float64) - z)
@@ -107,16 +92,7 @@ def kl_rows(z: Array, z_prime: Array) -> Rows:
 
 
 def labelled_rows(z: Array, z_prime: Array, labels: Array) -> Rows:
-    """(p − y)·δ of each row.
-
-    Args:
-        z: (rows,) logits of the reference, finite.
-        z_prime: (rows,) logits of the candidate, finite.
-        labels: (rows,), in [0, 1].
-
-    Returns:
-        (rows,) values of either sign, nats.
-    """
+    """Return (rows,) (p − y)·δ in nats, from finite logits and labels in [0, 1]."""
     z, y = z.astype(np.float64), labels.astype(np.float64)
     # p − y as (1 − y)·p − y·(1 − p): a confident and right row keeps its small residual.
     residual = (1.0 - y) * expit(z) - y * expit(-z)
@@ -124,29 +100,12 @@ def labelled_rows(z: Array, z_prime: Array, labels: Array) -> Rows:
 
 
 def squared_change_rows(f: Array, f_prime: Array) -> Rows:
-    """δ² of each row: the label-free part for squared error.
-
-    Args:
-        f: (rows,) outputs of the reference.
-        f_prime: (rows,) outputs of the candidate.
-
-    Returns:
-        (rows,) squares.
-    """
+    """Return (rows,) δ²: the label-free part for squared error."""
     return np.square(f_prime.astype(np.float64) - f.astype(np.float64))
 
 
 def squared_labelled_rows(f: Array, f_prime: Array, labels: Array) -> Rows:
-    """2·(f − y)·δ of each row: the labelled part for squared error.
-
-    Args:
-        f: (rows,) outputs of the reference.
-        f_prime: (rows,) outputs of the candidate.
-        labels: (rows,).
-
-    Returns:
-        (rows,) values of either sign.
-    """
+    """Return (rows,) 2·(f − y)·δ: the labelled part for squared error."""
     f = f.astype(np.float64)
     return np.asarray(2.0 * (f - labels.astype(np.float64)) * (f_prime.astype(np.float64) - f))
 

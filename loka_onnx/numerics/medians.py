@@ -1,4 +1,4 @@
-"""The median of a few values with its interval, and when the ratio of two medians is a tie."""
+"""Median of a few values with its interval, and ties of two medians."""
 
 from __future__ import annotations
 
@@ -13,22 +13,12 @@ from loka_onnx.errors import InternalError
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
-    """The median and two of the values that enclose the true one.
+    """Return the median and two of the values that enclose the true one, with the exact coverage.
 
-    The number of values below the true median is binomial with p = ½, so that the r-th smallest and the r-th
+    The number of values below the true median is binomial with p = ½, so the r-th smallest and the r-th
     largest of n enclose it with probability 1 − 2·P(B(n, ½) ≤ r − 1) (David and Nagaraja, *Order Statistics*,
-    3rd edition, section 7.1). r is the largest for which that is at least the confidence.
-
-    Args:
-        values: Independent values.
-        confidence: Least coverage.
-
-    Returns:
-        The interval with the coverage that it really has; None where there are too few values for any (fewer
-        than 6 at 0.95).
-
-    Raises:
-        InternalError: There is no value.
+    3rd edition, section 7.1). r is the largest for which that is at least the confidence. None where there
+    are too few values (fewer than 6 at 0.95). Raises InternalError if there is no value.
     """
     if not values:
         raise InternalError("there is no value to take the median of")
@@ -43,10 +33,9 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """Lower and upper quartile, interpolated between values.
+    """Return the lower and upper quartile, interpolated between values.
 
-    Raises:
-        InternalError: There is no value.
+    Raises InternalError if there is no value.
     """
     if not values:
         raise InternalError("there is no value to take quartiles of")
@@ -55,10 +44,5 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def is_tie(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether the quartiles of two sets overlap: the ratio of their medians is then a tie.
-
-    Args:
-        one: Lower and upper quartile.
-        other: The same of the other.
-    """
+    """Whether the quartiles (lower, upper) of two sets overlap: the ratio of their medians is then a tie."""
     return one[0] <= other[1] and other[0] <= one[1]

@@ -1,14 +1,14 @@
 """Error of a matrix product of rounded operands, measured on rows, in float64.
 
-The product of x (M, K) and W (K, N) with smoothing is, before rounding, still the same::
+Before rounding, smoothing does not change the product of x (M, K) and W (K, N)::
 
     x · W   =   [ (x diag(a)⁻¹) · (diag(a) W diag(b)⁻¹) ] diag(b)
 
-with divisors a of the input channels and b of the output channels. Rounded is what stands in the inner
-parentheses; the error is compared with the product on the left.
+with divisors a of the input channels and b of the output channels. The operands in the inner parentheses are
+rounded; the error is relative to the product on the left.
 
-The scale of an activation is measured again on other rows, which draws other rounding errors: rows are
-measured under several scales, `_MOVED`, in turns. That of a weight is what it is.
+An activation's scale is measured again on later rows, with other rounding errors: rows take several scales,
+`_MOVED`, in turns. A weight's scale is fixed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ _MOVED = (1.0, 1.03, 1.07, 1.13)
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding of operands.
-
-    Attributes:
-        format: Of both.
-        weights: Granularities of the weight's scales that may be used; the best one counts.
-    """
+    """Rounding of operands: their format, and the weight's granularities to try; the best one counts."""
 
     format: Float8 = Float8.E4M3FN
     weights: Sequence[Granularity] = (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
@@ -50,7 +45,7 @@ class Product:
         amax: Largest magnitude of each input channel, over all rows that scales are made from, (K,).
         weight: W, (K, N).
         columns: Output channels that are measured; scales are those of the whole weight.
-        units: What an output channel counts, (N,): its error and its value are multiplied by it.
+        units: Factor of the error and value of each output channel, (N,).
     """
 
     def __init__(
@@ -60,23 +55,16 @@ class Product:
         self._units = (np.ones(weight.shape[1]) if units is None else units)[columns]
 
     def exact(self, rows: Doubles) -> Doubles:
-        """What rows x (M, K) give in the measured output channels, (M, columns), in their units."""
+        """Return the measured output channels (M, columns) of rows x (M, K), in their units."""
         return np.asarray(rows @ (self.weight[:, self._columns] * self._units))
 
     def relative_error(
         self, rows: Doubles, exact: Doubles, before: Doubles, behind: Doubles, rounding: Rounding
     ) -> float:
-        """‖rounded − exact‖² / ‖exact‖² on rows.
+        """Return ‖rounded − exact‖² / ‖exact‖² on rows x (M, K), with divisors a = `before` (K,) and b =
+        `behind` (N,).
 
-        Args:
-            rows: x, (M, K).
-            exact: What `exact` gives for them.
-            before: a, (K,).
-            behind: b, (N,).
-            rounding: How operands are rounded.
-
-        Returns:
-            The ratio of energies; 0 where the product is 0 throughout.
+        `exact` is `exact(rows)`; 0 where it is 0 throughout.
         """
         energy = float(np.square(exact).sum())
         if energy == 0.0:

@@ -1,21 +1,21 @@
-"""The scale of an activation from its range and its histogram, and the FP8 error that a histogram predicts.
+"""Scale of an activation from its range and histogram, and the FP8 error that a histogram predicts.
 
 Expected error. Let Q round to the grid of an FP8 format at scale 1, and take the elements of a histogram's
-bin [l, u) as evenly spread. A scale s then costs, per element of the bin, the mean of (x − s·Q(x/s))² over
-the bin,
+bin [l, u) as evenly spread. The error of a scale s, per element of the bin, is the mean of (x − s·Q(x/s))²
+over the bin,
 
     s² · (G(u/s) − G(l/s)) / (u/s − l/s),        G(t) = ∫₀ᵗ (x − Q(x))² dx,
 
-and G has a closed form. Where the grid has the spacing d, one step of it adds ∫ r² dr = d³/12 (the
-textbook's ulp²/12 over the width ulp), and a part r < d of a step adds r³/3 up to its middle and d³/12 − (d
-− r)³/3 after it. Binade [2ᵉ, 2ᵉ⁺¹) has 2ᵐ steps of d = 2ᵉ⁻ᵐ and adds 2³ᵉ⁻²ᵐ/12; the subnormals, 2ᵐ steps as
-wide as those of the first binade e₀, add as much as it does; so that, with the geometric sum,
+and G has a closed form. Where the grid has the spacing d, one step of it adds ∫ r² dr = d³/12 (the textbook's
+ulp²/12 over the width ulp), and a part r < d of a step adds r³/3 up to its middle and d³/12 − (d − r)³/3
+after it. Binade [2ᵉ, 2ᵉ⁺¹) has 2ᵐ steps of d = 2ᵉ⁻ᵐ and adds 2³ᵉ⁻²ᵐ/12; the subnormals, 2ᵐ steps as wide as
+those of the first binade e₀, add as much as it does; so that, with the geometric sum,
 
     G(2ᵉ) = 2⁻²ᵐ/12 · (2³ᵉ⁰ + (2³ᵉ − 2³ᵉ⁰)/7)    for e ≥ e₀.
 
-Beyond the largest number M everything becomes M and adds (t − M)³/3. No step is approximated but the even
-spread in a bin: bins are an eighth of an octave, E4M3's own steps. Values that stand in a few points
-(flags, counts) are predicted badly, which is why the probe measures what it chose.
+Beyond the largest number M everything becomes M and adds (t − M)³/3. The only approximation is the even
+spread in a bin: bins are an eighth of an octave, E4M3's own steps. Values at a few points (flags, counts) are
+predicted badly, so the probe measures the chosen scale.
 
 Sources: saturating cast as in `float8`; the even-spread model of rounding is Bennett, "Spectra of Quantized
 Signals" (1948); choosing an FP8 range by squared error is in Kuzmin et al., "FP8 Quantization: The Power of
@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
-from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.recipe import AMAX, Recipe
 from loka_onnx.core.statistics import RangeStats
 from loka_onnx.errors import CalibrationError
@@ -43,16 +42,10 @@ Values = npt.NDArray[np.float64]
 
 
 def activation_scale(stats: RangeStats, recipe: Recipe) -> float:
-    """Scale of an activation by a recipe's rule, a BF16 number.
+    """Return the scale of an activation by a recipe's rule, a BF16 number.
 
-    ``percentile`` reaches that percentage of all magnitudes, zeros included; where that is zero, amax.
-
-    Args:
-        stats: Range of the activation.
-        recipe: Format and rule.
-
-    Raises:
-        CalibrationError: The range is not finite, or the rule needs a histogram that the profile lacks.
+    ``percentile`` reaches that percentage of all magnitudes, zeros included; where that is zero, amax. Raises
+    CalibrationError if the range is not finite, or the rule needs a histogram that the profile lacks.
     """
     widest = amax_scale(stats.amax, recipe.format)
     if recipe.scale == AMAX or stats.amax == 0.0:
@@ -69,42 +62,17 @@ def activation_scale(stats: RangeStats, recipe: Recipe) -> float:
     return amax_scale(reached, recipe.format) if reached > 0.0 else widest
 
 
-def expected_noise(stats: RangeStats, scale: float, format: Float8) -> float:
-    """Expected sum of squares of the rounding error over the elements of the histogram.
-
-    Args:
-        stats: Histogram, and amax where its last bin ends.
-        scale: Scale of the activation.
-        format: FP8 format.
-    """
-    return float(_expected_noise(stats, np.array([scale]), format)[0])
-
-
-def expected_relative_error(stats: RangeStats, scale: float, format: Float8) -> float:
-    """‖rounded − exact‖ / ‖exact‖ that the histogram predicts; 0 where every element is zero."""
-    low, high = _bins(stats)
-    counts = np.array(stats.histogram.counts, dtype=np.float64)
-    # ∫x² over [l, u] / (u − l)
-    signal = float(counts @ ((low * low + low * high + high * high) / 3.0))
-    return (expected_noise(stats, scale, format) / signal) ** 0.5 if signal > 0.0 else 0.0
-
-
-def subnormal_share(histogram: MagnitudeHistogram, scale: float, format: Float8) -> float:
-    """Share of elements that are not zero but below the format's normal numbers under a scale."""
-    return histogram.share_below(FLOAT8_SPECS[format].min_normal * scale)
-
-
 def _smallest_error(stats: RangeStats, widest: float, format: Float8) -> float:
     steps = np.arange(-STEPS_PER_OCTAVE, OCTAVES_BELOW * STEPS_PER_OCTAVE + 1) / STEPS_PER_OCTAVE
     # amax first: it is kept unless another scale is better.
     tried = np.concatenate([[widest], round_up_to_bfloat16(widest * 2.0**-steps)])
-    # Beyond FP32, a scale is none.
+    # A scale must be finite in FP32.
     tried = tried[tried <= float(np.finfo(np.float32).max)]
-    return float(tried[np.argmin(_expected_noise(stats, tried, format))])
+    return float(tried[np.argmin(expected_noise(stats, tried, format))])
 
 
-def _expected_noise(stats: RangeStats, scales: Values, format: Float8) -> Values:
-    """(scales,) expected noise."""
+def expected_noise(stats: RangeStats, scales: Values, format: Float8) -> Values:
+    """Return (scales,) the expected sum of squares of the rounding error over the histogram's elements."""
     low, high = _bins(stats)
     counts = np.array(stats.histogram.counts, dtype=np.float64)
     if not counts.size:
@@ -121,13 +89,12 @@ def _expected_noise(stats: RangeStats, scales: Values, format: Float8) -> Values
 
 
 def _bins(stats: RangeStats) -> tuple[Values, Values]:
-    """Lower and upper edges of the bins; nothing lies above amax."""
     edges = np.minimum(np.array(stats.histogram.edges), stats.amax)
     return edges[:-1], edges[1:]
 
 
 def cumulated_error(t: Values, format: Float8) -> Values:
-    """G(t) = ∫₀ᵗ (x − Q(x))² dx at scale 1, for t ≥ 0, any shape."""
+    """Return G(t) = ∫₀ᵗ (x − Q(x))² dx at scale 1, for t ≥ 0, any shape."""
     spec = FLOAT8_SPECS[format]
     inside = np.minimum(t, spec.max)
     first = int(np.log2(spec.min_normal))
@@ -146,7 +113,7 @@ def cumulated_error(t: Values, format: Float8) -> Values:
 
 
 def _squared_error(t: Values, format: Float8) -> Values:
-    """(t − Q(t))², for t ≥ 0."""
+    """Return (t − Q(t))², for t ≥ 0."""
     spec = FLOAT8_SPECS[format]
     inside = np.minimum(t, spec.max)
     binade = np.maximum(np.frexp(inside)[1] - 1, int(np.log2(spec.min_normal)))

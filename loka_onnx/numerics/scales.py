@@ -1,11 +1,11 @@
-"""From a range to an FP8 scale.
+"""FP8 scales from ranges.
 
 The scale is amax / max rounded *up* to a BF16 number (8-bit significand):
 
-- rounding up keeps amax / scale ≤ max, so that nothing in the range saturates; it costs at most 2⁻⁷ of
-  the format's range;
+- rounding up keeps amax / scale ≤ max, so nothing in the range saturates; it costs at most 2⁻⁷ of the
+  format's range;
 - a BF16 number is exact in FP32 too, and in FP16 wherever it is in FP16's normal range (2⁻¹⁴…65504), so
-  that FP32, BF16 and FP16 graphs of one plan quantize with the very same scale.
+  FP32, BF16 and FP16 graphs of one plan quantize with the same scale.
 
 The smallest scale is BF16's smallest normal number, 2⁻¹²⁶: many devices flush smaller ones to zero and would
 divide by it. A tensor that is zero throughout gets the scale 1.
@@ -29,36 +29,19 @@ Array = npt.NDArray[Any]
 
 
 def amax_scale(amax: float, format: Float8) -> float:
-    """Scale of a tensor whose largest magnitude is known.
+    """Return a positive BF16 number s with amax / s ≤ the format's max; 1.0 where amax is 0.
 
-    Args:
-        amax: Largest magnitude, ≥ 0.
-        format: FP8 format.
-
-    Returns:
-        A positive BF16 number s with amax / s ≤ the format's max; 1.0 where amax is 0.
-
-    Raises:
-        CalibrationError: amax is negative, not finite, or beyond FP32.
+    Raises CalibrationError if amax is negative, not finite, or beyond FP32.
     """
     return float(_scales(np.asarray(amax, dtype=np.float64), format)[()])
 
 
 def weight_scales(w: Array, granularity: Granularity, channel_axis: int, format: Float8) -> Array:
-    """Scales of a constant operand.
+    """Return the FP32 scales of a constant operand: shape () per tensor, (w.shape[channel_axis],) per
+    channel.
 
-    Args:
-        w: The weight, any shape.
-        granularity: Over which elements one scale is shared.
-        channel_axis: Output-channel axis; used per channel only.
-        format: FP8 format.
-
-    Returns:
-        FP32 scales: shape () per tensor, (w.shape[channel_axis],) per channel. A channel that is zero
-        throughout has the scale 1.
-
-    Raises:
-        CalibrationError: The weight holds NaN or an infinity.
+    A channel that is zero throughout has the scale 1. Raises CalibrationError if the weight holds NaN or an
+    infinity.
     """
     magnitudes = np.abs(w.astype(np.float64))
     if not np.isfinite(magnitudes).all():
@@ -91,6 +74,6 @@ def _scales(amax: npt.NDArray[np.float64], format: Float8) -> npt.NDArray[np.flo
 
 
 def round_up_to_bfloat16(scales: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Positive scales on the BF16 grid, none below `SMALLEST_SCALE`."""
+    """Return positive scales rounded up to the BF16 grid, none below `SMALLEST_SCALE`."""
     significand, exponent = np.frexp(np.maximum(scales, SMALLEST_SCALE))
     return np.ldexp(np.ceil(significand * _SIGNIFICAND) / _SIGNIFICAND, exponent)

@@ -10,11 +10,11 @@ the weight multiplied by::
 factors computed again after they were applied are ones.
 
 SmoothQuant was made for integers, where a channel of small range has few levels left. FP8 is floating point:
-between underflow and saturation a channel has the same relative precision at every scale, so that factors
-help only where one scale for all channels sends small channels below the smallest normal number (2⁻¹⁵ of the
-largest for E4M3), and otherwise draw other rounding errors of the same size. Whether they help is for a
-measurement to say. `to_powers_of_two` keeps what can help and draws nothing anew: scaling by a power of two
-commutes with rounding, so that the model in FP32 stays the same to the bit.
+between underflow and saturation a channel has the same relative precision at every scale. So factors help
+only where one scale for all channels sends small channels below the smallest normal number (2⁻¹⁵ of the
+largest for E4M3); otherwise they only change the rounding errors. A measurement must decide.
+`to_powers_of_two` keeps the benefit without new errors: scaling by a power of two commutes with rounding, so
+the FP32 model stays the same to the bit.
 """
 
 from __future__ import annotations
@@ -30,19 +30,11 @@ Floats = npt.NDArray[np.floating]
 def smoothing_factors(
     activation_channel_amax: Floats, weight_channel_amax: Floats, strength: float
 ) -> npt.NDArray[np.float64]:
-    """Divisors of an activation's channels, which are factors of the weight's rows.
+    """Return sₖ (K,), divisors of an activation's channels and factors of the weight's rows; 1 where either
+    is zero.
 
-    Args:
-        activation_channel_amax: Largest magnitude of each input channel, (K,).
-        weight_channel_amax: Largest magnitude of each row of the weight over its output channels, (K,); where
-            several weights read the activation, over all of them.
-        strength: α.
-
-    Returns:
-        sₖ, (K,), positive; 1 where a channel or a row is zero throughout.
-
-    Raises:
-        ValueError: The shapes differ, a magnitude is negative or not finite, or α is not between 0 and 1.
+    `weight_channel_amax` is over the output channels of all weights that read the activation; `strength` is
+    α. Raises ValueError if shapes differ, a magnitude is negative or not finite, or α is not between 0 and 1.
     """
     activation = np.asarray(activation_channel_amax, np.float64)
     weight = np.asarray(weight_channel_amax, np.float64)
@@ -62,21 +54,14 @@ def smoothing_factors(
 
 
 def to_powers_of_two(factors: Floats) -> npt.NDArray[np.float64]:
-    """The powers of two nearest to positive factors, in the logarithm."""
+    """Return the powers of two nearest to positive factors, in the logarithm."""
     return np.exp2(np.rint(np.log2(np.asarray(factors, np.float64))))
 
 
 def keeping_range(factors: Floats, activation_channel_amax: Floats) -> npt.NDArray[np.float64]:
-    """Factors times the power of two that leaves the activation about as large as it was.
+    """Return factors (K,) times the power of two that keeps the activation's largest magnitude within √2.
 
-    A common factor changes no error, as scales follow it, but could leave FP16's range.
-
-    Args:
-        factors: Positive divisors of the activation's channels, (K,).
-        activation_channel_amax: Largest magnitude of each channel before, (K,).
-
-    Returns:
-        Factors under which the largest magnitude stays within a factor of √2; unchanged for zeros.
+    A common factor changes no error, as scales follow it, but could leave FP16's range. Unchanged for zeros.
     """
     amax = np.asarray(activation_channel_amax, np.float64)
     divisors = np.asarray(factors, np.float64)
@@ -87,12 +72,9 @@ def keeping_range(factors: Floats, activation_channel_amax: Floats) -> npt.NDArr
 
 
 def is_gain(before: Mapping[str, float], after: Mapping[str, float], least: float) -> bool:
-    """Whether errors fall enough together, and none of them rises by as much.
+    """Whether errors by name fall enough together, and none of them rises by as much.
 
-    Args:
-        before: Errors by name.
-        after: Those of the same names.
-        least: Share of the sum by which it must fall, and by which no single error may rise.
+    `least` is the share by which the sum must fall, and by which no single error may rise.
     """
     falls = sum(after.values()) <= (1.0 - least) * sum(before.values())
     return falls and all(after[name] <= (1.0 + least) * error for name, error in before.items())

@@ -1,33 +1,33 @@
-"""Whether two sets of batches come from one distribution, and by how much they differ.
+"""Tests whether two sets of batches come from one distribution, and the size of their difference.
 
-**Means.** Of a statistic that each batch has one value of (its mean, its rms, its share of zeros), two tests
-are made and the larger p-value is taken:
+**Means.** Of a statistic with one value per batch (its mean, its rms, its share of zeros), two tests are made
+and the larger p-value is taken:
 
-* Welch's, with standard error² = s₁²/n₁ + s₂²/n₂ and Welch–Satterthwaite's degrees of freedom. It holds when
-  one set varies more than the other, as rows in the order of time do beside shuffled ones. It is far too sure
-  of a small set that happens to hold nothing: of something that occurs in every tenth batch, eight batches
-  mostly show nothing, s is 0 there, and beside 1,000 batches that is 10 standard errors.
-* Student's, with the pooled variance, which is the variance of both under the hypothesis. It knows what eight
-  batches can be expected to show, and is too sure where the small set varies more.
+* Welch's, with standard error² = s₁²/n₁ + s₂²/n₂ and Welch–Satterthwaite's degrees of freedom. It is valid
+where one set varies more than the other, as rows in time order do beside shuffled ones. It is far too
+confident where a small set happens to hold nothing: of an event in every tenth batch, eight batches mostly
+show nothing, s is 0 there, and beside 1,000 batches that is 10 standard errors. * Student's, with the pooled
+variance, which is the variance of both under the hypothesis. It allows for what eight batches can show, and
+is too confident where the small set varies more.
 
-Either alone is wrong where the other is right, and their larger p-value is a valid p-value wherever one of
-them is. Batches are averages over many elements, which is why Student's t is used at all.
+Either fails where the other holds, and the larger p-value is valid wherever one of them is. Batches are
+averages over many elements, so Student's t applies.
 
-Both are wrong at once where the set that varies more holds nothing of something rare: rows of one user stand
-together in it, and of an octave that one element in a thousand falls into, sixteen batches may well show
-none. What cannot be seen of a set's variance there is taken from the other set's, times the ratio of their
-variances over all statistics of the kind (all octaves, the means of all columns): `variance_ratio`, a design
-effect in the words of survey sampling. No variance is taken to be smaller than that.
+Both fail at once where the set that varies more holds nothing of a rare event: rows of one user are adjacent
+in it, and sixteen batches may show none of an octave with one element in a thousand. The set's unseen
+variance is then taken from the other set's, times the ratio of their variances over all statistics of the
+kind (all octaves, the means of all columns): `variance_ratio`, a design effect in survey sampling. No
+variance is taken to be smaller than that.
 
 **Ranges.** Let the largest magnitude of each batch be exchangeable over N batches of a profile and n live
-ones. All N + n ranks are then equally likely to be any batch's, and k or more of the live ones are beyond
-every batch of the profile exactly when the k largest of all are live:
+ones. All N + n ranks are then equally likely to be any batch's, and k or more of the live ones exceed every
+batch of the profile exactly when the k largest of all are live:
 
     P = n/(n + N) · (n − 1)/(n + N − 1) · … = ∏_{i<k} (n − i)/(n + N − i).
 
 No distribution is assumed. Ties make it smaller than it says.
 
-**Many tests.** Holm's step-down procedure: no false alarm in 1 − α of the cases, however the tests depend.
+**Many tests.** Holm's step-down procedure: no false alarm in 1 − α of the cases, under any dependence.
 
 **Size of a shift.** The population stability index Σ (qᵢ − pᵢ)·ln(qᵢ/pᵢ) over bins, which is the symmetric
 Kullback–Leibler divergence of Jeffreys. Counts get half an element more, so that an empty bin is finite.
@@ -56,13 +56,7 @@ FEWEST_BATCHES = 8
 
 @dataclass(frozen=True)
 class BatchSample:
-    """One statistic over the batches of one set.
-
-    Attributes:
-        batches: How many.
-        mean: Mean over them.
-        variance: Their sample variance, ddof = 1.
-    """
+    """Mean and sample variance (ddof = 1) of one statistic over the batches of one set."""
 
     batches: int
     mean: float
@@ -70,10 +64,9 @@ class BatchSample:
 
     @classmethod
     def of(cls, spread: BatchSpread, statistic: str) -> BatchSample:
-        """A statistic by its name; one that is missing was 0 in every batch.
+        """Return a statistic by its name; a missing one was 0 in every batch.
 
-        Raises:
-            InternalError: There are fewer than two batches.
+        Raises InternalError if there are fewer than two batches.
         """
         count = spread.batches
         if count < 2:
@@ -85,12 +78,8 @@ class BatchSample:
 
 @dataclass(frozen=True)
 class MeanChange:
-    """Difference of two means of batches.
-
-    Attributes:
-        difference: Second less first.
-        standard_error: Of the difference: the larger of Welch's and Student's.
-        p_value: Two-sided.
+    """Second mean less first, the larger of Welch's and Student's standard errors,
+    and the two-sided p-value.
     """
 
     difference: float
@@ -99,14 +88,12 @@ class MeanChange:
 
 
 def variance_ratio(pairs: Sequence[tuple[BatchSample, BatchSample]], units: Sequence[float]) -> float:
-    """How many times as much the second set's batches vary as the first's, over statistics of one kind.
+    """Return the second set's summed variance over the first's, over statistics of one kind; 1 where one is
+    0.
 
     Args:
         pairs: Each statistic in both sets.
-        units: What makes them comparable, such as the rms of a column; those with 0 are left out.
-
-    Returns:
-        The ratio of the sums of variances; 1 where one of them is 0.
+        units: Scale of each statistic, such as the rms of a column; those with 0 are left out.
     """
     scaled = [
         (first.variance / unit**2, second.variance / unit**2)
@@ -120,19 +107,19 @@ def variance_ratio(pairs: Sequence[tuple[BatchSample, BatchSample]], units: Sequ
 def compare_means(
     first: BatchSample, second: BatchSample, resolution: float = 0.0, ratio: float | None = None
 ) -> MeanChange:
-    """Test whether two sets of batches have one mean.
+    """Test whether two sets of batches, each of two or more, have one mean.
 
     Args:
-        first: One set, of two batches or more.
+        first: One set.
         second: The other.
-        resolution: Error of each mean that no number of batches averages out, such as that of the arithmetic
-            on two machines; in the unit of the statistic.
-        ratio: Variance of the second set over that of the first, as statistics of the same kind show it;
-            neither variance is then taken to be smaller than the other says. None for what each shows itself.
+        resolution: Error of each mean that batches do not average out, such as that of the arithmetic on two
+            machines; in the unit of the statistic.
+        ratio: Variance of the second set over that of the first, from statistics of the same kind; neither
+            variance is then taken to be smaller than the other implies. None for the sets' own variances.
 
     Returns:
-        The difference with the larger p-value of Welch's and of Student's test. 1 where the means are equal,
-        0 where they differ and nothing varies.
+        The difference with the larger p-value: 1 where the means are equal, 0 where they differ and nothing
+            varies.
     """
     n1, n2 = first.batches, second.batches
     v1, v2 = first.variance, second.variance
@@ -159,15 +146,9 @@ def _two_sided(difference: float, standard_error: float, freedom: float) -> floa
 
 
 def exceedance_probability(beyond: int, live: int, profile: int) -> float:
-    """Probability that so many live batches or more are beyond every batch of the profile.
+    """Return the probability that `beyond` of `live` batches or more exceed every one of `profile` batches.
 
-    Args:
-        beyond: k, live batches whose largest magnitude is beyond that of the profile.
-        live: n, live batches.
-        profile: N, batches of the profile.
-
-    Raises:
-        InternalError: The numbers contradict one another.
+    Raises InternalError if the numbers contradict one another.
     """
     if not 0 <= beyond <= live or profile < 1:
         raise InternalError(
@@ -177,13 +158,8 @@ def exceedance_probability(beyond: int, live: int, profile: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
-    """p-values adjusted for their number: to reject what is at most α is wrong at all in at most α.
-
-    Args:
-        p_values: Of all tests made.
-
-    Returns:
-        Adjusted values in the same order: the largest of (m − rank)·p over the smaller ones, at most 1.
+    """Return p-values adjusted by Holm's procedure, in the same order; rejecting those ≤ α errs at all in at
+    most α.
     """
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     adjusted, largest = [0.0] * len(p_values), 0.0
@@ -194,12 +170,7 @@ def holm(p_values: Sequence[float]) -> tuple[float, ...]:
 
 
 def stability_index(profile: MagnitudeHistogram, live: MagnitudeHistogram) -> float:
-    """Population stability index over zeros and the octaves of magnitude; 0 where one is empty.
-
-    Args:
-        profile: Counts of the profile.
-        live: Counts of the live rows; their number may be another.
-    """
+    """Return the population stability index over zeros and the octaves of magnitude; 0 where one is empty."""
     if not profile.total or not live.total:
         return 0.0
     ours, theirs = octave_counts(profile), octave_counts(live)
@@ -214,10 +185,10 @@ def stability_index(profile: MagnitudeHistogram, live: MagnitudeHistogram) -> fl
 
 
 def octave_counts(histogram: MagnitudeHistogram) -> dict[int | None, int]:
-    """Elements of each octave [2ᵉ, 2ᵉ⁺¹) that holds any, by e; the zeros under None."""
-    found: dict[int | None, int] = {None: histogram.zeros} if histogram.zeros else {}
+    """Return the elements of each nonempty octave [2ᵉ, 2ᵉ⁺¹), by e; the zeros under None."""
+    octaves: dict[int | None, int] = {None: histogram.zeros} if histogram.zeros else {}
     for index, count in enumerate(histogram.counts, histogram.first):
         if count:
             octave = index // BINS_PER_OCTAVE - 127
-            found[octave] = found.get(octave, 0) + count
-    return found
+            octaves[octave] = octaves.get(octave, 0) + count
+    return octaves

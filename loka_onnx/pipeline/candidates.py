@@ -15,7 +15,7 @@ from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions, fusions_of
+from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.job import BuildJob
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.progress import Progress
@@ -53,7 +53,7 @@ class Candidate:
     @property
     def fusions(self) -> Fusions:
         """Fusions that decide where Q/DQ are placed; empty for a plan without FP8."""
-        return fusions_of(self.backend.name) if self.plan.fp8_sites else Fusions()
+        return self.backend.spec.fusions if self.plan.fp8_sites else Fusions()
 
     @property
     def directory(self) -> str:

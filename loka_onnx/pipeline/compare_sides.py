@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from loka_onnx.bundle.format.archive import unpacked
+from loka_onnx.bundle.format.manifest import read_manifest
 from loka_onnx.core.artifact import OutputSpec, TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest
@@ -24,11 +26,8 @@ from loka_onnx.pipeline.comparison import (
     ServedTo,
 )
 from loka_onnx.runtime import Engine, load
-from loka_onnx.sessions.bundle_archive import unpacked
-from loka_onnx.sessions.bundle_manifest import read_manifest
 from loka_onnx.sessions.host_devices import device_of_architecture
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions, holds_float8, import_onnxruntime
-from loka_onnx.sessions.providers import ONNXRUNTIME
 
 UNLIMITED_ROWS = 1 << 20
 """Most rows of a request to a model with a dynamic batch, which states no limit."""
@@ -258,7 +257,7 @@ def _open_model(path: Path, name: str, opening: Opening, stack: ExitStack) -> Si
     digest = model_digest(path)
     used = EngineUsed(
         id=path.name,
-        backend=ONNXRUNTIME,
+        backend="onnxruntime",
         version=str(import_onnxruntime().__version__),
         plan="",
         target=CPU,

@@ -7,25 +7,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from loka_onnx.bundle import (
+from loka_onnx.bundle.contents import (
     DEFAULT_TOLERANCE,
     FP8_TOLERANCE,
-    BatchRange,
     BundleContents,
     BundleEngine,
     BundleLookup,
     Expectation,
-    signer_of,
-    verify_bundle,
-    write_bundle,
 )
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.signing import signer_of
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
-from loka_onnx.core.manifest import Manifest
+from loka_onnx.core.manifest import BatchRange, Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refined_run import RefinedRun

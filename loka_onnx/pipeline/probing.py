@@ -13,7 +13,7 @@ from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.calibration.passes.row_order import rows_of
-from loka_onnx.calibration.updating import Subject, update
+from loka_onnx.calibration.updating import ProfiledModel, update
 from loka_onnx.config import Executor as ExecutorName
 from loka_onnx.config import PlanId, RunConfig, WeightGranularity
 from loka_onnx.core import serde
@@ -142,7 +142,7 @@ class Probing:
             options = replace(self._options(still_open), rows=None, range_rows=None)
             with self._executor() as executor:
                 options = replace(options, executor=executor)
-                subject = Subject(model, self.specs)
+                subject = ProfiledModel(model, self.specs)
                 merged = update(earlier, subject, added, self._scratch, options, self.progress)
             if not self.config.calibration.stop_when_decided:
                 return merged

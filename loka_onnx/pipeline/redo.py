@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loka_onnx.calibration.instruments.arithmetic import NORM_PRECISION
+from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.exact_sum import NOTHING_ADDED

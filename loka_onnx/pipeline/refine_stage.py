@@ -22,7 +22,7 @@ from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.refining import RefineLimits, refine
 from loka_onnx.pipeline.splitting import source_of
 from loka_onnx.pipeline.steps import Steps
-from loka_onnx.planning.ladder import GivenBack, Ladder
+from loka_onnx.planning.ladder import Ladder, Reverted
 from loka_onnx.planning.policy import start_ladder
 
 
@@ -153,6 +153,6 @@ class RunProposals:
         """Plans for a target that kernel times propose."""
         return [plan for plan in self._searched if plan.device == target]
 
-    def give_back(self, plan: PrecisionPlan, evaluation: Evaluation, target: str) -> GivenBack | None:
+    def revert_sites(self, plan: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
         """A plan with fewer sites in FP8."""
-        return self._ladder.give_back(plan, evaluation, target)
+        return self._ladder.revert_sites(plan, evaluation, target)

@@ -9,7 +9,7 @@ what was found, in rounds:
 * Plans that the search over kernel times proposes beside its best one are tried: they toggle what it is least
   sure of.
 
-Before an engine is built, its latency is predicted (`planning.nearest`) from what was measured until then.
+Before an engine is built, its latency is predicted from earlier measurements (`planning.expected_latency`).
 
 What is worth a step is on the Pareto front of time and upper bound (`planning.pareto`). Times of rounds
 are compared through an engine without FP8, the anchor, which is timed in turns with the others each time.
@@ -36,8 +36,8 @@ from loka_onnx.evaluation.engines import with_latencies
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.planning.choice import group_by_hardware
 from loka_onnx.planning.evidence import worst_upper
-from loka_onnx.planning.ladder import GivenBack
-from loka_onnx.planning.nearest import Known, Prediction, predict
+from loka_onnx.planning.expected_latency import Known, Prediction, predict
+from loka_onnx.planning.ladder import Reverted
 from loka_onnx.planning.pareto import Point, front
 from loka_onnx.planning.speed import Speed
 
@@ -80,7 +80,7 @@ class Proposals(Protocol):
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
         """Plans for a target that kernel times propose, the most telling first."""
 
-    def give_back(self, plan: PrecisionPlan, evaluation: Evaluation, target: str) -> GivenBack | None:
+    def revert_sites(self, plan: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
         """A plan with fewer sites in FP8, for one whose engine misses the budget; None for none."""
 
 
@@ -247,7 +247,7 @@ class _Loop:
             if too_slow or self._is_within(engine) or not self._has_fp8(engine):
                 continue
             plan = self._plans[engine.plan]
-            given = self._proposals.give_back(plan, self.judged[engine.id], target)
+            given = self._proposals.revert_sites(plan, self.judged[engine.id], target)
             if given is not None:
                 yield _Made(given.plan, Origin.GIVEN_BACK, plan.id, given.returned)
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from loka_onnx.bundle import signer_of
+from loka_onnx.bundle.signing import signer_of
 from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact

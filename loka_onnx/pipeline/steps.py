@@ -45,7 +45,7 @@ from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.survival import find_fatal_batch
 from loka_onnx.pipeline.torch_source import build_torch_model
 from loka_onnx.pipeline.tuning import device_timings
-from loka_onnx.planning.loud import errors_to_leave
+from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels

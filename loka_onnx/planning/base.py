@@ -1,4 +1,4 @@
-"""The base precision of a plan: of everything that is not FP8, and what stays in FP32 beside it."""
+"""Base precision of a plan: that of everything not in FP8, and the nodes that stay in FP32 beside it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from loka_onnx.planning.fp16 import FEW, MARGIN, Unproven, count_places, scale_f
 
 @dataclass(frozen=True)
 class Base:
-    """A base precision.
+    """A base precision; `wide` nodes stay in FP32, each with the reason.
 
-    Attributes:
-        precision: BF16, FP16 or FP32.
-        wide: Nodes that stay in FP32, sites among them, each with the reason.
-        reason: Why this precision; empty where the user asked for it.
+    `reason` says why this precision; empty where the user asked for it.
     """
 
     precision: Precision
@@ -30,14 +27,14 @@ class Base:
 
 
 class Bases:
-    """Base precisions of one model, each with what it costs.
+    """Base precisions of one model.
 
     Args:
         model: The model after mods.
         tensors: Magnitudes of its tensors; empty where they were not measured.
-        protect: What is protected.
+        protect: Protected parts.
         named: Nodes that the user named, each with the pattern.
-        forced: Sites that are not protected, because the user wants them in FP8.
+        forced: Sites that the user wants in FP8; they are not protected.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class Bases:
         forced: Collection[str] = (),
     ) -> None:
         self._model, self._tensors = model, tensors
-        # Of several reasons the first is told: the user's own.
+        # Of several reasons the first counts: the user's own.
         self._protected = {node: f"kept by '{pattern}'" for node, pattern in named.items()}
         for wanted, find in ((Protection.LOGITS, logit_ends), (Protection.RESIDUAL, residual_streams)):
             for place in find(model) if wanted in protect else ():
@@ -59,14 +56,13 @@ class Bases:
 
     @property
     def protected(self) -> Mapping[str, str]:
-        """What stays in FP32 in BF16 and FP16 plans alike, each with the reason."""
+        """Nodes that stay in FP32 in BF16 and FP16 plans alike, each with the reason."""
         return self._protected
 
     def fixed(self, precision: Precision) -> Base:
-        """The base that the user asked for.
+        """Return the base that the user asked for.
 
-        Raises:
-            PlanningError: It is FP16, and the profile has no magnitudes.
+        Raises PlanningError if it is FP16, and the profile has no magnitudes.
         """
         if precision is Precision.FP32:
             return Base(precision, {})
@@ -79,13 +75,10 @@ class Bases:
         return Base(precision, wide)
 
     def chosen(self, quantized: Iterable[Decision]) -> Base:
-        """FP16 where the profile shows that it fits, else BF16.
+        """Return FP16 where the profile shows that it fits, scales of the `quantized` sites included, else
+        BF16.
 
-        Args:
-            quantized: Decisions of the sites that run in FP8, with their scales.
-
-        Raises:
-            PlanningError: The profile has no magnitudes.
+        Raises PlanningError if the profile has no magnitudes.
         """
         places = self._unproven()
         count = count_places(places)

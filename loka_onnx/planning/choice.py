@@ -1,51 +1,40 @@
-"""Which engine is emitted: the fastest whose accuracy is inside the budget.
+"""Choose the engine to emit: the fastest one whose accuracy is inside the budget.
 
-Accuracy is judged by the upper end of the interval, speed on latencies measured on the target. The selection
-split decides; certification is looked at once, to hold what was chosen against the budget on rows that took
-no part in choosing it. An engine that misses there gives way to a lower rung of its own ladder, which
-selection fixed (`climbing`: at most three attempts, which share certification's error), and then to the
-exact model; not to the runner-up: choosing again would make certification a second selection. High precision
-always competes: when FP8 is slower, or outside the budget, the best high-precision engine is emitted, and
-FP32 when nothing is inside. An engine that is faster by no more than noise loses to one in higher precision
-(`planning.speed` says how sure a ratio is). Where no engine could run on this host nothing was judged on its
-own outputs, and where engines could only run on another device of the architecture nothing is known of their
-speed; the choice then is provisional and says what it rests on.
+Accuracy is judged by the upper end of its interval, speed by latencies on the target. The selection split
+decides. Certification is used once, on rows that took no part in selection. An engine that misses there is
+replaced by a lower rung of its own ladder, which selection fixed (`climbing`: at most three certification
+attempts, which share its error), then by the exact model; never by the runner-up, which would make
+certification a second selection. High precision always competes: where FP8 is slower or outside the budget,
+the best high-precision engine is emitted, and FP32 when nothing is inside. An engine that is faster only by
+noise loses to one in higher precision (`planning.speed`). Where no engine could run on this host, or only on
+another device of the architecture, the choice is provisional and says so.
 
-What falls back falls back on the exact model in FP32. Where that was not built, on the most exact engine
-without FP8, if that is inside the budget on both splits. What was seen outside of it is never emitted: a user
-who accepts it says so by a larger budget.
+The fallback is the exact model in FP32. Where that was not built, it is the most exact engine without FP8, if
+it is inside the budget on both splits. An engine seen outside the budget is never emitted: a user accepts it
+with a larger budget.
 
 Where different engines are fastest at different batch sizes, by more than a margin, each size gets its own
-(`planning.routing`). The engine that is best over all sizes is the main one: an engine of some sizes that
-misses on certification gives them back to it. That was settled before certification was looked at, so that
-nothing is selected there.
+(`planning.routing`). The main engine is the best over all sizes. A routed engine that misses on certification
+loses its sizes to the main engine; this was fixed before certification, so nothing is selected there.
 
-One choice for each piece of hardware. A target is one piece of hardware, on which all its engines compete:
-backends name the same device differently (``cuda``, ``sm90``). Only where one backend builds a target for
-several architectures does the target stand for as many pieces of hardware, with a choice for each; the engine
-of another backend whose architecture is none of those competes on every one of them.
+There is one choice per piece of hardware. A target is one piece, on which all its engines compete, although
+backends name the device differently (``cuda``, ``sm90``). Only where one backend builds a target for several
+architectures is there a choice for each; an engine of another backend with none of those architectures
+competes in all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import (
-    Choice,
-    EvaluationSet,
-    Loser,
-    Route,
-    TargetChoice,
-    Why,
-    median_error,
-)
+from loka_onnx.core.evaluation import Choice, EvaluationSet, Rejection, Route, TargetChoice, Why, median_error
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import PlanningError
 from loka_onnx.planning.evidence import FASTER_FIRST, Evidence
-from loka_onnx.planning.losers import Verdict, losers, not_built
+from loka_onnx.planning.rejections import Outcome, not_built, rejections
 from loka_onnx.planning.routing import alike, main_of, pick, routes
 from loka_onnx.planning.speed import Speed
 
@@ -61,15 +50,12 @@ MARGIN = 0.03
 
 @dataclass(frozen=True)
 class ChoiceOptions:
-    """Options of choosing engines.
+    """Options of choosing engines; a negative margin is a ValueError.
 
     Attributes:
         by_batch: Whether batch sizes may get engines of their own.
         margin: Least relative gain at a batch size that is worth another engine.
         noise: Relative difference that counts for nothing, beside the spread of the measurement.
-
-    Raises:
-        ValueError: A margin is negative.
     """
 
     by_batch: bool = True
@@ -89,22 +75,12 @@ def choose(
 ) -> Choice:
     """Choose one engine for each piece of hardware, or several by batch size.
 
-    Args:
-        engines: Every candidate, declined and failed ones included.
-        evaluations: What was measured.
-        plans: The plans that the candidates run.
-        options: How to choose.
-
-    Raises:
-        PlanningError: A target has no engine that could be emitted.
+    `engines` are all candidates, declined and failed ones included. Raises PlanningError if a target has no
+    engine that could be emitted.
     """
     evidence, options = Evidence(evaluations, plans), options or ChoiceOptions()
     predictions = evidence.predictions(engines)
-    targets = tuple(
-        _choose_one(rivals, evidence, options)
-        for target in dict.fromkeys(engine.target for engine in engines)
-        for rivals in group_by_hardware([e for e in engines if e.target == target])
-    )
+    targets = tuple(_choose_one(rivals, evidence, options) for rivals in _contests(engines))
     return Choice(targets, predictions, median_error(predictions), evidence.not_predicted(engines))
 
 
@@ -114,28 +90,26 @@ def not_certified(
     plans: PlanSet,
     options: ChoiceOptions | None = None,
 ) -> tuple[EngineArtifact, ...]:
-    """Of each piece of hardware the last engine with FP8 that was selected and missed on certification.
+    """Return, per piece of hardware, the last certification attempt with FP8 where no attempt passed.
 
-    Args:
-        engines: As for `choose`.
-        evaluations: As for `choose`.
-        plans: As for `choose`.
-        options: As for `choose`.
-
-    Returns:
-        None of those in whose place an engine holds.
+    Arguments are those of `choose`.
     """
     evidence, options = Evidence(evaluations, plans), options or ChoiceOptions()
-    found: list[EngineArtifact | None] = []
+    missed: list[EngineArtifact | None] = []
+    for rivals in _contests(engines):
+        if _was_measured(rivals, evidence):
+            missed.append(_Measured(rivals, evidence, options).missed())
+            continue
+        tried = _provisional_attempts([e for e in rivals if e.is_built], evidence)
+        is_missed = tried and all(evidence.certified_status(e.plan) is False for e in tried)
+        missed.append(tried[-1] if is_missed else None)
+    return tuple(engine for engine in missed if engine is not None and evidence.has_fp8(engine))
+
+
+def _contests(engines: Sequence[EngineArtifact]) -> Iterator[list[EngineArtifact]]:
+    """Yield the engines that compete, target by target and one group per piece of hardware."""
     for target in dict.fromkeys(engine.target for engine in engines):
-        for rivals in group_by_hardware([e for e in engines if e.target == target]):
-            if _was_measured(rivals, evidence):
-                found.append(_Measured(rivals, evidence, options).missed())
-                continue
-            tried = _provisional_attempts([e for e in rivals if e.is_built], evidence)
-            is_missed = tried and all(evidence.certified_status(e.plan) is False for e in tried)
-            found.append(tried[-1] if is_missed else None)
-    return tuple(engine for engine in found if engine is not None and evidence.has_fp8(engine))
+        yield from group_by_hardware([e for e in engines if e.target == target])
 
 
 def _was_measured(engines: Sequence[EngineArtifact], evidence: Evidence) -> bool:
@@ -146,7 +120,7 @@ def _was_measured(engines: Sequence[EngineArtifact], evidence: Evidence) -> bool
 
 
 def group_by_hardware(engines: Sequence[EngineArtifact]) -> list[list[EngineArtifact]]:
-    """Engines of one target that compete with one another, one group for each piece of hardware."""
+    """Return the engines of one target in groups that compete, one group per piece of hardware."""
     architectures: dict[str, dict[str, None]] = {}
     for engine in engines:
         architectures.setdefault(engine.backend, {})[engine.architecture] = None
@@ -174,9 +148,6 @@ def _choose_one(
     return _choose_provisional(engines, built, evidence, OTHER_DEVICE if was_elsewhere else PROVISIONAL)
 
 
-# Engines that ran here --------------------------------------------------------------------------------
-
-
 class _Measured:
     """The choice on hardware that some engine ran on."""
 
@@ -192,7 +163,9 @@ class _Measured:
         self.competing = [e for e in self.inside if evidence.competes(e)]
 
     def missed(self) -> EngineArtifact | None:
-        """The last attempt, where what was selected missed on certification and no lower rung holds."""
+        """Return the last attempt where the selected engine missed on certification
+        and no lower rung passed.
+        """
         if not self.competing:
             return None
         tried = self.evidence.attempts(self._selected()[0], self.ready)
@@ -202,7 +175,7 @@ class _Measured:
         return engine in self.inside and self.evidence.is_certified(engine)
 
     def _selected(self) -> tuple[EngineArtifact, tuple[Route, ...]]:
-        """The main engine, and the table of batch sizes where one engine does not serve all."""
+        """Return the main engine, and the routes by batch size where one engine does not serve all."""
         evidence, options = self.evidence, self.options
         table: tuple[Route, ...] = ()
         if options.by_batch:
@@ -213,7 +186,6 @@ class _Measured:
         return pick(self.competing, self.speeds, evidence, options.noise), table
 
     def choose(self) -> TargetChoice:
-        """The engine that is emitted, or the engines."""
         if self.competing:
             return self._fastest()
         winner = _high_precision(self.ready, self.evidence, self.engines[0].target)
@@ -223,7 +195,7 @@ class _Measured:
                 "no engine with a measured speed is inside the budget, and FP32 was not built: the most "
                 f"exact engine, {winner.plan}, which is inside it"
             )
-        return self._emit(Verdict(winner, frozenset({winner.id})), reason)
+        return self._choice(Outcome(winner, frozenset({winner.id})), reason)
 
     def _fastest(self) -> TargetChoice:
         evidence, options = self.evidence, self.options
@@ -232,15 +204,14 @@ class _Measured:
         by_id = {engine.id: engine for engine in self.competing}
         if not evidence.is_certified(winner):
             return self._fall_back(winner)
-        # One certificate for all that are emitted. The main engine alone has it to itself: it is held to its
-        # own error either way, so that whatever is emitted, the error of all together is that of one.
+        # All emitted engines share the error of one certificate; the main engine alone has all of it.
         routed = dict.fromkeys(by_id[route.engine] for route in table)
         together = len(routed)
         if not evidence.is_certified(winner, together):
             missed = tuple(engine for engine in routed if engine is not winner)
         else:
             missed = tuple(engine for engine in routed if not evidence.is_certified(engine, together))
-        table = _given_back(table, winner, missed)
+        table = _revert_routes(table, winner, missed)
         reason = self._reason(winner, same)
         if table:
             count = len({route.engine for route in table})
@@ -251,10 +222,10 @@ class _Measured:
             f"{f' at the error that {together} engines share' if evidence.is_certified(engine) else ''}"
             for engine in missed
         )
-        emitted = frozenset({winner.id, *(route.engine for route in table)})
-        # Of engines by batch size the main one need not be among the fastest over all of them.
+        chosen = frozenset({winner.id, *(route.engine for route in table)})
+        # With routes, the main engine need not be among the fastest over all sizes.
         close = frozenset(e.id for e in same) if winner in same else frozenset()
-        return self._emit(Verdict(winner, emitted, missed, close), reason, table)
+        return self._choice(Outcome(winner, chosen, missed, close), reason, table)
 
     def _reason(self, winner: EngineArtifact, same: Sequence[EngineArtifact]) -> str:
         count = f"{len(self.competing)} engines whose upper bound is inside the budget"
@@ -273,7 +244,7 @@ class _Measured:
         return f"{reason}; FP8 is {'no faster' if any(e in same for e in fp8) else 'slower'}"
 
     def _fall_back(self, missed: EngineArtifact) -> TargetChoice:
-        """What was selected misses the budget on certification: a lower rung, or the exact model."""
+        """Replace a selected engine that missed on certification by a lower rung, or by the exact model."""
         tried = self.evidence.attempts(missed, self.ready)
         winner = next((e for e in tried if self._holds(e)), None)
         if winner is not None:
@@ -281,15 +252,15 @@ class _Measured:
         else:
             others = [e for e in self.ready if e is not missed or self.evidence.is_exact(e)]
             winner = _high_precision(others, self.evidence, missed.target, missed)
-        # One that is beyond the budget on selection was not held against certification.
-        looked = tuple(e for e in tried if e in self.inside)
-        reason = f"{_missed_in_words(looked)}: {winner.plan} instead"
-        verdict = Verdict(winner, frozenset({winner.id}), looked)
-        return replace(self._emit(verdict, reason), missed=tuple(e.id for e in looked))
+        # Engines beyond the budget on selection were not compared with certification.
+        judged = tuple(e for e in tried if e in self.inside)
+        reason = f"{_missed_in_words(judged)}: {winner.plan} instead"
+        outcome = Outcome(winner, frozenset({winner.id}), judged)
+        return replace(self._choice(outcome, reason), missed=tuple(e.id for e in judged))
 
-    def _emit(self, verdict: Verdict, reason: str, table: tuple[Route, ...] = ()) -> TargetChoice:
-        winner = verdict.winner
-        others = losers(self.engines, verdict, self.speeds, self.evidence)
+    def _choice(self, outcome: Outcome, reason: str, table: tuple[Route, ...] = ()) -> TargetChoice:
+        winner = outcome.winner
+        others = rejections(self.engines, outcome, self.speeds, self.evidence)
         return TargetChoice(winner.target, winner.id, winner.plan, reason, MEASURED, others, table)
 
 
@@ -299,10 +270,10 @@ def _missed_in_words(missed: Sequence[EngineArtifact]) -> str:
     return f"{selected} was selected and is not inside the budget on certification{also}"
 
 
-def _given_back(
+def _revert_routes(
     table: tuple[Route, ...], main: EngineArtifact, missed: Sequence[EngineArtifact]
 ) -> tuple[Route, ...]:
-    """The table without engines that missed on certification; empty where one engine is left."""
+    """Return the routes with missed engines replaced by the main one; empty where one engine is left."""
     gone = {engine.id for engine in missed}
     kept = tuple(
         replace(r, engine=main.id, plan=main.plan, times=None) if r.engine in gone else r for r in table
@@ -311,21 +282,12 @@ def _given_back(
 
 
 def _high_precision(
-    engines: Sequence[EngineArtifact],
-    evidence: Evidence,
-    target: str,
-    missed: EngineArtifact | None = None,
+    engines: Sequence[EngineArtifact], evidence: Evidence, target: str, missed: EngineArtifact | None = None
 ) -> EngineArtifact:
-    """The engine without FP8 that departs least from the exact model; the faster of two alike.
+    """Return the engine without FP8 that is closest to the exact model; the faster of two alike.
 
-    Args:
-        engines: Those that were run.
-        evidence: What was measured.
-        target: What they are for.
-        missed: What was selected and is not inside the budget on certification.
-
-    Raises:
-        PlanningError: There is none but what was seen outside of the budget.
+    `missed` is the selected engine that missed on certification. Raises PlanningError if every candidate was
+    seen outside the budget.
     """
 
     def rank(engine: EngineArtifact) -> tuple[int, float]:
@@ -334,12 +296,12 @@ def _high_precision(
         return (-precision, float("inf") if speed is None else speed.per_row_us)
 
     able = [e for e in engines if not evidence.has_fp8(e) and not e.simulated and not evidence.failure(e)]
-    found = min(able, key=rank, default=None)
-    # Which one it is, certification does not say; whether that one holds, it does.
-    if found is not None and (
-        evidence.is_exact(found) or (evidence.is_within_budget(found) and evidence.is_certified(found))
+    best = min(able, key=rank, default=None)
+    # Certification does not select the engine; it only decides whether it passes.
+    if best is not None and (
+        evidence.is_exact(best) or (evidence.is_within_budget(best) and evidence.is_certified(best))
     ):
-        return found
+        return best
     seen = {engine.id: engine for engine in (*engines, *([missed] if missed is not None else []))}
     raise _nothing_to_emit(seen.values(), evidence, target)
 
@@ -354,15 +316,11 @@ def _nothing_to_emit(engines: Iterable[EngineArtifact], evidence: Evidence, targ
     )
 
 
-# Engines for hardware that is not here ----------------------------------------------------------------
-
-
 def _choose_provisional(
     engines: Sequence[EngineArtifact], built: Sequence[EngineArtifact], evidence: Evidence, basis: str
 ) -> TargetChoice:
-    """Rest on what was judged of the same plans on this host."""
-    # What simulates FP8 would not be fast on the device either.
-    sound = [e for e in built if not e.simulated and not evidence.failure(e)]
+    """Choose by the accuracy of the same plans on this host."""
+    sound = _sound(built, evidence)
     tried = _provisional_attempts(built, evidence)
     selected = tried[0] if tried else None
     how = "measured" if basis == OTHER_DEVICE else "simulated"
@@ -373,12 +331,12 @@ def _choose_provisional(
         reason += f"; {_missed_in_words(tried)}" if tried else ""
     else:
         able = [e for e in sound if not evidence.has_fp8(e) and not _is_outside(e, evidence)]
-        # Nothing among them was seen outside the budget, but for the exact model, which comes last.
-        found = min(able, key=lambda e: FASTER_FIRST.index(evidence.base(e)), default=None)
-        if found is None:
+        # None was seen outside the budget, except possibly the exact model, which comes last.
+        best = min(able, key=lambda e: FASTER_FIRST.index(evidence.base(e)), default=None)
+        if best is None:
             raise _nothing_to_emit(built, evidence, engines[0].target)
-        winner = found
-        # Another FP8 plan in its place would be chosen by the rows that only certify.
+        winner = best
+        # Another FP8 plan would be selected by the certification rows.
         reason = (
             f"no FP8 plan is inside the budget {'as measured' if how == 'measured' else 'in simulation'}: "
             "high precision"
@@ -386,39 +344,39 @@ def _choose_provisional(
             else f"{_missed_in_words(tried)}: high precision"
         )
     reason += "; evaluate it on the device before deploying"
-    others = tuple(_provisional_loser(e, winner, evidence) for e in engines if e is not winner)
+    others = tuple(_provisional_rejection(e, winner, evidence) for e in engines if e is not winner)
     missed = tuple(e.id for e in tried)
     return TargetChoice(winner.target, winner.id, winner.plan, reason, basis, others, missed=missed)
 
 
 def _provisional_attempts(built: Sequence[EngineArtifact], evidence: Evidence) -> list[EngineArtifact]:
-    """What is selected among engines that cannot run here, and what was made in its place."""
-    # What simulates FP8 would not be fast on the device either.
-    sound = [e for e in built if not e.simulated and not evidence.failure(e)]
+    """Return the selected engine and its replacements, among engines that cannot run here."""
+    sound = _sound(built, evidence)
     fp8 = [e for e in sound if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
     competing = (e for e in fp8 if evidence.competes(e))
-    selected = max(competing, key=lambda e: _fp8_rank(e, evidence), default=None)
+    # More FP8 is expected to be faster; then fewer departures from the plan.
+    selected = max(competing, key=lambda e: (evidence.fp8_share(e), -len(e.fallbacks)), default=None)
     return [] if selected is None else evidence.attempts(selected, fp8)
 
 
+def _sound(built: Sequence[EngineArtifact], evidence: Evidence) -> list[EngineArtifact]:
+    """Return engines without failure or simulated FP8, which would not be fast on the device either."""
+    return [e for e in built if not e.simulated and not evidence.failure(e)]
+
+
 def _is_outside(engine: EngineArtifact, evidence: Evidence) -> bool:
-    """Whether a plan that is not the exact model's was seen outside the budget."""
+    """Whether a plan other than the exact model's was seen outside the budget."""
     if evidence.is_exact(engine):
         return False
     return evidence.plan_status(engine.plan) is False or evidence.certified_status(engine.plan) is False
 
 
-def _fp8_rank(engine: EngineArtifact, evidence: Evidence) -> tuple[float, int]:
-    """More in FP8 is expected to be faster; then, fewer sites where the engine departs from its plan."""
-    return (evidence.plans.plan(engine.plan).fp8_share, -len(engine.fallbacks))
-
-
-def _provisional_loser(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> Loser:
+def _provisional_rejection(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> Rejection:
     if not engine.is_built:
         return not_built(engine)
     failure = evidence.failure(engine)
     if failure:
-        return Loser(engine.id, Why.FAILED, failure)
+        return Rejection(engine.id, Why.FAILED, failure)
     why, known = Why.NOT_RUN, "built, not run"
     if engine.was_run:
         why, known = Why.OTHER_DEVICE, "run on another device"
@@ -428,7 +386,7 @@ def _provisional_loser(engine: EngineArtifact, winner: EngineArtifact, evidence:
     if engine.simulated:
         why = Why.SIMULATED
     reason = f"{known}: {_why_not_provisional(engine, winner, evidence)}"
-    return Loser(engine.id, why, reason, upper=evidence.upper(engine))
+    return Rejection(engine.id, why, reason, upper=evidence.upper(engine))
 
 
 def _why_not_provisional(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> str:

@@ -1,10 +1,10 @@
-"""How far a plan climbs its ladder: the highest rung that certification is expected to pass.
+"""Climb the ladder: find the highest rung that certification is expected to pass.
 
 A rung was judged on the selection split: its estimate d̂, with the standard error s, is inside the budget B
-by its upper end. Where the labelled part λ̂ = d̂ − KL makes it smaller, λ̂ is taken times max(0, 1 − s²/λ̂²):
-the labelled part of a calibrated model is 0 on average, so that a gain within its noise is luck, of which the
-highest of several rungs has most. Certification will hold an estimate of its own against B, with n' rows in
-place of n:
+by its upper end. Where the labelled part λ̂ = d̂ − KL makes d̂ smaller, λ̂ is multiplied by max(0, 1 −
+s²/λ̂²): the labelled part of a calibrated model is 0 on average, so a gain within its noise is luck, and the
+highest of several rungs has most luck. Certification will compare its own estimate with B, from n' rows
+instead of n:
 
     its standard error     s' = s · √(n/n' · D'/D)
     its estimate           N(d̂, s² + s'²)           (predictive distribution under a flat prior)
@@ -12,32 +12,31 @@ place of n:
 
     P(pass) = Φ((B − d̂ − z·s') / √(s² + s'²)),
 
-with z the quantile of the interval that certification is held to. D is the design effect of rows that come
-in groups, 1 + (m − 1)·ρ, with m = Σ mᵢ²/Σ mᵢ over the sizes of the groups; ρ follows from the two standard
-errors of the selection split, with groups and without. A rung with several outputs passes at least with 1 −
-Σ(1 − P(pass)) (Bonferroni). Sources: the predictive distribution is Gelman et al., "Bayesian Data Analysis"
-(third edition), section 2.5; the factor of a gain is the positive part of James and Stein's (1961), for one
-dimension; the design effect is Kish, "Survey Sampling" (1965), with the mean group size
-of Holt, "Methodology Issues" (Biometrics 1980).
+with z the quantile of certification's interval. D is the design effect of grouped rows, 1 + (m − 1)·ρ, with m
+= Σ mᵢ²/Σ mᵢ over the group sizes; ρ follows from the two standard errors of the selection split, with groups
+and without. A rung with several outputs passes at least with 1 − Σ(1 − P(pass)) (Bonferroni). Sources: the
+predictive distribution is Gelman et al., "Bayesian Data Analysis" (third edition), section 2.5; the factor of
+a gain is the positive part of James and Stein's (1961), for one dimension; the design effect is Kish, "Survey
+Sampling" (1965), with the mean group size of Holt, "Methodology Issues" (Biometrics 1980).
 
-**Climbing.** KL grows along the ladder, and where it stands to the budget is bracketed by a rung that fits
-and one that does not. Each judged rung tells what to expect of the others (`ladder`: KL follows the
-predicted KL, everything else its root), and the highest one that is expected to fit is judged next; where
-that moves the same end of the bracket twice, its middle is. `MOST` rungs are judged at most.
-`tests/unit/planning/test_climbing.py` counts how many of the rungs that are taken then pass.
+**Climbing.** KL grows along the ladder, so its crossing of the budget is bracketed by a rung that fits and
+one that does not. Each judged rung predicts the others (`ladder`: KL follows the predicted KL, everything
+else its root). The highest rung expected to fit is judged next, or the middle of the bracket where the same
+end moved twice. At most `MOST` rungs are judged. `tests/unit/planning/test_climbing.py` counts how many of
+the taken rungs then pass.
 
-**Attempts.** Where certification is missed, a lower rung is held against the same rows, and a third one
-where that misses too. `SHARES` divides the error of certification among them before anything is seen
-(Bonferroni with unequal weights, valid under any dependence): the first attempt, which nearly always
-decides, pays little for the others (2.05 standard errors in place of 1.96). The later rungs are expected to
-pass with 99 % and 99.9 % at their own, stricter intervals. All three follow from the selection split alone:
-certification says only which is the last.
+**Certification attempts.** Where certification is missed, a lower rung is held against the same rows, and
+then a third. `SHARES` divides the error of certification among the attempts beforehand (Bonferroni with
+unequal weights, valid under any dependence): the first attempt, which nearly always decides, pays little for
+the others (2.05 standard errors instead of 1.96). The later rungs are expected to pass with 99 % and 99.9 %
+at their own, stricter intervals. All three follow from the selection split; certification decides only which
+is the last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import inf, isfinite, sqrt
 
@@ -60,11 +59,8 @@ WORTH = 0.005
 
 @dataclass(frozen=True)
 class Judged:
-    """A rung on the selection split.
-
-    Attributes:
-        outputs: Each output.
-        spread: Standard error on certification over that on selection (s'/s), by output.
+    """A rung on the selection split; `spread` is s'/s, standard error on certification over that on
+    selection.
     """
 
     outputs: tuple[OutputEvaluation, ...]
@@ -73,11 +69,8 @@ class Judged:
 
 @dataclass(frozen=True)
 class Goal:
-    """Goal that a rung is expected to reach.
-
-    Attributes:
-        confidence: Of the two-sided interval that certification holds against the budget.
-        chance: Of passing it.
+    """Goal of a rung: to pass certification's two-sided interval of `confidence` with
+    probability `chance`.
     """
 
     confidence: float
@@ -85,23 +78,15 @@ class Goal:
 
     @classmethod
     def of(cls, attempt: int, error: float) -> Goal:
-        """The goal of an attempt.
-
-        Args:
-            attempt: From 0.
-            error: Of all attempts together.
-        """
+        """Return the goal of an attempt, from 0; `error` is that of all attempts together."""
         return cls(1.0 - error * SHARES[attempt], CHANCES[attempt])
 
 
 def design_spread(plain: float, grouped: float, before: Sequence[int], after: Sequence[int]) -> float:
-    """Standard error on certification over that on selection, s'/s, both with groups.
+    """Return the standard error on certification over that on selection, s'/s, both with groups.
 
-    Args:
-        plain: Standard error on selection as if rows were independent.
-        grouped: The one with groups.
-        before: Rows of each group of selection.
-        after: Rows of each group of certification.
+    `plain` is that on selection as if rows were independent, `grouped` the one with groups; `before` and
+    `after` are the rows of each group of selection and certification.
     """
     n, m = sum(before), sum(size * size for size in before) / sum(before)
     later, larger = sum(after), sum(size * size for size in after) / sum(after)
@@ -111,11 +96,9 @@ def design_spread(plain: float, grouped: float, before: Sequence[int], after: Se
 
 
 def chance_to_pass(judged: Judged, confidence: float) -> float:
-    """Chance that every output is inside its budget on certification, at least.
+    """Return the least chance that every output is inside its budget on certification.
 
-    Args:
-        judged: The rung on selection.
-        confidence: Of the intervals that certification holds against the budgets.
+    `confidence` is that of the intervals that certification compares with the budgets.
     """
     return _chance([_Reading.of(output, judged.spread) for output in judged.outputs], confidence)
 
@@ -133,20 +116,16 @@ def climb(
     goal: Goal,
     rows: Mapping[str, int],
 ) -> Climb:
-    """The highest rung that meets the goal, as far as `MOST` judgements tell.
+    """Return the highest rung that meets the goal, as far as `MOST` judgements tell.
 
-    Args:
-        ladder: What sites cost.
-        rungs: Nested, ascending; the first needs no judgement.
-        judge: Judges a rung on the selection split.
-        goal: What it must be expected to do.
-        rows: Rows of ``selection`` and ``certification``; they tell where to begin.
+    `rungs` are nested and ascending; the first needs no judgement. `rows` are those of ``selection`` and
+    ``certification``, for the starting point.
     """
     climber = _Climber(ladder, judge, goal, rows)
     below = number = 0
     while True:
         low = climber.highest(rungs, below)
-        # The lowest of a later pass is the rung that the pass before ended on.
+        # The lowest rung of a later pass is the one that the previous pass ended on.
         number = below + low if low else number
         rung = rungs[low]
         units = [higher - lower for lower, higher in pairwise(rungs[low + 1 :])]
@@ -159,7 +138,7 @@ def climb(
 
 @dataclass
 class _Climber:
-    """Judges rungs, and remembers what was read of them."""
+    """Judges rungs and keeps the readings."""
 
     ladder: Ladder
     judge: Callable[[Unit], Judged]
@@ -169,7 +148,7 @@ class _Climber:
     readings: dict[Unit, list[_Reading]] = field(default_factory=dict)
 
     def highest(self, rungs: Sequence[Unit], below: int) -> int:
-        """The highest of nested rungs that fits; they are numbered from `below` on."""
+        """Return the highest of nested rungs that fits; they are numbered from `below` on."""
         low, high = 0, len(rungs)
         latest = 0 if rungs[0] in self.readings else None
         moved: list[bool] = []
@@ -193,14 +172,14 @@ class _Climber:
         return is_fit
 
     def _next(self, rungs: Sequence[Unit], low: int, high: int, latest: int | None) -> int:
-        """The highest rung inside of the bracket that is expected to fit, or the lowest one there."""
+        """Return the highest rung inside the bracket that is expected to fit, or the lowest one there."""
         if latest is None:
             return min(max(expected_rung(self.ladder, rungs, self.goal, self.rows), low + 1), high - 1)
         known, inside = rungs[latest], range(high - 1, low, -1)
         return next((at for at in inside if self.is_expected(known, rungs[at])), low + 1)
 
     def is_expected(self, known: Unit, rung: Unit) -> bool:
-        """Whether a rung is expected to fit, by a known one, or else by the latest that was judged."""
+        """Whether a rung is expected to fit, by a known one, or else by the latest judged one."""
         if known not in self.readings and self.readings:
             known = next(reversed(self.readings))
         if known not in self.readings:
@@ -216,13 +195,12 @@ class _Reading:
     """One output of a rung, measured or expected.
 
     Attributes:
-        output: Its name.
         kl: Label-free part of the change.
-        rest: What labels add to it; a gain without the part that its noise explains.
+        rest: Labelled part; a gain without the part that its noise explains.
         error: Standard error of the change on selection; from the upper half of the interval.
-        later: The one to expect on certification.
+        later: Expected standard error on certification.
         quantile: Of the interval on selection.
-        budget: What the upper end is held against.
+        budget: Limit of the upper end.
     """
 
     output: str
@@ -246,17 +224,10 @@ class _Reading:
         return cls(output.output, kl, rest, error, later, quantile, output.budget)
 
     def at(self, part: float) -> _Reading:
-        """What to expect where the predicted KL is so many times as large."""
+        """Return the expected reading where the predicted KL is `part` times as large."""
         root = sqrt(part)
-        return _Reading(
-            self.output,
-            self.kl * part,
-            self.rest * root,
-            self.error * root,
-            self.later * root,
-            self.quantile,
-            self.budget,
-        )
+        kl, rest = self.kl * part, self.rest * root
+        return replace(self, kl=kl, rest=rest, error=self.error * root, later=self.later * root)
 
     @property
     def is_inside(self) -> bool:
@@ -278,13 +249,9 @@ def _chance(readings: Sequence[_Reading], confidence: float) -> float:
 
 
 def expected_rung(ladder: Ladder, rungs: Sequence[Unit], goal: Goal, rows: Mapping[str, int]) -> int:
-    """The highest rung that is expected to fit before any was judged.
+    """Return the number of the highest rung that is expected to fit before any was judged.
 
-    Args:
-        ladder: What sites cost.
-        rungs: Nested, ascending.
-        goal: What it must be expected to do.
-        rows: Rows of ``selection`` and ``certification``.
+    `rungs` are nested and ascending; `rows` are those of ``selection`` and ``certification``.
     """
     budgets = {name: affordable_kl(ladder.budget(name), goal, rows) for name in ladder.outputs}
     fitting = [
@@ -296,17 +263,12 @@ def expected_rung(ladder: Ladder, rungs: Sequence[Unit], goal: Goal, rows: Mappi
 
 
 def affordable_kl(budget: float, goal: Goal, rows: Mapping[str, int]) -> float:
-    """The KL that should meet the goal, where the model is calibrated.
+    """Return the KL that should meet the goal, where the model is calibrated.
 
-    KL ≈ ½·E[p(1 − p)·δ²] of a row, and the variance of its labelled part (p − y)·δ is E[p(1 − p)·δ²]: twice
-    the KL. Relative to a loss of about a half, its standard error is 2·√(KL/n); a squared error has the
-    same. With a = 2·(z/√n' + q·√(1/n + 1/n')), KL + a·√KL is the budget. The interval on selection asks for
-    the same with a = 2·1.96/√n.
-
-    Args:
-        budget: Largest accepted relative loss increase.
-        goal: Confidence and chance.
-        rows: Rows of ``selection`` and ``certification``.
+    KL ≈ ½·E[p(1 − p)·δ²] of a row, and the variance of its labelled part (p − y)·δ is E[p(1 − p)·δ²], twice
+    the KL. Relative to a loss of about a half, its standard error is 2·√(KL/n); a squared error has the same.
+    With a = 2·(z/√n' + q·√(1/n + 1/n')), KL + a·√KL is the budget. The interval on selection needs the same
+    with a = 2·1.96/√n.
     """
     before, after = rows["selection"], rows["certification"]
     quantile, chance = float(ndtri(0.5 + goal.confidence / 2.0)), float(ndtri(goal.chance))

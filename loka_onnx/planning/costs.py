@@ -1,27 +1,25 @@
-"""What sites cost of the budget, with bounds at the risk that a verdict may take.
+"""Costs of sites: their part of the budget, with bounds at the risk of a verdict.
 
-Every cost is a KL over the loss (or over the entropy) and comes with a two-sided interval that fails with a
-given risk; its upper end alone fails with half of it. Where rows were added until verdicts were reached, the
-interval is one that holds at every number of rows (`Sampling.interval_of`).
+Every cost is a KL over the loss (or entropy), with a two-sided interval that fails with a given risk; its
+upper end alone fails with half of it. Where rows were added until verdicts were reached, the interval holds
+at every number of rows (`Sampling.interval_of`).
 
-**Draws.** A profile measures its sites under its own scales, which are the ones a plan runs with: the
-rounding of the weights is the very rounding that was measured. But in a plan the sites before one move its
-input a little, so that each value falls elsewhere on the grid, and a calibration of another day moves the
-scales. Where perturbed scales were drawn, the interval is therefore multiplied by the largest KL of a draw
-over that of the profile's own scales, on the same rows. That errs on the safe side: it takes the worst of
-several draws for the one that comes, at every site at once.
+**Noise seeds.** A profile measures sites under its own scales, with which a plan runs: the rounding of
+weights is exactly the measured one. But earlier sites of a plan move the input a little, so each value falls
+elsewhere on the grid, and a later calibration moves the scales. Where perturbed scales were measured, the
+interval is therefore multiplied by the largest KL of a noise seed over that of the profile's own scales, on
+the same rows. This is conservative: it takes the worst of several seeds, at every site at once.
 
 **Sites that share a quantized tensor** and were measured together have a cost of their own (`SiteGroup`). Of
-some of them only, what is known is what each costs alone. With δ the change of the logit, KL ≈ ½E[p(1 − p)δ²]
-is the square of a norm of δ, and to first order the changes add, so that by the triangle inequality
+a subset only the single costs are known. With δ the change of the logit, KL ≈ ½E[p(1 − p)δ²] is the square of
+a norm of δ, and to first order the changes add, so by the triangle inequality
 
     √KL(a and b) ≤ √KL(a) + √KL(b),
 
-whatever the correlation of their errors. (Σ√KL)² is the cost that such sites are held to. It is a bound to
-first order only: KL is no longer the square of a norm where |δ| is not small, and a joint KL of 2.7 times
-as much was constructed (two of δ = 2 at p = .002; 1.01 times at δ = .03). It says where to start, and proves
-nothing of a plan: that is left to the joint measurement, of rungs on the selection split (`climbing`), and
-of the engine on certification.
+whatever the correlation of their errors. Such sites count (Σ√KL)². The bound is of first order only: KL is no
+squared norm where |δ| is not small, and a joint KL of 2.7 times as much was constructed (two of δ = 2 at p =
+.002; 1.01 times at δ = .03). It is a starting point and proves nothing of a plan: the joint measurement does,
+of rungs on the selection split (`climbing`) and of the engine on certification.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ LABELLED_ALLOWANCE = 0.5
 
 
 def allowed_kl(spec: OutputSpec) -> float:
-    """KL over the loss that an output allows to all products together."""
+    """Return the KL over the loss that an output allows to all products together."""
     return spec.budget * (1.0 - LABELLED_ALLOWANCE)
 
 
@@ -50,11 +48,10 @@ class Cost:
     """KL of sites in low precision, on one output.
 
     Attributes:
-        spec: The output.
-        denominator: What KL is relative to: ``loss`` or ``entropy``.
-        kl: KL with its interval, other draws of rounding noise included.
-        draws: Perturbed calibrations that `kl` is the worst of; 0 where none is worse than the profile's own.
-        is_bound: Whether it is what the sites cost at most, from what each costs alone.
+        denominator: Of KL: ``loss`` or ``entropy``.
+        kl: KL with its interval, other noise seeds included.
+        draws: Noise seeds that `kl` is the worst of; 0 where none is worse than the profile's own.
+        is_bound: Whether it is an upper bound from the costs of single sites.
         is_carried_by_few: Whether few rows carry the KL, so that its upper end may be too low.
     """
 
@@ -67,12 +64,12 @@ class Cost:
 
     @property
     def most(self) -> float:
-        """Upper end, as a part of what the output allows; infinite where nothing is known."""
+        """Upper end, as a part of what the output allows; infinite where unknown."""
         return inf if isnan(self.kl.upper) else self._part(self.kl.upper)
 
     @property
     def least(self) -> float:
-        """Lower end, as a part of what the output allows; 0 where nothing is known."""
+        """Lower end, as a part of what the output allows; 0 where unknown."""
         return 0.0 if isnan(self.kl.lower) else self._part(self.kl.lower)
 
     def _part(self, kl: float) -> float:
@@ -83,12 +80,7 @@ class Cost:
 
 
 class Costs:
-    """Costs of sites and groups of a profile.
-
-    Args:
-        profile: The profile.
-        outputs: Judged outputs.
-    """
+    """Costs of sites and groups of a profile, on judged outputs."""
 
     def __init__(self, profile: Profile, outputs: Sequence[OutputSpec]) -> None:
         self.outputs = tuple(outputs)
@@ -96,7 +88,7 @@ class Costs:
         self._found = {
             (entry.site, item.output): item
             for entry in profile.sites
-            for item in reversed(entry.sensitivities)  # the first one stands
+            for item in reversed(entry.sensitivities)  # the first one counts
         }
         self._groups = {frozenset(group.sites): group for group in profile.groups}
         self._source = f"it holds {len(profile.sites)} sites of model {profile.model_digest[:12]}"
@@ -107,20 +99,15 @@ class Costs:
         return tuple(self._groups)
 
     def of_site(self, site: str, spec: OutputSpec) -> Sensitivity:
-        """What a site does to an output.
-
-        Raises:
-            PlanningError: It was not measured.
-        """
+        """Return the effect of a site on an output; raises PlanningError if it was not measured."""
         if (site, spec.name) not in self._found:
             raise self._unknown(f"site '{site}' and output '{spec.name}'")
         return self._found[site, spec.name]
 
     def of_group(self, sites: frozenset[str], spec: OutputSpec) -> Sensitivity:
-        """What sites that were measured together do to an output.
+        """Return the effect of sites that were measured together on an output.
 
-        Raises:
-            PlanningError: It was not measured.
+        Raises PlanningError if it was not measured.
         """
         try:
             return self._groups[sites].sensitivity(spec.name)
@@ -129,10 +116,9 @@ class Costs:
             raise self._unknown(f"the sites {names} together and output '{spec.name}'") from error
 
     def predicted(self, sites: Collection[str], spec: OutputSpec) -> float:
-        """Sum of what sites cost: together where they were measured together, else each alone.
+        """Return the sum of costs: of groups where sites were measured together, else of single sites.
 
-        Raises:
-            PlanningError: One was not measured.
+        Raises PlanningError if one was not measured.
         """
         chosen = frozenset(sites)
         together = [group for group in self.groups if group <= chosen]
@@ -145,19 +131,14 @@ class Costs:
         )
 
     def is_measured(self, sites: frozenset[str]) -> bool:
-        """Whether there is a measurement of exactly these sites, alone or together."""
+        """Whether exactly these sites were measured, alone or together."""
         return len(sites) == 1 or sites in self._groups
 
     def of(self, sites: frozenset[str], risk: float) -> tuple[Cost, ...]:
-        """Costs of sites on each output.
+        """Return the cost on each output of one site, or of several that share a quantized tensor.
 
-        Args:
-            sites: One site, or several that share a quantized tensor.
-            risk: That an interval does not hold; of sites that were not measured together, that the one of a
-                site does not.
-
-        Raises:
-            PlanningError: They were not measured.
+        `risk` is the risk that an interval fails; of sites not measured together, that the interval of one
+        site fails. Raises PlanningError if they were not measured.
         """
         return tuple(self._cost(sites, spec, risk) for spec in self.outputs)
 
@@ -187,7 +168,7 @@ class Costs:
 
 
 def _at_most(costs: Sequence[Cost]) -> Cost:
-    """(Σ√KL)², end by end."""
+    """Return (Σ√KL)², end by end."""
 
     def bound(ends: Iterable[float]) -> float:
         return sum(sqrt(max(end, 0.0)) for end in ends) ** 2

@@ -1,4 +1,4 @@
-"""What engines are judged on: accuracy on two splits, speed, and how much precision each has."""
+"""Evidence on engines: accuracy on two splits, speed, and precision."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from functools import cached_property
 from scipy.special import stdtrit
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import (
-    BudgetStatus,
-    Evaluation,
-    EvaluationSet,
-    OutputEvaluation,
-    PredictedTime,
-)
+from loka_onnx.core.evaluation import BudgetStatus, Evaluation, EvaluationSet, OutputEvaluation, PredictedTime
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.planning.site_speed import expected_us, why_not_expected
+from loka_onnx.planning.expected_latency import expected_us, why_not_expected
 from loka_onnx.planning.speed import Speed, rivals
 
 FEWEST_UNITS = 100
@@ -29,12 +23,7 @@ FASTER_FIRST = (Precision.BF16, Precision.FP16, Precision.FP32)
 
 @dataclass(frozen=True)
 class Evidence:
-    """Measurements of the engines of a run.
-
-    Attributes:
-        evaluations: What was measured.
-        plans: The plans of the engines.
-    """
+    """Measurements of the engines of a run, and their plans."""
 
     evaluations: EvaluationSet
     plans: PlanSet
@@ -55,9 +44,7 @@ class Evidence:
     def is_certified(self, engine: EngineArtifact, together: int = 1) -> bool:
         """Whether the engine's own outputs are inside the budget on the certification split.
 
-        Args:
-            engine: The engine.
-            together: Engines that are emitted under one certificate, whose error they share (Bonferroni).
+        `together` engines are emitted under one certificate and share its error (Bonferroni).
         """
         evaluation = self.certified.get(engine.id)
         if evaluation is None or not evaluation.is_within_budget:
@@ -72,36 +59,40 @@ class Evidence:
         return evaluation is not None and evaluation.is_within_budget
 
     def upper(self, engine: EngineArtifact) -> float | None:
-        """The worst of an engine's outputs on selection: upper bound over budget; None where not measured."""
+        """Return the worst upper bound over budget of an engine's outputs on selection; None where not
+        measured.
+        """
         return worst_upper(self.by_engine.get(engine.id))
 
     def speed(self, engine: EngineArtifact) -> Speed | None:
-        """What the engine takes on the target; None where that is not known."""
+        """Return the engine's speed on the target; None where unknown."""
         return Speed.of(self.by_engine.get(engine.id), engine.simulated)
 
     def was_elsewhere(self, engine: EngineArtifact) -> bool:
-        """Whether the engine was timed, and only where that says nothing about its target."""
+        """Whether the engine was timed, but only where that tells nothing of its target."""
         evaluation = self.by_engine.get(engine.id)
         if evaluation is None or engine.simulated or not evaluation.latencies:
             return False
         return not any(latency.counts_for_choice for latency in evaluation.latencies)
 
     def timing_failure(self, engine: EngineArtifact) -> str:
-        """What ended the engine while it was timed, at some batch size; empty where nothing did."""
+        """Return the error that ended the engine while it was timed, at some batch size; empty for none."""
         evaluation = self.by_engine.get(engine.id)
         return "" if evaluation is None else evaluation.latency_failure
 
     def failure(self, engine: EngineArtifact) -> str:
-        """What ended the engine while it was timed or judged; empty where nothing did."""
-        found = [e for e in (self.by_engine.get(engine.id), self.certified.get(engine.id)) if e is not None]
-        timed = [f"failed while it was timed: {e.latency_failure}" for e in found if e.latency_failure]
-        judged = [e.status for e in found if e.has_failed]
+        """Return the error that ended the engine while it was timed or judged; empty for none."""
+        evaluations = [
+            e for e in (self.by_engine.get(engine.id), self.certified.get(engine.id)) if e is not None
+        ]
+        timed = [f"failed while it was timed: {e.latency_failure}" for e in evaluations if e.latency_failure]
+        judged = [e.status for e in evaluations if e.has_failed]
         return next(iter((*timed, *judged)), "")
 
     def speeds(self, engines: Collection[EngineArtifact]) -> dict[str, Speed]:
-        """By id, of the engines that were timed at every batch size that any of them was timed at.
+        """Return speeds by id, of the engines timed at every batch size at which any of them was.
 
-        One that failed at a size that is served must not be emitted for it.
+        An engine that failed at a served size must not be emitted for it.
         """
         found = {e.id: speed for e in engines if (speed := self.speed(e)) is not None}
         sizes = {batch for speed in found.values() for batch in speed.batches}
@@ -112,7 +103,7 @@ class Evidence:
         return _all_within(self.by_engine.values(), plan)
 
     def certified_status(self, plan: str) -> bool | None:
-        """The same on certification, which decides nothing but whether what was selected holds."""
+        """The same on certification, which only decides whether the selected engine passes."""
         return _all_within(self.certified.values(), plan)
 
     def has_fp8(self, engine: EngineArtifact) -> bool:
@@ -124,7 +115,7 @@ class Evidence:
         return self.plans.plan(engine.plan).fp8_share
 
     def base(self, engine: EngineArtifact) -> Precision:
-        """Precision of what is not FP8."""
+        """Return the base precision of the engine's plan."""
         return self.plans.plan(engine.plan).base
 
     def is_exact(self, engine: EngineArtifact) -> bool:
@@ -132,11 +123,11 @@ class Evidence:
         return self.base(engine) is Precision.FP32 and not self.has_fp8(engine)
 
     def competes(self, engine: EngineArtifact) -> bool:
-        """Whether the engine may be selected: not one that was made for a plan that missed."""
+        """Whether the engine may be selected; a replacement of a plan that missed may not."""
         return not self.plans.plan(engine.plan).instead_of
 
     def attempts(self, selected: EngineArtifact, among: Collection[EngineArtifact]) -> list[EngineArtifact]:
-        """What was selected, and what the same engine maker made in its place, one after the other."""
+        """Return the selected engine and its replacements by the same backend and architecture, in order."""
         found, made_by = [selected], (selected.backend, selected.architecture)
         while True:
             last = found[-1].plan
@@ -153,7 +144,7 @@ class Evidence:
             found.append(after)
 
     def standing(self, engine: EngineArtifact) -> str:
-        """How an engine was judged, in a few words, for a message."""
+        """Return the verdict on an engine in a few words, for a message."""
         failure = self.failure(engine)
         if failure or not engine.is_built:
             return failure or f"{engine.status}: {engine.detail}"
@@ -167,14 +158,14 @@ class Evidence:
         return "simulated, inside the budget" if engine.simulated else "inside the budget"
 
     def exactness(self, engine: EngineArtifact) -> tuple[bool, float, int]:
-        """Orders engines by their precision, the most exact first: no FP8, less FP8, a wider base."""
+        """Return a sort key, the most exact engine first: no FP8, less FP8, a wider base."""
         return (self.has_fp8(engine), self.fp8_share(engine), -FASTER_FIRST.index(self.base(engine)))
 
     def predictions(self, engines: Collection[EngineArtifact]) -> tuple[PredictedTime, ...]:
-        """Predicted and measured times of engines with FP8, where both are known.
+        """Return predicted and measured times of engines with FP8, where both are known.
 
-        A plan's prediction covers its products; what else there is takes the same in an engine without FP8
-        of the same backend and base precision, and is taken from there (`site_speed.expected_us`).
+        A plan's prediction covers its products; the rest is taken from an engine without FP8 of the same
+        backend and base precision (`expected_latency.expected_us`).
         """
         found = []
         for engine, exact in self._of_fp8(engines):
@@ -191,18 +182,18 @@ class Evidence:
         return tuple(found)
 
     def not_predicted(self, engines: Collection[EngineArtifact]) -> dict[str, str]:
-        """Why kernel times do not tell what engines with FP8 take, by id, where that has a reason."""
-        found = {
+        """Return by engine id why kernel times do not predict engines with FP8, where there is a reason."""
+        reasons = {
             engine.id: why_not_expected(
                 self.plans.plan(engine.plan), self.plans.plan(exact.plan), engine.target
             )
             for engine, exact in self._of_fp8(engines)
             if self.speed(engine) is not None
         }
-        return {engine: reason for engine, reason in found.items() if reason}
+        return {engine: reason for engine, reason in reasons.items() if reason}
 
     def _of_fp8(self, engines: Collection[EngineArtifact]) -> Iterator[tuple[EngineArtifact, EngineArtifact]]:
-        """Engines with FP8, each with the one that differs by that alone, where there is one."""
+        """Yield engines with FP8, each with the one that differs in that alone."""
         for engine in engines:
             exact = self._without_fp8(engine, engines)
             if exact is not None and self.has_fp8(engine):
@@ -211,7 +202,7 @@ class Evidence:
     def _without_fp8(
         self, engine: EngineArtifact, engines: Collection[EngineArtifact]
     ) -> EngineArtifact | None:
-        """The engine that differs from another by FP8 alone; None where there is none."""
+        """Return the engine that differs from another in FP8 alone; None for none."""
         base = self.base(engine)
         return next(
             (
@@ -232,7 +223,9 @@ def worst_upper(evaluation: Evaluation | None) -> float | None:
 
 
 def _widening(output: OutputEvaluation, together: int) -> float:
-    """How much wider an interval is at a divided error, by Student's t over the fewest units trusted."""
+    """Return the factor of an interval's width at a divided error, by Student's t over the fewest trusted
+    units.
+    """
     if output.difference is None:
         return 1.0
     tail = (1.0 - output.difference.judged.confidence) / 2.0

@@ -1,15 +1,15 @@
-"""The plan `fp8-fast` of one device, and refinements of it: what saves the most time inside the budget.
+"""The plan `fp8-fast` of one device, and its refinements: the most time saved inside the budget.
 
-What the chosen sites spend is reckoned with upper ends that hold all at once (Bonferroni, over a bound
-for each unit that was measured and, in units of several sites, for each site and output), on the output
-where it is largest. So the chance that the chosen sites cost more than is allowed is at most half of
-the risk, whichever they are: the search may look at all of the bounds before it chooses. Sites that
-do not pay spend nothing, so that a site may be chosen here that is beyond its share in `fp8-safe`.
+Costs of the chosen sites are upper ends that hold simultaneously (Bonferroni: one bound for each measured
+unit and, in units of several sites, for each site and output), on the output where the cost is largest. So
+the chance that the chosen sites exceed the allowance is at most half of the risk, whichever they are, and the
+search may see all bounds first. Sites that do not pay spend nothing, so a site beyond its share in `fp8-safe`
+may be chosen here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, cached_property
 
 from loka_onnx.core.plan import SpeedVerdict
@@ -22,35 +22,19 @@ REFINEMENTS = 4
 """Plans beside `fp8-fast` that are worth building and timing."""
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """Sites that a plan may run in FP8.
-
-    Attributes:
-        free: Those that the search decides on.
-        forced: Those that the user decided for.
-    """
-
-    free: tuple[str, ...]
-    forced: tuple[str, ...] = ()
-
-
 class FastSearch:
-    """The search over the sites of one model, on one device.
-
-    Args:
-        candidates: Sites that may run in FP8.
-        speeds: What each saves.
-        costs: What each spends.
-        risk: That any of the intervals of the costs does not hold.
+    """The search over the sites of one model, on one device; `risk` is that any
+    interval of the costs fails.
     """
 
-    def __init__(self, candidates: Candidates, speeds: SiteSpeeds, costs: Costs, risk: float) -> None:
+    def __init__(
+        self, free: Sequence[str], forced: Sequence[str], speeds: SiteSpeeds, costs: Costs, risk: float
+    ) -> None:
         self.speeds, self._costs = speeds, costs
-        free = [site for site in candidates.free if site in speeds.known]
-        self._forced: Sites = frozenset(candidates.forced)
+        timed = [site for site in free if site in speeds.known]
+        self._forced: Sites = frozenset(forced)
         self._fixed = dict.fromkeys(sorted(self._forced), True)
-        sites = list(dict.fromkeys([*free, *candidates.forced]))
+        sites = list(dict.fromkeys([*timed, *forced]))
         units = units_of(sites, costs.groups)
         measured = sum(costs.is_measured(unit) for unit in units)
         parting = sum(len(unit) for unit in units if len(unit) > 1)
@@ -73,7 +57,7 @@ class FastSearch:
 
     @cached_property
     def best(self) -> Sites:
-        """The sites that save the most time; those that were forced, alone, where they exceed the budget."""
+        """Sites that save the most time; the forced ones alone where those exceed the budget."""
         return self._forced if self._found is None else self._found.sites
 
     @cached_property
@@ -82,7 +66,7 @@ class FastSearch:
 
     @property
     def note(self) -> str:
-        """What the reader must know of `best`; empty where it is proven to save the most."""
+        """Caveat of `best`; empty where it is proven optimal."""
         if self._found is None or self._found.is_proven:
             return ""
         return (
@@ -96,11 +80,13 @@ class FastSearch:
         return bool(self.best) and self.problem.value(self.best) > 0.0
 
     def refinements(self, count: int = REFINEMENTS) -> tuple[Sites, ...]:
-        """Other choices worth building: each toggles what saves most, or what is least certain to save."""
+        """Return other choices worth building: each toggles what saves most, or what is least certain to
+        save.
+        """
         return neighbours(self.problem, self.best, count, self._fixed)
 
     def why_in(self, site: str, chosen: Sites) -> str:
-        """Why a site is chosen."""
+        """Return why a site is chosen."""
         beside = len(chosen) - 1
         together = (
             f", at most {_percent(self.problem.spent(chosen))} together with the {beside} other"
@@ -111,7 +97,7 @@ class FastSearch:
         return f"{self._speed_of(site)}; {self._cost_in_words(site)}{together}"
 
     def why_out(self, site: str, chosen: Sites) -> str:
-        """Why a site is not chosen."""
+        """Return why a site is not chosen."""
         speed = self.speeds.speed(site)
         if speed.verdict is not SpeedVerdict.FAST:
             return f"{'slow' if speed.verdict is SpeedVerdict.SLOW else 'not timed'}: {speed.reason}"
@@ -123,7 +109,7 @@ class FastSearch:
         return f"pays only together with others that read the tensor: {speed.reason}"
 
     def why_nothing(self) -> str:
-        """Why there is no plan: the note of one that is left out."""
+        """Return the note of a plan that is left out."""
         verdicts = [self.speeds.speed(item.site).verdict for item in self.problem.items]
         fast = sum(verdict is SpeedVerdict.FAST for verdict in verdicts)
         inside = "none of them fits the budget" if fast else "at none of them FP8 saves time"
@@ -132,7 +118,7 @@ class FastSearch:
 
     def _item(self, site: str) -> Item:
         if site not in self.speeds.known:
-            # Forced: it spends of the budget, and what it saves is not known.
+            # Forced: it spends budget; its saving is unknown.
             return Item(site, 0.0, 0.0, site)
         speeds = self.speeds
         return Item(site, speeds.saved_per_row(site), speeds.error_per_row(site), speeds.sources[site].tensor)

@@ -1,19 +1,18 @@
-"""What of a model fits FP16, which ends at 65504 and has no normal number below 2⁻¹⁴; BF16 has FP32's range.
+"""Parts of a model that fit FP16, which ends at 65504 and has no normal number below 2⁻¹⁴ (BF16 has FP32's
+range).
 
 Shown on the calibration rows, node by node:
 
-- every tensor that a node reads or writes stays below 65504 / `MARGIN`: other rows reach further than those
-  that were seen;
-- no sum over an axis can pass 65504 on the way, whatever the order and the signs of its terms: their largest
-  magnitude (its square, for sums of squares) times their number;
-- its constants fit, and none that is not 0 becomes 0;
-- nothing is divided by, and no logarithm taken of, what is below the normal numbers, or guarded by a
-  constant that becomes 0 (an ε of 1e-12): FP32 would divide by ε where FP16 makes an infinity of it. What
-  makes such a divisor stays in FP32 with it, because the square of a small number is the first to go.
+- every tensor that a node reads or writes stays below 65504 / `MARGIN`, because other rows may be larger;
+- no sum over an axis can pass 65504, whatever the order and signs of its terms: their largest magnitude (its
+  square, for sums of squares) times their number;
+- constants fit, and no nonzero one becomes 0;
+- no divisor or argument of a logarithm is below the normal numbers, or guarded by a constant that becomes 0
+  (an ε of 1e-12): FP32 would divide by ε where FP16 makes an infinity. The nodes that compute such a divisor
+  stay in FP32 with it, because the square of a small number underflows first.
 
-What is inside of an operator is taken to be in FP32: the sums of products (tensor cores accumulate in FP32),
-the statistics of norms (`stash_type`), exponentials of Softmax. A norm, Softmax or sigmoid that was exported
-in parts is held to the same rules as any other nodes, part by part.
+Inside of an operator FP32 is assumed: sums of products (tensor cores accumulate in FP32), statistics of norms
+(`stash_type`), exponentials of Softmax. A norm, Softmax or sigmoid exported in parts is checked part by part.
 """
 
 from __future__ import annotations
@@ -57,13 +56,7 @@ _SQUARES = frozenset({"ReduceL2", "ReduceSumSquare"})
 
 @dataclass(frozen=True)
 class Unproven:
-    """One place that is not shown to fit FP16.
-
-    Attributes:
-        at: Tensor or node.
-        nodes: Names of the nodes that stay in FP32 for it.
-        reason: Why, as a sentence that names the place.
-    """
+    """A tensor or node not shown to fit FP16, the nodes that stay in FP32 for it, and why, as a sentence."""
 
     at: str
     nodes: tuple[str, ...]
@@ -73,20 +66,20 @@ class Unproven:
 def unproven_places(
     model: GraphModel, ranges: Mapping[str, TensorRange], wide: Collection[str] = ()
 ) -> tuple[Unproven, ...]:
-    """Every place that is not shown to fit FP16.
+    """Return every place that is not shown to fit FP16, except those of nodes that stay in FP32 anyway
+    (`wide`).
 
-    Args:
-        model: The FP32 model.
-        ranges: Magnitudes of its tensors on the calibration rows.
-        wide: Names of nodes that stay in FP32 in any case; a place that concerns no other is left out.
+    `ranges` are magnitudes of the model's tensors on the calibration rows.
     """
     judge = _Judge(model, ranges)
-    found = (*judge.tensors(), *judge.sums(), *judge.constants(), *judge.divisors())
-    return tuple(place for place in found if not set(wide).issuperset(place.nodes))
+    places = (*judge.tensors(), *judge.sums(), *judge.constants(), *judge.divisors())
+    return tuple(place for place in places if not set(wide).issuperset(place.nodes))
 
 
 def count_places(places: Sequence[Unproven]) -> int:
-    """Places without those that concern no other nodes than places before: a constant, and what it makes."""
+    """Count the places that concern nodes of no earlier place, so that a constant and
+    its result count once.
+    """
     seen: set[str] = set()
     count = 0
     for place in places:
@@ -108,20 +101,20 @@ class _Judge:
     def tensors(self) -> Iterator[Unproven]:
         """Tensors that may not fit."""
         computed = (tensor for node in self.nodes for tensor in node.outputs)
-        found: dict[str, Unproven] = {}
+        places: dict[str, Unproven] = {}
         for tensor in (*self.model.inputs, *computed):
             why = self._why_not(tensor) if _is_fp32(tensor) else ""
             if not why:
                 continue
             # A reshaped or transposed view is the same place.
             root = layout_root(tensor).tensor.name
-            place = found.get(root, Unproven(tensor.name, (), f"tensor '{tensor.name}' {why}"))
+            place = places.get(root, Unproven(tensor.name, (), f"tensor '{tensor.name}' {why}"))
             nodes = tuple(dict.fromkeys((*place.nodes, *_touching(tensor))))
-            found[root] = replace(place, nodes=nodes)
-        yield from (place for place in found.values() if place.nodes)
+            places[root] = replace(place, nodes=nodes)
+        yield from (place for place in places.values() if place.nodes)
 
     def sums(self) -> Iterator[Unproven]:
-        """Nodes whose sums may not fit on the way, though the result does."""
+        """Nodes with intermediate sums that may not fit."""
         for node in self.nodes:
             if node.op not in _FIRST_POWER | _SQUARES or not _is_fp32(node.outputs[0]):
                 continue
@@ -193,7 +186,9 @@ def _is_fp32(tensor: Tensor) -> bool:
 
 
 def _touching(tensor: Tensor) -> tuple[str, ...]:
-    """Nodes that must be in FP32 when a tensor is: who writes it, and who reads it as it is."""
+    """Return the nodes that must be in FP32 when a tensor is: its producer, and
+    readers that need its type.
+    """
     maker = producer(tensor)
     readers = [node for node in consumers(tensor) if node.op not in _READS_ANY_TYPE]
     return tuple(dict.fromkeys(node.name for node in ([] if maker is None else [maker]) + readers))
@@ -212,7 +207,7 @@ def _why_not_constant(tensor: Tensor) -> str:
 
 
 def _terms(node: Node) -> int | None:
-    """Elements that a sum adds up; None where the graph does not say."""
+    """Return the number of terms of a sum; None where the graph does not determine it."""
     shape = node.inputs[0].shape
     if shape is None:
         return None

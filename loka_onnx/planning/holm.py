@@ -1,24 +1,21 @@
-"""Holm's step-down: many claims at once, of which none may be wrong with more than one risk.
+"""Holm's step-down: many claims at once, none wrong but for one risk.
 
-Each of n claims says that an unknown θ_u is at most a limit c_u that was fixed before the data were seen; it
-is shown when an upper bound U_u(r), which fails with risk r, is inside c_u. All claims are first tested at
-risk α/n each; those that are shown leave their risk to the others, which are tested at α/(number left), and
-so on until no further one is shown.
-
-What comes out is a bound on *every* θ_u, and all of them hold at once but for the risk α:
+Each of n claims says that an unknown θ_u is at most a limit c_u fixed before the data were seen; it is shown
+when an upper bound U_u(r), which fails with risk r, is inside c_u. All claims are tested at risk α/n each;
+shown ones pass their risk to the others, which are tested at α/(number left), and so on until no further one
+is shown. The result bounds *every* θ_u, all at once but for the risk α:
 
     θ_u ≤ c_u                     where the claim was shown,
     θ_u ≤ U_u(α/number left)      where it was not.
 
 Let F be the set of false claims (θ_u > c_u). With F empty, the first line is true, and so is the second,
 because a bound that did not show its claim is above c_u. Otherwise, but for the risk α, U_u(α/|F|) ≥ θ_u >
-c_u for all u in F at once. Then no claim of F is ever shown: for the first of them to be, at most n − |F|
-others had been, so that it was tested at no more than α/|F|. Hence at least |F| claims are left, α/number
-left is at most α/|F|, and the bounds of those in F hold; those outside of F are at most their limits, which
-either line allows.
+c_u for all u in F at once. Then no claim of F is ever shown: before the first of them at most n − |F| others
+were shown, so it was tested at no more than α/|F|. Hence at least |F| claims are left, α/number left is at
+most α/|F|, and the bounds of F hold; claims outside F are at most their limits, which either line allows.
 
-Because the bounds hold at once, whatever is decided from them needs no further correction. The first line
-knows no more than the limit, however small U_u is: that is the price of handing on the risk.
+The bounds hold at once, so decisions from them need no further correction. The price of passing on risk: for
+a shown claim only the limit is known, however small U_u is.
 
 Sources: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (Scandinavian Journal of Statistics
 1979); the bounds as in Strassburger and Bretz, "Compatible simultaneous lower confidence bounds for the Holm
@@ -36,24 +33,16 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class StepDown(Generic[C]):
-    """Result of stepping down.
-
-    Attributes:
-        shown: Claims that were shown, each with the risk that it was tested at.
-        risk: That each claim which is left was last tested at.
-    """
+    """Shown claims with the risk of their tests, and the risk of the last test of the others."""
 
     shown: dict[C, float]
     risk: float
 
 
 def step_down(claims: Collection[C], risk: float, is_shown: Callable[[C, float], bool]) -> StepDown[C]:
-    """Test all claims.
+    """Test all claims at a joint risk α of showing a false one.
 
-    Args:
-        claims: The claims, in any order.
-        risk: α, that any of them is shown though it is false.
-        is_shown: Whether a claim's bound at a risk is inside its limit; a larger risk must not undo it.
+    `is_shown` tells whether a claim's bound at a risk is inside its limit; a larger risk must not undo it.
     """
     left, shown, each = list(claims), dict[C, float](), risk
     while left:

@@ -1,37 +1,34 @@
-"""Which sites are safe.
+"""Judge which sites are safe.
 
-The null hypothesis is "unsafe". What all products together may cost is the budget less an allowance for the
-labelled first-order term, which is judged on the whole plan (selection split), not site by site: one site's
-labelled term has far more noise than its KL. Costs are counted as parts of what is allowed, on the output
-where they are largest, so that the parts of a set of sites sum to 1 at most where it is inside every budget.
+The null hypothesis is "unsafe". All products together may cost the budget less an allowance for the labelled
+first-order term. That term is judged on the whole plan (selection split): one site's labelled term has far
+more noise than its KL. Costs are parts of the allowance, on the output where they are largest, so the parts
+of a set of sites sum to at most 1 where it is inside every budget.
 
 Costs add: KL is quadratic in the logit change, and the changes of different sites are nearly uncorrelated
-(`benchmarks.pipeline.additivity` holds their sum against the cost of a plan). Sites that share a quantized
-tensor share its rounding as well: they are one unit.
+(`benchmarks.pipeline.additivity` compares their sum with the cost of a plan). Sites that share a quantized
+tensor share its rounding: they are one unit.
 
-**Shares.** Every unit has a share that is fixed beforehand: its part of the floating-point operations. It may
-spend of the budget what it earns in arithmetic, whatever the others do. `holm.step_down` finds the units
-whose cost is inside their share, and these are safe.
+**Shares.** Every unit has a share fixed beforehand: its part of the floating-point operations.
+`holm.step_down` finds the units whose cost is inside their share; these are safe.
 
-**What is left over.** A unit seldom costs all of its share. What the safe ones cost less than what is allowed
-is handed on, to the unit that costs least for each operation, then to the next, as long as its cost fits into
-what is left. A unit that does not fit any more is out; of one with several sites the one goes that costs most
-for each operation, and the rest is held to the cost that `costs` bounds it by. What is left depends on the
-data, so that the costs that it is reckoned with are upper bounds that hold all at once: for each unit that
-was measured one, and for each site of several that share a tensor one for each output, at equal risk
-(Bonferroni).
+**Unused budget is reallocated.** A unit seldom costs all of its share. The allowance that safe units leave
+goes to the unit with the least cost per operation, then to the next, as long as the cost fits. A unit that
+does not fit is out; of a unit with several sites the one with the highest cost per operation leaves, and the
+rest counts the bound of `costs`. The remainder depends on the data, so its costs are upper bounds that hold
+simultaneously: one for each measured unit, and for each site of several that share a tensor one per output,
+at equal risk (Bonferroni).
 
-**Risk.** Half of it is with the step-down, over products and norms, and half with the bounds by which is
-handed on. They fail with the risk that was asked for, of which half is with the upper ends: at 95 %
-confidence, the chance is at most 2.5 % that any site is inside its share though it costs more, or that the
-safe products together cost more than is allowed. The outputs of one unit need no correction among themselves:
-that its cost is taken for too small takes a bound that fails at the one output where it is largest. "Unsafe"
-(beyond share and rest even by the lower end) promises nothing of the kind; it says that more rows would
-hardly help.
+**Risk.** Half of it goes to the step-down, over products and norms, half to the bounds of reallocation. They
+fail with the requested risk, half of it at the upper ends: at 95 % confidence the chance is at most 2.5 %
+that any site counts as inside its share though it costs more, or that the safe products together exceed the
+allowance. The outputs of one unit need no correction among themselves: to underestimate its cost, the bound
+must fail at the one output where it is largest. "Unsafe" (beyond share and remainder even by the lower end)
+carries no such guarantee; it says that more rows would hardly help.
 
-A norm is safe in the base precision when its KL there is inside its part of an extra tenth, which norms have
-of their own beside the products. Products that do not compete (kept by the user, too thin for FP8, of two
-activations) are held against the share that they would have had, outside of that promise.
+A norm is safe in the base precision when its KL there is inside its part of an extra tenth that norms have
+beside the products. Products that do not compete (kept by the user, too thin for FP8, of two activations) are
+compared with the share that they would have had, outside of that guarantee.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ Unit = frozenset[str]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class SiteVerdict:
     """Verdict of one site under the recipe that it would run with."""
 
     verdict: Verdict
@@ -70,21 +67,11 @@ def judge(
     profile: Profile,
     outputs: tuple[OutputSpec, ...],
     confidence: float,
-) -> dict[str, Judgement]:
-    """Verdict of every product in FP8, and of every norm in the base precision.
+) -> dict[str, SiteVerdict]:
+    """Return the verdict of every product in FP8 and, unless kept, of every norm in the base precision.
 
-    Args:
-        sites: Sites of the model, in any order.
-        kept: Names of those that do not compete for the budget.
-        profile: Their profile.
-        outputs: Judged outputs.
-        confidence: Of all intervals together.
-
-    Returns:
-        By site; norms that are kept are left out.
-
-    Raises:
-        PlanningError: The profile lacks a site or an output.
+    `kept` sites do not compete for the budget; `confidence` is that of all intervals together. Raises
+    PlanningError if the profile lacks a site or an output.
     """
     costs = Costs(profile, outputs)
     able = {site.name: site.flops_per_example for site in sites if site.is_fp8_able}
@@ -97,7 +84,7 @@ def judge(
 def _would_have_had(
     sites: Iterable[Site], able: Mapping[str, int], competing: Collection[str]
 ) -> dict[str, float]:
-    """Share that a product which does not compete would have had."""
+    """Return the share of each product that does not compete."""
     shares: dict[str, float] = {}
     for site in sites:
         if site.kind is SiteKind.NORM or site.name in competing:
@@ -108,43 +95,35 @@ def _would_have_had(
 
 
 def units_of(names: Collection[str], groups: Iterable[Unit]) -> tuple[Unit, ...]:
-    """The sites in units; each is in one."""
-    found: list[Unit] = []
+    """Partition sites into units."""
+    units: list[Unit] = []
     left = set(names)
     for group in groups:
         together = group & left
         if len(together) > 1:
-            found.append(together)
+            units.append(together)
             left -= together
-    return (*found, *(frozenset({name}) for name in sorted(left)))
+    return (*units, *(frozenset({name}) for name in sorted(left)))
 
 
 @dataclass
 class _Rest:
-    """What is left to hand on, as parts of what is allowed.
-
-    Attributes:
-        surely: When all that was handed on costs as much as its bounds say.
-        at_best: When it costs as little as the lower ends say.
+    """Remaining allowance: `surely` at the upper bounds of reallocated costs,
+    `at_best` at their lower ends.
     """
 
     surely: float = 1.0
     at_best: float = 1.0
 
     def spend(self, most: float, least: float) -> None:
-        """Take a cost off."""
         self.surely -= most
         self.at_best -= least
 
 
 class _Judges:
-    """The bounds of one model, and the verdicts that follow.
+    """The bounds of one model and the verdicts that follow, at a `risk` that any interval fails.
 
-    Args:
-        costs: What the sites cost.
-        flops: Operations of the products that compete, by site.
-        norms: Names of the norms.
-        risk: That any interval does not hold.
+    `flops` are the operations of the products that compete.
     """
 
     def __init__(self, costs: Costs, flops: Mapping[str, int], norms: Sequence[str], risk: float) -> None:
@@ -163,44 +142,42 @@ class _Judges:
         )
         self._corrected_for = bounds + len(norms)
 
-    def products(self) -> dict[str, Judgement]:
-        """Verdicts of the products that compete."""
-        found: dict[str, Judgement] = {}
+    def products(self) -> dict[str, SiteVerdict]:
+        verdicts: dict[str, SiteVerdict] = {}
         rest = _Rest()
         waiting: list[Unit] = []
         for unit in self._units:
             if unit in self._tested.shown:
-                # Both hold: the share that it is inside of, and the bound that holds beside all others.
+                # Both bounds hold: the share, and the one that is simultaneous with all others.
                 costs = self._costs.of(unit, self._bounds_risk)
                 rest.spend(min(self._share(unit), _most(costs)), _least(costs))
-                found |= {name: self._inside_share(name, unit) for name in unit}
+                verdicts |= {name: self._inside_share(name, unit) for name in unit}
             else:
                 waiting.append(unit)
-        # A unit that does not fit at all parts first, so that its cheap sites wait at their own price.
+        # Split units that do not fit first, so that their cheap sites queue at their own price.
         queue = set[Unit]()
         for unit in waiting:
             part = unit
             while len(part) > 1 and _most(self._bounds(part)) > rest.surely:
                 leaver = self._dearest(part)
-                found[leaver] = self._against_rest(leaver, part, rest)
+                verdicts[leaver] = self._against_rest(leaver, part, rest)
                 part -= {leaver}
             queue.add(part)
         while queue:
-            # The names settle ties, so that the order of the sites does not.
+            # Names settle ties, so the order of sites does not matter.
             unit = min(queue, key=lambda unit: (self._price(unit), sorted(unit)))
             queue.remove(unit)
             most, least = _most(self._bounds(unit)), _least(self._bounds(unit))
             if most <= rest.surely:
-                found |= {name: self._against_rest(name, unit, rest) for name in unit}
+                verdicts |= {name: self._against_rest(name, unit, rest) for name in unit}
                 rest.spend(most, least)
                 continue
             leaver = self._dearest(unit)
-            found[leaver] = self._against_rest(leaver, unit, rest)
+            verdicts[leaver] = self._against_rest(leaver, unit, rest)
             queue |= {unit - {leaver}} - {Unit()}
-        return found
+        return verdicts
 
-    def norms(self) -> dict[str, Judgement]:
-        """Verdicts of the norms."""
+    def norms(self) -> dict[str, SiteVerdict]:
         return {
             name: self._inside_share(name, unit)
             if unit in self._tested.shown
@@ -209,56 +186,51 @@ class _Judges:
             for name in unit
         }
 
-    def others(self, shares: Mapping[str, float]) -> dict[str, Judgement]:
-        """Verdicts of products that do not compete, each against its share."""
+    def others(self, shares: Mapping[str, float]) -> dict[str, SiteVerdict]:
+        """Judge products that do not compete, each against its share."""
         return {name: self._outside_share(name, share, self._bounds_risk) for name, share in shares.items()}
-
-    # Bounds ----------------------------------------------------------------------------------------
 
     def _share(self, unit: Unit) -> float:
         return sum(self._flops[name] for name in unit) / self._operations
 
     def _bounds(self, unit: Unit) -> tuple[Cost, ...]:
-        """Of a unit that is not inside its share; they hold for all units at once."""
+        """Return the costs of a unit that is not inside its share; they hold for all units at once."""
         risk = self._bounds_risk
         if unit in self._limits:
-            # Both hold: the one that the step-down leaves it, and the one that is handed on by.
+            # Both bounds hold: that of the step-down, and that of reallocation.
             risk = max(risk, self._tested.risk)
         return self._costs.of(unit, risk)
 
     def _dearest(self, unit: Unit) -> str:
-        """The site of a unit that costs most for each operation."""
+        """Return the site of a unit with the highest cost per operation."""
         return max(unit, key=lambda name: (self._price(Unit({name})), name))
 
     def _price(self, unit: Unit) -> float:
-        """What each operation costs at most."""
         return _most(self._bounds(unit)) / sum(self._flops[name] for name in unit)
 
-    # Words -----------------------------------------------------------------------------------------
-
-    def _inside_share(self, site: str, unit: Unit) -> Judgement:
+    def _inside_share(self, site: str, unit: Unit) -> SiteVerdict:
         cost = _worst(self._costs.of(unit, self._tested.shown[unit]))
         share = self._kl_of(self._limits[unit], cost)
         whose = "its" if len(unit) == 1 else "their"
-        return Judgement(Verdict.SAFE, f"{self._in_words(cost, unit, site)}, inside {whose} share {share}")
+        return SiteVerdict(Verdict.SAFE, f"{self._in_words(cost, unit, site)}, inside {whose} share {share}")
 
-    def _outside_share(self, site: str, share: float, risk: float) -> Judgement:
-        """Of a site that cannot be handed anything."""
+    def _outside_share(self, site: str, share: float, risk: float) -> SiteVerdict:
+        """Judge a site that gets no reallocated budget."""
         costs = self._costs.of(Unit({site}), risk)
         verdict = _verdict(costs, share, share)
         cost = _worst(costs, share)
         words = self._in_words(cost, Unit({site}), site)
-        return Judgement(verdict, f"{words}, {_RELATIONS[verdict]} its share {self._kl_of(share, cost)}")
+        return SiteVerdict(verdict, f"{words}, {_RELATIONS[verdict]} its share {self._kl_of(share, cost)}")
 
-    def _against_rest(self, site: str, unit: Unit, rest: _Rest) -> Judgement:
-        """Of a site whose unit is not inside its share."""
+    def _against_rest(self, site: str, unit: Unit, rest: _Rest) -> SiteVerdict:
+        """Judge a site whose unit is not inside its share."""
         costs = self._bounds(unit)
         verdict = _verdict(costs, rest.surely, rest.at_best)
         cost = _worst(costs, rest.at_best)
         whose = "its" if len(unit) == 1 else "their"
         left = self._kl_of(max(rest.surely, 0.0), cost)
         share = self._kl_of(self._share(unit), cost)
-        return Judgement(
+        return SiteVerdict(
             verdict,
             f"{self._in_words(cost, unit, site)}, {_RELATIONS[verdict]} the {left} that the others leave "
             f"({whose} own share is {share})",
@@ -299,7 +271,7 @@ def _least(costs: Sequence[Cost]) -> float:
 
 
 def _worst(costs: Sequence[Cost], room: float = inf) -> Cost:
-    """The cost to name: one that is beyond the room, or else the one with the largest bound."""
+    """Return the cost to report: one beyond the room, or else the one with the largest bound."""
     return max(costs, key=lambda cost: (cost.least > room, cost.most))
 
 

@@ -1,30 +1,28 @@
-"""The ladder of plans: nested sets of sites in FP8, which measurements climb and give back along.
+"""The ladder of plans: nested sets of FP8 sites, climbed and descended by measurements.
 
-Sites are ordered once, by the KL that they cost for each microsecond that they save, or for each operation
-where no kernel times are known; rung k has the first k of them. KL needs no label, so that no label decides
-the order, and what is looked for along the ladder is a single number: how far to go. Where times are known,
-sites that read one quantized tensor share its quantize step and stand on the ladder together. What costs as
-much KL by itself as the budget allows stands behind all others: no rung with it fits.
+Sites are ordered once, by KL per microsecond saved, or per operation where no kernel times are known; rung k
+has the first k of them. KL needs no label, so no label decides the order, and one number is searched: how far
+to go. Where times are known, sites that read one quantized tensor share its quantize step and stay together.
+A site whose KL alone exceeds the budget stands last: no rung with it fits.
 
-What sites cost together is expected to be the sum of what they cost alone. That is a first-order statement,
-and so is the bound (Σ√KL)² of `costs`: both say where to start, and what was measured jointly decides
-(`climbing`).
+The cost of sites together is expected to be the sum of single costs. This is a first-order statement, as is
+the bound (Σ√KL)² of `costs`: both are starting points, and the joint measurement decides (`climbing`).
 
-**From one rung to another.** On each output the KL of a rung and the upper bound U of what is judged were
-measured. What each site contributes is known from calibration, up to a factor that is the same for all. With
-f the part of the predicted KL that another rung has, the logit change is √f times as large: KL is quadratic
-in it, and everything else in U (the labelled first-order term, and the half width of the interval, which
-follows the spread of the change) is linear in it. So the upper bound to expect is
+**From one rung to another.** On each output the KL of a rung and the upper bound U of the judged change were
+measured. Each site's contribution is known from calibration, up to a common factor. With f the part of the
+predicted KL that another rung has, the logit change is √f times as large: KL is quadratic in it, and the rest
+of U (the labelled first-order term, and the half width of the interval) is linear in it. So the expected
+upper bound is
 
     U(f) = KL·f + (U − KL)·√f.
 
-An engine that misses the budget gives sites back from the top of its ladder, until U(f) is inside the budget
-with some room on every output.
+A plan whose engine misses the budget reverts sites from the top of its ladder until U(f) is inside the
+budget, with some room, on every output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import fsum, inf, sqrt
@@ -36,7 +34,7 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import Returned
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.costs import Costs, allowed_kl
-from loka_onnx.planning.flops import useful_flops
+from loka_onnx.planning.flops import share_of, useful_flops
 from loka_onnx.planning.judging import Unit, units_of
 
 ROOM = 0.9
@@ -45,13 +43,8 @@ happens to find good."""
 
 
 @dataclass(frozen=True)
-class GivenBack:
-    """A plan with fewer sites in FP8.
-
-    Attributes:
-        plan: The plan, under the id of the one that it was made from: who takes it names it.
-        returned: What it has no longer in FP8, in the order in which it went.
-    """
+class Reverted:
+    """A plan, under its original id, without the FP8 of some sites, `returned` in the order of reverting."""
 
     plan: PrecisionPlan
     returned: tuple[Returned, ...]
@@ -60,12 +53,7 @@ class GivenBack:
 class Ladder:
     """Costs and savings of the sites of one model, and the order that follows.
 
-    Args:
-        model: The model that plans are of.
-        profile: Its profile.
-        outputs: Judged outputs.
-        speeds: What FP8 saves at sites, on any device.
-        forced: Sites that the user wants in FP8 whatever they cost.
+    `forced` sites are in FP8 whatever they cost.
     """
 
     def __init__(
@@ -82,16 +70,11 @@ class Ladder:
         self._flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self._speeds, self._forced = tuple(speeds), frozenset(forced)
 
-    def give_back(self, plan: PrecisionPlan, evaluation: Evaluation, device: str) -> GivenBack | None:
-        """The plan with as few sites less as should bring its engine inside the budget.
+    def revert_sites(self, plan: PrecisionPlan, evaluation: Evaluation, device: str) -> Reverted | None:
+        """Return the plan with the fewest sites reverted that should bring its engine inside the budget.
 
-        Args:
-            plan: A plan with sites in FP8.
-            evaluation: Its engine on the selection split.
-            device: Where the engine runs.
-
-        Returns:
-            None where nothing would be left in FP8, or nothing can be expected to help.
+        `evaluation` is the engine's on the selection split. None where no FP8 site would be left, or nothing
+        is expected to help.
         """
         measured = {output.output: output for output in evaluation.outputs if output.difference is not None}
         *lower, top = self.rungs(plan.fp8_sites, device)
@@ -108,25 +91,23 @@ class Ladder:
             Returned(tuple(sorted(unit)), self._cost(unit), self._saved_us(unit, plan.fp8_sites, device))
             for unit in gone
         )
-        return GivenBack(self.plan_of(plan, left, device), returned)
+        return Reverted(self.plan_of(plan, left, device), returned)
 
     def rungs(self, sites: Collection[str], device: str = "") -> tuple[Unit, ...]:
-        """Nested sets of sites, from what the user forced alone to all of them.
+        """Return nested sets of `sites`, from the forced ones alone to all of them.
 
-        Args:
-            sites: Those on the ladder.
-            device: Whose kernel times order them; operations do where there are none of it.
+        Kernel times of `device` order them, or operations where it has none.
         """
         lowest = Unit(self._forced.intersection(sites))
         return tuple(accumulate(self._ordered(sites, device), Unit.union, initial=lowest))
 
     def part(self, rung: Unit, other: Unit, output: str) -> float:
-        """The KL that is predicted of a rung over that of another one; 0 where the other costs nothing."""
+        """Return the predicted KL of a rung over that of another one; 0 where the other costs nothing."""
         whole = self._kl_of(other, output)
         return self._kl_of(rung, output) / whole if whole > 0.0 else 0.0
 
     def predicted_kl(self, sites: Collection[str]) -> dict[str, float]:
-        """KL over the loss that is expected of sites together, by output."""
+        """Return the expected KL over the loss of sites together, by output."""
         return {name: self._kl_of(sites, name) for name in self._outputs}
 
     @property
@@ -135,18 +116,17 @@ class Ladder:
         return tuple(self._outputs)
 
     def budget(self, output: str) -> float:
-        """Largest accepted relative loss increase of an output."""
+        """Return the largest accepted relative loss increase of an output."""
         return self._outputs[output].budget
 
     def share(self, sites: Collection[str]) -> float:
-        """Part of the FP8-able floating-point operations that sites make."""
-        able = sum(self._flops.values())
-        return sum(self._flops.get(site, 0) for site in sites) / able if able else 0.0
+        """Return the part of the FP8-able floating-point operations that sites make."""
+        return share_of(sites, self._flops)
 
     def _ordered(self, sites: Collection[str], device: str) -> list[Unit]:
-        """What is not forced, the cheapest first."""
+        """Return units that are not forced, the cheapest first."""
         free = [site for site in sites if site not in self._forced]
-        # Nothing is shared where nothing is timed: each site stands for its own operations.
+        # Without kernel times nothing is shared: each site counts its own operations.
         units = units_of(free, self._costs.groups if self._is_timed(device) else ())
 
         def order(unit: Unit) -> tuple[bool, float, float, list[str]]:
@@ -160,48 +140,47 @@ class Ladder:
         return sorted(units, key=order)
 
     def _is_beyond(self, unit: Unit) -> bool:
-        """Whether it costs as much as the whole budget on an output by itself."""
+        """Whether the unit alone costs the whole budget of an output."""
         return any(self._kl_of(unit, name) >= spec.budget for name, spec in self._outputs.items())
 
     def _rate(self, unit: Unit, sites: Collection[str], device: str) -> float:
-        """Cost for each microsecond saved beside the others; for each operation without kernel times."""
+        """Return the cost per microsecond saved beside the others; per operation without kernel times."""
         saved = self._saved_us(unit, sites, device)
         if not self._is_timed(device):
             saved = float(fsum(self._flops.get(site, 0) for site in sorted(unit)))
         return self._cost(unit) / saved if saved is not None and saved > 0.0 else inf
 
     def _cost(self, unit: Unit) -> float:
-        """KL over what is allowed, on the output where that is most."""
         return max(
             self._kl_of(unit, name) / allowed_kl(spec) if spec.budget > 0.0 else inf
             for name, spec in self._outputs.items()
         )
 
     def _kl_of(self, sites: Collection[str], output: str) -> float:
-        """Predicted KL of sites, together where they were measured together."""
+        """Return the predicted KL of sites, together where they were measured together."""
         return self._costs.predicted(sites, self._outputs[output])
 
     def _on(self, device: str) -> list[SiteSpeed]:
-        """What is known of sites on a device."""
         return [speed for speed in self._speeds if speed.device == device]
 
     def _is_timed(self, device: str) -> bool:
         return any(speed.device == device and speed.saved_us for speed in self._speeds)
 
     def _saved_us(self, unit: Unit, sites: Collection[str], device: str) -> float | None:
-        """Microseconds a row that a unit saves where the others stay in FP8, mean over batch sizes.
+        """Return microseconds per row that a unit saves while the others stay in FP8, mean over batch sizes.
 
-        With the quantize steps that only it needs, and those behind it that it makes free.
+        Includes the quantize steps that only it needs, and those behind it that it makes free.
         """
         known = self._on(device)
         left = set(sites) - unit
         batches = dict.fromkeys(batch for speed in known if speed.site in unit for batch in speed.saved_us)
         if not batches:
             return None
-        return _per_row({b: _float8_us(known, left, b) - _float8_us(known, sites, b) for b in batches})
+        saved = ((_float8_us(known, left, b) - _float8_us(known, sites, b)) / int(b) for b in batches)
+        return fsum(saved) / len(batches)
 
     def plan_of(self, plan: PrecisionPlan, left: Collection[str], device: str = "") -> PrecisionPlan:
-        """The plan with only these of its sites in FP8."""
+        """Return the plan with only these of its sites in FP8."""
         gone = set(plan.fp8_sites).difference(left)
         decisions = tuple(_in_base(d, plan) if d.site in gone else d for d in plan.decisions)
         return replace(
@@ -221,7 +200,7 @@ class Ladder:
     def _predicted_us(
         self, plan: PrecisionPlan, left: Collection[str], device: str
     ) -> dict[str, dict[str, float]]:
-        """The times of the plan, with what fewer sites save less, and the quantize steps that they need."""
+        """Return the plan's times corrected for the sites and quantize steps that are gone."""
         predicted, known = plan.predicted_us.get(device, {}), self._on(device)
         if not predicted or not {*plan.fp8_sites} <= {speed.site for speed in known}:
             return {}
@@ -234,7 +213,7 @@ class Ladder:
 
 
 def _expected(output: OutputEvaluation, left: float) -> float:
-    """The upper bound to expect when this part of the predicted KL is left."""
+    """Return the expected upper bound when this part of the predicted KL is left."""
     difference = output.difference
     if difference is None:
         return 0.0
@@ -243,15 +222,10 @@ def _expected(output: OutputEvaluation, left: float) -> float:
 
 
 def _float8_us(known: Sequence[SiteSpeed], sites: Collection[str], batch: str) -> float:
-    """What sites in FP8 take more than in the base precision: quantize steps, less what products save.
+    """Return the extra time of sites in FP8: quantize steps less savings of products, at a batch size.
 
-    The step of a tensor is one for all that read it, and none where the site that makes it is in FP8 as well.
-    Who reads it without a known time needs it too: what it takes, and who makes it, is known from the others.
-
-    Args:
-        known: What is known of all sites on the device.
-        sites: Those in FP8.
-        batch: Batch size.
+    Readers of a tensor share its quantize step; it is free where the site that makes the tensor is in FP8
+    too. A reader without a known time needs it as well: its time and maker are known from the others.
     """
     steps = {speed.tensor: speed.quantize_us[batch] for speed in known if batch in speed.quantize_us}
     makers = {speed.tensor: speed.made_by for speed in known if speed.made_by}
@@ -271,7 +245,3 @@ def _in_base(decision: Decision, plan: PrecisionPlan) -> Decision:
         decision.verdict,
         f"given back: the engine of '{plan.id}' is not inside the budget; {decision.reason}",
     )
-
-
-def _per_row(by_batch: Mapping[str, float]) -> float:
-    return fsum(us / int(batch) for batch, us in by_batch.items()) / len(by_batch) if by_batch else 0.0

@@ -1,8 +1,8 @@
-"""What the patterns of a user name: sites, the sites that they were merged from, nodes, and modules.
+"""Match user patterns with sites, the sites that they were merged from, nodes, and modules.
 
-A pattern is that of a shell. It names a site or node when it matches its name, the name of a site that it
-replaces (a user writes the names that `loka-onnx export` lists; mods merge them), or a module that one of
-these is in: `tower.calibrator` names `tower.calibrator.fc` and `tower.calibrator/mul`.
+A shell pattern matches the name of a site or node, the name of a site that it replaces (users write the names
+that `loka-onnx export` lists; mods merge them), or a module that contains one: `tower.calibrator` matches
+`tower.calibrator.fc` and `tower.calibrator/mul`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from loka_onnx.graph.model import GraphModel
 
 @dataclass(frozen=True)
 class Named:
-    """Sites that patterns name, each with the pattern.
-
-    Attributes:
-        sites: By name.
-        nodes: Those that are no sites, by name; only of patterns that name no site.
-        nothing: Patterns that name neither.
-    """
+    """Matched sites, other nodes (of patterns without a site), and the patterns without any match."""
 
     sites: Mapping[str, str]
     nodes: Mapping[str, str]
@@ -34,10 +28,9 @@ class Named:
 
 
 def matching_sites(patterns: Sequence[str], sites: Sequence[Site], key: str) -> dict[str, str]:
-    """Sites that a pattern names, each with the pattern.
+    """Return the sites that patterns match, each with the pattern.
 
-    Raises:
-        ConfigError: A pattern names no site.
+    Raises ConfigError if a pattern matches no site.
     """
     return dict(named_places(patterns, sites, None, key).sites)
 
@@ -49,42 +42,36 @@ def named_places(
     key: str,
     earlier: Iterable[str] = (),
 ) -> Named:
-    """Sites that a pattern names, and for a pattern that names none, the other nodes.
+    """Return the sites that patterns match, and the other nodes that patterns without a site match.
 
-    Args:
-        patterns: The patterns.
-        sites: Sites of the model.
-        nodes: Names of its nodes; None where a pattern must name sites.
-        key: Where the user wrote the patterns.
-        earlier: Names that the exported model had. Mods may have removed all that a pattern named there.
-
-    Raises:
-        ConfigError: A pattern names nothing, and named nothing earlier.
+    Without `nodes` a pattern must match sites. `earlier` are names in the exported model, whose matches mods
+    may have removed; a pattern that matches nothing in either is a ConfigError, which names the config key
+    `key`.
     """
-    found = find_places(patterns, sites, nodes or ())
-    known = list(earlier) if found.nothing else []
-    for pattern in found.nothing:
+    named = find_places(patterns, sites, nodes or ())
+    known = list(earlier) if named.nothing else []
+    for pattern in named.nothing:
         if not any(_names(pattern, name) for name in known):
             raise _nothing(pattern, sites, key, "no site" if nodes is None else "no site and no node")
-    return found
+    return named
 
 
 def find_places(patterns: Sequence[str], sites: Sequence[Site], nodes: Iterable[str]) -> Named:
-    """What patterns name; a pattern that names nothing is told, not refused."""
-    found: dict[str, str] = {}
+    """Match patterns; those without a match are returned, not refused."""
+    matched: dict[str, str] = {}
     others: dict[str, str] = {}
     nothing: list[str] = []
     all_nodes = list(nodes)
     for pattern in patterns:
         hits = [s.name for s in sites if any(_names(pattern, n) for n in (s.name, *s.merged_from))]
-        found.update(dict.fromkeys(hits, pattern))
+        matched.update(dict.fromkeys(hits, pattern))
         if hits:
             continue
         more = [node for node in all_nodes if _names(pattern, node)]
         others.update(dict.fromkeys(more, pattern))
         if not more:
             nothing.append(pattern)
-    return Named(found, others, tuple(nothing))
+    return Named(matched, others, tuple(nothing))
 
 
 def wishes(
@@ -94,22 +81,16 @@ def wishes(
     force: Sequence[str],
     exported: ModelArtifact | None,
 ) -> tuple[Named, Named]:
-    """What the patterns of `plan.keep` name, and those of `plan.force`.
+    """Return the matches of `plan.keep` (sites and nodes) and of `plan.force` (products).
 
-    Args:
-        model: The model.
-        graph: The same.
-        keep: Patterns of sites and nodes.
-        force: Patterns of products.
-        exported: The model before mods; None where it is the same.
-
-    Raises:
-        ConfigError: A pattern names nothing in either model, or a site is kept and forced.
+    `exported` is the model before mods; None where it is the same. Raises ConfigError if a pattern matches
+    nothing in either model, or a site is kept and forced.
     """
     products = [site for site in model.sites if site.kind is not SiteKind.NORM]
     nodes = (node.name for node in graph.nodes)
+    earlier = () if exported is None else (s.name for s in exported.sites if s.kind is not SiteKind.NORM)
     kept = named_places(keep, model.sites, nodes, "plan.keep", _names_of(exported))
-    forced = named_places(force, products, None, "plan.force", _products_of(exported))
+    forced = named_places(force, products, None, "plan.force", earlier)
     both = sorted(set(kept.sites) & set(forced.sites))
     if both:
         raise ConfigError(
@@ -121,7 +102,7 @@ def wishes(
 
 
 def nothing_left(key: str, patterns: Sequence[str]) -> Iterator[str]:
-    """A note for each pattern that decides nothing."""
+    """Return a note for each pattern that decides nothing."""
     return (
         f"'{pattern}' of {key} decides nothing: mods removed all that it names in the exported model"
         for pattern in patterns
@@ -129,14 +110,9 @@ def nothing_left(key: str, patterns: Sequence[str]) -> Iterator[str]:
 
 
 def _names_of(model: ModelArtifact | None) -> Iterator[str]:
-    """Names of all nodes, sites among them; the model is read when they are asked for."""
+    """Yield names of all nodes, sites among them; loads the model when first asked."""
     if model is not None:
         yield from (node.name for node in GraphModel.load(model.path).nodes)
-
-
-def _products_of(model: ModelArtifact | None) -> Iterator[str]:
-    sites = () if model is None else model.sites
-    return (site.name for site in sites if site.kind is not SiteKind.NORM)
 
 
 def _names(pattern: str, name: str) -> bool:

@@ -1,8 +1,8 @@
-"""The plans that follow from the verdicts (`judging`) and from what the user decided."""
+"""Make plans from the verdicts (`judging`) and the user's decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,8 +18,8 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.base import Base, Bases
 from loka_onnx.planning.costs import Costs
-from loka_onnx.planning.fast import REFINEMENTS, Candidates, FastSearch
-from loka_onnx.planning.flops import able_share, useful_flops
+from loka_onnx.planning.fast import REFINEMENTS, FastSearch
+from loka_onnx.planning.flops import able_share, share_of, useful_flops
 from loka_onnx.planning.judging import judge
 from loka_onnx.planning.ladder import Ladder
 from loka_onnx.planning.patterns import named_places, nothing_left, wishes
@@ -38,19 +38,18 @@ class PlanOptions:
 
     Attributes:
         keep: Patterns (`planning.patterns`) of products that stay in the base precision, of norms that stay
-            in FP32, and of other nodes that do; a pattern that names a site names no other node.
+            in FP32, and of other nodes that do; a pattern that matches a site matches no other node.
         force: Patterns of products that run in FP8 whatever their verdict, unless FP16 would overflow there.
-        base: Precision of everything that is not FP8; None for FP16 where the profile shows that it fits,
-            else BF16.
+        base: Precision of everything not in FP8; None for FP16 where the profile shows that it fits, else
+            BF16.
         plans: Ids of the plans to make.
-        confidence: Of the intervals that verdicts rest on, all of them together.
-        protect: What stays in FP32 in a BF16 or FP16 plan without being named.
-        exported: The model that the user wrote the patterns for; one that names something there, but nothing
-            after mods, is told and not refused. None where plans are made for that model itself.
-        devices: Kernel times of each device that plans are for; a device without any is told, and gets
-            no plan `fp8-fast`.
-        safe: How far the ladder was climbed: what `fp8-safe` has in FP8. None where nothing was judged
-            jointly; `fp8-safe` then rests on the bounds of single sites (`judging`).
+        confidence: Of all intervals of verdicts together.
+        protect: Parts that stay in FP32 in a BF16 or FP16 plan without being named.
+        exported: The model before mods, for which the patterns were written; a pattern that matches only
+            there becomes a note. None where plans are made for that model itself.
+        devices: Kernel times of each device; one without any becomes a note and gets no plan `fp8-fast`.
+        safe: The climbed rung, which `fp8-safe` has in FP8. None where nothing was judged jointly; `fp8-safe`
+            then rests on the bounds of single sites (`judging`).
     """
 
     keep: tuple[str, ...] = ()
@@ -66,13 +65,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class LadderStart:
-    """What `fp8-safe` is climbed on.
-
-    Attributes:
-        ladder: What sites cost and save.
-        rungs: Nested sets of sites, from those that the user forced alone on.
-        plan: The plan with all of its sites in FP8.
-    """
+    """Ladder that `fp8-safe` is climbed on, its nested rungs, and the plan with all of its sites in FP8."""
 
     ladder: Ladder
     rungs: tuple[frozenset[str], ...]
@@ -91,19 +84,12 @@ def make_plans(
     recipes: Sequence[Recipe],
     options: PlanOptions | None = None,
 ) -> PlanSet:
-    """Make every plan that was asked for.
-
-    Args:
-        model: The model after mods.
-        profile: Its profile.
-        outputs: Judged outputs with their budgets.
-        recipes: Recipes that the profile holds.
-        options: What the user decided.
+    """Make every requested plan for the model after mods.
 
     Raises:
-        ConfigError: A pattern names nothing in this model nor in the exported one, a site is kept and forced,
-            or a plan id is unknown.
-        PlanningError: The profile lacks a site of the model, an output, or what FP16 needs.
+        ConfigError: A pattern matches nothing in this model nor in the exported one, a site is kept and
+            forced, or a plan id is unknown.
+        PlanningError: The profile lacks a site of the model, an output, or magnitudes for FP16.
     """
     options = options or PlanOptions()
     planner = _Planner(model, profile, outputs, tuple(recipes), options)
@@ -120,34 +106,19 @@ def start_ladder(
     options: PlanOptions,
     plan: PrecisionPlan | None = None,
 ) -> LadderStart:
-    """The ladder over the sites that may run in FP8, or over those of a plan.
+    """Return the ladder over the sites that may run in FP8, or over those of a plan.
 
-    Args:
-        model: The model after mods.
-        profile: Its profile.
-        outputs: Judged outputs with their budgets.
-        recipes: Recipes that the profile holds.
-        options: What the user decided.
-        plan: The plan, ordered by the kernel times of its device; None for all sites that a plan may have, by
-            those of the first device that has any.
-
-    Raises:
-        ConfigError: As `make_plans`.
-        PlanningError: As `make_plans`.
+    Kernel times of the plan's device order it; without a plan those of the first device that has any. Other
+    arguments and errors are those of `make_plans`.
     """
     return _Planner(model, profile, outputs, tuple(recipes), options).start(plan)
 
 
 def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
-    """Refuse what `make_plans` would refuse of a user's patterns; this takes no profile.
+    """Refuse patterns that `make_plans` would refuse, without a profile.
 
-    Args:
-        model: The model that plans would be made for.
-        options: What the user decided.
-
-    Raises:
-        ConfigError: A pattern names nothing in this model nor in the exported one, or a site is kept and
-            forced.
+    Raises ConfigError if a pattern matches nothing in this model nor in the exported one, or a site is kept
+    and forced.
     """
     wishes(model, GraphModel.load(model.path), options.keep, options.force, options.exported)
 
@@ -159,21 +130,11 @@ def refine_fast_plans(
     recipes: Sequence[Recipe],
     options: PlanOptions,
 ) -> tuple[PrecisionPlan, ...]:
-    """Refinements of `fp8-fast` that are worth building and timing, the most telling first.
+    """Return refinements of `fp8-fast` worth building and timing, the most informative first: ``fp8-fast-1``,
+    ….
 
-    Each toggles the sites of one tensor and is otherwise the best inside of the budget (`search.neighbours`).
-    They are numbered from 1: ``fp8-fast-1``.
-
-    Args:
-        model: The model after mods.
-        profile: Its profile.
-        outputs: Judged outputs with their budgets.
-        recipes: Recipes that the profile holds.
-        options: What the user decided, with the kernel times of the devices.
-
-    Raises:
-        ConfigError: As `make_plans`.
-        PlanningError: As `make_plans`.
+    Each toggles the sites of one tensor and is otherwise the best inside the budget (`search.neighbours`).
+    Arguments and errors are those of `make_plans`.
     """
     planner = _Planner(model, profile, outputs, tuple(recipes), options)
     return tuple(plan for known in options.devices for plan in planner.refinements(known, REFINEMENTS))
@@ -185,16 +146,10 @@ def open_verdicts(
     outputs: tuple[OutputSpec, ...],
     options: PlanOptions | None = None,
 ) -> tuple[str, ...]:
-    """Sites whose verdict more rows could still change, in the model's order.
-
-    Args:
-        model: The model.
-        profile: Its profile so far.
-        outputs: Judged outputs with their budgets.
-        options: What the user decided.
+    """Return the sites whose verdict more rows could still change, in the model's order.
 
     Raises:
-        ConfigError: A pattern names nothing.
+        ConfigError: A pattern matches nothing.
         PlanningError: The profile lacks a site of the model, or an output.
     """
     options = options or PlanOptions()
@@ -233,7 +188,7 @@ class _Planner:
         self.left_out: list[str] = []
 
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
-        """The plans of that id: one, or of `FAST` one for each device that it saves time on."""
+        """Yield the plans of that id: one, or of `FAST` one for each device on which it saves time."""
         if plan_id != FAST:
             yield self._plan_of(plan_id)
             return
@@ -255,7 +210,7 @@ class _Planner:
         self.left_out.append(f"plan {FAST} is left out: {reason}")
 
     def refinements(self, known: DeviceTimings, count: int) -> Iterator[PrecisionPlan]:
-        """Numbered refinements for one device; none where there are no kernel times of it."""
+        """Yield numbered refinements for one device; none without kernel times of it."""
         if known.timings:
             search = self._searches[known.device]
             for number, chosen in enumerate(search.refinements(count), start=1):
@@ -263,11 +218,11 @@ class _Planner:
 
     @property
     def speeds(self) -> tuple[SiteSpeed, ...]:
-        """What FP8 saves at each site that could run in it, on each device with kernel times."""
+        """Savings at each site that could run in FP8, on each device with kernel times."""
         return tuple(speeds.speed(site) for speeds in self._site_speeds.values() for site in speeds.sources)
 
     def start(self, plan: PrecisionPlan | None) -> LadderStart:
-        """The ladder over the sites of a plan, or over all that may run in FP8."""
+        """Return the ladder over the sites of a plan, or over all that may run in FP8."""
         ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
         timed = next((known.device for known in self.options.devices if known.timings), "")
         if plan is None:
@@ -292,7 +247,7 @@ class _Planner:
         return self._float8_plan(plan_id, obstacles)
 
     def _float8_plan(self, plan_id: str, obstacles: Mapping[str, str | None]) -> PrecisionPlan:
-        """The plan with every site in FP8 that has no obstacle."""
+        """Return the plan with every site in FP8 that has no obstacle."""
         climb = self.options.safe if plan_id == "fp8-safe" else None
         quantized = {s.name: self._quantized(s, climb) for s in self.model.sites if obstacles[s.name] is None}
         base = self._base_of(quantized)
@@ -315,7 +270,7 @@ class _Planner:
             base=base.precision,
             decisions=decisions,
             predicted_kl={spec.name: self.costs.predicted(chosen, spec) for spec in outputs},
-            fp8_share=self._share(chosen),
+            fp8_share=share_of(chosen, self.flops),
             wide=tuple(Wide(node, reason) for node, reason in base.wide.items() if node not in sites),
             base_reason=base.reason,
             predicted_us={
@@ -330,16 +285,8 @@ class _Planner:
             },
         )
 
-    def _share(self, chosen: Collection[str]) -> float:
-        """Part of the FP8-able floating-point operations that some sites make."""
-        able = sum(self.flops.values())
-        return sum(self.flops.get(name, 0) for name in chosen) / able if able else 0.0
-
-    # By kernel times -------------------------------------------------------------------------------
-
     @cached_property
     def _site_speeds(self) -> dict[str, SiteSpeeds]:
-        """By device that there are kernel times of."""
         if not any(known.timings for known in self.options.devices):
             return {}
         base = self.options.base or Precision.BF16
@@ -352,27 +299,23 @@ class _Planner:
 
     @cached_property
     def _searches(self) -> dict[str, FastSearch]:
-        """By device that there are kernel times of."""
         decided = {*self.kept, *self.bases.protected, *self.forced}
         free = [name for name in self.flops if name not in decided]
         forced = tuple(site.name for site in self.model.sites if site.name in self.forced)
         risk = 1.0 - self.options.confidence
         return {
             device: FastSearch(
-                Candidates(tuple(n for n in free if n not in self._fused(device)), forced),
-                speeds,
-                self.costs,
-                risk,
+                [n for n in free if n not in self._fused(device)], forced, speeds, self.costs, risk
             )
             for device, speeds in self._site_speeds.items()
         }
 
     def _fused(self, device: str) -> Mapping[str, str]:
-        """Sites that are faster as they are, inside of a larger kernel, by name with that kernel's."""
+        """Return the sites that are faster inside a larger kernel, by name with that kernel's."""
         return next(known.fused for known in self.options.devices if known.device == device)
 
     def _fast_id(self, device: str) -> str:
-        """`FAST`, with the device where there are several."""
+        """Return `FAST`, with the device where there are several."""
         return FAST if len(self._site_speeds) == 1 else f"{FAST}-{device}"
 
     def _fast_plan(self, plan_id: str, search: FastSearch, chosen: Sites) -> PrecisionPlan:
@@ -390,11 +333,11 @@ class _Planner:
         decision, why = self._quantized(site), search.why_in(site.name, chosen)
         if site.name in self.forced:
             return replace(decision, reason=f"{decision.reason}; {why}")
-        # Beside these others it is inside of the budget, whatever its verdict beside all sites is.
+        # Together with these sites it is inside the budget, whatever its verdict among all sites.
         return replace(decision, verdict=Verdict.SAFE, reason=why)
 
     def _why_out(self, site: Site, search: FastSearch, chosen: Sites) -> str:
-        """Why a site is not chosen, to stand before its verdict."""
+        """Return why a site is not chosen, as a prefix of its verdict."""
         obstacle = self._obstacle(site, FAST)
         if obstacle or site.name not in self.flops or site.name in self.kept:
             return obstacle or ""
@@ -403,19 +346,13 @@ class _Planner:
             return f"slow: FP8 would break up the kernel '{kernel}', which computes it with its neighbours; "
         return f"{search.why_out(site.name, chosen)}; "
 
-    # Decisions -------------------------------------------------------------------------------------
-
     def _base_decision(self, site: Site, base: Base) -> Decision:
         if site.name in base.wide:
-            return self._wide_decision(site, base)
+            return Decision(site.name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[site.name])
         if site.kind is SiteKind.NORM and base.precision is not Precision.FP32:
             return self._norm_decision(site, base)
         reason = f"the plan runs everything in {base.precision}"
         return Decision(site.name, base.precision, None, Verdict.NOT_JUDGED, reason)
-
-    def _wide_decision(self, site: Site, base: Base) -> Decision:
-        """Of a site that stays in FP32, whatever was measured."""
-        return Decision(site.name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[site.name])
 
     def _norm_decision(self, site: Site, base: Base) -> Decision:
         if site.name in self.kept:
@@ -432,7 +369,7 @@ class _Planner:
         self, site: Site, quantized: Decision | None, obstacle: str | None, base: Base
     ) -> Decision:
         if site.name in base.wide:
-            return self._wide_decision(site, base)
+            return Decision(site.name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[site.name])
         if site.kind is SiteKind.NORM:
             return self._norm_decision(site, base)
         if quantized is not None:
@@ -445,7 +382,7 @@ class _Planner:
         )
 
     def _obstacle(self, site: Site, plan_id: str) -> str | None:
-        """Why a site does not run in FP8, to stand before its verdict; None when it does."""
+        """Return why a site does not run in FP8, as a prefix of its verdict; None when it does."""
         takes_all = plan_id == "fp8-all"
         kept_out = self._kept_out(site, takes_thin=takes_all)
         if kept_out is not None or takes_all or site.name in self.forced:
@@ -456,7 +393,9 @@ class _Planner:
         return None if site.name in climb.sites else f"{_beyond_rung(climb)}; "
 
     def _kept_out(self, site: Site, *, takes_thin: bool = False) -> str | None:
-        """Why a site may not run in FP8 whatever it costs, to stand before its verdict; None where it may."""
+        """Return why a site may not run in FP8 whatever it costs, as a prefix of its verdict; None where it
+        may.
+        """
         if site.name in self.forced:
             return None
         if site.kind is SiteKind.NORM or site.name in self.kept:
@@ -471,12 +410,12 @@ class _Planner:
 
     def _quantized(self, site: Site, climb: Climb | None = None) -> Decision:
         recipe, judgement = self._recipe(site), self.judgements[site.name]
-        scales = self.scales.read(site, recipe)
+        activation_scale, weight_scale = self.scales.read(site, recipe)
         verdict, reason = judgement.verdict, judgement.reason
         if site.name in self.forced:
             reason = f"forced by '{self.forced[site.name]}'; {reason}"
         elif climb is not None:
-            # Beside these others it is inside of the budget, whatever its verdict beside all sites is.
+            # Together with these sites it is inside the budget, whatever its verdict among all sites.
             verdict, reason = Verdict.SAFE, f"{_on_rung(climb)}; {reason}"
         return Decision(
             site=site.name,
@@ -484,17 +423,16 @@ class _Planner:
             recipe=recipe,
             verdict=verdict,
             reason=reason,
-            activation_scale=scales.activation,
-            weight_scale=scales.other,
+            activation_scale=activation_scale,
+            weight_scale=weight_scale,
         )
 
     def _recipe(self, site: Site) -> Recipe:
-        """The recipe whose sensitivity was measured."""
         return self.recipes[self.costs.of_site(site.name, self.outputs[0]).recipe]
 
 
 def _on_rung(climb: Climb) -> str:
-    """Why a site of the rung that was taken is in FP8."""
+    """Return why a site of the taken rung is in FP8."""
     taken = climb.taken
     if taken is None or taken.change is None:
         return f"on rung {climb.rung} of the ladder"

@@ -1,18 +1,18 @@
-"""Time of a kernel on a shape: measured, or predicted from the shapes that were.
+"""Time of a kernel on a shape: measured, or predicted from measured shapes.
 
-**The roofline.** A kernel takes at least its launch, at least its arithmetic over the rate of the device, and
-at least its bytes over the bandwidth (Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009). Near
-where two of them meet a kernel overlaps them badly: their sum fits small shapes better than their maximum:
+**The roofline.** A kernel takes at least its launch, its arithmetic over the device's rate, and its bytes
+over the bandwidth (Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009). Near where two of them meet
+they overlap badly: the sum fits small shapes better than the maximum:
 
     t₀(M, N, K) = launch + operations/rate + bytes/bandwidth,
 
 each of the three ≥ 0, fitted to the measured times by relative least squares (`scipy.optimize.nnls`).
 
-**The correction.** What is left, ln(t/t₀), is interpolated over (log₂M, log₂N, log₂K) by simple kriging with
-the Matérn-3/2 covariance: exact at what was measured, and 0 far from all of it, where the roofline alone
-answers. The length over which times resemble each other is the one with the smallest leave-one-out error
-(Dubrule, "Cross validation of kriging in a unique neighborhood", 1983), and the same errors set the scale of
-the kriging variance, so that a predicted time comes with a standard error that was seen on measured ones.
+**The correction.** The residual ln(t/t₀) is interpolated over (log₂M, log₂N, log₂K) by simple kriging with
+the Matérn-3/2 covariance: exact at measured shapes, and 0 far from all of them. The correlation length is the
+one with the smallest leave-one-out error (Dubrule, "Cross validation of kriging in a unique neighborhood",
+1983), and the same errors scale the kriging variance, so the standard error of a prediction reflects errors
+seen on measured times.
 """
 
 from __future__ import annotations
@@ -43,14 +43,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time of a kernel on a shape.
+    """Time of a kernel on a shape, measured there or predicted.
 
-    Attributes:
-        kernel: The kernel.
-        us: Microseconds.
-        is_measured: Whether it was measured on this very shape; else it is predicted.
-        error_us: Standard error, microseconds: of a measured time its spread (0 where that is not known), of
-            a predicted one what prediction was seen to err by.
+    `error_us` is the standard error: the spread of a measured time (0 where unknown), or the error seen when
+    measured times are predicted.
     """
 
     kernel: Kernel
@@ -61,26 +57,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Compared:
-    """Times of one product that may be held against each other.
-
-    Attributes:
-        base: In the base precision.
-        float8: In FP8.
-    """
+    """Comparable times of one product, in the base precision and in FP8."""
 
     base: Estimate
     float8: Estimate
 
 
 class KernelModel:
-    """Times of one kernel over all shapes.
-
-    Args:
-        timings: Its measured times, at least one, each shape once.
-
-    Raises:
-        ValueError: They are of several kernels, or there are none.
-    """
+    """Times of one kernel over all shapes, each measured once; other timings or none are a ValueError."""
 
     def __init__(self, timings: Sequence[KernelTiming]) -> None:
         if len({timing.kernel for timing in timings}) != 1:
@@ -89,7 +73,7 @@ class KernelModel:
         self._measured = {timing.shape: timing for timing in timings}
 
     def estimate(self, shape: Shape) -> Estimate | None:
-        """Time on a shape; None where it was not measured and too little else was (`FEWEST`)."""
+        """Return the time on a shape; None where it was not measured, nor enough others (`FEWEST`)."""
         known = self._measured.get(shape)
         if known is not None:
             return Estimate(self.kernel, known.us, True, known.spread_us or 0.0)
@@ -98,37 +82,21 @@ class KernelModel:
         us, relative = self._fit.predict(shape)
         return Estimate(self.kernel, us, False, us * relative)
 
-    def leave_one_out(self) -> tuple[float, ...]:
-        """Relative error of each measured time when it is predicted from the others, sign included.
-
-        Everything is fitted again without it; empty where too little was measured to predict from.
-        """
-        if len(self._measured) <= FEWEST:
-            return ()
-        found = []
-        for shape, timing in self._measured.items():
-            others = [other for other in self._measured.values() if other.shape != shape]
-            us, _ = _Fit(self.kernel, others).predict(shape)
-            found.append(us / timing.us - 1.0)
-        return tuple(found)
-
     @cached_property
     def _fit(self) -> _Fit:
         return _Fit(self.kernel, list(self._measured.values()))
 
 
 class TimeTable:
-    """Times of every kernel of one device.
-
-    Args:
-        timings: Measured times; of several of one kernel on one shape the last one stands.
-    """
+    """Times of every kernel of one device; of several of one kernel on one shape the last one counts."""
 
     def __init__(self, timings: Iterable[KernelTiming]) -> None:
         by_kernel: dict[Kernel, dict[Shape, KernelTiming]] = {}
         for timing in timings:
             by_kernel.setdefault(timing.kernel, {})[timing.shape] = timing
-        self._models = {kernel: KernelModel(list(found.values())) for kernel, found in by_kernel.items()}
+        self._models = {
+            kernel: KernelModel(list(by_shape.values())) for kernel, by_shape in by_kernel.items()
+        }
 
     @property
     def models(self) -> tuple[KernelModel, ...]:
@@ -138,13 +106,9 @@ class TimeTable:
     def product(
         self, backend: str, precision: Precision, shape: Shape, scales: Granularity | None = None
     ) -> Estimate | None:
-        """The fastest kernel of a product alone; measured times stand before predicted ones.
+        """Return the fastest kernel of a product alone, M×K by K×N; measured times precede predicted ones.
 
-        Args:
-            backend: Engine maker.
-            precision: Of the operands.
-            shape: M×K by K×N.
-            scales: Of an FP8 weight. One scale serves where a kernel wants one for each channel as well.
+        A kernel with one scale per channel serves one scale of the weight as well.
         """
         of_product = self._kernels(backend, precision, scales)
         return self._best(shape, (kernel for kernel in of_product if kernel.name != PRODUCT))
@@ -152,21 +116,13 @@ class TimeTable:
     def compared(
         self, backend: str, base: Precision, shape: Shape, scales: Granularity | None
     ) -> Compared | None:
-        """What a product takes in the base precision and in FP8, like held against like.
+        """Return a product's time in the base precision and in FP8, measured alike; None where one is
+        unknown.
 
-        Either both are what engines run (`PRODUCT`) or both products alone: a time with what follows the
-        product says nothing beside one without. The former only where both were measured: what follows is up
-        to the site, and no function of the shape that could be predicted.
-
-        Args:
-            backend: Engine maker.
-            base: What FP8 is held against. FP16 is held to BF16 where that alone was timed: tensor cores
-                multiply both at one rate, and both have two bytes.
-            shape: M×K by K×N.
-            scales: Of the weight in FP8.
-
-        Returns:
-            None where one of the two is not known.
+        Either both are the kernels of engines (`PRODUCT`) or both products alone: a time with the following
+        operations is not comparable to one without. The former only where both were measured: the following
+        operations depend on the site and cannot be predicted from the shape. FP16 counts as BF16 where only
+        that was timed: tensor cores multiply both at one rate, and both have two bytes.
         """
         half = (base, Precision.BF16) if base is Precision.FP16 else (base,)
         built = _first(self._built(backend, each, shape, None) for each in half)
@@ -181,8 +137,8 @@ class TimeTable:
         self, backend: str, precision: Precision, shape: Shape, scales: Granularity | None
     ) -> Estimate | None:
         of_product = self._kernels(backend, precision, scales)
-        found = self._best(shape, (kernel for kernel in of_product if kernel.name == PRODUCT))
-        return found if found is not None and found.is_measured else None
+        fastest = self._best(shape, (kernel for kernel in of_product if kernel.name == PRODUCT))
+        return fastest if fastest is not None and fastest.is_measured else None
 
     def _kernels(self, backend: str, precision: Precision, scales: Granularity | None) -> Iterable[Kernel]:
         wanted = {scales, Granularity.PER_CHANNEL} if scales is Granularity.PER_TENSOR else {scales}
@@ -196,18 +152,18 @@ class TimeTable:
         )
 
     def quantize(self, backend: str, rows: int, columns: int) -> Estimate | None:
-        """The fastest cast of an activation to FP8 by itself."""
+        """Return the fastest cast of an activation to FP8 by itself."""
         of_backend = (k for k in self._models if k.name == QUANTIZE and k.backend == backend)
         return self._best(Shape(rows, 0, columns), of_backend)
 
     def _best(self, shape: Shape, kernels: Iterable[Kernel]) -> Estimate | None:
-        found = [self._models[kernel].estimate(shape) for kernel in kernels]
-        known = [estimate for estimate in found if estimate is not None]
+        estimates = [self._models[kernel].estimate(shape) for kernel in kernels]
+        known = [estimate for estimate in estimates if estimate is not None]
         return min(known, key=lambda estimate: (not estimate.is_measured, estimate.us), default=None)
 
 
-def _first(found: Iterable[Estimate | None]) -> Estimate | None:
-    return next((estimate for estimate in found if estimate is not None), None)
+def _first(estimates: Iterable[Estimate | None]) -> Estimate | None:
+    return next((estimate for estimate in estimates if estimate is not None), None)
 
 
 class _Fit:
@@ -225,7 +181,7 @@ class _Fit:
         self._factor = cho_factor(self._covariance(self._length))
 
     def predict(self, shape: Shape) -> tuple[float, float]:
-        """Microseconds, and the standard error relative to them."""
+        """Return microseconds and their relative standard error."""
         at = np.array([_coordinates(shape)])
         near = _matern(_distances(at, self._where) / self._length)[0]
         solved = cho_solve(self._factor, near)
@@ -237,7 +193,7 @@ class _Fit:
         return np.array([1.0, shape.flops, _bytes_moved(self._kernel, shape)])
 
     def _resemblance(self) -> tuple[float, float]:
-        """The correlation length with the smallest leave-one-out error, and the variance that it shows."""
+        """Return the correlation length with the smallest leave-one-out error, and its variance."""
         tried = []
         for length in LENGTHS:
             inverse = np.linalg.inv(self._covariance(length))
@@ -255,7 +211,9 @@ class _Fit:
 
 
 def _bytes_moved(kernel: Kernel, shape: Shape) -> int:
-    """Bytes of both operands and the result, each touched once; results are of two bytes unless FP32."""
+    """Return the bytes of both operands and the result, each touched once; results have two bytes unless
+    FP32.
+    """
     one = {Precision.FP32: 4, Precision.FP8: 1}.get(kernel.precision, 2)
     if kernel.name == QUANTIZE:
         return shape.m * shape.k * (2 + one)

@@ -1,10 +1,9 @@
-"""Which engine takes requests of which size.
+"""Assign batch sizes to engines.
 
-One engine is best over all batch sizes that are served. At one of these sizes another may be faster, because
-what FP8 saves grows with the rows and what quantizing costs does not. A second engine costs device memory and
-a start, so that a size gets an engine of its own only where the whole interval of the gain lies above a
-margin. Of engines that were timed apart from the main one there is no interval, and none gets a size of its
-own.
+One engine is best over all served batch sizes. At one size another may be faster, because FP8's savings grow
+with the rows and the cost of quantizing does not. A second engine costs device memory and a start, so a size
+gets its own engine only where the whole interval of the gain lies above a margin. An engine timed apart from
+the main one has no interval, and gets no size.
 """
 
 from __future__ import annotations
@@ -20,14 +19,9 @@ from loka_onnx.planning.speed import Speed
 def alike(
     engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed], noise: float
 ) -> tuple[EngineArtifact, ...]:
-    """The fastest engine, then those that are not surely slower than it.
+    """Return the fastest of one or more engines, then those not surely slower; timed apart, medians decide.
 
-    Of one that was timed apart from the fastest nothing is sure: its median counts.
-
-    Args:
-        engines: At least one; all of them in `speeds`.
-        speeds: By engine id.
-        noise: Relative difference that counts for nothing, beside the spread of the measurement.
+    `noise` is the relative difference that counts for nothing, beside the spread of the measurement.
     """
     fastest = min(engines, key=lambda e: speeds[e.id].per_row_us)
     others = (
@@ -41,7 +35,7 @@ def alike(
 def pick(
     engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed], evidence: Evidence, noise: float
 ) -> EngineArtifact:
-    """The fastest engine; of those that noise does not tell from it, the most exact."""
+    """Return the fastest engine; of those within noise of it, the most exact."""
     return min(alike(engines, speeds, noise), key=lambda e: (evidence.exactness(e), speeds[e.id].per_row_us))
 
 
@@ -52,17 +46,10 @@ def routes(
     noise: float,
     margin: float,
 ) -> tuple[Route, ...]:
-    """A table of batch sizes, the first engine of `engines` that is main among them; empty where one serves.
+    """Return the table of batch sizes, ascending; empty where one engine serves all.
 
-    Args:
-        engines: Engines that may be emitted; all of them in `speeds`.
-        speeds: By engine id, all at the same batch sizes.
-        evidence: What was measured.
-        noise: As for `alike`.
-        margin: Least gain, relative to the engine that serves otherwise, that is worth an engine.
-
-    Returns:
-        By ascending size, the gain over the main engine with each route that is another's.
+    All engines are in `speeds`, at the same batch sizes. `margin` is the least gain, relative to the main
+    engine, that is worth another engine.
     """
     main = pick(engines, speeds, evidence, noise)
     best = {}
@@ -72,22 +59,19 @@ def routes(
         best[batch] = pick(beside, at_size, evidence, noise)
     table = _table(main, best, speeds, margin)
     if table and main.id not in {route.engine for route in table}:
-        # Beaten at every size: the best of those that do serve takes its place.
+        # Beaten at every size: the best serving engine becomes the main one.
         serving = [engine for engine in engines if engine.id in {route.engine for route in table}]
         table = _table(pick(serving, speeds, evidence, noise), best, speeds, margin)
     return table
 
 
 def main_of(table: Sequence[Route]) -> str:
-    """Id of the main engine of a table: the one whose routes have no gain over itself."""
+    """Return the id of the main engine of a table: the one whose routes have no gain."""
     return next(route.engine for route in table if route.times is None)
 
 
 def _table(
-    main: EngineArtifact,
-    best: Mapping[int, EngineArtifact],
-    speeds: Mapping[str, Speed],
-    margin: float,
+    main: EngineArtifact, best: Mapping[int, EngineArtifact], speeds: Mapping[str, Speed], margin: float
 ) -> tuple[Route, ...]:
     table = []
     for batch, other in best.items():

@@ -1,8 +1,6 @@
-"""Scales of a planned site: those of activations that it was measured under, and those of its weights."""
+"""Scales of a planned site: of activations as measured, and of its weights."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Recipe
@@ -13,39 +11,21 @@ from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.scales import weight_scales
 
 
-@dataclass(frozen=True)
-class SiteScales:
-    """Scales of one site.
-
-    Attributes:
-        activation: Of the first activation.
-        other: Of the weight (one, or one per output channel), or of the second activation.
-    """
-
-    activation: float
-    other: tuple[float, ...]
-
-
 class ScaleReader:
-    """Scales of the sites of one model; the weights are loaded once.
-
-    Args:
-        graph: The model.
-        profile: Its profile.
-    """
+    """Scales of the sites of one model."""
 
     def __init__(self, graph: GraphModel, profile: Profile) -> None:
         self._graph, self._scales = graph, profile.scales
 
-    def read(self, site: Site, recipe: Recipe) -> SiteScales:
-        """The scales that a site was measured under.
+    def read(self, site: Site, recipe: Recipe) -> tuple[float, tuple[float, ...]]:
+        """Return the scale of the site's first activation, and those of its other operand.
 
-        Raises:
-            PlanningError: The profile holds none for an activation of the site.
+        The latter are one per output channel or one for the weight, or that of the second activation. Raises
+        PlanningError if the profile holds none for an activation of the site.
         """
         activation = site.activation
         second = next(operand for operand in site.operands if operand is not activation)
-        return SiteScales(self._of_activation(activation, recipe), self._of_other(site, second, recipe))
+        return self._of_activation(activation, recipe), self._of_other(site, second, recipe)
 
     def _of_activation(self, operand: Operand, recipe: Recipe) -> float:
         known = self._scales.get(recipe.activation_id, {})

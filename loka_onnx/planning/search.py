@@ -1,24 +1,22 @@
-"""Which sites to run in FP8: the most time saved inside the accuracy budget.
+"""Search the FP8 sites that save the most time inside the accuracy budget.
 
-Value and cost belong to groups. Each site saves the time of its product, and each quantized tensor costs
-its quantize step once, whoever reads it, or nothing where the kernel in front of it quantizes as well:
+Values and costs belong to groups. Each site saves the time of its product; each quantized tensor costs its
+quantize step once, whoever reads it, or nothing where the kernel in front of it quantizes as well:
 
     value(S) = Σ_{i ∈ S} saved(i) − Σ_{t read by S} quantize(t),
 
-where a tensor that a site of S makes costs nothing: a product in FP8 ends with the Q of the next one
-(a chain).
+where a tensor that a site of S makes costs nothing: a product in FP8 ends with the Q of the next one (a
+chain).
 
-What S spends of the budget is added over units (sites that share a quantized tensor, merged products
-among them, were measured together; `costs`), and is a function of the whole subset within one. With a
-0/1 variable z for each non-empty subset of each unit, and y ≥ Σ z of each site that reads a tensor
-(less Σ z of the site that makes it),
+The cost of S is added over units (sites that share a quantized tensor were measured together; `costs`), and
+is a function of the whole subset within one. With a 0/1 variable z for each non-empty subset of each unit,
+and y ≥ Σ z of each site that reads a tensor (less Σ z of the site that makes it),
 
     maximize Σ z·saved − Σ y·quantize   subject to   Σ z·cost ≤ room,   Σ_{z of one unit} ≤ 1,
 
 which HiGHS solves exactly (`scipy.optimize.milp`, gap 0), or as far as it gets in `SECONDS`: `Solution` says
-which. A unit of more than `LARGEST_UNIT` sites has
-a variable for each site and one for all of them: (Σ√c)² ≤ |S|·Σc (Cauchy, Schwarz) bounds what
-a part costs.
+which. A unit of more than `LARGEST_UNIT` sites has a variable for each site and one for all of them: (Σ√c)² ≤
+|S|·Σc (Cauchy, Schwarz) bounds the cost of a part.
 """
 
 from __future__ import annotations
@@ -53,13 +51,10 @@ _VALUE_SCALE = 1e4
 
 @dataclass(frozen=True)
 class Item:
-    """A site that may run in FP8.
+    """A site that may run in FP8, and the quantized tensor that it reads.
 
-    Attributes:
-        site: Its name.
-        saved: Time that its product saves; negative where FP8 is slower. Any unit, the same for all.
-        error: Standard error of that time.
-        tensor: The quantized tensor that it reads.
+    `saved` is the time that its product saves, negative where FP8 is slower, in any unit; `error` its
+    standard error.
     """
 
     site: str
@@ -70,18 +65,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Problem:
-    """Items to choose from, and their costs.
+    """Items to choose from, and their costs; a site in no unit or in two is an InternalError.
 
     Attributes:
-        items: The sites.
         quantize: Time of the quantize step of each tensor; 0 where it is missing.
         units: Sites whose cost is known together; each site is in exactly one.
-        cost: What a non-empty part of one unit spends.
-        room: What all may spend.
+        cost: Cost of a non-empty part of one unit.
+        room: Limit of all costs.
         makers: Site that makes a tensor, and quantizes it as well where it runs in FP8 itself.
-
-    Raises:
-        InternalError: A site is in no unit or in two.
     """
 
     items: tuple[Item, ...]
@@ -110,106 +101,86 @@ class Problem:
         return {t: frozenset(item.site for item in self.items if item.tensor == t) for t in tensors}
 
     def value(self, chosen: Sites) -> float:
-        """Time saved, quantize steps counted once for each tensor."""
+        """Return the time saved, quantize steps counted once for each tensor."""
         saved = [self.by_site[site].saved for site in chosen]
         tensors = {self.by_site[site].tensor for site in chosen}
         return fsum([*saved, *(-self.paid(tensor, chosen) for tensor in tensors)])
 
     def paid(self, tensor: str, chosen: Sites) -> float:
-        """Time of the quantize step of a tensor that some of the chosen sites read."""
+        """Return the time of the quantize step of a tensor that some of the chosen sites read."""
         return 0.0 if self.makers.get(tensor) in chosen else self.quantize.get(tensor, 0.0)
 
     def spent(self, chosen: Sites) -> float:
-        """Part of the budget."""
+        """Return the part of the budget."""
         return fsum(self.cost(unit & chosen) for unit in self.units if unit & chosen)
 
     def fits(self, chosen: Sites) -> bool:
-        """Whether it is inside the budget."""
+        """Whether the choice is inside the budget."""
         return self.spent(chosen) <= self.room * (1.0 + _ROUNDING)
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Result of a search.
-
-    Attributes:
-        sites: The sites that run in FP8.
-        is_proven: Whether nothing inside the budget saves more; False where `SECONDS` ended the search.
-    """
+    """The sites in FP8; `is_proven` unless `SECONDS` ended the search."""
 
     sites: Sites
     is_proven: bool = True
 
 
 def solve(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Sites | None:
-    """The sites of `search`, or None."""
-    found = search(problem, fixed)
-    return None if found is None else found.sites
+    """Return the sites of `search`, or None."""
+    solution = search(problem, fixed)
+    return None if solution is None else solution.sites
 
 
 def search(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Solution | None:
-    """The sites that save the most time inside the budget, as far as `SECONDS` go.
+    """Return the sites that save the most time inside the budget, as far as `SECONDS` go.
 
-    Args:
-        problem: What is to be chosen.
-        fixed: Sites that are in (True) or out (False) whatever they save.
-
-    Returns:
-        None where the sites that are fixed to be in do not fit. Beside these there is no site that the others
-        would save as much without.
+    `fixed` sites are in (True) or out (False) whatever they save. None where the sites fixed to be in do not
+    fit. No other site is in without saving time.
     """
     fixed = fixed or {}
     columns = _columns(problem)
     room = problem.room
-    # The solver accepts a constraint that is off by 1e-6: where that let too much in, the room is narrowed.
+    # The solver tolerates 1e-6 in a constraint: narrow the room where that exceeds the budget.
     for _ in range(8):
-        found = _solve_once(problem, columns, fixed, room)
-        if found is None or problem.fits(found.sites):
-            return found and replace(found, sites=_without_idle(problem, found.sites, fixed))
-        room -= 2.0 * (problem.spent(found.sites) - problem.room)
+        solution = _solve_once(problem, columns, fixed, room)
+        if solution is None or problem.fits(solution.sites):
+            return solution and replace(solution, sites=_without_idle(problem, solution.sites, fixed))
+        room -= 2.0 * (problem.spent(solution.sites) - problem.room)
     raise InternalError("the search does not stay inside of the budget")
 
 
 def neighbours(
     problem: Problem, chosen: Sites, count: int, fixed: Mapping[str, bool] | None = None
 ) -> tuple[Sites, ...]:
-    """Other choices worth measuring, the most telling first.
+    """Return at most `count` other choices worth measuring, the most informative first.
 
-    Each toggles the sites of one tensor against `chosen` and is otherwise the best: first those tensors for
-    which the sign of what they save is uncertain (by falling uncertainty over saving), then by falling saving
-    the others that save time. What surely loses time is not tried.
-
-    Args:
-        problem: What is to be chosen.
-        chosen: The choice to depart from.
-        count: Most choices to return.
-        fixed: Sites that are not toggled.
+    Each toggles the sites of one tensor against `chosen` and is otherwise the best: first tensors whose
+    saving has an uncertain sign (by falling uncertainty over saving), then by falling saving the others that
+    save time. Sure losses are not tried, nor `fixed` sites toggled.
     """
     fixed = dict(fixed or {})
-    found: list[Sites] = []
-    told = {tensor: _Prospect.of(problem, tensor, chosen) for tensor in problem.readers}
-    for tensor in sorted(told, key=lambda tensor: told[tensor].order):
+    choices: list[Sites] = []
+    prospects = {tensor: _Prospect.of(problem, tensor, chosen) for tensor in problem.readers}
+    for tensor in sorted(prospects, key=lambda tensor: prospects[tensor].order):
         readers = problem.readers[tensor] - set(fixed)
-        if len(found) == count or not readers or not told[tensor].may_save:
+        if len(choices) == count or not readers or not prospects[tensor].may_save:
             continue
         if readers & chosen:
             toggled = dict.fromkeys(sorted(readers), False)
         else:
             toggled = {max(sorted(readers), key=lambda site: problem.by_site[site].saved): True}
         other = solve(problem, {**fixed, **toggled})
-        if other is not None and other != chosen and other not in found:
-            found.append(other)
-    return tuple(found)
+        if other is not None and other != chosen and other not in choices:
+            choices.append(other)
+    return tuple(choices)
 
 
 @dataclass(frozen=True)
 class _Prospect:
-    """What the sites of one tensor save together.
-
-    Attributes:
-        tensor: The tensor.
-        net: What those of them that save time save, less the quantize step.
-        error: Its standard error.
+    """Net saving of the sites of one tensor that save time, less the quantize step,
+    and its standard error.
     """
 
     tensor: str
@@ -225,7 +196,7 @@ class _Prospect:
 
     @property
     def is_open(self) -> bool:
-        """Whether one standard error reaches over 0."""
+        """Whether the sign is uncertain by one standard error."""
         return abs(self.net) < self.error
 
     @property
@@ -234,7 +205,7 @@ class _Prospect:
 
     @property
     def order(self) -> tuple[bool, float, str]:
-        """What a measurement tells most about comes first; names settle ties."""
+        """Sort key: most informative first; names settle ties."""
         telling = self.error / max(abs(self.net), 1e-12) if self.is_open else self.net
         return (not self.is_open, -telling, self.tensor)
 
@@ -249,19 +220,19 @@ class _Column:
 
 
 def _columns(problem: Problem) -> list[_Column]:
-    found: list[_Column] = []
+    columns: list[_Column] = []
     for number, unit in enumerate(problem.units):
         names = sorted(unit)
         if len(names) <= LARGEST_UNIT:
             parts = [
                 frozenset(part) for size in range(1, len(names) + 1) for part in combinations(names, size)
             ]
-            found += [_Column(number, part, problem.cost(part)) for part in parts]
+            columns += [_Column(number, part, problem.cost(part)) for part in parts]
         else:
-            found.append(_Column(number, unit, problem.cost(unit)))
+            columns.append(_Column(number, unit, problem.cost(unit)))
             alone = [frozenset({name}) for name in names]
-            found += [_Column(number, part, len(names) * problem.cost(part)) for part in alone]
-    return [column for column in found if column.cost <= problem.room * (1.0 + _ROUNDING)]
+            columns += [_Column(number, part, len(names) * problem.cost(part)) for part in alone]
+    return [column for column in columns if column.cost <= problem.room * (1.0 + _ROUNDING)]
 
 
 def _solve_once(
@@ -277,7 +248,7 @@ def _solve_once(
         mine = {at: 1.0 for at, column in enumerate(columns) if column.unit == number}
         if len(unit) <= LARGEST_UNIT:
             rows.add(mine, 0.0, 1.0)
-        else:  # all of them cost what they were measured to cost together, not what the parts add up to
+        else:  # all sites together have their measured cost, not the sum of parts
             rows.add({at: 1.0 for at in mine if columns[at].sites != unit}, 0.0, len(unit) - 1.0)
     for site, places in with_site.items():
         least = 1.0 if fixed.get(site) is True else 0.0
@@ -311,7 +282,7 @@ def _solve_once(
 
 
 def _without_idle(problem: Problem, chosen: Sites, fixed: Mapping[str, bool]) -> Sites:
-    """Leave out what saves nothing, as long as the rest still fits."""
+    """Leave out sites that save nothing, as long as the rest still fits."""
     for site in sorted(chosen - {name for name, is_in in fixed.items() if is_in}):
         rest = chosen - {site}
         if problem.value(rest) >= problem.value(chosen) and problem.fits(rest):
@@ -320,8 +291,6 @@ def _without_idle(problem: Problem, chosen: Sites, fixed: Mapping[str, bool]) ->
 
 
 class _Rows:
-    """Constraints, row by row."""
-
     def __init__(self, width: int) -> None:
         self._width = width
         self._entries: list[tuple[int, int]] = []
@@ -329,13 +298,12 @@ class _Rows:
         self._limits: list[tuple[float, float]] = []
 
     def add(self, row: Mapping[int, float], least: float, most: float) -> None:
-        """One row; one without entries that cannot hold makes the whole infeasible."""
+        """Add a row; one without entries that cannot hold makes the whole infeasible."""
         self._entries += [(len(self._limits), at) for at in row]
         self._values += row.values()
         self._limits.append((least, most))
 
     def constraint(self) -> LinearConstraint:
-        """All of them."""
         at: npt.NDArray[np.int64] = np.array(self._entries, dtype=np.int64).reshape(-1, 2)
         shape = (len(self._limits), self._width)
         matrix = csr_array((np.array(self._values), (at[:, 0], at[:, 1])), shape=shape)

@@ -1,12 +1,11 @@
-"""What FP8 saves at each site of a model on a device, from kernel times.
+"""Savings of FP8 at each site of a model on a device, from kernel times.
 
-A linear site is a product of rows·batch × K by K × N. In FP8 its activation has to be quantized
-before, once for all sites that read the tensor, and at no cost where the operator that makes the
-tensor is one whose kernel quantizes as well (`core.fusions`), or a site that runs in FP8 itself (a
-chain). Layout operations between move what is quantized and are looked through.
+A linear site is a product of rows·batch × K by K × N. In FP8 its activation is quantized first, once for all
+sites that read the tensor, and for free where the operator that makes the tensor quantizes in its kernel
+(`core.fusions`) or is a site in FP8 itself (a chain). Layout operations between are looked through.
 
-Times of batch sizes are compared for each row, as the choice among engines does (`planning.speed`):
-the mean over the served sizes of microseconds for a request over its rows.
+Times are per row, as in the choice among engines (`planning.speed`): the mean over served batch sizes of
+microseconds per request over its rows.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from typing import Any
 
 from loka_onnx.core import serde
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import fusions_of
-from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed, SpeedVerdict
+from loka_onnx.core.plan import Decision, SiteSpeed, SpeedVerdict
 from loka_onnx.core.recipe import Granularity
-from loka_onnx.core.site import Site, loud_parts
+from loka_onnx.core.site import Site, high_error_parts
 from loka_onnx.core.timing import KernelTiming, Shape, TimingRecords
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel, producer
 from loka_onnx.planning.predict import Estimate, TimeTable
+from loka_onnx.sessions.backends import fusions_of
 
 NS = 1000.0
 """Nanoseconds in a microsecond."""
@@ -35,17 +34,17 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class DeviceTimings:
-    """Kernel times that plans are made by.
+    """Kernel times of a device for plans.
 
     Attributes:
-        device: As run files name it.
-        backend: Engine maker that the times are of.
-        timings: Measured times of the device; empty where there are none.
-        serve: Batch sizes that will be served.
-        stands_for: Engine maker that runs the plans, where it is another: what that one fuses decides where
-            quantizing is free. Empty for the same.
-        fused: By name of a site that the engine maker computes in the base precision inside of a larger
-            kernel, which; FP8 there would break that apart, and what its parts take is not known.
+        device: As in run files.
+        backend: Backend of the times.
+        timings: Measured times; empty where there are none.
+        serve: Batch sizes to be served.
+        stands_for: Backend that runs the plans, where it is another: its fusions decide where quantizing is
+            free. Empty for the same.
+        fused: Sites that the backend computes in the base precision inside a larger kernel, with its name;
+            FP8 would break it apart, and the times of its parts are unknown.
     """
 
     device: str
@@ -71,13 +70,9 @@ class DeviceTimings:
 
 @dataclass(frozen=True)
 class SiteTime:
-    """One site at one batch size.
+    """One site at one batch size: its product in the base precision and in FP8, and the cast of its input.
 
-    Attributes:
-        base: Its product in the base precision.
-        float8: Its product in FP8.
-        quantize: The cast of what it reads; None where it costs nothing.
-        beside: The product of its loud channels, which is one with it where it is not in FP8; None for none.
+    `beside` is the product of its high-error channels, part of the site's own where it is not in FP8.
     """
 
     base: Estimate
@@ -87,7 +82,7 @@ class SiteTime:
 
     @property
     def float8_us(self) -> float:
-        """Microseconds of the product in FP8, with that of its loud channels."""
+        """Microseconds of the product in FP8, with that of its high-error channels."""
         return self.float8.us + (self.beside.us if self.beside is not None else 0.0)
 
     @property
@@ -108,13 +103,10 @@ class SiteTime:
 
 @dataclass(frozen=True)
 class Source:
-    """What a site reads.
+    """Input tensor of a site, before layout operations.
 
-    Attributes:
-        tensor: Name of the tensor before layout operations.
-        fused_into: Name of the node that makes it, where its kernel quantizes as well; else empty.
-        made_by: Name of the linear site that makes it, where its kernel quantizes as well when it runs in FP8
-            itself; else empty.
+    `fused_into` is the node that makes it, where its kernel quantizes as well; `made_by` the linear site that
+    makes it, where its kernel quantizes when it runs in FP8. Else empty.
     """
 
     tensor: str
@@ -123,14 +115,9 @@ class Source:
 
 
 class SiteSpeeds:
-    """Savings by FP8 at the linear sites of one model on one device.
+    """Savings by FP8, against `base`, at the linear sites of one model on one device.
 
-    Args:
-        graph: The model.
-        sites: Its sites.
-        known: Kernel times.
-        base: Precision that FP8 is held against.
-        scales: Granularity of the weight in FP8, of the sites that may run in it.
+    `scales` are the weight granularities of the sites that may run in FP8.
     """
 
     def __init__(
@@ -143,7 +130,7 @@ class SiteSpeeds:
     ) -> None:
         self.device, self.serve = known.device, tuple(sorted({*known.serve}))
         self._known, self._base, self._scales = known, base, scales
-        self._table, self._loud = TimeTable(known.timings), set[str]()
+        self._table, self._high_error = TimeTable(known.timings), set[str]()
         fused = fusions_of(known.stands_for or known.backend).quantized_in_place
         able = [site for site in sites if site.name in scales]
         self.sources = {site.name: _source_of(graph, site, fused, scales) for site in able}
@@ -153,11 +140,13 @@ class SiteSpeeds:
             for site in able
             if site.name not in self._unknown and (times := self._times_of(site)) is not None
         }
-        for name, part in loud_parts(able).items():
+        for name, part in high_error_parts(able).items():
             if name in self._times and part in self._times:
-                loud = self._times[part]
-                self._times[name] = {b: replace(t, beside=loud[b].base) for b, t in self._times[name].items()}
-                self._loud.add(part)
+                beside = self._times[part]
+                self._times[name] = {
+                    b: replace(t, beside=beside[b].base) for b, t in self._times[name].items()
+                }
+                self._high_error.add(part)
 
     @property
     def known(self) -> Collection[str]:
@@ -165,20 +154,22 @@ class SiteSpeeds:
         return self._times.keys()
 
     def saved_per_row(self, site: str) -> float:
-        """Nanoseconds a row that the product saves in FP8, the cast not counted; mean over batch sizes."""
+        """Return nanoseconds per row that the product saves in FP8, the cast not counted; mean over batch
+        sizes.
+        """
         return self._per_row({b: time.saved_us for b, time in self._times[site].items()})
 
     def error_per_row(self, site: str) -> float:
-        """Standard error of `saved_per_row`."""
+        """Return the standard error of `saved_per_row`."""
         times = self._times[site]
         return self._per_row({b: hypot(t.base.error_us, t.float8.error_us) for b, t in times.items()})
 
     def quantize_per_row(self, site: str) -> float:
-        """Nanoseconds a row that the cast of what a site reads takes."""
+        """Return nanoseconds per row of the cast of a site's input."""
         return self._per_row({b: time.quantize_us for b, time in self._times[site].items()})
 
     def speed(self, site: str) -> SiteSpeed:
-        """The verdict of a site, with its reason."""
+        """Return the verdict of a site, with its reason."""
         source = self.sources[site]
         if site not in self._times:
             reason = self._unknown.get(site) or self._no_timing()
@@ -201,33 +192,35 @@ class SiteSpeeds:
         )
 
     def predicted_us(self, base: Precision, decisions: Sequence[Decision]) -> dict[str, float]:
-        """Time of the products of a plan and of their casts, by batch size as text.
+        """Return the time of a plan's products and casts, by batch size as text.
 
-        Sites whose times are not known are left out of it. Empty where the plan runs in FP32, of which no
-        times are kept.
+        Sites without known times are left out. Empty where the plan runs in FP32, for which no times are
+        kept.
         """
         if base is Precision.FP32 or not self._times:
             return {}
         float8 = {d.site for d in decisions if d.precision is Precision.FP8}
-        found = {}
+        predicted = {}
         for batch in self.serve:
             casts: dict[str, float] = {}
             products = []
             for site, times in self._times.items():
                 time = times[batch]
-                if site in self._loud:
-                    # In the base precision the site that it was split off has its time, or is one with it.
+                if site in self._high_error:
+                    # In the base precision its time is part of the site that it was split from.
                     products.append(-time.saved_us if site in float8 else 0.0)
                 else:
                     products.append(time.float8_us if site in float8 else time.base.us)
                 if site in float8:
                     source = self.sources[site]
                     casts[source.tensor] = 0.0 if source.made_by in float8 else time.quantize_us
-            found[str(batch)] = fsum([*products, *casts.values()])
-        return found
+            predicted[str(batch)] = fsum([*products, *casts.values()])
+        return predicted
 
     def broken_up(self, decisions: Sequence[Decision]) -> dict[str, str]:
-        """Sites of a plan in FP8 that are computed inside of a larger kernel where they are not, with it."""
+        """Return a plan's FP8 sites that would otherwise be computed inside a larger
+        kernel, with its name.
+        """
         fused = self._known.fused
         return {d.site: fused[d.site] for d in decisions if d.precision is Precision.FP8 and d.site in fused}
 
@@ -255,7 +248,7 @@ class SiteSpeeds:
         )
 
     def _times_of(self, site: Site) -> dict[int, SiteTime] | None:
-        found = {}
+        times = {}
         for batch in self.serve:
             shape = Shape(site.rows * batch, site.n, site.k)
             product = self._table.compared(self._known.backend, self._base, shape, self._scales[site.name])
@@ -266,8 +259,8 @@ class SiteSpeeds:
                     return None
             if product is None:
                 return None
-            found[batch] = SiteTime(product.base, product.float8, quantize)
-        return found
+            times[batch] = SiteTime(product.base, product.float8, quantize)
+        return times
 
     def _in_words(self, site: str) -> str:
         times, source = self._times[site], self.sources[site]
@@ -290,58 +283,6 @@ class SiteSpeeds:
             known = f"predicted, ± {100.0 * max(errors):.0f} %"
         whose = f" with kernels of {self._known.backend}" if self._known.stands_for else ""
         return f"the product takes {products}, {cast} ({known} on {self.device}{whose})"
-
-
-def expected_us(
-    plan: PrecisionPlan, reference: PrecisionPlan, measured_us: Mapping[int, float], device: str
-) -> dict[int, float]:
-    """Latency to expect of an engine of a plan, from that of an engine of another plan.
-
-    What is not a product takes the same in both: it cancels. Where one of them breaks up a kernel that the
-    other has, it does not, and there is nothing to expect (`why_not_expected`).
-
-    Args:
-        plan: The plan.
-        reference: The plan that was measured, for example ``bf16``.
-        measured_us: Latency of its engine by batch size, microseconds.
-        device: Where.
-
-    Returns:
-        By batch size, of those that both plans have a prediction for.
-    """
-    if why_not_expected(plan, reference, device):
-        return {}
-    ours, theirs = (p.predicted_us.get(device, {}) for p in (plan, reference))
-    return {
-        batch: us + ours[str(batch)] - theirs[str(batch)]
-        for batch, us in measured_us.items()
-        if str(batch) in ours and str(batch) in theirs
-    }
-
-
-def why_not_expected(plan: PrecisionPlan, reference: PrecisionPlan, device: str) -> str:
-    """Why kernel times do not tell the latencies of two plans apart: only one breaks up some kernel.
-
-    Args:
-        plan: The plan.
-        reference: The plan that was measured.
-        device: Where.
-
-    Returns:
-        A sentence without its full stop; empty where they may tell.
-    """
-    ours, theirs = (p.breaks_up.get(device, {}) for p in (plan, reference))
-    apart = {**ours, **theirs}
-    unlike = sorted(ours.keys() ^ theirs.keys())
-    if not unlike:
-        return ""
-    kernels = sorted({apart[site] for site in unlike})
-    named = f"kernel{'s' if len(kernels) > 1 else ''} " + " and ".join(f"'{kernel}'" for kernel in kernels)
-    others = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
-    whose = "" if unlike[0] in ours else f" of plan '{reference.id}'"
-    return (
-        f"FP8 at '{unlike[0]}'{others}{whose} breaks up the {named}, and what the parts take was not measured"
-    )
 
 
 def _source_of(graph: GraphModel, site: Site, fused: Collection[str], able: Collection[str]) -> Source:

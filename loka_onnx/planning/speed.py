@@ -1,31 +1,25 @@
-"""How fast engines are to one another, and how sure that is.
+"""Relative speed of engines, and its confidence.
 
 The time of an engine over several batch sizes is the mean of its median latencies per row, so that a large
 batch does not outweigh a small one by its size alone.
 
-**The load is the unit.** An engine that is loaded again lies elsewhere in memory and may run 1 or 2 %
-faster or
-slower until it is loaded anew, however often it is timed meanwhile. So engines are loaded several times, in
-turns, and each load gives one value, the logarithm of the time. With x_el of engine e in load l,
+**The load is the unit.** A reloaded engine lies elsewhere in memory and may run 1 or 2 % faster or slower
+until the next load, however often it is timed. So engines are loaded several times, in turns, and each load
+gives one value, the logarithm of the time. With x_el of engine e in load l,
 
     x_el = engine_e + load_l + ε_el,
 
-least squares over all engines that were timed together gives s², the variance of ε, pooled over engines, with
-as many degrees of freedom as there are values less fitted means; what slowed the machine in one load
-slowed all
-engines, and cancels. Two engines with n loads in common differ by the mean of their n differences, give or
-take
-t·s·√(2/n), with t the quantile of Student's distribution for `risk`, divided by the number of pairs of
-engines (Bonferroni), of batch sizes that are looked at one by one, and of looks: engines that differ after
-`FIRST_LOADS` need no further loads.
+least squares over all engines timed together gives s², the variance of ε, with as many degrees of freedom as
+values less fitted means; a slow load slows all engines and cancels. Two engines with n loads in common differ
+by the mean of their n differences ± t·s·√(2/n), with t the quantile of Student's distribution for `risk`,
+divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of analyses:
+engines that differ after `FIRST_LOADS` need no further loads.
 
-Of engines that were timed apart, in build jobs of their own, the ratio of the medians is all that there
-is: what
-differed between machines and days is in it, and no interval says how much.
+Engines timed apart, in build jobs of their own, have only the ratio of medians: it contains differences of
+machines and days, so there is no interval.
 
 Sources: the additive model of randomized blocks, and Bonferroni's comparisons of all pairs, are in
-Montgomery,
-"Design and Analysis of Experiments" (8th edition, sections 4.1 and 3.5.7).
+Montgomery, "Design and Analysis of Experiments" (8th edition, sections 4.1 and 3.5.7).
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ RISK = 0.05
 FIRST_LOADS, LOADS = 3, 6
 """Loads of every engine, and of those that these do not tell from the fastest."""
 FIRST_RISK, LAST_RISK = 0.004, 0.016
-"""Of telling any two equal engines apart: 2 % over both looks, most of it left to the one with all loads."""
+"""Of telling any two equal engines apart: 2 % over both analyses, most of it for the one with all loads."""
 
 _ROUNDING = 1e-9
 """Half width below which loads are alike but for the rounding of least squares."""
@@ -54,12 +48,10 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Speed:
-    """Time that one engine takes on the target.
+    """Time of one engine on the target, by batch size.
 
-    Attributes:
-        latencies: By batch size.
-        rivals: Latencies by batch size of all engines of the contest, this one included; empty for two.
-        contests: Contests that share the risk: batch sizes that are looked at one by one.
+    `rivals` are the latencies of all engines of the contest, this one included; empty for two. `contests`
+    share the risk: batch sizes judged one by one.
     """
 
     latencies: Mapping[int, Latency]
@@ -68,7 +60,7 @@ class Speed:
 
     @classmethod
     def of(cls, evaluation: Evaluation | None, is_simulated: bool) -> Speed | None:
-        """The speed of an engine; None where none was measured on the target, or only a simulation's."""
+        """Return the speed of an engine; None where it was not measured on the target, or is simulated."""
         if is_simulated or evaluation is None or not evaluation.latencies:
             return None
         if not all(latency.counts_for_choice for latency in evaluation.latencies):
@@ -86,32 +78,26 @@ class Speed:
         return _per_row(self.latencies, self.batches)
 
     def at(self, batch: int) -> Speed:
-        """The same at one batch size; among rivals each size is a contest of its own.
+        """Return the speed at one batch size; among rivals each size is a contest of its own.
 
-        Raises:
-            KeyError: It was not timed at that size.
+        Raises KeyError if it was not timed at that size.
         """
         contests = len(self.latencies) if self.rivals else 1
         return replace(self, latencies={batch: self.latencies[batch]}, contests=contests)
 
     def ratio(self, other: Speed) -> float:
-        """The time of this engine over that of another by their medians, wherever they were timed.
+        """Return this engine's time over another's by their medians, wherever they were timed.
 
-        Raises:
-            KeyError: They have no batch size in common.
+        Raises KeyError if they have no batch size in common.
         """
         batches = self._in_common(other)
         return _per_row(self.latencies, batches) / _per_row(other.latencies, batches)
 
     def over(self, other: Speed) -> Interval | None:
-        """The time of this engine over that of another, over the batch sizes that both were timed at.
+        """Return this engine's time over another's, over their common batch sizes, as a ratio of medians.
 
-        Returns:
-            The ratio of the medians with its interval; without width where there was one load. Its rows are
-            the loads. None where the two were not timed in turns.
-
-        Raises:
-            KeyError: They have no batch size in common.
+        Without width where there was one load; its rows are the loads. None where the two were not timed in
+        turns. Raises KeyError if they have no batch size in common.
         """
         batches = self._in_common(other)
         if _timed_in(self.latencies, batches) != _timed_in(other.latencies, batches):
@@ -136,13 +122,8 @@ class Speed:
         return Interval(ratio, lower, upper, 1.0 - risk, loads)
 
     def is_slower(self, other: Speed, noise: float) -> bool:
-        """Whether this engine is surely slower than another, and by more than counts for nothing.
-
-        Of engines that were timed apart the ratio of their medians decides.
-
-        Args:
-            other: The other.
-            noise: Relative difference that counts for nothing, however sure it is.
+        """Whether this engine is surely slower than another, by more than `noise`; timed apart, medians
+        decide.
         """
         times = self.over(other)
         if times is None:
@@ -155,7 +136,6 @@ class Speed:
         return FIRST_RISK if loads <= FIRST_LOADS else LAST_RISK
 
     def _in_common(self, other: Speed) -> tuple[int, ...]:
-        """Batch sizes that both were timed at."""
         batches = tuple(batch for batch in self.batches if batch in other.latencies)
         if not batches:
             raise KeyError("the engines were not timed at a batch size in common")
@@ -163,25 +143,21 @@ class Speed:
 
 
 def rivals(speeds: Mapping[str, Speed]) -> dict[str, Speed]:
-    """The speeds of engines that are compared with one another, each with all of them as its rivals."""
+    """Return the speeds of compared engines, each with all of them as its rivals."""
     known = tuple(speed.latencies for speed in speeds.values())
     return {name: replace(speed, rivals=known) for name, speed in speeds.items()}
 
 
 def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[str, ...]:
-    """Engines that are not surely slower than the fastest, over all batch sizes or at one of them.
+    """Return the ids of engines, timed in turns, not surely slower than the fastest, over all sizes or at
+    one.
 
-    Args:
-        timed: Latencies by engine id, of engines that were timed in turns.
-        noise: Relative difference that counts for nothing.
-
-    Returns:
-        Their ids; none where the fastest has no rival.
+    `noise` is the relative difference that counts for nothing. Empty where the fastest has no rival.
     """
     speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in timed.items()})
     sizes = {frozenset(speed.latencies) for speed in speeds.values()}
     if len(sizes) != 1 or not (batches := next(iter(sizes))):
-        # One that failed at a size is out of the contest.
+        # An engine that failed at a size is excluded.
         most = max(sizes, key=len, default=frozenset())
         left = {
             name: timed[name] for name, speed in speeds.items() if most and speed.latencies.keys() == most
@@ -189,7 +165,7 @@ def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[st
         return contenders(left, noise) if 1 < len(left) < len(timed) else ()
     contests = [speeds]
     contests += [{name: speed.at(batch) for name, speed in speeds.items()} for batch in batches]
-    found: dict[str, None] = {}
+    close_ones: dict[str, None] = {}
     for contest in contests:
         fastest = min(contest, key=lambda name: contest[name].per_row_us)
         close = [
@@ -197,8 +173,8 @@ def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[st
             for name, speed in contest.items()
             if name != fastest and not speed.is_slower(contest[fastest], noise)
         ]
-        found |= dict.fromkeys((fastest, *close) if close else ())
-    return tuple(name for name in timed if name in found)
+        close_ones |= dict.fromkeys((fastest, *close) if close else ())
+    return tuple(name for name in timed if name in close_ones)
 
 
 @dataclass(frozen=True)
@@ -209,18 +185,14 @@ class _Spread:
     freedom: int
 
     def margin(self, loads: int, risk: float) -> float:
-        """Half width of the difference of two engines over so many loads, two-sided."""
+        """Return the two-sided half width of the difference of two engines over so many loads."""
         if self.freedom < 1:
             return inf
         return float(stdtrit(self.freedom, 1.0 - risk / 2.0)) * sqrt(2.0 * self.variance / loads)
 
 
 def _spread(engines: Sequence[Sequence[float]]) -> _Spread:
-    """Of the residuals of the additive model.
-
-    Args:
-        engines: (engines, loads) logarithms of times; an engine may have fewer loads than others.
-    """
+    """Return the spread of the additive model's residuals, of (engines, loads) logarithms of times."""
     cells = [(e, load, value) for e, values in enumerate(engines) for load, value in enumerate(values)]
     loads = max(map(len, engines))
     design = np.zeros((len(cells), len(engines) + loads))
@@ -234,7 +206,7 @@ def _spread(engines: Sequence[Sequence[float]]) -> _Spread:
 
 
 def _timed_in(latencies: Mapping[int, Latency], batches: Sequence[int]) -> list[tuple[str, str]]:
-    """Job and device of each time; alike for engines that were timed in turns."""
+    """Return job and device of each time; equal for engines timed in turns."""
     return [(latencies[batch].job, latencies[batch].device) for batch in batches]
 
 
@@ -243,7 +215,7 @@ def _per_row(latencies: Mapping[int, Latency], batches: Sequence[int]) -> float:
 
 
 def _loads(latencies: Mapping[int, Latency], batches: Sequence[int]) -> list[float]:
-    """Logarithm of the mean time per row of each load; empty where batch sizes differ in their loads."""
+    """Return the logarithm of the mean time per row of each load; empty where batch sizes differ in loads."""
     parts = [[us / batch for us in latencies[batch].loads_us] for batch in batches]
     if len({len(each) for each in parts}) != 1:
         return []

@@ -1,9 +1,9 @@
-"""The database of kernel times, and the records that are shipped.
+"""The database of kernel times, and the shipped records.
 
 One SQLite file in WAL mode: any number of processes may read while one writes, and writers wait for one
-another (https://sqlite.org/wal.html). WAL needs shared memory, so that all of them are on one machine;
-between machines times travel as JSON (`TimingRecords`). Of several times of one kernel on one shape the last
-one stands.
+another (https://sqlite.org/wal.html). WAL needs shared memory, so all of them are on one machine; between
+machines times travel as JSON (`TimingRecords`). Of several times of one kernel on one shape the last one
+counts.
 """
 
 from __future__ import annotations
@@ -46,21 +46,18 @@ _COLUMNS = (*_KEY, "us", "spread_us", "repeats", "error")
 
 
 class TimingDatabase:
-    """A file of kernel times; use it as a context manager.
-
-    Args:
-        path: The file; created when it is missing.
+    """A file of kernel times, created when missing; use it as a context manager.
 
     Raises:
         UserError: The file is no such database, or is one of another version.
-        OutputError: The place cannot be written.
+        OutputError: The file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # No implicit transactions: where one begins and ends is written below.
+            # No implicit transactions: they are explicit below.
             self._connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
             raise OutputError(f"cannot open the timing database '{path}'", evidence=str(error)) from error
@@ -77,11 +74,7 @@ class TimingDatabase:
         self._connection.close()
 
     def add(self, timings: Iterable[KernelTiming]) -> None:
-        """Write times, all of them or none.
-
-        Raises:
-            OutputError: The file cannot be written.
-        """
+        """Write times, all of them or none; raises OutputError if the file cannot be written."""
         given = list(timings)
         with self._transaction() as connection:
             for timing in given:
@@ -102,13 +95,9 @@ class TimingDatabase:
                 )
 
     def read(self, device: str | None = None) -> tuple[KernelTiming, ...]:
-        """Times ordered by kernel and shape.
+        """Return times ordered by kernel and shape, of one device or of all.
 
-        Args:
-            device: Only those of this device; None for all.
-
-        Raises:
-            UserError: A row holds what this version does not know.
+        Raises UserError if a row holds values that this version does not know.
         """
         where, values = ("", ()) if device is None else (" WHERE device = ?", (device,))
         rows = self._connection.execute(
@@ -129,12 +118,10 @@ class TimingDatabase:
     def missing(
         self, wanted: Iterable[tuple[Kernel, Shape]], device_name: str | None = None
     ) -> tuple[tuple[Kernel, Shape], ...]:
-        """Those that no time is known of, in their order.
+        """Return the wanted kernels on shapes without a known time, in their order.
 
-        Args:
-            wanted: Kernels on shapes.
-            device_name: The device as its driver names it: a time of another one (an H100 of another form
-                factor, say) is as good as none. None for any.
+        `device_name` is the device as its driver names it: a time of another one (an H100 of another form
+        factor) does not count. None for any.
         """
         condition = " AND ".join(f"{column} = ?" for column in _KEY)
         query = (
@@ -151,20 +138,18 @@ class TimingDatabase:
         return tuple((kernel, shape) for kernel, shape in wanted if is_missing(kernel, shape))
 
     def export(self, path: Path) -> int:
-        """Write every time as JSON (`TimingRecords`) and return how many there are.
+        """Write every time as JSON (`TimingRecords`) and return their number.
 
-        Raises:
-            OutputError: The file cannot be written.
+        Raises OutputError if the file cannot be written.
         """
         timings = self.read()
         serde.write(TimingRecords.of(timings), path)
         return len(timings)
 
     def take(self, path: Path) -> int:
-        """Add every time of a JSON file (`TimingRecords`) and return how many there are.
+        """Add every time of a JSON file (`TimingRecords`) and return their number.
 
-        Raises:
-            UserError: The file is missing or is not such a document.
+        Raises UserError if the file is missing or is not such a document.
         """
         timings = read_records(path)
         self.add(timings)
@@ -172,18 +157,18 @@ class TimingDatabase:
 
     def _prepare(self) -> None:
         try:
-            # The tables first: they and the numbers appear at once, in another process perhaps just now.
+            # The tables first: another process may create tables and numbers, atomically, just now.
             tables = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            found = self._pragma("application_id"), self._pragma("user_version")
+            marks = self._pragma("application_id"), self._pragma("user_version")
         except sqlite3.DatabaseError as error:
             raise self._foreign(str(error)) from error
-        if tables and found != (APPLICATION_ID, SCHEMA_VERSION):
-            if found[0] != APPLICATION_ID:
-                raise self._foreign(f"its application id is {found[0]:#x}, not {APPLICATION_ID:#x}")
+        if tables and marks != (APPLICATION_ID, SCHEMA_VERSION):
+            if marks[0] != APPLICATION_ID:
+                raise self._foreign(f"its application id is {marks[0]:#x}, not {APPLICATION_ID:#x}")
             raise UserError(
                 "the timing database is of another version",
                 where=str(self.path),
-                evidence=f"its version is {found[1]}, this loka-onnx reads {SCHEMA_VERSION}",
+                evidence=f"its version is {marks[1]}, this loka-onnx reads {SCHEMA_VERSION}",
                 remedy="measure again into another file",
             )
         try:
@@ -211,7 +196,7 @@ class TimingDatabase:
 
     def _create(self) -> None:
         with self._transaction() as connection:
-            # Another process may have been here since `_prepare` looked.
+            # Another process may have been here since the check in `_prepare`.
             if self._pragma("user_version") == 0:
                 for statement in _TABLES:
                     connection.execute(statement)
@@ -247,11 +232,7 @@ class TimingDatabase:
 
 
 def read_records(path: Path) -> tuple[KernelTiming, ...]:
-    """Times of a JSON file.
-
-    Raises:
-        UserError: The file is missing or is not such a document.
-    """
+    """Return the times of a JSON file; raises UserError if the file is missing or is not such a document."""
     try:
         return serde.read(TimingRecords, path).timings
     except ValueError as error:
@@ -259,7 +240,7 @@ def read_records(path: Path) -> tuple[KernelTiming, ...]:
 
 
 def shipped_timings(device: str) -> tuple[KernelTiming, ...]:
-    """Times of a device that come with this package; none where there are none."""
+    """Return the times of a device that come with this package; none where there are none."""
     resource = files("loka_onnx.planning") / "records" / f"{device}.json"
     if not resource.is_file():
         return ()
@@ -268,22 +249,17 @@ def shipped_timings(device: str) -> tuple[KernelTiming, ...]:
 
 
 def known_timings(device: str, databases: Sequence[Path]) -> tuple[KernelTiming, ...]:
-    """Every time of a device: shipped ones and those of databases.
+    """Return every time of a device: shipped ones and those of databases.
 
-    Args:
-        device: As run files name it.
-        databases: Files of `loka-onnx tune`; one that does not exist holds nothing. Of several times of one
-            kernel on one shape, that of the last database stands.
-
-    Raises:
-        UserError: A file is no timing database.
+    Missing files count as empty. Of several times of one kernel on one shape, that of the last database
+    counts. Raises UserError if a file is no timing database.
     """
-    found = {(timing.kernel, timing.shape): timing for timing in shipped_timings(device)}
+    timings = {(timing.kernel, timing.shape): timing for timing in shipped_timings(device)}
     for path in databases:
         if path.is_file():
             with TimingDatabase(path) as database:
-                found |= {(timing.kernel, timing.shape): timing for timing in database.read(device)}
-    return tuple(sorted(found.values(), key=lambda timing: (timing.kernel.key, timing.shape)))
+                timings |= {(timing.kernel, timing.shape): timing for timing in database.read(device)}
+    return tuple(sorted(timings.values(), key=lambda timing: (timing.kernel.key, timing.shape)))
 
 
 def _key(kernel: Kernel, shape: Shape) -> tuple[str | int, ...]:
@@ -294,12 +270,7 @@ def _timing(row: Sequence[Any]) -> KernelTiming:
     device, backend, name, precision, scales, fused, m, n, k, us, spread_us, repeats, error, document = row
     return KernelTiming(
         Kernel(
-            device,
-            backend,
-            name,
-            Precision(precision),
-            Granularity(scales) if scales else None,
-            bool(fused),
+            device, backend, name, Precision(precision), Granularity(scales) if scales else None, bool(fused)
         ),
         Shape(m, n, k),
         us,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loka_onnx.core.evaluation import Loser, PredictedTime, TargetChoice, Why
+from loka_onnx.core.evaluation import PredictedTime, Rejection, TargetChoice, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.refinement import Step
 from loka_onnx.report import numbers
@@ -68,7 +68,7 @@ def times_text(times: Interval | None) -> Told:
     return Told(f"{text} [{times.lower:.3f}, {times.upper:.3f}]", ends(times))
 
 
-def upper_text(judged: Loser | Step) -> Told:
+def upper_text(judged: Rejection | Step) -> Told:
     """The upper bound over the budget, ``0.42×``."""
     return formed(lambda upper: f"{upper:.2f}×", at(judged, "upper"), numbers.NOT_MEASURED)
 
@@ -108,7 +108,7 @@ def _sizes(target: TargetChoice, place: int) -> str:
     return told("{} and more", least) if is_last else told("{} to {}", least, most)
 
 
-_LOSER_FIELDS: tuple[Field[Loser], ...] = (
+_LOSER_FIELDS: tuple[Field[Rejection], ...] = (
     text("Engine", lambda loser: loser.engine),
     text("Not chosen because", lambda loser: cell(loser.why, _TONES.get(loser.why, Tone.MUTED))),
     number("Latency over that of the chosen", lambda loser: times_text(loser.times)),

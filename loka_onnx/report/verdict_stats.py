@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 
-from loka_onnx.core.evaluation import Because, Evaluation, Loser, OutputEvaluation, TargetChoice, Why
+from loka_onnx.core.evaluation import Because, Evaluation, OutputEvaluation, Rejection, TargetChoice, Why
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PrecisionPlan
@@ -112,7 +112,7 @@ def speed_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
             yield Stat(label, cell(numbers.NOT_MEASURED, Tone.MUTED), _why_not(losers[0]))
 
 
-def _gain(label: str, baseline: Loser, main: Emitted) -> Stat:
+def _gain(label: str, baseline: Rejection, main: Emitted) -> Stat:
     assert baseline.times is not None
     times = baseline.times
     is_known = times.lower < times.upper
@@ -129,11 +129,11 @@ def _gain(label: str, baseline: Loser, main: Emitted) -> Stat:
     return Stat(label, cell(formed("{:.3f}×".format, value), tone), note)
 
 
-def _times(loser: Loser) -> float:
+def _times(loser: Rejection) -> float:
     return loser.times.value if loser.times is not None else float("inf")
 
 
-def _why_not(loser: Loser) -> str:
+def _why_not(loser: Rejection) -> str:
     return f"{loser.engine}: {loser.why}" if loser.why is not Why.NOT_MEASURED else loser.engine
 
 

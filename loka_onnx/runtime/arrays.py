@@ -1,12 +1,11 @@
-"""Requests in arrays of other libraries, and answers in theirs.
+"""Requests with arrays of other libraries, and answers in them.
 
-A request may hold arrays of NumPy, or anything that speaks DLPack. What lies in the host's memory is read
-where it is, whoever made it. What lies on a CUDA device stays there for an engine that computes on that
-device, and is copied to the host for one that does not.
+A request may hold arrays of NumPy or of any library with DLPack. Arrays in host memory are read in place.
+Arrays on a CUDA device stay there for an engine on that device, and are otherwise copied to the host.
 
-Answers are of the library and on the device of the request, where all of its arrays are of one library
-that is known here (PyTorch, CuPy) and lie on one device; otherwise they are of NumPy. No library is imported
-here: one whose arrays are in a request has been imported by whoever made them.
+The answer has the library and device of the request if all of its arrays share one known library (PyTorch,
+CuPy) and one device; otherwise it is NumPy's. No library is imported here: the maker of a request's arrays
+has imported it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,7 @@ NUMPY, TORCH, CUPY = "numpy", "torch", "cupy"
 
 @dataclass(frozen=True)
 class Kind:
-    """Of which library arrays are, and where they lie.
-
-    Attributes:
-        library: Name of its module.
-        device_type: As DLPack numbers it.
-        device: Number of the device.
-    """
+    """Library and device of arrays."""
 
     library: str = NUMPY
     device_type: int = CPU
@@ -43,7 +36,7 @@ class Kind:
 
     @property
     def is_host(self) -> bool:
-        """Whether they lie in the host's memory."""
+        """Tell whether they are in host memory."""
         return self.device_type in {CPU, dlpack.CUDA_HOST}
 
 
@@ -51,7 +44,7 @@ HOST, TORCH_HOST = Kind(), Kind(TORCH)
 
 
 def kind_of(value: Any) -> Kind:
-    """Library and device of an array; of a library that is not known here, that of NumPy.
+    """Library and device of an array; an unknown library counts as NumPy.
 
     Raises:
         DataError: It is no array.
@@ -64,18 +57,14 @@ def kind_of(value: Any) -> Kind:
 
 
 def common_kind(kinds: Collection[Kind]) -> Kind:
-    """The kind of the answer to a request of arrays of these kinds."""
+    """Kind of the answer to a request with arrays of these kinds."""
     kind = next(iter(kinds), HOST)
     return kind if kind.library != NUMPY and all(each == kind for each in kinds) else HOST
 
 
 def plain_tensors(inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]] | None:
-    """A request of tensors of PyTorch in the host's memory as arrays of the same memory.
-
-    What `to_host` gives by DLPack, for a tenth of the time: a request may hold a tensor for each column.
-
-    Returns:
-        None where something of it is anything else, BF16 for example.
+    """View a request of PyTorch host tensors as arrays, ten times as fast as `to_host`: a request may have a
+    tensor for each column. None where it holds anything else, for example BF16.
     """
     torch = sys.modules.get(TORCH)
     if torch is None:
@@ -92,11 +81,7 @@ def plain_tensors(inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]] | No
 
 
 def to_host(value: Any, kind: Kind) -> npt.NDArray[Any]:
-    """An array as one of NumPy: a view where it lies in the host's memory, a copy of what lies elsewhere.
-
-    Args:
-        value: The array.
-        kind: Its kind.
+    """Return a NumPy view of an array in host memory, or a copy of one elsewhere.
 
     Raises:
         DataError: It cannot be read.
@@ -111,7 +96,7 @@ def to_host(value: Any, kind: Kind) -> npt.NDArray[Any]:
         return np.asarray(value)
     if kind.is_host:
         return dlpack.on_host(value)
-    # The library that made it copies it, on a stream of its own choice.
+    # The array's own library copies it, on a stream of its choice.
     if kind.library == TORCH:
         return dlpack.on_host(value.cpu())
     if kind.library == CUPY:
@@ -124,7 +109,7 @@ def to_host(value: Any, kind: Kind) -> npt.NDArray[Any]:
 
 
 def from_host(array: npt.NDArray[Any], kind: Kind) -> Any:
-    """An answer as an array of a kind; the same memory where the kind is in the host's."""
+    """Convert an answer to a kind, sharing memory on the host."""
     if kind.library == TORCH:
         torch = sys.modules[TORCH]
         tensor = _torch_view(torch, array if array.flags.writeable else array.copy())
@@ -138,14 +123,13 @@ def from_host(array: npt.NDArray[Any], kind: Kind) -> Any:
 
 
 def allocator(kind: Kind, stream: int) -> Allocate:
-    """Makes outputs on the device of a request, by its library.
+    """Return a function that makes outputs on the request's device, by its library.
 
-    Memory that a library hands out may still be read by what it has queued; being borrowed for `stream`, it
-    is written after that.
+    Queued work of the library may still read recycled memory; because it is borrowed for `stream`, it is
+    written later.
 
     Args:
-        kind: Of the answer; not of NumPy.
-        stream: CUDA stream that writes the outputs.
+        kind: Kind of the answer; not NumPy's.
     """
     library = sys.modules[kind.library]
 
@@ -163,5 +147,5 @@ def allocator(kind: Kind, stream: int) -> Allocate:
 def _torch_view(torch: Any, array: npt.NDArray[Any]) -> Any:
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(array)
-    # NumPy exports no type that is not its own: BF16 goes as the integers of its bits.
+    # NumPy exports only its own types: BF16 is passed as integers.
     return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))

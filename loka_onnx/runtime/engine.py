@@ -1,8 +1,7 @@
-"""A loaded engine: checks requests, answers them, and can say whether it still answers right.
+"""A loaded engine: checks requests, answers them, and runs its self-test.
 
-Every method may be called from any thread. Requests that run at the same time are answered as if they came
-one after the other: ONNX Runtime on the CPU runs them at once, and sessions that own buffers (CUDA graphs,
-TensorRT, MIGraphX, AOTInductor packages) take one at a time and let the others wait.
+All methods are thread-safe. ONNX Runtime on the CPU runs concurrent requests in parallel; sessions with
+buffers (CUDA graphs, TensorRT, MIGraphX, AOTInductor packages) run them one after the other.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
+from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
 from loka_onnx.errors import DataError, EngineError, LokaError
@@ -34,13 +34,12 @@ from loka_onnx.runtime.health import Health, Skipped, differences, in_line
 from loka_onnx.runtime.metrics import EngineSeries, Metrics
 from loka_onnx.runtime.requests import NOT_PLAIN, Layout, repeated, typed
 from loka_onnx.runtime.saturation import Sampler
-from loka_onnx.sessions.bundle_files import Sample
 from loka_onnx.sessions.dlpack import CUDA, borrow
 from loka_onnx.sessions.runner import Arrays, Runner
 
 WARM_UPS = 2
-"""Runs of each batch size before an engine is handed out: some sessions capture a CUDA graph in the second
-one."""
+"""Runs of each batch size before an engine is returned: some sessions capture a CUDA graph in the second
+run."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,10 @@ class Serving:
     """Options of a loaded engine.
 
     Attributes:
-        warm_up: Whether every batch size that the engine is prepared for, was timed at or has a route for is
-            run before it is handed out.
-        metrics: Whether requests are counted and timed.
-        sample_every: One request in so many has its values looked at, where the plan has FP8 scales
+        warm_up: Whether to run every batch size that is prepared, timed or routed before the engine is
+            returned.
+        metrics: Whether to count and time requests.
+        sample_every: Interval of requests whose values are counted, where the plan has FP8 scales
             (`loka_onnx.runtime.saturation`); 0 for none.
 
     Raises:
@@ -69,12 +68,12 @@ class Serving:
 
 @dataclass(frozen=True)
 class Origin:
-    """Findings of loading, for `Engine.health`.
+    """Results of loading, for `Engine.health`.
 
     Attributes:
         skipped: Engines that were preferred to the loaded one.
-        order: Ids of the bundle's engines, as they were considered.
-        trust: Why programs may be loaded; empty where they may not.
+        order: Ids of the bundle's engines, in the order of trial.
+        trust: Reason why programs may be loaded; empty where they may not.
     """
 
     skipped: tuple[Skipped, ...] = ()
@@ -83,24 +82,18 @@ class Origin:
 
 
 class Engine:
-    """An engine of a bundle, loaded; made by `load`. A context manager that closes it.
+    """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
     Args:
-        manifest: Manifest of its bundle.
-        entry: The engine.
-        runner: What it runs on.
-        sample: What it is tried on.
-        part: ``whole`` for a runner that takes the model's own inputs, ``dense`` for one that takes looked-up
-            rows in place of ids.
-        serving: How it serves.
+        part: ``whole`` for a runner with the model's own inputs, ``dense`` for one with looked-up rows in
+            place of ids.
 
     Attributes:
-        entry: The engine, as its manifest describes it.
-        inputs: What a request holds.
-        outputs: What an answer holds.
-        part: What it takes.
-        origin: What loading found out.
-        metrics: What it counts; a collector of `prometheus_client` as well.
+        inputs: Inputs of a request.
+        outputs: Outputs of an answer.
+        part: Part of the model that it computes.
+        origin: Results of loading.
+        metrics: Its counters; also a collector of `prometheus_client`.
     """
 
     def __init__(
@@ -137,27 +130,26 @@ class Engine:
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that it is prepared for, ascending; a smaller request is padded to one that is near."""
+        """Prepared batch sizes, ascending; a smaller request is padded unless that is too far."""
         return self._runner.served_sizes
 
     def infer(self, inputs: Mapping[str, Any], *, like: Any = None) -> dict[str, Any]:
-        """Answers one request. Values are not checked, only their layout.
+        """Answer one request. Only its layout is checked, not its values.
 
-        Arrays may be of NumPy, or of any library that speaks DLPack; what lies in the host's memory is not
-        copied, nor what lies on the CUDA device of an engine that reads it there. The answer is of the
-        library and on the device of the request where all of its arrays agree (PyTorch, CuPy), else of NumPy.
+        Arrays may be of NumPy or of any library with DLPack; those in host memory, or on the engine's CUDA
+        device where it reads them, are not copied by the caller's side. The answer has the library and device
+        of the request where all of its arrays agree (PyTorch, CuPy), else NumPy's.
 
         Args:
             inputs: One array for each of `inputs`, the batch on axis 0; not changed.
-            like: An array of the kind that the answer is to have, in place of that of the request;
-                ``np.empty(0)`` for NumPy.
+            like: Array whose kind the answer gets, in place of the request's; ``np.empty(0)`` for NumPy.
 
         Returns:
-            One array per graph output, the caller's own.
+            One array per graph output, owned by the caller.
 
         Raises:
-            DataError: A missing or unknown input, another type or shape, or a batch that the engine was
-                not built for; an object that is no array.
+            DataError: A missing or unknown input, another type or shape, an unsupported batch size, or an
+                object that is no array.
             EngineError: The engine fails on the batch, or was closed.
         """
         metrics = self.metrics
@@ -177,40 +169,40 @@ class Engine:
             raise
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
-        """Hand requests to other engines by their size, from now on; this one owns them.
+        """Route requests to other engines by size; this engine owns them.
 
         Args:
-            routes: Largest number of rows that an engine takes, ascending, and the engine, which may be this
-                one; the last one takes larger requests too.
+            routes: Largest number of rows of each engine, ascending, and the engine, which may be this one;
+                the last one also takes larger requests.
         """
         self._routes = tuple(routes)
         self._route_sizes = tuple(rows for rows, _ in routes)
         self._describe()
 
     def set_origin(self, origin: Origin) -> None:
-        """Say what loading found out."""
+        """Store the results of loading."""
         self.origin = origin
         self._describe()
 
     def set_sampler(self, sampler: Sampler | None) -> None:
-        """Look at the values of some requests from now on, or of none."""
+        """Set the sampler of values, or none."""
         self._sampler = sampler
 
     def on_close(self, release: Callable[[], object]) -> None:
-        """Call this once the engine is closed."""
+        """Call a function once the engine is closed."""
         self._release = release
 
     def engine_for(self, rows: int) -> Engine:
-        """The engine that takes a request of so many rows: that of the next size that has one."""
+        """Engine for a request of so many rows: that of the next routed size."""
         if not self._routes:
             return self
         return self._routes[min(bisect_left(self._route_sizes, rows), len(self._routes) - 1)][1]
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Run batches of the sample's rows, so that no request pays for what a first one of its size does.
+        """Run batches of the sample's rows, so that no request pays for the first run of its size.
 
         Args:
-            sizes: Rows of each batch; by default every size that is served, was timed or has a route.
+            sizes: Rows of each batch; by default every size that is prepared, timed or routed.
 
         Returns:
             Sizes that were run, ascending.
@@ -232,7 +224,7 @@ class Engine:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Batch sizes that are served, were timed or have a route, ascending, within those that it takes."""
+        """Batch sizes that are prepared, timed or routed, ascending, within the engine's range."""
         sizes = {*self._route_sizes}
         for engine in (self, *self._others):
             sizes |= {*engine.served_sizes}
@@ -245,9 +237,8 @@ class Engine:
         return tuple(sorted({min(max(size, least), most) for size in sizes}))
 
     def close(self) -> None:
-        """Frees what the engine holds, a GPU's memory above all, once running requests are answered.
-
-        It answers nothing afterwards. A second call does nothing.
+        """Free the engine, above all its GPU memory, after running requests are answered; a second call does
+        nothing.
         """
         if not self._gate.close():
             return
@@ -266,7 +257,7 @@ class Engine:
         self.close()
 
     def health(self) -> Health:
-        """Runs the self-test: the sample through the engine, against its expected outputs."""
+        """Run the self-test: the sample through the engine, compared with its expected outputs."""
         detail, moved = "", {}
         try:
             self._layout.rows_of(self._request)
@@ -276,7 +267,7 @@ class Engine:
             finally:
                 self._gate.leave()
             moved = differences(self.outputs, answer, self._expected)
-            # Written so that a NaN difference is a failure.
+            # A NaN difference is a failure too.
             wrong = [n for n, value in moved.items() if not value <= self.entry.tolerance[n]]
             detail = "; ".join(
                 f"output '{n}' is off by {moved[n]:.3g}, the tolerance is {self.entry.tolerance[n]:.3g}"
@@ -311,13 +302,13 @@ class Engine:
 
     @property
     def _others(self) -> tuple[Engine, ...]:
-        """The other engines that requests are handed to."""
+        """Other engines of the routes."""
         found = {id(engine): engine for _, engine in self._routes if engine is not self}
         return tuple(found.values())
 
     def _infer_others(self, inputs: Mapping[str, Any], like: Any, began: float) -> dict[str, Any]:
-        """Answer a request of arrays of another library, or refuse one."""
-        # Asked first, as it is nearly always so: whether something is a `Mapping` takes longer.
+        """Answer a request with arrays of another library, or refuse one."""
+        # The exact type first, because isinstance of `Mapping` is slower.
         is_mapping = type(inputs) is dict or isinstance(inputs, Mapping)
         if like is None and is_mapping and (tensors := plain_tensors(inputs)) is not None:
             rows = self._layout.plain_rows(tensors)
@@ -342,7 +333,7 @@ class Engine:
         return {name: value.source for name, value in made.items()}
 
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
-        """Answer a request in the host's memory that has been checked, in arrays of a kind."""
+        """Answer a checked request in host memory, in arrays of a kind."""
         target, metrics = self.engine_for(rows), self.metrics
         held: Arrays = target._runner.run(inputs)
         answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
@@ -355,7 +346,7 @@ class Engine:
     def _device_engine(
         self, inputs: Mapping[str, Any], kinds: Mapping[str, Kind], kind: Kind
     ) -> Engine | None:
-        """The engine that takes a request where it lies, and whose answer is wanted there."""
+        """Engine that reads the request on its device, if the answer is wanted there."""
         place = (kind.device_type, kind.device)
         if place[0] != CUDA or any((each.device_type, each.device) != place for each in kinds.values()):
             return None
@@ -364,12 +355,12 @@ class Engine:
         return engine if engine._runner.device == kind.device else None
 
     def _ailing(self) -> list[str]:
-        """What is wrong with the other engines."""
+        """Failures of the other engines."""
         healths = (engine.health() for engine in self._others)
         return [f"engine '{health.engine}': {health.detail}" for health in healths if not health.ready]
 
     def _describe(self) -> None:
-        """Tell the metrics which engines serve."""
+        """Pass the serving engines to the metrics."""
         engines = [
             (each._series, (each.entry.id, each.entry.backend, each.entry.plan, each.entry.architecture))
             for each in (self, *self._others)

@@ -1,4 +1,4 @@
-"""Letting requests in until an engine is closed, and closing it when the last one is out."""
+"""Gate that admits requests until an engine is closed, and waits for the running ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from loka_onnx.errors import EngineError
 
 
 class Closed(EngineError):
-    """The engine was closed; a request to it is a mistake of the caller, not of the engine."""
+    """The engine was closed; a request to it is the caller's mistake."""
 
 
 class Gate:
-    """Counts who is inside. Cheap to pass; safe for any number of threads."""
+    """Counts running requests; fast and thread-safe."""
 
     def __init__(self) -> None:
         self._state = threading.Condition(threading.Lock())
@@ -20,19 +20,19 @@ class Gate:
 
     @property
     def inside(self) -> int:
-        """How many are inside now."""
+        """Number of running requests."""
         return self._inside
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody is let in any more."""
+        """Tell whether no request is admitted any more."""
         return self._is_closed
 
     def enter(self) -> None:
-        """Go in; `leave` must follow.
+        """Register a request; `leave` must follow.
 
         Raises:
-            Closed: It is closed.
+            Closed: The gate is closed.
         """
         with self._state:
             if self._is_closed:
@@ -40,17 +40,17 @@ class Gate:
             self._inside += 1
 
     def leave(self) -> None:
-        """Go out."""
+        """Unregister a request."""
         with self._state:
             self._inside -= 1
             if self._is_closed and not self._inside:
                 self._state.notify_all()
 
     def close(self) -> bool:
-        """Let nobody in from now on, and wait for those inside.
+        """Admit no more requests and wait for the running ones.
 
         Returns:
-            Whether this call closed it: False for every call but the first, which waits as well.
+            True for the call that closed it; later calls only wait.
         """
         with self._state:
             is_first, self._is_closed = not self._is_closed, True

@@ -1,4 +1,4 @@
-"""What a loaded engine says of itself: what it is, what was preferred to it, whether it answers right."""
+"""Health of a loaded engine: identity, skipped engines, and the self-test."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from loka_onnx.errors import EngineError, LokaError
 
 
 class Cause(StrEnum):
-    """Reason why an engine of a bundle is not used, in one word; the label of a metric."""
+    """Reason why an engine of a bundle is not used; the label of a metric."""
 
     UNTRUSTED = "untrusted"
     """It is a program, and nobody vouches for the bundle."""
     PART = "part"
-    """It takes ids where looked-up rows are wanted."""
+    """It takes ids, but looked-up rows are requested."""
     BACKEND = "backend"
     """This loader does not run engines of its backend."""
     DEVICE = "device"
@@ -30,19 +30,15 @@ class Cause(StrEnum):
     VERSION = "version"
     """The library has another version than the one that built it."""
     OPEN = "open"
-    """It was tried and did not load."""
+    """It did not load."""
     SELF_TEST = "self_test"
-    """It loaded and does not reproduce its expected outputs, or fails on a batch size that it serves."""
+    """It does not reproduce its expected outputs, or fails on a served batch size."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """An engine of the bundle that was preferred to the loaded one.
-
-    Attributes:
-        engine: Its id.
-        reason: Why it does not run here.
-        cause: The same in one word.
+    """An engine of the bundle that was preferred to the loaded one, and the reason why it does not run
+    here.
     """
 
     engine: str
@@ -52,31 +48,25 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Health:
-    """The result of a self-test.
+    """Result of a self-test.
 
     Attributes:
         ready: Whether the engine reproduces its expected outputs on the sample.
-        detail: Why not; empty when ready.
-        engine: Id of the loaded engine.
-        backend: Its backend.
-        plan: Its plan.
-        architecture: Its architecture.
-        simulated: Its FP8 is simulated.
-        is_fallback: Whether it is the FP32 model because no emitted engine runs here.
+        detail: Reason why not; empty when ready.
+        simulated: Whether its FP8 is simulated.
+        is_fallback: Whether it is the FP32 model because no other engine runs here.
         model_digest: Digest of the exported model.
-        max_abs: Largest difference from the expected outputs of the sample, per output; empty when the
-            engine failed.
-        tolerance: What `max_abs` was held against.
+        max_abs: Largest difference from the expected outputs of the sample, per output; empty when the engine
+            failed.
+        tolerance: Limits of `max_abs`.
         skipped: Engines that were preferred to this one.
-        routes: Where several serve, by the largest number of rows that one takes, its id; empty where
-            one takes all.
-        order: Ids of the bundle's engines, in the order that they were considered in on this host.
-        served_sizes: Batch sizes that the engine is prepared for (a CUDA graph, buffers, a program),
-            ascending; a smaller request is padded to the next one where that is near. Empty where requests
-            run as they come.
-        warm: Batch sizes that were run before the engine was handed out, ascending.
-        trust: Why programs of the bundle may be loaded: fingerprint of the key that signed it, ``caller`` for
-            ``trust=True``; empty where they may not.
+        routes: Id of each engine by its largest number of rows, where several serve; else empty.
+        order: Ids of the bundle's engines, in the order of trial on this host.
+        served_sizes: Batch sizes with a CUDA graph, buffers or a program, ascending; a smaller request is
+            padded to the next one unless that is too far. Empty where requests run unpadded.
+        warm: Batch sizes that were run before the engine was returned, ascending.
+        trust: Reason why programs of the bundle may be loaded: fingerprint of the key that signed it,
+            ``caller`` for ``trust=True``; empty where they may not.
     """
 
     ready: bool
@@ -99,7 +89,7 @@ class Health:
 
 
 def in_line(error: Exception) -> str:
-    """An error in one line, with its evidence and remedy."""
+    """Format an error in one line, with its evidence and remedy."""
     if not isinstance(error, LokaError):
         said = f"{type(error).__name__}: {str(error)[:400]}"
     else:
@@ -114,7 +104,7 @@ def differences(
     answer: Mapping[str, npt.NDArray[Any]],
     expected: Mapping[str, npt.NDArray[Any]],
 ) -> dict[str, float]:
-    """Largest absolute difference of each output; NaN where one of the two is.
+    """Largest absolute difference of each output; NaN where one side is.
 
     Raises:
         EngineError: An output is missing, or has another type or shape.

@@ -1,8 +1,8 @@
-"""Choosing an engine of a bundle that this host can run.
+"""Loading of an engine that this host can run.
 
-ONNX models are data: loading one runs only operators that ONNX Runtime brings along. A TensorRT engine is a
-program, and so is a package of Inductor, and a digest does not say who made it: such engines are passed over
-unless a signature of the bundle verifies with a key of the caller's, or the caller vouches for its origin.
+ONNX models are data: they run only ONNX Runtime's own operators. Engines of TensorRT and packages of Inductor
+are programs, and a digest does not prove their origin: they are skipped unless a signature of the bundle
+verifies with a caller's key, or the caller vouches for the bundle.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.files import read_sample, verify_directory
+from loka_onnx.bundle.format.pinned import Pin, pinned
 from loka_onnx.core.artifact import TensorSpec
-from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleInvalid, ConfigError, EngineError, InternalError, LokaError
@@ -24,30 +26,22 @@ from loka_onnx.runtime.engine import Engine, Origin, Serving
 from loka_onnx.runtime.health import Cause, Skipped, in_line
 from loka_onnx.runtime.saturation import make_sampler
 from loka_onnx.runtime.selection import in_order, obstacle
-from loka_onnx.sessions.bound_session import open_bound
-from loka_onnx.sessions.bundle_archive import is_archive, unpacked
-from loka_onnx.sessions.bundle_files import read_sample, verify_directory
-from loka_onnx.sessions.inductor_session import open_inductor
-from loka_onnx.sessions.migraphx_session import open_migraphx
+from loka_onnx.sessions import onnx_session
+from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.pinned import Pin, pinned
-from loka_onnx.sessions.providers import CPU as CPU_PROVIDER
-from loka_onnx.sessions.providers import CUDA as CUDA_PROVIDER
-from loka_onnx.sessions.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
 from loka_onnx.sessions.runner import Names, Runner
 from loka_onnx.sessions.split_runner import SplitRunner
-from loka_onnx.sessions.tensorrt_session import open_tensorrt, open_tensorrt_rtx
 
 _LOG = logging.getLogger("loka_onnx.runtime")
 EP_CONTEXT = "EPContext"
 """Operator whose node holds a program of a provider."""
-_HARMLESS = frozenset({CPU_PROVIDER.name, CUDA_PROVIDER.name})
+_HARMLESS = frozenset({"CPUExecutionProvider", "CUDAExecutionProvider"})
 """Providers that run no program of a model."""
 ATTEMPTS = 3
-"""How often a load begins, where the bundle is replaced meanwhile."""
+"""Attempts of loading while the bundle is being replaced."""
 CALLER = "caller"
-"""What `Health.trust` says for ``trust=True``."""
+"""`Health.trust` for ``trust=True``."""
 
 
 def load(
@@ -59,32 +53,33 @@ def load(
     part: Part | str = Part.WHOLE,
     serving: Serving = Serving(),  # noqa: B008 — it is frozen
 ) -> Engine:
-    """Verifies a bundle and loads the first of its engines that runs here and passes its self-test.
+    """Verify a bundle and load the first of its engines that runs here and passes its self-test.
 
-    Of each engine it is found out beforehand, without opening it, why it cannot run here: nobody vouches for
-    it, no device of its architecture, no library, another version. The others are tried in this order: built
-    for this very device; for the architecture of an accelerator that is here; for the processor; among
-    equals, built by the library's version that is here first, then as in the manifest; the FP32 model last
-    (`loka_onnx.runtime.selection`). Each one that is passed over is logged once with its reason, and is in
-    `Engine.skipped`.
+    Engines that cannot run here are skipped unopened: untrusted programs, a missing device or library,
+    another version. The others are tried in this order: built for this very device; for the architecture of
+    an accelerator here; for the processor; among equals, those built by the installed library's version
+    first, then in the manifest's order; the FP32 model last (`loka_onnx.runtime.selection`). Each skipped
+    engine is logged once with the reason, and is in `Engine.skipped`.
 
-    Where the bundle's choice gives batch sizes to different engines, those that run here are all loaded, and
-    `Engine.infer` picks one by the rows of a request: that of the next larger size in the table.
+    Where the bundle's choice routes batch sizes to different engines, all that run here are loaded, and
+    `Engine.infer` selects one by the rows of a request: that of the next larger size.
 
     Where the model was cut at its embeddings, the lookup model runs in ONNX Runtime on the CPU before the
-    engine, and requests are those of the whole. With ``part="dense"`` the lookup model and its tables are
-    verified, not loaded: requests hold looked-up rows, of a parameter server for example, in place of ids
-    (`Engine.inputs` lists them). The FP32 model takes ids, so it does not stand in then.
+    engine, and requests are those of the whole model. With ``part="dense"`` the lookup model and its tables
+    are verified but not
+    loaded: requests hold looked-up rows, for example of a parameter server, in place of ids (see
+        `Engine.inputs`). The
+    FP32 model takes ids, so that there is no fallback then.
 
     Args:
-        bundle: Directory of the bundle, or its single-file form: that is unpacked into a temporary directory,
-            which is removed when the engine is closed. Nobody else may write there meanwhile; where the
-            bundle is replaced as a whole, as `write_bundle` does, the new one is loaded.
-        options: How an ONNX Runtime session runs.
-        trust: Whether the bundle comes from someone who may run code on this host. Engines that are programs
-            (TensorRT, Inductor, MIGraphX) are passed over without it, unless a signature verifies.
-        keys: Public keys (paths of PEM files) of those who may run code on this host. Where any are given,
-            the bundle must be signed with one of them, whether or not it holds programs.
+        bundle: Directory of the bundle, or a single-file bundle, which is unpacked into a temporary directory
+            until the engine is closed. Nobody else may write there meanwhile; a bundle that is replaced as a
+            whole, as `write_bundle` does, is loaded anew.
+        options: Options of an ONNX Runtime session.
+        trust: Whether the bundle comes from someone who may run code on this host. Otherwise engines that are
+            programs (TensorRT, Inductor, MIGraphX) are skipped unless a signature verifies.
+        keys: Public keys (paths of PEM files) of those who may run code on this host. If any are given, the
+            bundle must be signed with one of them, even without programs.
         part: ``whole`` for the model's own inputs, ``dense`` for looked-up rows.
         serving: Warm-up, metrics and samples of values.
 
@@ -92,9 +87,9 @@ def load(
         An engine that has just reproduced its expected outputs.
 
     Raises:
-        BundleInvalid: The bundle does not verify, or keys are given and none of them signed it.
+        BundleInvalid: The bundle does not verify, or none of the given keys signed it.
         EngineError: Nothing in it runs here, not even the FP32 model.
-        ConfigError: There is no such part, a key cannot be read, or `keys` is one path and no list of them.
+        ConfigError: There is no such part, a key cannot be read, or `keys` is a single path.
     """
     wanted = _part(part)
     bundle, keys = Path(bundle), _paths(keys)
@@ -108,7 +103,7 @@ def load(
                 source = _Source(pin.path, verified.manifest, str(bundle), trusted_by, pin)
                 engine = _first(_Opener(source, options, wanted, serving))
             except LokaError:
-                # Whoever replaces a bundle removes the old one, file by file.
+                # A bundle's replacement removes the old one file by file.
                 if pin.is_current:
                     raise
                 _LOG.warning("%s: the bundle was replaced while it was loaded: once more", bundle)
@@ -127,7 +122,7 @@ def load(
 
 
 def _first(opener: _Opener) -> Engine:
-    """The first engine that serves, warm, with those that it hands requests to."""
+    """Return the first engine that serves, warm, with the engines of its routes."""
     source = opener.source
     for entry in opener.candidates():
         engine = None if opener.was_skipped(entry) else opener.open(entry)
@@ -151,11 +146,8 @@ class _Source:
     """A verified bundle.
 
     Attributes:
-        directory: Where it lies.
-        manifest: Its manifest.
-        name: What messages call it.
         trusted_by: Who vouches for programs in it; empty for nobody.
-        pin: What keeps `directory` the one that was verified, whatever takes its place.
+        pin: Keeps `directory` the verified one, whatever replaces it.
     """
 
     directory: Path
@@ -166,7 +158,7 @@ class _Source:
 
 
 class _Opener:
-    """Loads engines of one bundle, and remembers those that do not run here."""
+    """Loads engines of one bundle and records those that do not run here."""
 
     def __init__(
         self, source: _Source, options: SessionOptions | None, wanted: Part, serving: Serving
@@ -178,11 +170,11 @@ class _Opener:
         self._lookup: OnnxSession | None = None
 
     def was_skipped(self, entry: EngineEntry) -> bool:
-        """Whether an engine was tried and passed over."""
+        """Tell whether an engine was skipped."""
         return any(skipped.engine == entry.id for skipped in self.skipped)
 
     def candidates(self) -> tuple[EngineEntry, ...]:
-        """Engines that may run here, in the order that they are tried; the others are passed over."""
+        """Engines that may run here, in the order of trial; records the others as skipped."""
         usable, out = [], []
         for entry in self.source.manifest.candidates:
             found = obstacle(entry, self._wanted, is_trusted=bool(self.source.trusted_by))
@@ -196,7 +188,7 @@ class _Opener:
         return ordered
 
     def open(self, entry: EngineEntry) -> Engine | None:
-        """An engine that has just reproduced its expected outputs; None where it does not run here."""
+        """Open an engine that reproduces its expected outputs; None where it does not run here."""
         directory, manifest = self.source.directory, self.source.manifest
         cause = Cause.OPEN
         try:
@@ -210,7 +202,7 @@ class _Opener:
                 raise
             engine = _tested(engine, self._serving)
         except Exception as error:
-            # Whatever a library raises for a file of which it makes nothing: the next one serves.
+            # Libraries raise errors of any type for a bad file; the next engine serves.
             self._skip(entry, cause, in_line(error))
             return None
         if self._serving.metrics:
@@ -218,16 +210,13 @@ class _Opener:
         return engine
 
     def _runner(self, entry: EngineEntry) -> Runner:
-        """What an engine runs on, behind the lookup where requests hold ids and it takes looked-up rows.
-
-        Raises:
-            LokaError: It does not load, or is not the engine that the manifest describes.
-        """
+        """Open an engine's session, behind the lookup where requests hold ids and it takes looked-up rows."""
         manifest = self.source.manifest
         if not self.source.trusted_by:
             _refuse_programs(self.source.directory / entry.path, entry, self._options)
         self.source.pin.check()
-        runner = _open(self.source.directory, entry, self._options)
+        spec, path = get_spec(entry.backend), self.source.directory / entry.path
+        runner = spec.open(path, entry.architecture, entry.version, self._options)
         try:
             _check_names(runner.names, manifest.inputs_of(entry.part), manifest.outputs)
             if entry.part is Part.DENSE and self._wanted is Part.WHOLE:
@@ -242,7 +231,7 @@ class _Opener:
         try:
             engine.set_sampler(make_sampler(directory, manifest, engine.entry, self._serving.sample_every))
         except Exception as error:
-            # An engine that answers right serves, whether or not its values can be watched.
+            # A correct engine serves even if its values cannot be sampled.
             name = self.source.name
             _LOG.warning(
                 "%s: values of engine '%s' are not sampled: %s", name, engine.entry.id, in_line(error)
@@ -251,13 +240,13 @@ class _Opener:
     def _skip(self, entry: EngineEntry, cause: Cause, reason: str) -> None:
         reason = self.source.pin.worded(reason)
         self.skipped.append(Skipped(entry.id, reason, cause))
-        # A bundle for several devices has engines for others than this one, and who asks for the dense part
-        # passes over those that take ids: nothing is wrong with either.
+        # Expected: a bundle has engines for other devices, and a request for the dense part excludes engines
+        # with ids.
         level = logging.INFO if cause in {Cause.DEVICE, Cause.PART} else logging.WARNING
         _LOG.log(level, "%s: engine '%s' is not used: %s", self.source.name, entry.id, reason)
 
     def _shared_lookup(self) -> OnnxSession:
-        """A hold on the lookup: several engines share one, tables are large."""
+        """Reference to the lookup model, which engines share because tables are large."""
         cut = self.source.manifest.cut
         if cut is None:
             raise InternalError(
@@ -266,19 +255,21 @@ class _Opener:
         if self._lookup is None:
             threads = 0 if self._options is None else self._options.threads
             # Tables stay on the CPU whatever runs the dense part.
-            lookup = OnnxSession(self.source.directory / cut.lookup, SessionOptions(threads=threads))
+            lookup = onnx_session.OnnxSession(
+                self.source.directory / cut.lookup, SessionOptions(threads=threads)
+            )
             asked = [spec for spec in self.source.manifest.inputs if spec.name in cut.lookup_inputs]
             _check_names(lookup.names, asked, cut.tensors)
             self._lookup = lookup
         return self._lookup.shared()
 
     def add_routes(self, engine: Engine) -> bool:
-        """Load the engines that take requests of other sizes in the engine's stead, and warm up all of them.
+        """Load the engines that take other sizes in the engine's place, and warm up all of them.
 
-        The sizes of one that does not run here stay with the engine.
+        Sizes of an engine that does not run here stay with `engine`.
 
         Returns:
-            Whether the engine itself runs the sizes that it takes; where it does not, all are closed.
+            Whether `engine` itself runs its sizes; if not, all are closed.
         """
         main, manifest = engine.entry.id, self.source.manifest
         choice = next((t for t in manifest.choice.targets if t.routes and main in t.engines), None)
@@ -313,7 +304,7 @@ class _Opener:
         return True
 
     def _failing(self, engine: Engine) -> Engine | None:
-        """The first engine that fails at a size that requests bring to it; it is passed over."""
+        """Return the first engine that fails at a routed size, after recording it as skipped."""
         for size in engine.sizes if self._serving.warm_up else ():
             try:
                 engine.warm_up([size])
@@ -324,35 +315,10 @@ class _Opener:
         return None
 
 
-def _open(bundle: Path, entry: EngineEntry, options: SessionOptions | None) -> Runner:
-    """Load an engine that has no obstacle.
-
-    Raises:
-        LokaError: It does not load.
-    """
-    path = bundle / entry.path
-    if entry.backend == ONNXRUNTIME and entry.architecture == CPU:
-        return OnnxSession(path, options)
-    threads = 0 if options is None else options.threads
-    if entry.backend in {ONNXRUNTIME, ONNXRUNTIME_TENSORRT}:
-        return open_bound(path, entry.backend, entry.architecture, entry.version, threads)
-    if entry.backend == "inductor":
-        return open_inductor(path, entry.architecture)
-    if entry.backend == "migraphx":
-        return open_migraphx(path, entry.architecture, entry.version)
-    open_program = open_tensorrt if entry.backend == "tensorrt" else open_tensorrt_rtx
-    return open_program(path, entry.architecture, entry.version)
-
-
 def _refuse_programs(path: Path, entry: EngineEntry, options: SessionOptions | None) -> None:
-    """Refuse a model that brings a program for a provider that the caller asks for.
-
-    Raises:
-        EngineError: It holds one (ONNX Runtime, "EP context design": node EPContext).
-        ModelError: It is no model.
-    """
+    """Refuse a model with a program for a requested provider."""
     asked = () if options is None else options.providers
-    if entry.backend != ONNXRUNTIME or all(name in _HARMLESS for name in asked):
+    if get_spec(entry.backend).is_program(entry.architecture) or all(name in _HARMLESS for name in asked):
         return
     if EP_CONTEXT in operators(read_model(path)):
         raise EngineError(
@@ -363,11 +329,7 @@ def _refuse_programs(path: Path, entry: EngineEntry, options: SessionOptions | N
 
 
 def _check_names(names: Names | None, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec]) -> None:
-    """Check that a file takes and answers what the manifest says.
-
-    Raises:
-        EngineError: It takes something else as well, or does not answer just that.
-    """
+    """Check the names of a file's inputs and outputs against the manifest."""
     if names is None:
         return
     taken, answered = {spec.name for spec in inputs}, {spec.name for spec in outputs}
@@ -402,7 +364,7 @@ def _part(name: Part | str) -> Part:
 
 
 def _tested(engine: Engine, serving: Serving) -> Engine:
-    """An engine that reproduces its expected outputs, and has run every batch size that it serves."""
+    """Run the self-test and warm-up of an engine; close it on failure."""
     try:
         health = engine.health()
         if not health.ready:

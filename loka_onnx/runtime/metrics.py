@@ -1,7 +1,7 @@
-"""What a loaded engine counts while it serves, and the same for Prometheus.
+"""Counters of a loaded engine, also for Prometheus.
 
-`Metrics.snapshot` gives the numbers as a value. `Metrics` is also a collector of `prometheus_client`, which
-is needed only for that and imported only then; nothing is registered anywhere by itself::
+`Metrics.snapshot` returns the numbers as a value. `Metrics` is also a collector of `prometheus_client`, which
+is imported only for that; nothing is registered automatically::
 
     registry = prometheus_client.CollectorRegistry()
     registry.register(engine.metrics)
@@ -11,20 +11,20 @@ is needed only for that and imported only then; nothing is registered anywhere b
 | `loka_onnx_request_seconds` | engine, batch | histogram, from the call to the answer, waiting included |
 | `loka_onnx_rows_total` | engine, batch | rows answered |
 | `loka_onnx_errors_total` | kind | requests that were refused (`request`), failed in the engine (`engine`), came after `close` (`closed`), or failed otherwise (`internal`) |
-| `loka_onnx_running_requests` | | in work or waiting for the engine |
+| `loka_onnx_running_requests` | | running or waiting for the engine |
 | `loka_onnx_host_copies_total` | | requests from a device that were copied to the host, as the engine does not read them there |
-| `loka_onnx_skipped_engines` | reason | engines of the bundle that were preferred and do not run here, by `Cause` |
+| `loka_onnx_skipped_engines` | reason | preferred engines of the bundle that do not run here, by `Cause` |
 | `loka_onnx_fallback` | | 1 where the FP32 model serves because no emitted engine runs here |
 | `loka_onnx_engine_info` | engine, backend, plan, architecture | 1 |
-| `loka_onnx_sampled_requests_total` | | requests whose values were looked at (`saturation`) |
-| `loka_onnx_sampled_values_total` | tensor | values looked at |
+| `loka_onnx_sampled_requests_total` | | requests whose values were counted (`saturation`) |
+| `loka_onnx_sampled_values_total` | tensor | values counted |
 | `loka_onnx_sampled_nonfinite_total` | tensor | of these, NaN or infinite |
-| `loka_onnx_sampled_saturated_total` | tensor | of these, beyond what the FP8 scale calibrated for the tensor represents |
+| `loka_onnx_sampled_saturated_total` | tensor | of these, beyond the range of the tensor's calibrated FP8 scale |
 
-Label `batch` is the least batch size that the engine serves and that holds the request, or power of two where
-it serves any; ``more`` beyond the largest. Of many sizes, `MOST_SIZES` are told apart. Label `tensor` names
-`MOST_TENSORS` tensors, those with a calibrated range first, and adds the rest up as ``other``: a ranker may
-have an input for each of thousands of columns.
+Label `batch` is the smallest served batch size that holds the request, or a power of two where any size is
+served; ``more`` beyond the largest. At most `MOST_SIZES` sizes are distinguished. Label `tensor` names
+`MOST_TENSORS` tensors, those with a calibrated range first, and adds the rest as ``other``: a ranker may have
+an input for each of thousands of columns.
 """  # noqa: E501 — a table cannot be broken
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ LATENCY_BOUNDS_S = (
 """Upper bounds of the latency histogram, seconds: a ranker answers in 0.1 to 10 ms."""
 MORE, OTHER = "more", "other"
 MOST_SIZES = 32
-"""Batch buckets of an engine."""
+"""Most batch buckets of an engine."""
 MOST_TENSORS = 64
-"""Tensors that have a label of their own."""
+"""Most tensors with their own label."""
 ERROR_KINDS = ("request", "engine", "closed", "internal")
 
 
@@ -59,11 +59,8 @@ class LatencyHistogram:
     """Answered requests of one engine and batch bucket.
 
     Attributes:
-        engine: Its id.
-        batch: The bucket.
         counts: Requests by bound of `LATENCY_BOUNDS_S`, not cumulative; the last is for longer ones.
-        seconds: Sum of their times.
-        rows: Sum of their rows.
+        seconds: Sum of their latencies.
     """
 
     engine: str
@@ -80,18 +77,17 @@ class LatencyHistogram:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Every number at one time.
+    """All numbers at one time.
 
     Attributes:
         latency: One histogram for each engine and batch bucket that has served.
         errors: Requests without an answer, by kind.
-        running: Requests in work.
         host_copies: Requests that were copied from a device.
-        skipped: Engines that were passed over, by cause.
-        is_fallback: Whether the FP32 model stands in.
+        skipped: Skipped engines by cause.
+        is_fallback: Whether the FP32 model serves as fallback.
         engines: Loaded engines: id, backend, plan, architecture.
-        sampled: Requests whose values were looked at.
-        looks: What was seen in them, by tensor.
+        sampled: Requests whose values were counted.
+        looks: Counts of their values, by tensor.
     """
 
     latency: tuple[LatencyHistogram, ...]
@@ -126,38 +122,34 @@ class _Series:
 
 
 class EngineSeries:
-    """The counters of one engine, by batch bucket.
+    """Counters of one engine, by batch bucket.
 
     Args:
         engine: Its id.
-        sizes: Batch sizes that it serves, ascending; empty for any.
-        largest: Most rows that it takes.
+        sizes: Served batch sizes, ascending; empty for any.
+        largest: Most rows of a request.
     """
 
     def __init__(self, engine: str, sizes: Sequence[int], largest: int) -> None:
         self.engine = engine
-        # Powers of two below the largest request, and one that holds it.
+        # Powers of two up to one that holds the largest request.
         powers = tuple(1 << power for power in range(max(largest - 1, 0).bit_length() + 1))
         self._sizes = _thinned(tuple(sizes) or powers)
         self._series = tuple(_Series() for _ in range(len(self._sizes) + 1))
 
     def of(self, rows: int) -> _Series:
-        """The counters of requests of so many rows."""
+        """Counters of requests of so many rows."""
         return self._series[bisect_left(self._sizes, rows)]
 
     def histograms(self) -> Iterator[LatencyHistogram]:
-        """Those that have served."""
+        """Histograms of buckets that have served."""
         for batch, series in zip((*map(str, self._sizes), MORE), self._series, strict=True):
             if any(series.counts):
                 yield LatencyHistogram(self.engine, batch, tuple(series.counts), series.seconds, series.rows)
 
 
 class Metrics:
-    """Counters of a loaded engine, safe to use from any thread.
-
-    Attributes:
-        enabled: Whether requests are counted and timed.
-    """
+    """Counters of a loaded engine, thread-safe; `enabled` tells whether requests are counted and timed."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -178,13 +170,12 @@ class Metrics:
         *,
         is_fallback: bool,
     ) -> None:
-        """Say which engines serve, and why others do not.
+        """Set the serving engines, and the causes of skipped ones.
 
         Args:
             engines: Counters of each loaded engine, and its id, backend, plan and architecture.
-            causes: One for each engine that was passed over.
-            gate: Counts requests in work.
-            is_fallback: Whether the FP32 model stands in.
+            causes: One for each skipped engine.
+            is_fallback: Whether the FP32 model serves as fallback.
         """
         with self._lock:
             self._engines, self._gate, self._is_fallback = tuple(engines), gate, is_fallback
@@ -209,15 +200,15 @@ class Metrics:
             self._host_copies += 1
 
     def looked(self, looks: Mapping[str, Look]) -> None:
-        """Add what was seen in a sampled request."""
+        """Add the counts of a sampled request."""
         with self._lock:
             self._sampled += 1
-            # The first ones are those that have a label: a counter must not move from one label to another.
+            # The first tensors keep their labels: a counter must not change its label.
             for name, look in sorted(looks.items(), key=lambda item: item[1].saturated is None):
                 self._looks[name] = self._looks.get(name, Look()).merge(look)
 
     def snapshot(self) -> Snapshot:
-        """Every number, of one moment."""
+        """Return all numbers of one moment."""
         with self._lock:
             return Snapshot(
                 latency=tuple(each for series, _ in self._engines for each in series.histograms()),
@@ -232,11 +223,11 @@ class Metrics:
             )
 
     def describe(self) -> list[Any]:
-        """Nothing: `CollectorRegistry.register` then does not collect to learn the names."""
+        """Return nothing, so that `CollectorRegistry.register` does not collect to learn the names."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """The same numbers as metric families of `prometheus_client`.
+        """Yield the numbers as metric families of `prometheus_client`.
 
         Raises:
             MissingPackage: It is not installed.
@@ -309,13 +300,13 @@ class Metrics:
 
 
 def _thinned(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """At most `MOST_SIZES` of ascending sizes, evenly spread, the largest among them."""
+    """Select at most `MOST_SIZES` of ascending sizes, evenly spaced, including the largest."""
     step = -(-len(sizes) // MOST_SIZES)
     return sizes if step <= 1 else sizes[::-1][::step][::-1]
 
 
 def _labelled(looks: Mapping[str, Look]) -> dict[str, Look]:
-    """What was seen in tensors, those beyond `MOST_TENSORS` in one."""
+    """Counts by tensor, those beyond `MOST_TENSORS` added up."""
     named = dict(itertools.islice(looks.items(), MOST_TENSORS))
     for look in itertools.islice(looks.values(), MOST_TENSORS, None):
         named[OTHER] = named.get(OTHER, Look()).merge(look)
@@ -323,7 +314,7 @@ def _labelled(looks: Mapping[str, Look]) -> dict[str, Look]:
 
 
 def _cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Buckets as Prometheus has them: requests up to a bound, the last one for all."""
+    """Cumulative buckets of Prometheus, the last one for all requests."""
     total, buckets = 0, []
     for bound, count in zip((*map(str, LATENCY_BOUNDS_S), "+Inf"), counts, strict=True):
         total += count

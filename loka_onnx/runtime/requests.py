@@ -1,4 +1,4 @@
-"""Whether a request is one that an engine takes; made to cost little where it is."""
+"""Fast check of a request's layout."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ NOT_PLAIN = -1
 
 
 class Layout:
-    """Inputs of a request, prepared for comparing.
+    """Inputs of a request, prepared for comparison.
 
     Args:
-        specs: Inputs, the batch on axis 0.
-        batch: Rows that are taken.
-        whose: What the inputs are those of, for messages.
+        whose: Owner of the inputs, for messages.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], batch: BatchRange, whose: str) -> None:
         self._specs, self._batch, self._whose = tuple(specs), batch, whose
-        # A tail without a dynamic axis is compared at once; another one axis by axis, in `rows_of`.
+        # A tail without a dynamic axis is compared at once, others axis by axis in `rows_of`.
         self._names = {spec.name for spec in specs}
         self._quick = tuple(
             (spec.name, dtype_called(spec.dtype), len(spec.shape), tuple(spec.shape[1:])) for spec in specs
@@ -37,7 +35,7 @@ class Layout:
         )
 
     def plain_rows(self, inputs: Mapping[str, Any]) -> int:
-        """Rows of a request of arrays of NumPy that is taken; `NOT_PLAIN` where it has to be looked at."""
+        """Rows of a valid request of NumPy arrays; `NOT_PLAIN` where it needs the full check."""
         rows = NOT_PLAIN
         try:
             if not self._is_quick or len(inputs) != len(self._quick):
@@ -56,10 +54,10 @@ class Layout:
         return rows if self._batch.min <= rows <= self._batch.max else NOT_PLAIN
 
     def check_names(self, inputs: Mapping[str, Any]) -> None:
-        """Raise unless every input is there, and nothing else.
+        """Check that a request holds exactly the inputs.
 
         Raises:
-            DataError: Not so, or it is no mapping.
+            DataError: It does not, or is no mapping.
         """
         names = self._names
         if not isinstance(inputs, Mapping):
@@ -76,13 +74,13 @@ class Layout:
             )
 
     def rows_of(self, inputs: Mapping[str, Any]) -> int:
-        """Rows of a request that is taken.
+        """Rows of a valid request.
 
         Args:
-            inputs: What has ``dtype``, as NumPy has it, and ``shape``.
+            inputs: Values with NumPy's ``dtype`` and ``shape``.
 
         Raises:
-            DataError: It is not taken: another name, type, shape, or number of rows.
+            DataError: It has another name, type, shape, or number of rows.
         """
         self.check_names(inputs)
         rows = {spec.name: _rows(inputs[spec.name], spec) for spec in self._specs}
@@ -96,12 +94,12 @@ class Layout:
 
 
 def repeated(value: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
-    """The first rows of an array that is repeated as often as it takes."""
+    """Return `rows` rows of an array, repeated as often as needed."""
     return value[np.arange(rows) % len(value)]
 
 
 def typed(arrays: Mapping[str, npt.NDArray[Any]], specs: Sequence[TensorSpec]) -> dict[str, npt.NDArray[Any]]:
-    """Arrays of a sample, those of BF16 in their type: an npz keeps such as bytes without one."""
+    """Restore the type of BF16 arrays of a sample, which an npz stores as raw bytes."""
     found = {}
     for spec in specs:
         value, dtype = arrays[spec.name], dtype_called(spec.dtype)

@@ -1,14 +1,14 @@
-"""Looking at the values of a few requests: what an FP8 engine would round to its largest value.
+"""Counts of values that an FP8 engine saturates, on a few requests.
 
 An FP8 engine multiplies x / scale, cast to a format whose largest finite value is ``max``; the ONNX cast
-saturates, so that every |x| > scale · max becomes that bound. Scales were chosen on calibration rows. When
-live rows lie beyond them, the engine answers, and answers worse: this is where that shows first.
+saturates, so that every |x| > scale · max becomes that bound. Scales were chosen on calibration rows. Where
+live rows exceed them, the engine's answers get worse, which shows here first.
 
-What is measured: values of the engine's *inputs and outputs*, on every n-th request of host memory, in its
-first `MOST_ROWS` rows, so that no request takes much longer for being looked at. An input
-has a range where a site that the plan runs in FP8 reads it, directly or through operators that move values
-without changing them; the least of these ranges counts. Activations inside of the engine are not seen: for
-them there is `loka-onnx drift` on the rows themselves. Integer inputs (ids) are not looked at.
+Counted are values of the engine's *inputs and outputs*, on every n-th request in host memory, in its first
+`MOST_ROWS` rows, which bounds the added latency. An input has a range where a site that the plan runs in FP8
+reads it, directly or through operators that only move values; the smallest of these ranges counts.
+Activations inside the engine are not seen: use `loka-onnx drift` on the rows for them. Integer inputs (ids)
+are ignored.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from loka_onnx.core.plan import PlanSet
 from loka_onnx.sessions.model_files import read_model
 
 MOST_ROWS = 256
-"""Rows of a request that are looked at."""
+"""Most counted rows of a request."""
 
-# Operators whose output holds values of their inputs and no others: the first of these, or all for Concat.
+# Operators that only move values of their first input, or of all inputs for Concat.
 _MOVES = frozenset(
     {"Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Concat"}
 )
@@ -43,9 +43,9 @@ class Look:
     """Counts of values of one tensor.
 
     Attributes:
-        values: Looked at.
+        values: All counted values.
         nonfinite: NaN or infinite.
-        saturated: Finite and beyond the calibrated range; None for a tensor that has none.
+        saturated: Finite and beyond the calibrated range; None for a tensor without one.
     """
 
     values: int = 0
@@ -53,7 +53,7 @@ class Look:
     saturated: int | None = None
 
     def merge(self, other: Look) -> Look:
-        """Both together."""
+        """Add the counts of both."""
         known = [count for count in (self.saturated, other.saturated) if count is not None]
         return Look(
             self.values + other.values, self.nonfinite + other.nonfinite, sum(known) if known else None
@@ -61,27 +61,24 @@ class Look:
 
 
 def look_at(value: npt.NDArray[Any], limit: float | None = None) -> Look:
-    """Count the values of a floating array.
-
-    Args:
-        value: Any shape.
-        limit: Largest magnitude that the calibrated scale represents; None where there is none.
+    """Count the values of a floating array; `limit` is the largest magnitude of its calibrated scale, if
+    any.
     """
     finite = np.isfinite(value)
     nonfinite = value.size - int(np.count_nonzero(finite))
     if limit is None:
         return Look(value.size, nonfinite)
-    # In float64: the limit need not be a number of the array's type.
+    # In float64, because the array's type may not hold the limit.
     beyond = (np.abs(value.astype(np.float64)) > limit) & finite
     return Look(value.size, nonfinite, int(np.count_nonzero(beyond)))
 
 
 class Sampler:
-    """Looks at every n-th request.
+    """Counts values of every n-th request.
 
     Args:
-        limits: Largest magnitude that an input's calibrated scale represents, where there is one.
-        every: Requests for each that is looked at.
+        limits: Largest magnitude of each input's calibrated scale, where there is one.
+        every: Interval n.
     """
 
     def __init__(self, limits: Mapping[str, float], every: int) -> None:
@@ -89,13 +86,13 @@ class Sampler:
         self._count = itertools.count(1)
 
     def is_due(self) -> bool:
-        """Whether this request is to be looked at; counts it."""
+        """Count this request and tell whether to sample it."""
         return next(self._count) % self.every == 0
 
     def look(
         self, inputs: Mapping[str, npt.NDArray[Any]], outputs: Mapping[str, npt.NDArray[Any]]
     ) -> dict[str, Look]:
-        """What is seen in a request and its answer, by tensor."""
+        """Counts of a request and its answer, by tensor."""
         looks = {
             name: look_at(value[:MOST_ROWS], self.limits.get(name))
             for name, value in inputs.items()
@@ -106,13 +103,10 @@ class Sampler:
 
 
 def make_sampler(bundle: Path, manifest: Manifest, entry: EngineEntry, every: int) -> Sampler | None:
-    """The sampler of an engine; None where its plan quantizes no activation, or nothing is to be sampled.
+    """Make the sampler of an engine; None where its plan quantizes no activation, or `every` is 0.
 
     Args:
-        bundle: A verified bundle.
-        manifest: Its manifest.
-        entry: The engine.
-        every: Requests for each that is looked at; 0 for none.
+        every: Interval of sampled requests; 0 for none.
     """
     if every < 1:
         return None
@@ -125,7 +119,7 @@ def make_sampler(bundle: Path, manifest: Manifest, entry: EngineEntry, every: in
 
 
 def _largest_magnitudes(bundle: Path, manifest: Manifest, entry: EngineEntry) -> dict[str, float]:
-    """By site that the engine's plan runs in FP8, the largest magnitude that its activation scale represents.
+    """Largest magnitude of the activation scale of each FP8 site of the engine's plan.
 
     Raises:
         UserError: The plans of the bundle cannot be read.
@@ -145,9 +139,7 @@ def limits_of_inputs(
     """Largest magnitude of each input that reaches a quantized site unchanged.
 
     Args:
-        graph: The exported model; its nodes have the names of sites.
-        magnitudes: By site, the largest magnitude that its activation scale represents.
-        manifest: Where the model was cut, tensors of the graph are inputs as well.
+        manifest: Manifest; where the model was cut, the cut tensors are inputs too.
     """
     names = {spec.name for spec in manifest.inputs}
     names |= set() if manifest.cut is None else {spec.name for spec in manifest.cut.tensors}

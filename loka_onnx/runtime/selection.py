@@ -1,56 +1,30 @@
-"""Which engines of a bundle this host can run, and in what order they are tried.
+"""Engines of a bundle that this host can run, and their order of trial.
 
-Nothing of an engine is opened for this, and no library of a vendor is imported for an engine that cannot run
-here for another reason.
+No engine is opened for this, and no vendor's library is imported for an engine with another obstacle.
 
-Order: first engines that were built for this very device, by the name that its driver gives (what was timed
-belongs to it); then those of the architecture of an accelerator that is here; then those of the processor.
-Among equals, those that were built by the version of their library that is installed here; then as the
-manifest has them, which is the order of choice. The FP32 model is last, whatever it is.
+Order: engines built for this very device, by its driver's name (to which timings belong); then for the
+    architecture of
+an accelerator here; then for the processor. Among equals, those built by the installed version of their
+library; then in the manifest's order, which is the order of choice. The FP32 model is always last.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 
 from loka_onnx.core.devices import CPU, device_called
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
-from loka_onnx.errors import ConfigError, MissingPackage
+from loka_onnx.errors import MissingPackage
 from loka_onnx.runtime.health import Cause
+from loka_onnx.sessions.backends import get_spec, has_spec, in_line
 from loka_onnx.sessions.host_devices import device_of_architecture
-from loka_onnx.sessions.inductor_package import release
-from loka_onnx.sessions.migraphx_api import import_migraphx, version_of
-from loka_onnx.sessions.migraphx_session import why_not_run
-from loka_onnx.sessions.onnx_session import import_onnxruntime
-from loka_onnx.sessions.providers import ONNXRUNTIME, ONNXRUNTIME_TENSORRT, provider_for, why_not_here
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT, TENSORRT_RTX, why_no_gpu
-
-BACKENDS = (ONNXRUNTIME, ONNXRUNTIME_TENSORRT, "tensorrt", "tensorrt_rtx", "inductor", "migraphx")
-"""Backends whose engines are run here."""
-_VENDORS = {"tensorrt": TENSORRT, "tensorrt_rtx": TENSORRT_RTX}
-_LIBRARIES = {
-    **{
-        name: (vendor.module, vendor.title, f"pip install 'loka-onnx[{vendor.extra}]'")
-        for name, vendor in _VENDORS.items()
-    },
-    "inductor": ("torch", "PyTorch", "pip install 'loka-onnx[inductor]'"),
-    "migraphx": ("migraphx", "MIGraphX", "install ROCm with its package `migraphx`"),
-}
-"""By backend whose library is not ONNX Runtime: module, title, and how it is installed."""
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Reason why an engine is not tried.
-
-    Attributes:
-        cause: In one word.
-        reason: In a sentence without its full stop, with the remedy.
-    """
+    """Reason why an engine is not tried: its cause, and a sentence (without full stop) with the remedy."""
 
     cause: Cause
     reason: str
@@ -58,18 +32,15 @@ class Obstacle:
 
 def is_program(entry: EngineEntry) -> bool:
     """Whether loading an engine runs code that came with it."""
-    if entry.backend not in {ONNXRUNTIME, ONNXRUNTIME_TENSORRT}:
-        return True
-    return provider_for(entry.backend, entry.architecture).compiles
+    return get_spec(entry.backend).is_program(entry.architecture)
 
 
 def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle | None:
-    """Why an engine is not tried on this host; None where it is.
+    """Reason why an engine is not tried on this host; None where it is.
 
     Args:
-        entry: The engine.
-        wanted: What requests hold.
-        is_trusted: Whether somebody vouches for programs of the bundle.
+        wanted: Part of the model that requests are for.
+        is_trusted: Whether programs of the bundle may be loaded.
     """
     if wanted is Part.DENSE and entry.part is Part.WHOLE:
         return Obstacle(
@@ -77,7 +48,7 @@ def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle 
             "this engine takes ids, not looked-up rows; load the whole, or build with "
             "`model.split_sparse: true`",
         )
-    if not _is_known(entry):
+    if not (has_spec(entry.backend) and get_spec(entry.backend).knows(entry.architecture)):
         return Obstacle(
             Cause.BACKEND, f"this loader runs no engine of {entry.backend} on {entry.architecture}"
         )
@@ -89,110 +60,53 @@ def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle 
             "your bundles, or `trust=True` when this one comes from who may run code here",
         )
     found = [each for each in (_no_library(entry), _no_device(entry)) if each is not None]
-    # The version of a library is asked of the library, which is imported for it.
+    # Only the library knows its version, and is imported for it.
     if not found and (other := _other_version(entry)) is not None:
         found = [other]
     return Obstacle(found[0].cause, "; ".join(each.reason for each in found)) if found else None
 
 
 def in_order(manifest: Manifest, usable: Sequence[EngineEntry]) -> tuple[EngineEntry, ...]:
-    """Engines as they are tried; the module says in what order.
-
-    Args:
-        manifest: Of the bundle.
-        usable: Those of its candidates without an obstacle, in the manifest's order.
-    """
+    """Sort usable engines, given in the manifest's order, into the order of trial (see the module)."""
     return tuple(sorted(usable, key=lambda entry: _rank(manifest, entry)))
 
 
 def _rank(manifest: Manifest, entry: EngineEntry) -> tuple[int, int]:
     if entry == manifest.fallback:
         return (3, 0)
-    differs = int(entry.version != _version_here(entry.backend))
+    differs = int(entry.version != get_spec(entry.backend).version())
     if entry.architecture == CPU:
         return (2, differs)
     name = device_called(device_of_architecture(entry.architecture), entry.architecture)
     return (0 if name == entry.target else 1, differs)
 
 
-def _is_known(entry: EngineEntry) -> bool:
-    if entry.backend in {ONNXRUNTIME, ONNXRUNTIME_TENSORRT}:
-        try:
-            provider_for(entry.backend, entry.architecture)
-        except ConfigError:
-            return False
-    return entry.backend in BACKENDS
-
-
 def _no_library(entry: EngineEntry) -> Obstacle | None:
     """The library of the engine is not there; found out without importing a vendor's."""
-    if entry.backend in {ONNXRUNTIME, ONNXRUNTIME_TENSORRT}:
-        try:
-            import_onnxruntime()
-        except MissingPackage as error:
-            return Obstacle(Cause.LIBRARY, _in_line(error))
-        return None
-    module, title, remedy = _LIBRARIES[entry.backend]
-    if _is_installed(module):
-        return None
-    return Obstacle(Cause.LIBRARY, f"{title} is not installed; {remedy}")
+    reason = get_spec(entry.backend).library_obstacle()
+    return Obstacle(Cause.LIBRARY, reason) if reason else None
 
 
 def _no_device(entry: EngineEntry) -> Obstacle | None:
     if entry.architecture == CPU:
         return None
-    if entry.backend in {ONNXRUNTIME, ONNXRUNTIME_TENSORRT}:
-        provider = provider_for(entry.backend, entry.architecture)
-        reason = why_not_here(provider, entry.architecture)
-    elif entry.backend == "migraphx":
-        reason = why_not_run(entry.architecture)
-    else:
-        reason = why_no_gpu(entry.architecture)
+    reason = get_spec(entry.backend).device_obstacle(entry.architecture)
     return Obstacle(Cause.DEVICE, f"cannot run here: {reason}") if reason else None
 
 
 def _other_version(entry: EngineEntry) -> Obstacle | None:
-    """The library has a version that does not load the engine: programs belong to one."""
+    """Obstacle of a library version that does not load the engine: programs belong to one version."""
     if not is_program(entry):
         return None
+    spec = get_spec(entry.backend)
     try:
-        here = _version_here(entry.backend)
+        here = spec.version()
     except MissingPackage as error:
-        return Obstacle(Cause.LIBRARY, _in_line(error))
-    if here == entry.version or (entry.backend == "inductor" and release(here) == release(entry.version)):
+        return Obstacle(Cause.LIBRARY, in_line(error))
+    if spec.loads(entry.version, here):
         return None
-    title = _LIBRARIES[entry.backend][1] if entry.backend in _LIBRARIES else "ONNX Runtime"
     return Obstacle(
         Cause.VERSION,
-        f"the engine was built by another version of {title}: by {entry.version}, this host has {here}; "
+        f"the engine was built by another version of {spec.title}: by {entry.version}, this host has {here}; "
         "install that one, or build the engine again",
     )
-
-
-def _version_here(backend: str) -> str:
-    """Version of the library that runs a backend's engines.
-
-    Raises:
-        MissingPackage: It is not installed.
-    """
-    if backend in {ONNXRUNTIME, ONNXRUNTIME_TENSORRT}:
-        return str(import_onnxruntime().__version__)
-    if backend in _VENDORS:
-        return str(_VENDORS[backend].load().__version__)
-    if backend == "migraphx":
-        return version_of(import_migraphx())
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError as error:
-        raise MissingPackage("PyTorch is not installed", evidence=str(error)) from error
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _in_line(error: MissingPackage) -> str:
-    return f"{error.what}; {error.remedy}" if error.remedy else error.what

@@ -1,28 +1,29 @@
-"""The routes of the server, as an ASGI application.
+"""The open inference protocol v2 over HTTP for one loaded bundle, as a Starlette application.
 
-Reading a request, running it and writing the answer all happen in one of a fixed number of threads: the event
-loop only moves bytes. What does not fit is refused at once with 503 instead of waiting without bound.
+The event loop only moves bytes; a fixed number of threads reads requests, runs them and writes answers.
+Requests beyond the limits are refused at once with 503.
 
-Source: kserve/open-inference-protocol, `specification/protocol/inference_rest.md`, section API; index and
-statistics as in triton-inference-server/server, `docs/protocol/extension_model_repository.md` and
-`extension_statistics.md`.
+Sources: kserve/open-inference-protocol, `specification/protocol/inference_rest.md`, section API; RFC 9110,
+sections 15.5.12 (411) and 15.5.14 (413).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from loka_onnx.errors import DataError, LokaError
-from loka_onnx.serving.bodies import Body, Held, Holding, Limits, busy, read_body, refuse
-from loka_onnx.serving.metrics import Meter
-from loka_onnx.serving.model import ServedModel
-from loka_onnx.serving.protocol import InferAnswer, to_text
-from loka_onnx.serving.sending import Sending, answer_bytes
+from loka_onnx.errors import DataError, EngineError, LokaError
+from loka_onnx.runtime import Engine, Health
+from loka_onnx.serving.protocol import Card, read_request, to_text, write_answer
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -30,215 +31,304 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _LOG = logging.getLogger("loka_onnx.serving")
-_JSON = "application/json"
-EXTENSIONS = ("binary_tensor_data", "statistics")
+VERSION = "1"
+"""Version of the model in URLs: a bundle has no number of its own, and Triton's begin with 1."""
+HEALTH_SECONDS = 10.0
+"""How long the result of a self-test is reused."""
+DRAIN_SECONDS = 2.0
+"""How long the rest of a body that is too large is read and dropped."""
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+"""Upper bounds of the latency histogram; a ranker answers in milliseconds."""
+_TYPES = frozenset({"", "application/json", "application/octet-stream"})
+_HEADER_LENGTH = "Inference-Header-Content-Length"
+_CLOSE = {"Connection": "close"}
 
 
-class Workers:
-    """The threads of a server; leaving the context waits for what they run.
-
-    Args:
-        threads: Requests that run at once.
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a server.
 
     Attributes:
-        requests: They run here.
-        probes: Self-tests run here. A probe that waited behind requests would time out when the server is
-            busy, not ill.
+        body_bytes: Largest body.
+        held_bytes: Largest sum of the bodies of all requests that have no answer yet.
+        waiting: Most requests that wait for a thread or run.
+        body_seconds: Longest time from the head of a request to the end of its body.
+        closing_seconds: Longest time for the rest of a body once the server shuts down.
     """
 
-    def __init__(self, threads: int) -> None:
-        self.requests = ThreadPoolExecutor(threads, thread_name_prefix="infer")
-        self.probes = ThreadPoolExecutor(1, thread_name_prefix="probe")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.requests.shutdown()
-        self.probes.shutdown()
+    body_bytes: int = 64 << 20
+    held_bytes: int = 256 << 20
+    waiting: int = 256
+    body_seconds: float = 30.0
+    closing_seconds: float = 1.0
 
 
-def make_app(model: ServedModel, workers: Workers, limits: Limits | None = None) -> Starlette:
-    """The application.
+def make_app(
+    engine: Engine, name: str, workers: ThreadPoolExecutor, limits: Limits | None = None
+) -> Starlette:
+    """Return the application, whose `app.state.close()` begins the shutdown; engine and workers stay open.
 
-    Args:
-        model: What it serves; stays the caller's.
-        workers: What it runs on; stays the caller's.
-        limits: What it takes on at once.
+    Raises:
+        ConfigError: The protocol cannot carry an input or output.
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.routing import Route
 
-    service = _Service(model, workers, limits or Limits())
-    one = "/v2/models/{model}"
+    service = _Service(engine, name, workers, limits or Limits())
     routes = [
         Route("/v2", service.server),
         Route("/v2/health/live", service.live),
         Route("/v2/health/ready", service.ready),
-        Route("/v2/models/stats", service.statistics),
-        Route("/v2/repository/index", service.index, methods=["POST"]),
         Route("/metrics", service.metrics),
     ]
-    for path in (one, f"{one}/versions/{{version}}"):
+    for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         routes += [
             Route(path, service.metadata),
-            Route(f"{path}/ready", service.model_ready),
-            Route(f"{path}/stats", service.statistics),
+            Route(f"{path}/ready", service.ready),
             Route(f"{path}/infer", service.infer, methods=["POST"]),
         ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _on_refusal, Exception: _on_bug})
     # A redirect would be made of the Host header, which the client chooses.
     app.router.redirect_slashes = False
+    app.state.close = service.close
     return app
 
 
 class _Service:
-    """The endpoints; every one takes a request and returns a response."""
+    """The endpoints. Counts of requests and bytes are changed by the event loop alone."""
 
-    def __init__(self, model: ServedModel, workers: Workers, limits: Limits) -> None:
-        self._model = model
-        self._limits = limits
-        self._holding = Holding(limits)
-        self._meter = Meter(model.engine)
-        self._workers = workers
+    def __init__(self, engine: Engine, name: str, workers: ThreadPoolExecutor, limits: Limits) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+        kind = PurePosixPath(engine.entry.path).suffix.lstrip(".") or "engine"
+        platform = f"{engine.entry.backend}_{kind}"
+        self._card = Card(name, VERSION, platform, tuple(engine.inputs), tuple(engine.outputs))
+        self._engine, self._workers, self._limits = engine, workers, limits
+        self._waiting = self._held_bytes = 0
+        self._bodies: set[asyncio.Timeout] = set()
+        self._body_seconds = limits.body_seconds
+        self._testing = threading.Lock()
+        self._health, self._tested = engine.health(), time.monotonic()
+        self._registry = registry = CollectorRegistry()
+        self._answers = Counter(
+            "loka_onnx_serve_answers", "Inference requests that were answered.", ["status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "loka_onnx_serve_seconds",
+            "From the head of an inference request to its answer.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        waiting = Gauge("loka_onnx_serve_waiting", "Inference requests that wait or run.", registry=registry)
+        waiting.set_function(lambda: self._waiting)
+        registry.register(engine.metrics)
+
+    def close(self) -> None:
+        """Shorten the time of bodies under way, so that none delays the shutdown."""
+        self._body_seconds = self._limits.closing_seconds
+        end = asyncio.get_running_loop().time() + self._body_seconds
+        for timeout in self._bodies:
+            if not timeout.expired():
+                timeout.reschedule(min(end, timeout.when() or end))
 
     async def server(self, request: Request) -> Response:
-        return _json({"name": "loka-onnx", "version": version("loka-onnx"), "extensions": list(EXTENSIONS)})
+        return _json(
+            {"name": "loka-onnx", "version": version("loka-onnx"), "extensions": ["binary_tensor_data"]}
+        )
 
     async def live(self, request: Request) -> Response:
         return _json({"live": True})
 
     async def ready(self, request: Request) -> Response:
-        return await self._readiness({})
-
-    async def model_ready(self, request: Request) -> Response:
         self._check_model(request)
-        return await self._readiness({"name": self._model.card.name})
+        document = {"name": self._card.name} if request.path_params else {}
+        # Not among the workers: a probe that waited behind requests would time out when the server is busy.
+        health = await asyncio.to_thread(self._self_test)
+        if health.ready:
+            return _json({**document, "ready": True})
+        return _json({**document, "ready": False, "error": health.detail}, 503)
 
     async def metadata(self, request: Request) -> Response:
         self._check_model(request)
-        return _json(self._model.card.metadata())
-
-    async def statistics(self, request: Request) -> Response:
-        if "model" in request.path_params:
-            self._check_model(request)
-        return _json({"model_stats": [self._model.statistics()]})
-
-    async def index(self, request: Request) -> Response:
-        card, health = self._model.card, self._model.last_health
-        state = "READY" if health.ready else "UNAVAILABLE"
-        return _json([{"name": card.name, "version": card.version, "state": state, "reason": health.detail}])
+        return _json(self._card.metadata())
 
     async def metrics(self, request: Request) -> Response:
-        return _response(
-            self._meter.text(self._holding.waiting), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        from prometheus_client import generate_latest
+        from starlette.responses import Response
 
-    async def infer(self, request: Request) -> Sending:
-        began = time.perf_counter()
-        held = Held(self._holding)
+        text = generate_latest(self._registry)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def infer(self, request: Request) -> Response:
+        began, status = time.perf_counter(), 500
         try:
-            response = await self._response(request, held)
-        except BaseException:
-            held.release()
-            self._meter.count(500, time.perf_counter() - began)
-            raise
-        self._meter.count(response.status_code, time.perf_counter() - began)
-        return Sending(response, held)
+            response = await self._response(request)
+            status = response.status_code
+            return response
+        finally:
+            self._answers.labels(str(status)).inc()
+            self._seconds.observe(time.perf_counter() - began)
 
-    async def _response(self, request: Request, held: Held) -> Response:
-        """What `held` counts afterwards is the response."""
+    async def _response(self, request: Request) -> Response:
         from starlette.exceptions import HTTPException
         from starlette.requests import ClientDisconnect
 
         try:
-            answer = await self._infer(request, held)
-            held.release()
-            held.add(answer_bytes(len(answer.body)))
-            return _answered(answer)
+            return await self._infer(request)
         except HTTPException as error:
-            response = await _on_refusal(request, error)
+            return await _on_refusal(request, error)
         except DataError as error:
-            response = _error(400, str(error))
+            return _json({"error": str(error)}, 400)
         except LokaError as error:
             _LOG.error("a request failed: %s", error)
-            response = _error(500, str(error))
+            return _json({"error": str(error)}, 500)
         except ClientDisconnect:
             # Nobody reads it; it is counted.
-            response = _error(400, "the connection was closed before the end of the body")
-        held.release()
-        return response
+            return _json({"error": "the connection was closed before the end of the body"}, 400)
 
-    async def _infer(self, request: Request, held: Held) -> InferAnswer:
+    async def _infer(self, request: Request) -> Response:
         self._check_model(request)
-        self._holding.check()
-        if not self._model.last_health.ready:
-            await self._check_ready()
-        body = await read_body(request, held, self._limits)
-        with self._holding.place():
-            return await self._run(body)
+        self._check_room()
+        if not self._health.ready:
+            health = await asyncio.to_thread(self._self_test)
+            if not health.ready:
+                _busy(f"the engine fails its self-test: {health.detail}")
+        header_length = self._header_length(request.headers)
+        body = bytearray()
+        try:
+            await self._read(request, body)
+            self._check_room()
+            self._waiting += 1
+            try:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._workers, self._answer, body, header_length)
+            finally:
+                self._waiting -= 1
+        finally:
+            self._held_bytes -= len(body)
 
-    async def _run(self, body: Body) -> InferAnswer:
-        began = time.perf_counter_ns()
+    def _answer(self, body: bytearray, header_length: int | None) -> Response:
+        from starlette.responses import Response
 
-        def work() -> InferAnswer:
-            return self._model.answer(body, self._limits.body_bytes, time.perf_counter_ns() - began)
+        request = read_request(body, header_length, self._card)
+        try:
+            values = self._engine.infer(request.inputs)
+        except EngineError:
+            # The next probe tests it again, whatever the last one found.
+            self._tested = float("-inf")
+            raise
+        answer = write_answer(request, values, self._card)
+        if answer.header_length is None:
+            return Response(answer.body, media_type="application/json")
+        headers = {_HEADER_LENGTH: str(answer.header_length)}
+        return Response(answer.body, headers=headers, media_type="application/octet-stream")
 
-        return await asyncio.get_running_loop().run_in_executor(self._workers.requests, work)
-
-    async def _check_ready(self) -> None:
-        health = await asyncio.get_running_loop().run_in_executor(self._workers.probes, self._model.health)
-        if not health.ready:
-            busy(f"the engine fails its self-test: {health.detail}")
-
-    async def _readiness(self, document: dict[str, Any]) -> Response:
-        health = await asyncio.get_running_loop().run_in_executor(self._workers.probes, self._model.health)
-        found = {**document, "ready": health.ready}
-        return _json(
-            found if health.ready else {**found, "error": health.detail}, 200 if health.ready else 503
-        )
+    def _self_test(self) -> Health:
+        with self._testing:
+            if time.monotonic() - self._tested > HEALTH_SECONDS:
+                # The time first: a failure meanwhile asks for the next test.
+                self._tested = time.monotonic()
+                self._health = self._engine.health()
+            return self._health
 
     def _check_model(self, request: Request) -> None:
-        card, asked = self._model.card, request.path_params
-        if asked["model"] != card.name:
-            refuse(404, f"there is no model {asked['model'][:100]!r} here, there is {card.name!r}")
-        if asked.get("version", card.version) != card.version:
-            refuse(404, f"{card.name!r} has no version {asked['version'][:100]!r}, it has {card.version!r}")
+        card, asked = self._card, request.path_params
+        name, number = asked.get("model", card.name), asked.get("version", card.version)
+        if name != card.name:
+            _refuse(404, f"there is no model {name[:100]!r} here, there is {card.name!r}")
+        if number != card.version:
+            _refuse(404, f"{card.name!r} has no version {number[:100]!r}, it has {card.version!r}")
+
+    def _check_room(self) -> None:
+        if self._waiting >= self._limits.waiting:
+            _busy(f"{self._waiting} requests wait or run, which is the most that this server takes on")
+
+    def _header_length(self, headers: Mapping[str, str]) -> int | None:
+        """Check the headers of a request; return the length of its JSON, None where all is JSON."""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in _TYPES:
+            # Not even a form, the default of curl: any web page may send one to its reader's own host.
+            _refuse(415, f"the content type is {kind!r}; send application/json or application/octet-stream")
+        if not kind and "origin" in headers:
+            # The same of a web page that sends bytes without a type; tritonclient does so without an origin.
+            _refuse(415, "there is no content type; send application/json or application/octet-stream")
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in {"", "identity"}:
+            _refuse(415, f"the content encoding is {encoding!r}; send the body without one")
+        length = headers.get("content-length")
+        if length is None and "transfer-encoding" not in headers:
+            _refuse(411, "neither Content-Length nor Transfer-Encoding says how long the body is", _CLOSE)
+        if length is not None and "transfer-encoding" in headers:
+            # A proxy that goes by the other one would see another request behind this one.
+            _refuse(400, "there are both Content-Length and Transfer-Encoding; send one of them", _CLOSE)
+        text = headers.get(_HEADER_LENGTH)
+        # Nineteen digits are the largest 64-bit integer; int() takes underscores, signs and other scripts.
+        if text is not None and not (text.isascii() and text.isdigit() and len(text) <= 19):
+            _refuse(400, f"{_HEADER_LENGTH} is no number of bytes: {text[:40]!r}")
+        return None if text is None else int(text)
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        """Append the body of a request to `body`; its bytes count as held."""
+        length = request.headers.get("content-length")
+        if length is not None and int(length) > self._limits.body_bytes:
+            await self._refuse_large(request, f"it has {length} bytes")
+        try:
+            async with asyncio.timeout(self._body_seconds) as timeout:
+                self._bodies.add(timeout)
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > self._limits.body_bytes:
+                        break
+                    if self._held_bytes + len(chunk) > self._limits.held_bytes:
+                        _busy(f"requests of {self._held_bytes} bytes are held, more does not fit")
+                    self._held_bytes += len(chunk)
+                    body += chunk
+                else:
+                    return
+        except TimeoutError:
+            message = f"the body did not end within {self._body_seconds:g} s; {len(body)} bytes have come"
+            _refuse(408, message, _CLOSE)
+        finally:
+            self._bodies.discard(timeout)
+        await self._refuse_large(request, "it has more bytes")
+
+    async def _refuse_large(self, request: Request, evidence: str) -> NoReturn:
+        """Drop what a client still sends: a connection closed on it may lose the answer (RFC 9112, 9.6)."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(DRAIN_SECONDS, self._body_seconds)):
+                while "expect" not in request.headers and (await request.receive()).get("more_body"):
+                    pass
+        most = self._limits.body_bytes
+        message = f"the body is too large: {evidence}, at most {most} are taken; send fewer rows at a time"
+        _refuse(413, message, _CLOSE)
 
 
-def _answered(answer: InferAnswer) -> Response:
-    if answer.header_length is None:
-        return _response(answer.body)
-    headers = {"Inference-Header-Content-Length": str(answer.header_length)}
-    return _response(answer.body, headers=headers, media_type="application/octet-stream")
-
-
-def _json(document: Any, status: int = 200) -> Response:
-    return _response(to_text(document), status)
-
-
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    return _response(to_text({"error": message}), status, headers)
-
-
-def _response(
-    body: bytes, status: int = 200, headers: dict[str, str] | None = None, media_type: str = _JSON
-) -> Response:
+def _json(document: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     from starlette.responses import Response
 
-    return Response(body, status, headers, media_type)
+    return Response(to_text(document), status, headers, "application/json")
+
+
+def _refuse(status: int, message: str, headers: Mapping[str, str] | None = None) -> NoReturn:
+    from starlette.exceptions import HTTPException
+
+    raise HTTPException(status, message, headers)
+
+
+def _busy(message: str) -> NoReturn:
+    _refuse(503, f"{message}; try again later", {"Retry-After": "1"})
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
-    """An error of HTTP, the router's included, as the protocol's error object."""
+    """Return an error of HTTP, the router's included, as the protocol's error object."""
     from starlette.exceptions import HTTPException
 
     if not isinstance(error, HTTPException):
         raise error
-    return _error(error.status_code, error.detail, dict(error.headers or {}))
+    return _json({"error": error.detail}, error.status_code, error.headers)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """A bug: the traceback is for the log, not for the client."""
-    return _error(500, f"internal error: {type(error).__name__}; the server's log has more")
+    """Return 500 without details: the traceback is for the log."""
+    message = f"internal error: {type(error).__name__}; the server's log has more"
+    return _json({"error": message}, 500)

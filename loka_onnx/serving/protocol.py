@@ -1,4 +1,4 @@
-"""Requests and answers of the open inference protocol v2, and nothing of HTTP but one header's value.
+"""Requests and answers of the open inference protocol v2, apart from HTTP.
 
 A request is a JSON object, and with the binary extension the bytes of its tensors behind it, in the order in
 which the object lists them::
@@ -21,7 +21,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy.typing as npt
 
@@ -46,14 +46,7 @@ MAX_ELEMENTS = 1 << 48
 
 @dataclass(frozen=True)
 class Card:
-    """What the server says of its model, and what requests are held against.
-
-    Attributes:
-        name: Its name in URLs.
-        version: Its version in URLs.
-        platform: Backend and file format of its engine.
-        inputs: What a request holds.
-        outputs: What an answer holds.
+    """The model that is served; `platform` is the backend and file format of its engine.
 
     Raises:
         ConfigError: The protocol cannot carry an input or output.
@@ -70,7 +63,7 @@ class Card:
             datatype_of(spec)
 
     def metadata(self) -> dict[str, Any]:
-        """The model metadata object of the protocol."""
+        """Return the model metadata object of the protocol."""
         return {
             "name": self.name,
             "versions": [self.version],
@@ -81,54 +74,28 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One output of an answer.
-
-    Attributes:
-        name: Its name.
-        is_binary: It is sent as bytes, not in JSON.
-    """
-
-    name: str
-    is_binary: bool
-
-
-@dataclass(frozen=True)
 class InferRequest:
     """A request that was read.
 
     Attributes:
-        id: What the client calls it; returned with the answer. None where it has no name.
-        inputs: One array per input of the model.
-        outputs: What is sent back, in this order.
+        id: Returned with the answer where it is not None.
+        outputs: Outputs to be sent, in this order; whether each is sent as bytes, not in JSON.
     """
 
     id: str | None
     inputs: Arrays
-    outputs: tuple[Wanted, ...]
+    outputs: dict[str, bool]
 
 
-@dataclass(frozen=True)
-class InferAnswer:
-    """An answer, ready to be sent.
-
-    Attributes:
-        body: JSON, and behind it the bytes of tensors.
-        header_length: Bytes of the JSON; None where nothing is behind it.
-    """
+class InferAnswer(NamedTuple):
+    """JSON with the bytes of tensors behind it; the length of the JSON, None where nothing is behind it."""
 
     body: bytes
     header_length: int | None
 
 
 def read_request(body: bytes | bytearray, header_length: int | None, card: Card) -> InferRequest:
-    """Reads a request, and checks everything in it but the number of rows.
-
-    Args:
-        body: All of it, uncompressed.
-        header_length: Bytes of the JSON, the value of ``Inference-Header-Content-Length``; None where the
-            header was not sent and all is JSON.
-        card: The model.
+    """Read a request of `header_length` bytes of JSON, None for all; check all of it but the number of rows.
 
     Raises:
         DataError: It is not a request of the protocol, or not one that this model answers.
@@ -142,22 +109,13 @@ def read_request(body: bytes | bytearray, header_length: int | None, card: Card)
     split = len(body) if header_length is None else header_length
     try:
         document = _object(_parsed(view[:split]), "the request")
-        return InferRequest(
-            _id(document),
-            _inputs(document, view[split:], card),
-            _outputs(document, card),
-        )
+        return InferRequest(_id(document), _inputs(document, view[split:], card), _outputs(document, card))
     except RecursionError:
         raise DataError("the JSON is nested too deeply") from None
 
 
 def write_answer(request: InferRequest, values: Mapping[str, npt.NDArray[Any]], card: Card) -> InferAnswer:
-    """Writes the answer to a request.
-
-    Args:
-        request: The request.
-        values: One array per output of the model.
-        card: The model.
+    """Write the answer to a request, of one array per output of the model.
 
     Raises:
         DataError: An output that is wanted in JSON holds NaN or infinity.
@@ -165,18 +123,18 @@ def write_answer(request: InferRequest, values: Mapping[str, npt.NDArray[Any]], 
     specs = {spec.name: spec for spec in card.outputs}
     outputs: list[dict[str, Any]] = []
     payload: list[bytes] = []
-    for wanted in request.outputs:
-        value = values[wanted.name]
+    for name, is_binary in request.outputs.items():
+        value = values[name]
         output: dict[str, Any] = {
-            "name": wanted.name,
-            "datatype": datatype_of(specs[wanted.name]),
+            "name": name,
+            "datatype": datatype_of(specs[name]),
             "shape": list(value.shape),
         }
-        if wanted.is_binary:
+        if is_binary:
             payload.append(to_bytes(value))
             output["parameters"] = {_SIZE: len(payload[-1])}
         else:
-            output["data"] = to_json(value, wanted.name)
+            output["data"] = to_json(value, name)
         outputs.append(output)
     document: dict[str, Any] = {"model_name": card.name, "model_version": card.version, "outputs": outputs}
     if request.id is not None:
@@ -186,7 +144,7 @@ def write_answer(request: InferRequest, values: Mapping[str, npt.NDArray[Any]], 
 
 
 def to_text(document: Any) -> bytes:
-    """JSON in ASCII: a lone surrogate that came in as an escape goes out as one."""
+    """Return JSON in ASCII: a lone surrogate that came in as an escape goes out as one."""
     return json.dumps(document, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
@@ -259,7 +217,7 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
 
 
 def _shape(tensor: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
-    """The shape of a tensor that fits the model, its type too."""
+    """Return the shape of a tensor after checking that shape and type fit the model."""
     wanted, datatype = datatype_of(spec), tensor.get("datatype")
     if datatype != wanted:
         raise DataError(
@@ -282,7 +240,7 @@ def _shape(tensor: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
 
 
 def _binary_size(tensor: Mapping[str, Any], shape: tuple[int, ...], spec: TensorSpec) -> int | None:
-    """Bytes of a tensor behind the JSON; None where it is in the JSON."""
+    """Return the bytes of a tensor behind the JSON; None where it is in the JSON."""
     size = _parameters(tensor).get(_SIZE)
     if size is None:
         if "data" not in tensor:
@@ -299,16 +257,16 @@ def _binary_size(tensor: Mapping[str, Any], shape: tuple[int, ...], spec: Tensor
     return size
 
 
-def _outputs(document: Mapping[str, Any], card: Card) -> tuple[Wanted, ...]:
+def _outputs(document: Mapping[str, Any], card: Card) -> dict[str, bool]:
     default = _flag(_parameters(document), _ALL_BINARY, False)
     specs = {spec.name: spec for spec in card.outputs}
-    found: dict[str, Wanted] = {}
+    found: dict[str, bool] = {}
     for output in _objects(document, "outputs") if document.get("outputs") is not None else ():
         name = _name(output, specs, "output")
         if name in found:
             raise DataError(f"output '{name}' is asked for twice")
-        found[name] = Wanted(name, _flag(_parameters(output), _BINARY, default))
-    return tuple(found.values()) or tuple(Wanted(name, default) for name in specs)
+        found[name] = _flag(_parameters(output), _BINARY, default)
+    return found or dict.fromkeys(specs, default)
 
 
 def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:

@@ -19,8 +19,6 @@ import numpy.typing as npt
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.errors import ConfigError, DataError
 
-BF16 = "BF16"
-
 _TYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     **{
@@ -29,7 +27,7 @@ _TYPES: dict[str, np.dtype[Any]] = {
         for bits in (8, 16, 32, 64)
     },
     "FP16": np.dtype(np.float16),
-    BF16: np.dtype(ml_dtypes.bfloat16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
     "FP32": np.dtype(np.float32),
     "FP64": np.dtype(np.float64),
 }
@@ -39,7 +37,7 @@ _ELEMENTS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)
 
 
 def datatype_of(spec: TensorSpec) -> str:
-    """Name of a tensor's type in the protocol, ``FP32`` for example.
+    """Return the name of a tensor's type in the protocol, ``FP32`` for example.
 
     Raises:
         ConfigError: The protocol has none.
@@ -55,17 +53,12 @@ def datatype_of(spec: TensorSpec) -> str:
 
 
 def item_bytes(datatype: str) -> int:
-    """Bytes of one element."""
+    """Return the bytes of one element."""
     return _TYPES[datatype].itemsize
 
 
 def from_bytes(raw: memoryview, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """A tensor of the binary extension, copied: where it begins in a request is aligned for no type.
-
-    Args:
-        raw: As many bytes as the shape and type need.
-        datatype: Its type in the protocol.
-        shape: Its shape.
+    """Return a tensor of the binary extension; a copy, because its bytes in a request are not aligned.
 
     Raises:
         DataError: A BOOL is neither 0 nor 1.
@@ -78,23 +71,18 @@ def from_bytes(raw: memoryview, datatype: str, shape: tuple[int, ...]) -> npt.ND
 
 
 def to_bytes(value: npt.NDArray[Any]) -> bytes:
-    """The bytes of a tensor in the binary extension."""
+    """Return the bytes of a tensor in the binary extension."""
     size = value.dtype.itemsize
     return np.ascontiguousarray(value).view(f"=u{size}").astype(f"<u{size}", copy=False).tobytes()
 
 
 def from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """A tensor of a JSON array, flat or nested as its shape.
-
-    Args:
-        data: What JSON held.
-        datatype: Its type in the protocol.
-        shape: Its shape.
+    """Return a tensor of a JSON array, flat or nested as its shape.
 
     Raises:
         DataError: Another number of elements, another nesting, or an element that the type cannot hold.
     """
-    if datatype == BF16:
+    if datatype == "BF16":
         raise DataError("JSON cannot hold BF16 exactly", remedy="send it as binary data")
     elements = _flattened(data, shape)
     dtype = _TYPES[datatype]
@@ -106,30 +94,28 @@ def from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[A
         raise DataError(f"an element is no {datatype}", evidence=f"it is {reprlib.repr(found)}")
     if dtype.kind in "iu" and elements:
         # NumPy 1 wraps around instead.
-        least, most, limits = min(elements), max(elements), np.iinfo(dtype)
-        if least < limits.min or most > limits.max:
-            found = least if least < limits.min else most
-            raise DataError(
-                f"an element is too large for {datatype}", evidence=f"it is {reprlib.repr(found)}"
-            )
+        limits = np.iinfo(dtype)
+        for found in (min(elements), max(elements)):
+            if not limits.min <= found <= limits.max:
+                raise _too_large(datatype, f"it is {reprlib.repr(found)}")
     try:
         with np.errstate(over="ignore"):
             value = np.array(elements, dtype)
     except OverflowError as error:
-        raise DataError(f"an element is too large for {datatype}", evidence=str(error)) from error
+        raise _too_large(datatype, str(error)) from error
     if dtype.kind == "f" and not np.isfinite(value).all():
-        raise DataError(f"an element is too large for {datatype}", evidence="it would become infinite")
+        raise _too_large(datatype, "it would become infinite")
     return value.reshape(shape)
 
 
 def to_json(value: npt.NDArray[Any], name: str) -> list[Any]:
-    """The elements of a tensor for JSON, flat; they read back as the same bits.
+    """Return the elements of a tensor for JSON, flat; they read back as the same bits.
 
     Raises:
         DataError: An element is NaN or infinite, which JSON cannot hold.
     """
     # ml_dtypes gives its own scalars; every BF16 is an FP32.
-    plain = value.astype(np.float32) if value.dtype == _TYPES[BF16] else value
+    plain = value.astype(np.float32) if value.dtype == _TYPES["BF16"] else value
     if plain.dtype.kind == "f" and not np.isfinite(plain).all():
         count = int((~np.isfinite(plain)).sum())
         raise DataError(
@@ -158,6 +144,10 @@ def _flattened(data: Any, shape: tuple[int, ...]) -> list[Any]:
             evidence=f"{len(level)} elements, the shape {list(shape)} has {math.prod(shape)}",
         )
     return level
+
+
+def _too_large(datatype: str, evidence: str) -> DataError:
+    return DataError(f"an element is too large for {datatype}", evidence=evidence)
 
 
 def _nesting(shape: tuple[int, ...]) -> DataError:

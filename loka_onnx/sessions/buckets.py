@@ -1,8 +1,7 @@
-"""Requests of any size through programs of a few fixed sizes.
+"""Requests of any size on programs of fixed batch sizes.
 
-A program that was compiled for one batch size serves every smaller request as well: rows are repeated up to
-its size, and what they give is cut off. That is exact where each row's answer depends on that row alone,
-which holds for the models this project serves (a batch is a set of independent examples). A request beyond
+A program of one batch size also serves smaller requests: the last row is repeated, and its outputs are cut
+off. This is exact because in the served models each row's answer depends on that row alone. A request beyond
 the largest size is cut into several.
 """
 
@@ -24,13 +23,7 @@ Run = Callable[[int, Arrays], Arrays]
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a request that one program serves.
-
-    Attributes:
-        start: First row in the request.
-        rows: How many of its rows.
-        size: Rows of the program, at least `rows`.
-    """
+    """Rows of a request that one program serves: `rows` rows from `start`, in a program of `size` rows."""
 
     start: int
     rows: int
@@ -38,11 +31,10 @@ class Piece:
 
 
 def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
-    """Which programs serve a request: the largest as often as it is full, then the least that holds the rest.
+    """Split a request: the largest program while it is full, then the smallest that holds the rest.
 
     Args:
-        rows: Rows of the request.
-        sizes: Batch sizes that there are programs for, ascending.
+        sizes: Batch sizes of the programs, ascending.
 
     Raises:
         EngineError: The request is empty, or there is no program.
@@ -62,13 +54,12 @@ def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
 
 
 def padded(value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
-    """The rows of a piece, the last one repeated up to the program's size.
+    """Take the rows of a piece and repeat the last one up to the program's size.
 
-    A repeated row is as valid as the one it repeats; zeros need not be (an id may have to be positive).
+    A repeated row is valid; zeros might not be (an id may have to be positive).
 
     Args:
         value: Shape (rows of the request, …).
-        piece: Which of its rows, and how many the program takes.
 
     Returns:
         Shape (piece.size, …), C order; the array itself where the piece is all of it.
@@ -103,13 +94,11 @@ def run_in_buckets(
     """Serve a request with programs of fixed sizes.
 
     Args:
-        run: Runs one of them.
-        inputs: One array per graph input, the batch on axis 0.
-        sizes: Batch sizes that there are programs for, ascending.
-        batched: Outputs whose axis 0 is the batch; of others, the first piece's is the answer.
+        sizes: Batch sizes of the programs, ascending.
+        batched: Outputs whose axis 0 is the batch; others are taken from the first piece.
 
     Raises:
-        EngineError: The request is empty or its inputs disagree, or an output does not follow the batch.
+        EngineError: The request is empty, its inputs disagree, or an output does not follow the batch.
     """
     pieces = pieces_of(rows_of(inputs), sizes)
     answers: list[Arrays] = []

@@ -1,8 +1,8 @@
-"""The few calls of the CUDA driver that loading and running a TensorRT engine needs, without a CUDA package.
+"""CUDA driver calls for loading and running a TensorRT engine, without a CUDA package.
 
-The driver library is the one thing that every host with an NVIDIA GPU has; binding it with `ctypes` keeps a
-fleet host free of frameworks. Functions: CUDA Driver API reference, sections Device Management, Primary
-Context Management, Memory Management, Stream Management and Graph Management.
+Every host with an NVIDIA GPU has the driver library; binding it with `ctypes` keeps frameworks off a fleet
+host. Functions: CUDA Driver API reference, sections Device Management, Primary Context Management, Memory
+Management, Stream Management and Graph Management.
 """
 
 from __future__ import annotations
@@ -23,18 +23,12 @@ CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 NAME_BYTES = 256
 STREAM_NON_BLOCKING = 1
 CAPTURE_THIS_THREAD = 1
-"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: what other threads call meanwhile does not end the capture."""
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: calls of other threads do not end the capture."""
 
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """A GPU of this machine.
-
-    Attributes:
-        index: Number of the device.
-        name: As the driver names it.
-        architecture: Compute capability, for example ``sm89``.
-    """
+    """A GPU of this machine; `architecture` is its compute capability, for example ``sm89``."""
 
     index: int
     name: str
@@ -42,7 +36,7 @@ class CudaDevice:
 
 
 def list_cuda_devices() -> tuple[CudaDevice, ...]:
-    """GPUs that the driver offers; empty without a driver or a GPU."""
+    """List the GPUs of the driver; empty without a driver or a GPU."""
     try:
         driver = CudaDriver()
         count = ctypes.c_int()
@@ -53,7 +47,7 @@ def list_cuda_devices() -> tuple[CudaDevice, ...]:
 
 
 def driver_version() -> str:
-    """Latest version of CUDA that the driver supports, for example ``12.4``; empty without a driver."""
+    """Latest CUDA version that the driver supports, for example ``12.4``; empty without a driver."""
     version = ctypes.c_int()
     try:
         CudaDriver().call("cuDriverGetVersion", ctypes.byref(version))
@@ -100,10 +94,9 @@ class CudaDriver:
 
 
 class CudaGraph:
-    """Device work that was captured once and is launched as one.
+    """A captured CUDA graph.
 
     Args:
-        driver: The driver.
         graph: Handle of the captured graph; freed here.
         stream: Stream that it is launched on.
 
@@ -126,20 +119,16 @@ class CudaGraph:
         self._driver.call("cuGraphLaunch", self._executable, self._stream)
 
     def close(self) -> None:
-        """Free the graph; what was queued must have finished."""
+        """Free the graph; queued work must have finished."""
         self._driver.call("cuGraphExecDestroy", self._executable)
 
 
 class CudaContext:
     """The primary context of one device, with a stream and named buffers.
 
-    A name stands for a pair of buffers, one on the device and one in page-locked host memory: only from such
-    memory are copies asynchronous, and only such copies can be captured into a graph.
-
-    It is current in the thread that made it; another thread must `activate` it before it calls anything else.
-
-    Args:
-        index: Number of the device.
+    Each name has a buffer on the device and one in page-locked host memory, because only copies from such
+    memory are asynchronous and can be captured into a graph. The context is current in the thread that made
+    it; another thread must `activate` it first.
 
     Raises:
         EngineError: The driver refuses.
@@ -165,12 +154,12 @@ class CudaContext:
 
     @property
     def stream(self) -> int:
-        """Handle of the stream that everything runs on."""
+        """Handle of the stream."""
         return int(self._stream.value or 0)
 
     @property
     def moves(self) -> int:
-        """How often a buffer got another address: a graph that was captured before is stale."""
+        """Number of buffer reallocations: graphs captured before the last one are stale."""
         return self._moves
 
     def reserve(self, name: str, size: int) -> int:
@@ -187,7 +176,7 @@ class CudaContext:
         return int(address.value)
 
     def staging(self, name: str, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """The page-locked buffer of that name as an array; it is overwritten by the next batch."""
+        """Page-locked buffer of that name as an array; the next batch overwrites it."""
         kind = np.dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         address, capacity = self._host.get(name, (ctypes.c_void_p(), 0))
@@ -227,9 +216,8 @@ class CudaContext:
             )
 
     def copy_padded(self, target: int, source: int, row_bytes: int, rows: int, size: int) -> None:
-        """Queue a copy of rows on the device, the last one repeated up to `size` rows.
-
-        What has been repeated is copied again, so that the number of copies is logarithmic.
+        """Queue a copy of rows on the device, the last one repeated up to `size` rows, by logarithmically
+        many copies.
         """
         self.copy(target, source, row_bytes * rows)
         first, done = target + row_bytes * (rows - 1), 1
@@ -239,17 +227,17 @@ class CudaContext:
             done += more
 
     def capture(self, work: Callable[[], None]) -> CudaGraph:
-        """Record what `work` queues on the stream, without running it.
+        """Record the work that `work` queues on the stream, without running it.
 
         Raises:
-            EngineError: `work` does what cannot be captured; the stream is usable again afterwards.
+            EngineError: The work cannot be captured; the stream remains usable.
         """
         graph = ctypes.c_void_p()
         self._driver.call("cuStreamBeginCapture_v2", self._stream, CAPTURE_THIS_THREAD)
         try:
             work()
         except BaseException:
-            # The stream stays in capture mode until it is ended; that it then has no graph is known.
+            # End the capture mode of the stream; that it yields no graph is expected.
             with suppress(EngineError):
                 self._driver.call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
             if graph.value:
@@ -263,7 +251,7 @@ class CudaContext:
         self._driver.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
-        """Free the buffers, the stream and the hold on the context."""
+        """Free the buffers, the stream and the reference to the context."""
         self.activate()
         for address, _ in self._device.values():
             self._driver.call("cuMemFree_v2", address)
@@ -286,3 +274,24 @@ def _load_library() -> ctypes.CDLL:
         evidence=f"none of {', '.join(LIBRARIES)} loads",
         remedy="install the NVIDIA driver, or run on a machine with an NVIDIA GPU",
     )
+
+
+def why_no_gpu(architecture: str) -> str:
+    """Why this host cannot run an engine for an architecture; empty when it has a GPU of it."""
+    devices = list_cuda_devices()
+    if any(device.architecture == architecture for device in devices):
+        return ""
+    here = ", ".join(f"{device.name} ({device.architecture})" for device in devices) or "no NVIDIA GPU"
+    return f"the engine is for {architecture} and this host has {here}"
+
+
+def first_gpu(architecture: str) -> CudaDevice:
+    """The first GPU of an architecture.
+
+    Raises:
+        EngineError: There is none.
+    """
+    for device in list_cuda_devices():
+        if device.architecture == architecture:
+            return device
+    raise EngineError(f"cannot run here: {why_no_gpu(architecture)}")

@@ -1,11 +1,12 @@
-"""Borrowing arrays of other libraries where they lie, through DLPack, without importing those libraries.
+"""Borrowed arrays of other libraries, through DLPack, without importing those libraries.
 
-An object that has ``__dlpack__`` hands out a capsule, which points to a description of its memory and keeps
-that memory alive. `borrow` reads the description and keeps the capsule; nobody takes it over, so that its own
-destructor gives the memory back when the last view of it has gone.
+``__dlpack__`` returns a capsule that points to a description of the memory and keeps it alive. `borrow` reads
+the description and keeps the capsule without consuming it, so that its own destructor frees the memory after
+the last view is gone.
 
 Source: dmlc/dlpack, `include/dlpack/dlpack.h` (``DLManagedTensor``, ``DLTensor``), and the Python
-specification of the protocol, https://dmlc.github.io/dlpack/latest/python_spec.html.
+    specification of the
+protocol, https://dmlc.github.io/dlpack/latest/python_spec.html.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import numpy.typing as npt
 from loka_onnx.errors import DataError
 
 CPU, CUDA, CUDA_HOST, ROCM = 1, 2, 3, 10
-"""Members of ``DLDeviceType``: memory of the host, of a CUDA device, page-locked memory of the host, memory
-of a ROCm device, which PyTorch calls a CUDA device as well."""
+"""Members of ``DLDeviceType``: host memory, a CUDA device, page-locked host memory, a ROCm device (which
+PyTorch also calls a CUDA device)."""
 
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
 _NAME = b"dltensor"
@@ -33,9 +34,9 @@ _TYPES: dict[tuple[int, int], str] = {
     (_BFLOAT, 16): "bfloat16",
     (_BOOL, 8): "bool",
 }
-"""NumPy name of a type, by ``DLDataTypeCode`` and bits."""
+"""NumPy name of each type, by ``DLDataTypeCode`` and bits."""
 DTYPES = frozenset(_TYPES.values())
-"""Names of the types that a request or an answer may have."""
+"""Types that requests and answers may have."""
 
 
 class _Tensor(ctypes.Structure):
@@ -64,13 +65,8 @@ class Borrowed:
     """An array of another library, in C order.
 
     Attributes:
-        address: Of its first element, on its device.
-        shape: The batch is axis 0.
-        dtype: Type of its elements.
-        device_type: Where it lies, as DLPack numbers it.
-        device: Number of that device.
-        capsule: Keeps the memory; may be handed on to one other consumer.
-        source: The array, as its library made it.
+        device_type: ``DLDeviceType`` of its memory.
+        capsule: Keeps the memory alive; one other consumer may take it.
     """
 
     address: int
@@ -83,14 +79,14 @@ class Borrowed:
 
     @property
     def nbytes(self) -> int:
-        """Size of its elements."""
+        """Size of its elements in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def as_numpy(self) -> npt.NDArray[Any]:
-        """The same memory as an array of NumPy.
+        """View the memory as a NumPy array.
 
         Raises:
-            DataError: It lies on a device.
+            DataError: It is on a device.
         """
         if self.device_type not in {CPU, CUDA_HOST}:
             raise DataError("an array lies on a device", evidence=f"device type {self.device_type} of DLPack")
@@ -102,17 +98,17 @@ class Borrowed:
 
 
 def device_of(value: Any) -> tuple[int, int]:
-    """Where an array lies: type of the device as DLPack numbers it, and the device's number.
+    """Return the ``DLDeviceType`` of an array and the number of its device.
 
     Raises:
-        DataError: It does not speak DLPack.
+        DataError: It does not support DLPack.
     """
     try:
         kind, number = value.__dlpack_device__()
-        # PyTorch gives an enumeration, whose arithmetic is slow.
+        # PyTorch returns an enumeration, whose arithmetic is slow.
         return int(kind), int(number)
     except Exception as error:
-        # A library raises whatever it has.
+        # Libraries raise errors of any type.
         raise DataError(
             f"a {type(value).__name__} is no array",
             evidence=str(error)[:200],
@@ -124,12 +120,11 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
     """Borrow an array.
 
     Args:
-        value: An object that has ``__dlpack__`` and ``__dlpack_device__``.
-        stream: CUDA stream that will read or write it: work that its library has queued on it comes first.
-            None for memory of the host.
+        stream: CUDA stream that will use it, ordered after work that its library has queued on it; None for
+            host memory.
 
     Raises:
-        DataError: It does not export itself, is not in C order, or has a type that NumPy lacks.
+        DataError: It cannot be exported, is not in C order, or has a type that NumPy lacks.
     """
     kind, number = device_of(value)
     value = _settled(value)
@@ -137,7 +132,7 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
         capsule = value.__dlpack__() if kind != CUDA else value.__dlpack__(stream=stream)
         tensor = _Tensor.from_address(int(_pointer_of(capsule, _NAME) or 0))
     except Exception as error:
-        # A library raises BufferError here, or whatever it has for an array that it does not hand out.
+        # Libraries raise BufferError, or another error for an array that they cannot export.
         raise DataError(
             f"a {type(value).__name__} cannot be read",
             evidence=f"{type(error).__name__}: {str(error)[:200]}",
@@ -162,7 +157,7 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
 
 
 def dtype_called(name: str) -> np.dtype[Any]:
-    """A type by its NumPy name, `bfloat16` included."""
+    """NumPy type of a name, including `bfloat16`."""
     if name == "bfloat16":
         import ml_dtypes
 
@@ -172,25 +167,25 @@ def dtype_called(name: str) -> np.dtype[Any]:
 
 
 def on_host(value: Any) -> npt.NDArray[Any]:
-    """An array in the host's memory as one of NumPy, without a copy; of any strides where NumPy has its type.
+    """View an array in host memory as a NumPy array, without a copy; any strides where NumPy has its type.
 
     Raises:
-        DataError: It lies elsewhere, or as `borrow`.
+        DataError: It is not in host memory; or see `borrow`.
     """
     value = _settled(value)
     try:
         array: npt.NDArray[Any] = np.from_dlpack(value)
     except (RuntimeError, BufferError, ValueError, TypeError, AttributeError):
-        # NumPy has no BF16 in its DLPack, and says why of nothing else.
+        # NumPy's DLPack lacks BF16, and its errors do not tell why.
         return borrow(value).as_numpy()
     return array
 
 
 def _settled(value: Any) -> Any:
-    """A tensor of PyTorch whose memory holds its values; anything else as it is.
+    """Resolve a PyTorch tensor that is marked as the negative or conjugate of its memory; return others
+    unchanged.
 
-    A tensor may be marked as the negative, or the conjugate, of what is in its memory. DLPack has no such
-    mark, and PyTorch hands out the memory of a negative all the same.
+    DLPack has no such mark, yet PyTorch exports the memory of a negative.
     """
     kind = getattr(sys.modules.get("torch"), "Tensor", None)
     if kind is None or not isinstance(value, kind):

@@ -1,19 +1,26 @@
-"""Which device of this machine runs the engines of an architecture.
+"""Devices of this machine by architecture.
 
-An architecture says where an engine can be loaded; how long it takes there is a matter of the device. An
-H100 and an H200 are both ``sm90``, and differ in memory, clocks and speed: whatever was timed belongs to the
-device by its full name.
+An architecture determines where an engine can be loaded, but not its latency: an H100 and an H200 are both
+``sm90`` and differ in memory, clocks and speed. Timings therefore belong to a device by its full name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
 from loka_onnx.core.devices import ACCELERATORS, CPU, device_called
 from loka_onnx.sessions.cuda import list_cuda_devices
-from loka_onnx.sessions.providers import list_amd_devices
+
+KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+"""Where Linux lists what an AMD GPU driver offers, a directory each."""
+DRM_CARDS = Path("/sys/class/drm")
+"""Where Linux lists graphics cards, a directory each."""
 
 
 def device_of_architecture(architecture: str) -> str:
-    """The device that engines of an architecture are loaded on here, the first one, as its driver names it.
+    """Driver's name of the first device here that loads engines of an architecture.
 
     Returns:
         For example ``NVIDIA H100 80GB HBM3``; ``cpu`` for the processor, empty where there is none.
@@ -26,10 +33,9 @@ def device_of_architecture(architecture: str) -> str:
 
 
 def is_target(target: str, architecture: str) -> bool:
-    """Whether what an engine takes on this machine is what it takes on its target.
+    """Tell whether latencies on this machine hold for a target.
 
-    Where the driver's name is none that run files have, the run file is believed: it named the device. So it
-    is with a target that is not among the devices known by name.
+    A target that is not a known device, or a device here whose driver name is unknown, is assumed to match.
 
     Args:
         target: Device as named in the run file.
@@ -38,3 +44,62 @@ def is_target(target: str, architecture: str) -> bool:
     if architecture == CPU or target not in ACCELERATORS:
         return True
     return device_called(device_of_architecture(architecture), architecture) in {"", target}
+
+
+@dataclass(frozen=True)
+class AmdDevice:
+    """An AMD GPU of this machine.
+
+    Attributes:
+        name: As the driver names the product, for example ``AMD Instinct MI300X OAM``; vendor and device
+            number on the PCI bus where the product does not say.
+        architecture: LLVM target, for example ``gfx942``.
+    """
+
+    name: str
+    architecture: str
+
+
+def list_amd_architectures(nodes: Path = KFD_NODES) -> tuple[str, ...]:
+    """LLVM target of each AMD GPU, in the driver's order; empty without a driver or a GPU.
+
+    Args:
+        nodes: Directory of the driver's topology.
+    """
+    return tuple(device.architecture for device in list_amd_devices(nodes))
+
+
+def list_amd_devices(nodes: Path = KFD_NODES, cards: Path = DRM_CARDS) -> tuple[AmdDevice, ...]:
+    """AMD GPUs in the driver's order; empty without a driver or a GPU.
+
+    The driver writes ``gfx_target_version`` as major·10000 + minor·100 + stepping, 0 for a CPU (Linux,
+    `drivers/gpu/drm/amd/amdkfd/kfd_topology.c`); LLVM spells minor and stepping in hexadecimal, a digit each.
+    The name of the product, where the board tells it, is ``product_name`` of the card (Linux, "AMDGPU Misc
+    Information", section "product_name").
+
+    Args:
+        nodes: Directory of the driver's topology.
+        cards: Directory of the graphics cards.
+    """
+    found = []
+    for node in sorted(nodes.glob("*/properties"), key=lambda path: int(path.parent.name)):
+        try:
+            lines = node.read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue
+        pairs = dict(line.split(maxsplit=1) for line in lines if " " in line)
+        version = int(pairs.get("gfx_target_version", "0"))
+        if version:
+            architecture = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+            found.append(AmdDevice(_amd_name(pairs, cards), architecture))
+    return tuple(found)
+
+
+def _amd_name(node: Mapping[str, str], cards: Path) -> str:
+    file = cards / f"renderD{node.get('drm_render_minor', '')}" / "device" / "product_name"
+    try:
+        name = file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        name = ""
+    numbers = (int(node.get(key, "0")) for key in ("vendor_id", "device_id"))
+    return name or "PCI {:04x}:{:04x}".format(*numbers)

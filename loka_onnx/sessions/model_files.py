@@ -1,4 +1,4 @@
-"""Reading ONNX models without trusting them."""
+"""Untrusted reading of ONNX models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loka_onnx.errors import ModelError
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """An ONNX model without its external data, whatever its name ends in.
+    """Read an ONNX model of any suffix without its external data.
 
     Raises:
         ModelError: The file is not an ONNX model.
@@ -21,15 +21,13 @@ def read_model(path: Path) -> onnx.ModelProto:
     try:
         return onnx.load(os.fspath(path), format="protobuf", load_external_data=False)
     except Exception as error:
-        # google.protobuf's DecodeError has no stable import path across its implementations.
+        # The import path of google.protobuf's DecodeError depends on its implementation.
         raise ModelError(f"'{path}' is not an ONNX model", evidence=str(error)[:200]) from error
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor of a model whose values lie in another file, whichever field of a message holds it.
-
-    These are initializers, attributes of nodes, bodies and defaults of functions, sparse tensors, training
-    information.
+    """Every tensor of a model with external data, wherever it is: initializers, attributes, bodies and
+    defaults of functions, sparse tensors, training information.
     """
     for message in messages(model):
         if isinstance(message, onnx.TensorProto) and message.data_location == onnx.TensorProto.EXTERNAL:
@@ -37,7 +35,7 @@ def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def messages(model: onnx.ModelProto) -> Iterator[Any]:
-    """Every message that a model is made of."""
+    """Every message in a model."""
     pending: list[Any] = [model]
     while pending:
         message = pending.pop()
@@ -48,19 +46,19 @@ def messages(model: onnx.ModelProto) -> Iterator[Any]:
 
 
 def data_locations(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Files that an ONNX model keeps weights in, as it names them, sorted."""
+    """External data files of an ONNX model, as it names them, sorted."""
     entries = (item for tensor in external_tensors(model) for item in tensor.external_data)
     return tuple(sorted({item.value for item in entries if item.key == "location"}))
 
 
 def operators(model: onnx.ModelProto) -> frozenset[str]:
-    """Operators of a model, those of subgraphs and functions included."""
+    """Operators of a model, including subgraphs and functions."""
     bodies = (function.node for function in model.functions)
     return frozenset(node.op_type for body in (model.graph.node, *bodies) for node in nested_nodes(body))
 
 
 def nested_nodes(body: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Nodes, and those of their branches and bodies, of which protobuf reads at most 33 in one another."""
+    """Nodes including those of subgraphs, of which protobuf reads at most 33 levels."""
     for node in body:
         yield node
         for attribute in node.attribute:

@@ -1,11 +1,10 @@
-"""ONNX Runtime sessions that cannot be silently wrong about FP8.
+"""ONNX Runtime sessions with exact FP8.
 
 Above `ORT_ENABLE_BASIC`, ONNX Runtime 1.31 fuses Q/DQ pairs around products into integer kernels: an E4M3FN
-graph then fails to load (`MatMulIntegerToFloat`) or, with quantization fusions disabled, loads and returns
-wrong values. A model that holds FP8 is therefore never loaded above BASIC. At BASIC, too, it rounds the bias
-of a Gemm between DequantizeLinear and QuantizeLinear to multiples of the product of its factors' scales, as
-is right for integers; `session.disable_quant_qdq` stops that, and the values are then those of
-ORT_DISABLE_ALL.
+graph then fails to load (`MatMulIntegerToFloat`) or, with quantization fusions disabled, returns wrong
+values. A model with FP8 is therefore never loaded above BASIC. Even at BASIC, the bias of a Gemm between
+DequantizeLinear and QuantizeLinear is rounded to multiples of the product of its factors' scales, as for
+integers; `session.disable_quant_qdq` prevents that, and the values are then those of ORT_DISABLE_ALL.
 """
 
 from __future__ import annotations
@@ -39,8 +38,11 @@ _FLOAT8_TYPES = frozenset(
 _BFLOAT16 = "tensor(bfloat16)"
 
 
+INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)"
+
+
 def import_onnxruntime() -> Any:
-    """The `onnxruntime` module.
+    """Import `onnxruntime`.
 
     Raises:
         MissingPackage: It is not installed.
@@ -51,13 +53,13 @@ def import_onnxruntime() -> Any:
         raise MissingPackage(
             "ONNX Runtime is not installed",
             evidence=str(error),
-            remedy="pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
+            remedy=INSTALL,
         ) from error
     return onnxruntime
 
 
 def holds_float8(model: onnx.ModelProto) -> bool:
-    """Whether an initializer, constant, cast or quantization has an FP8 type, subgraphs included."""
+    """Tell whether an initializer, constant, cast or quantization has an FP8 type, including subgraphs."""
     return _graph_holds_float8(model.graph)
 
 
@@ -79,8 +81,9 @@ class SessionOptions:
 
     Attributes:
         threads: Threads of one operator; 0 lets ONNX Runtime choose.
-        optimize: Whether graph optimizations beyond BASIC are allowed (they never are for FP8).
-        as_written: Whether none are: at BASIC, ONNX Runtime 1.31 takes out a Dropout in training mode.
+        optimize: Whether to optimize beyond BASIC (never for FP8).
+        as_written: Whether not to optimize at all: at BASIC, ONNX Runtime 1.31 removes a Dropout in training
+            mode.
         providers: Execution providers in order of preference.
     """
 
@@ -91,11 +94,7 @@ class SessionOptions:
 
 
 def keep_float8_exact(settings: Any) -> None:
-    """Set ONNX Runtime's session options so that a model with FP8 keeps its values.
-
-    Args:
-        settings: `onnxruntime.SessionOptions`; changed.
-    """
+    """Change `onnxruntime.SessionOptions` so that a model with FP8 keeps its values."""
     settings.graph_optimization_level = import_onnxruntime().GraphOptimizationLevel.ORT_ENABLE_BASIC
     settings.add_session_config_entry("session.disable_quant_qdq", "1")
 
@@ -105,7 +104,7 @@ def _settings(model: onnx.ModelProto, options: SessionOptions | None) -> Any:
     ort = import_onnxruntime()
     options = options or SessionOptions()
     settings = ort.SessionOptions()
-    # Errors are raised; ONNX Runtime would print them as well.
+    # ONNX Runtime would also print errors that it raises.
     settings.log_severity_level = 4
     settings.intra_op_num_threads = options.threads
     levels = ort.GraphOptimizationLevel
@@ -121,14 +120,16 @@ def _settings(model: onnx.ModelProto, options: SessionOptions | None) -> Any:
 
 
 def _on_host(array: npt.NDArray[Any]) -> Any:
-    """An array as `onnxruntime.OrtValue`, which holds no copy; of a type that NumPy lacks as well."""
+    """Wrap an array as an `onnxruntime.OrtValue` without a copy, including types that NumPy lacks."""
     kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
     stored = array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
     return import_onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(stored, kind)
 
 
 def _from_value(value: Any) -> npt.NDArray[Any]:
-    """An `onnxruntime.OrtValue` of the host as an array; ONNX Runtime itself gives none of BF16."""
+    """Convert an `onnxruntime.OrtValue` of the host to an array, including BF16, which ONNX Runtime does
+    not.
+    """
     if value.data_type() != _BFLOAT16:
         array: npt.NDArray[Any] = value.numpy()
         return array
@@ -141,11 +142,7 @@ def _from_value(value: Any) -> npt.NDArray[Any]:
 
 
 class OnnxSession(Runner):
-    """A model loaded in ONNX Runtime.
-
-    Args:
-        model: Path of the model; external data is mapped from beside it, not loaded.
-        options: How to run it.
+    """A model loaded in ONNX Runtime; external data is mapped from beside it, not loaded.
 
     Raises:
         ModelError: The file is no model, or ONNX Runtime refuses it.
@@ -154,7 +151,7 @@ class OnnxSession(Runner):
 
     _session: Any = None
     _weights: tuple[Any, ...] = ()
-    """What ONNX Runtime reads where it is, while the session lives."""
+    """Memory that ONNX Runtime reads during the session."""
 
     def __init__(self, model: Path, options: SessionOptions | None = None) -> None:
         settings = _settings(read_model(model), options)
@@ -168,14 +165,11 @@ class OnnxSession(Runner):
         model: Path,
         options: SessionOptions | None = None,
     ) -> OnnxSession:
-        """A session without files.
+        """Open a session without files.
 
         Args:
             proto: The model; initializers of its main graph may be external data.
-            weights: Values of those initializers, by name; in C order, neither copied nor to be changed while
-                the session lives.
-            model: Path by which errors name the model.
-            options: How to run it.
+            weights: Values of those initializers, by name, in C order; used in place and not to be changed.
 
         Raises:
             ModelError: ONNX Runtime refuses the model.
@@ -185,8 +179,8 @@ class OnnxSession(Runner):
         values = [_on_host(array) for array in weights.values()]
         settings.add_external_initializers(list(weights), values)
         for name, value in zip(weights, values, strict=True):
-            # ONNX Runtime 1.31 copies an external initializer unless it is told to share the buffer as well:
-            # a MatMul by 256 MiB, which it packs in any case, took 519 MiB without this, and takes 263 MiB.
+            # Without this, ONNX Runtime 1.31 copies an external initializer: a MatMul by 256 MiB, which it
+            # packs anyway, took 519 MiB, and takes 263 MiB with it.
             settings.add_initializer(name, value)
         session = cls.__new__(cls)
         session._start(proto.SerializeToString(), settings, model, options)
@@ -198,7 +192,7 @@ class OnnxSession(Runner):
         try:
             self._session = import_onnxruntime().InferenceSession(source, settings, providers=providers)
         except Exception as error:
-            # onnxruntime raises a family of unrelated extension types here.
+            # onnxruntime raises errors of unrelated types.
             raise ModelError(
                 f"ONNX Runtime refuses '{model}'",
                 evidence=str(error).splitlines()[0][:400],
@@ -213,7 +207,6 @@ class OnnxSession(Runner):
         """Run one batch.
 
         Args:
-            inputs: One array per graph input, the batch on axis 0.
             outputs: Names of the outputs to compute; all when None.
 
         Raises:
@@ -241,13 +234,13 @@ class OnnxSession(Runner):
 
     @property
     def names(self) -> Names:
-        """Those of the graph."""
+        """Names of the graph."""
         return Names(self.input_names, self.output_names)
 
     def shared(self) -> OnnxSession:
-        """Another hold on the same session: each is closed by itself, and the last one frees it."""
+        """Another reference to the session: each is closed by itself, and the last one frees it."""
         return copy.copy(self)
 
     def close(self) -> None:
-        """Free the session and the hold on weights in memory."""
+        """Free the session and the reference to its weights."""
         self._session, self._weights = None, ()

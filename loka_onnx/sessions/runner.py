@@ -1,4 +1,4 @@
-"""What every loaded engine is, whoever built it."""
+"""Base class of loaded engines."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Borrowed]
-"""Makes an array of a shape and type on the device of the request, by the library that the request is of."""
+"""Makes an array of a shape and type on the request's device, by the request's library."""
 
 
 @dataclass(frozen=True)
 class Resident:
-    """A batch that lies where the engine computes; calling it runs it once and waits.
+    """A batch in the memory of the engine; calling it runs it once and waits.
 
     Attributes:
-        launch: Runs it, or queues that; its outputs are fetched by nobody.
-        wait: Returns when everything that was launched is done.
-        is_on_device: Whether the batch lies there; False where it is handed over with each launch.
+        launch: Runs it or queues it; its outputs are not fetched.
+        wait: Returns when all launched work is done.
+        is_on_device: False where each launch passes the batch from the host.
     """
 
     launch: Callable[[], object]
@@ -43,12 +43,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class Names:
-    """Names of an engine's inputs and outputs.
-
-    Attributes:
-        inputs: Of what it takes.
-        outputs: Of what it answers.
-    """
+    """Names of an engine's inputs and outputs."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -59,7 +54,7 @@ class Runner(ABC):
 
     @property
     def names(self) -> Names | None:
-        """What its file calls inputs and outputs; None where it does not tell."""
+        """Names in its file; None where the file does not state them."""
         return None
 
     @abstractmethod
@@ -71,43 +66,42 @@ class Runner(ABC):
         """
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
-        """A batch to run again and again without handing it over each time, for timing on the device alone.
+        """Prepare a batch for repeated runs without passing it each time, to time the device alone.
 
-        It may overwrite what an earlier one reads: launch one at a time, and no `run` in between. Here, the
-        whole request; engines with memory of their own do better.
+        It may overwrite the inputs of an earlier one: launch one at a time, without `run` in between. By
+        default each launch is a whole request.
 
         Raises:
-            EngineError: As `run`.
+            EngineError: See `run`.
         """
         return Resident(lambda: self.run(inputs), lambda: None, is_on_device=False)
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that something is prepared for (buffers, a CUDA graph, a program), ascending.
+        """Batch sizes with prepared buffers, CUDA graphs or programs, ascending.
 
-        A request of fewer rows is padded to the next one where that is not too far.
+        Smaller requests are padded to the next one unless that is too far.
         """
         return ()
 
     @property
     def device(self) -> int | None:
-        """The CUDA device whose memory `run_on_device` takes; None where rows come from the host."""
+        """CUDA device of `run_on_device`; None where rows come from the host."""
         return None
 
     @property
     def stream(self) -> int:
-        """CUDA stream that `run_on_device` reads and writes on, as a handle."""
+        """Handle of the CUDA stream of `run_on_device`."""
         return 0
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
-        """Run one batch that lies on `device`, and leave the answer there; done when it returns.
+        """Run one batch on `device` and leave the answer there; complete on return.
 
         Args:
             inputs: One array per graph input, in its type, borrowed for `stream`.
-            allocate: Makes the outputs.
 
         Raises:
-            EngineError: As `run`.
+            EngineError: See `run`.
         """
         raise InternalError(
             f"{type(self).__name__} takes rows from the host", evidence=f"{len(inputs)} inputs"

@@ -1,4 +1,4 @@
-"""A lookup model and a dense engine, one after the other, as one engine that takes the model's own inputs."""
+"""A lookup model and a dense engine in sequence, as one engine with the model's own inputs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from loka_onnx.sessions.runner import Arrays, Runner
 
 
 class SplitRunner(Runner):
-    """Looks ids up, then runs the dense engine on the rows; owns both.
+    """Looks up ids, then runs the dense engine on the rows; owns both.
 
     Args:
         lookup: Takes ids, returns the cut tensors.
-        dense: Takes the other inputs, and the cut tensors by the names that `lookup` gives them.
+        dense: Takes the other inputs and the cut tensors, under their names in `lookup`.
     """
 
     def __init__(self, lookup: Runner, dense: Runner) -> None:
@@ -31,16 +31,16 @@ class SplitRunner(Runner):
         return self.dense.run(self.look_up(inputs))
 
     def look_up(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """The inputs with the cut tensors beside them: what the dense engine takes, and the ids."""
+        """Return the inputs together with the cut tensors."""
         return {**inputs, **self.lookup.run(inputs)}
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
-        """Those of the dense engine."""
+        """Sizes of the dense engine."""
         return self.dense.served_sizes
 
     def close(self) -> None:
-        """Free both, also where freeing one of them fails."""
+        """Free both, even if freeing one fails."""
         with ExitStack() as stack:
             stack.callback(self.lookup.close)
             stack.callback(self.dense.close)

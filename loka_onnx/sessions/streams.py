@@ -1,8 +1,8 @@
-"""Several batches at once, each on one thread.
+"""Parallel batches, each on one thread.
 
-An operator on a batch of a ranker is too small to share between threads: it costs more to wake them than to
-compute. Independent batches share nothing, so one stream a core is faster than one stream on all cores, and
-each batch's result does not depend on how many there are.
+An operator on a ranker's batch is too small to share between threads: waking them costs more than the
+computation. One stream per core is therefore faster than one stream on all cores, and a batch's result does
+not depend on their number.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ B = TypeVar("B")
 
 
 def stream_count(threads: int) -> int:
-    """Streams for a number of threads; all cores for 0."""
+    """Number of streams for a number of threads; all cores for 0."""
     return threads or len(os.sched_getaffinity(0))
 
 
 def map_in_order(work: Callable[[A], B], items: Iterable[A], streams: int) -> Iterator[B]:
     """Apply a function to items in several threads and yield the results in order.
 
-    At most two items a stream are in flight, so that memory does not grow with the number of items.
+    At most two items per stream are in flight, which bounds memory.
 
     Args:
-        work: Called in a worker thread.
-        items: Consumed as results are.
         streams: Number of threads, at least 1.
     """
     waiting: deque[Future[B]] = deque()

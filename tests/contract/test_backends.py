@@ -14,13 +14,14 @@ from onnx.reference import ReferenceEvaluator
 from tiny_models import MlpShape, TinyModel, make_plan, mlp
 
 from loka_onnx.core import serde
+from loka_onnx.core.backends import backend_names
 from loka_onnx.core.devices import NVIDIA
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.base import Backend
-from loka_onnx.engines.registry import all_backends, backend_names, get_backend
+from loka_onnx.engines.registry import all_backends, get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import ConfigError, EngineError
 from loka_onnx.sessions.cuda import list_cuda_devices

@@ -12,25 +12,26 @@ import pytest
 from tiny_models import GraphWriter
 
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.backends import backend_names
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import FUSIONS, Fusions, fusions_of
+from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.engines.registry import backend_names
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, read_compiled_graphs
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
+from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 WIDTH = 64
-RTX = FUSIONS["tensorrt_rtx"]
+RTX = fusions_of("tensorrt_rtx")
 
 
 def test_every_backend_is_described_and_an_unknown_one_fuses_nothing() -> None:
-    assert set(FUSIONS) == set(backend_names())
+    assert all(fusions_of(name).evidence != "not known" for name in backend_names())
     assert fusions_of("another").quantized_in_place == frozenset()
     assert fusions_of("another").evidence == "not known"
 

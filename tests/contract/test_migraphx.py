@@ -15,13 +15,7 @@ from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, write_
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import SiteKind
-from loka_onnx.engines.migraphx.build import BuildSettings, build_engine
-from loka_onnx.engines.migraphx.dialect import Float8Form, write_dialect
-from loka_onnx.engines.migraphx.program_text import parse_program
-from loka_onnx.engines.migraphx.site_precision import PlannedSite, products_of, site_precisions
-from loka_onnx.engines.request import BatchRange
-from loka_onnx.errors import MissingPackage, ModelError
-from loka_onnx.sessions.migraphx_api import (
+from loka_onnx.engines.migraphx.api import (
     Compilation,
     compile_program,
     import_migraphx,
@@ -31,7 +25,13 @@ from loka_onnx.sessions.migraphx_api import (
     run_program,
     text_of,
 )
-from loka_onnx.sessions.migraphx_session import open_migraphx
+from loka_onnx.engines.migraphx.build import BuildSettings, build_engine
+from loka_onnx.engines.migraphx.dialect import Float8Form, write_dialect
+from loka_onnx.engines.migraphx.program_text import parse_program
+from loka_onnx.engines.migraphx.session import open_migraphx
+from loka_onnx.engines.migraphx.site_precision import PlannedSite, products_of, site_precisions
+from loka_onnx.engines.request import BatchRange
+from loka_onnx.errors import MissingPackage, ModelError
 
 try:
     migraphx = import_migraphx()

@@ -16,14 +16,14 @@ from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.engines.onnxruntime import backend as module
+from loka_onnx.engines.onnxruntime import providers
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
+from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS, TENSORRT
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import EngineError, ModelError
-from loka_onnx.sessions import providers
-from loka_onnx.sessions.bound_session import BoundSession
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
 from loka_onnx.sessions.cuda import CudaDevice
-from loka_onnx.sessions.providers import CPU, CUDA, PROVIDERS, TENSORRT
 
 ort = pytest.importorskip("onnxruntime")
 
@@ -41,7 +41,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def chain(provider: Any, *_: Any) -> list[tuple[str, dict[str, str]]]:
         return [(CPU.name, {})]
 
-    monkeypatch.setattr("loka_onnx.sessions.bound_session.provider_chain", chain)
+    monkeypatch.setattr("loka_onnx.engines.onnxruntime.io_binding_session.provider_chain", chain)
     monkeypatch.setattr("loka_onnx.engines.onnxruntime.site_precision.provider_chain", chain)
     return
 

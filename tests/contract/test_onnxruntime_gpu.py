@@ -17,9 +17,9 @@ from loka_onnx.core.devices import AMD, NVIDIA
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
+from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
+from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, BoundSettings
 from loka_onnx.engines.request import BatchRange, BuildRequest
-from loka_onnx.sessions.bound_session import BoundSession
-from loka_onnx.sessions.bound_settings import SETTINGS_FILE, BoundSettings
 
 pytest.importorskip("onnxruntime")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

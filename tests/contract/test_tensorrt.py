@@ -15,9 +15,8 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt.backend import TensorRtBackend
-from loka_onnx.sessions.cuda import list_cuda_devices
-from loka_onnx.sessions.tensorrt_session import TensorRtSession
-from loka_onnx.sessions.tensorrt_vendors import first_gpu
+from loka_onnx.engines.tensorrt.session import TensorRtSession
+from loka_onnx.sessions.cuda import first_gpu, list_cuda_devices
 
 trt = pytest.importorskip("tensorrt", reason="needs tensorrt and a GPU")
 ARCHITECTURES = {architectures[0]: device for device, architectures in NVIDIA.items()}

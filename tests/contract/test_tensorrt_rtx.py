@@ -20,13 +20,13 @@ from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
 from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, read_compiled_graphs
 from loka_onnx.engines.tensorrt.contents import EngineContents, read_contents
+from loka_onnx.engines.tensorrt.first_opening import check_opens
 from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
+from loka_onnx.engines.tensorrt.spec import TENSORRT_RTX
 from loka_onnx.errors import ConfigError, EngineError, ModelError
 from loka_onnx.sessions import cuda
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
-from loka_onnx.sessions.first_opening import check_opens
-from loka_onnx.sessions.tensorrt_session import open_tensorrt_rtx
 
 trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: its claims are not tested")
 
@@ -382,10 +382,10 @@ def test_without_a_driver_an_engine_is_refused_and_the_process_goes_on(
     compile_body(tmp_path, gemm(32, 32), (32,))
     engine, version = tmp_path / "engine.trt", str(trt.__version__)
     with pytest.raises(EngineError, match="no NVIDIA GPU"):
-        open_tensorrt_rtx(engine, "sm89", version)
+        TENSORRT_RTX.open(engine, "sm89", version, None)
     check_opens("tensorrt_rtx", version, engine, CudaDevice(0, "NVIDIA L4", "sm89"))
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "unit" / "sessions")
     driver = importlib.import_module("fake_cuda_driver").FakeDriver
     monkeypatch.setattr(cuda, "_load_library", lambda: driver(("NVIDIA L4", 8, 9)))
     with pytest.raises(EngineError, match="does not load the engine"):
-        open_tensorrt_rtx(engine, "sm89", version)
+        TENSORRT_RTX.open(engine, "sm89", version, None)

@@ -82,7 +82,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
 def test_every_variable_that_is_read_is_told() -> None:
     """Those that begin with our name, and those of others that we read by a literal name."""
     read = set()
-    for path in (ROOT / "loka_onnx").rglob("*.py"):
+    for path in [*(ROOT / "loka_onnx").rglob("*.py"), *(ROOT / "loka_zoo").rglob("*.py")]:
         text = path.read_text(encoding="utf-8")
         read |= set(re.findall(r"\bLOKA_ONNX_[A-Z_]+", text))
         read |= set(re.findall(r"environ(?:\.get\(|\[)\"([A-Z_]+)\"", text))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loka_onnx.bundle import verify_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from loka_onnx.bundle.format.files import read_sample, verify_directory
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_file
@@ -17,13 +18,12 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.seal import UNSEALED, seal
 from loka_onnx.errors import CheckFailed, LokaError
-from loka_onnx.operations.drift.opened_run import open_run
+from loka_onnx.operations.drift.run import open_run
 from loka_onnx.operations.refresh.earlier import EarlierRun
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.job_results import merge_result, read_result
 from loka_onnx.pipeline.jobs import find_jobs, read_job
 from loka_onnx.pipeline.run import RunOptions, run
-from loka_onnx.sessions.bundle_files import read_sample, verify_directory
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from tests.fuzz.values import HOSTILE, OUTSIDE, as_json, changed
 

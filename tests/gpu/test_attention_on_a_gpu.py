@@ -26,8 +26,8 @@ from loka_onnx.core.engine import EngineArtifact  # noqa: E402
 from loka_onnx.core.formats import Precision  # noqa: E402
 from loka_onnx.core.site import SiteKind  # noqa: E402
 from loka_onnx.engines.inductor.backend import InductorBackend  # noqa: E402
+from loka_onnx.engines.inductor.package import read_engine, read_sources  # noqa: E402
 from loka_onnx.engines.inductor.site_precision import product_calls  # noqa: E402
-from loka_onnx.sessions.inductor_package import read_engine, read_sources  # noqa: E402
 
 TOKENS, WIDTH, HEADS, SEEDS, ROWS, EMPTY = 100, 32, 2, 60, 16, 2
 """Keys are no multiple of 8, as kernels want of a mask in memory; all tokens of row `EMPTY` are masked."""

@@ -27,8 +27,8 @@ from loka_onnx.engines.inductor.operator_packages import (  # noqa: E402
     OperatorPackage,
     find_packages,
 )
+from loka_onnx.engines.inductor.session import open_inductor  # noqa: E402
 from loka_onnx.engines.inductor.site_precision import read_site_precisions  # noqa: E402
-from loka_onnx.sessions.inductor_session import open_inductor  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("float8_gpu")]
 

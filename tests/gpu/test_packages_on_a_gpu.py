@@ -23,7 +23,7 @@ from loka_onnx.core.engine import EngineArtifact  # noqa: E402
 from loka_onnx.core.formats import Precision  # noqa: E402
 from loka_onnx.core.site import SiteKind  # noqa: E402
 from loka_onnx.engines.inductor.backend import InductorBackend  # noqa: E402
-from loka_onnx.sessions.inductor_package import read_engine  # noqa: E402
+from loka_onnx.engines.inductor.package import read_engine  # noqa: E402
 
 N, D, K, OWN, HIDDEN = 16, 16, 8, 10, 64
 """Tokens, their length, columns of the interaction, the block's own tokens, and its hidden layer."""

@@ -19,10 +19,10 @@ from loka_onnx.core.job import BuildJob, JobResult
 from loka_onnx.engines import registry
 from loka_onnx.engines.base import Availability
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
+from loka_onnx.engines.onnxruntime.providers import Provider, provider_for
 from loka_onnx.errors import EngineError, ModelError, UserError
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.run import RunOptions, Stage, run
-from loka_onnx.sessions.providers import Provider, provider_for
 
 pytestmark = pytest.mark.slow
 
@@ -48,13 +48,13 @@ class Both(OnnxRuntimeBackend):
     devices = {"cpu": ("cpu",)}  # noqa: RUF012
 
     def provider(self, architecture: str) -> Provider:
-        return provider_for(OnnxRuntimeBackend.name, architecture)
+        return provider_for(OnnxRuntimeBackend.spec.name, architecture)
 
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """This process cannot build for the device; those that it starts, and it after `undo`, can."""
-    monkeypatch.setattr(registry, "BACKENDS", {"onnxruntime": NotHere, "inductor": Both})
+    monkeypatch.setattr(registry, "maker_of", {"onnxruntime": NotHere, "inductor": Both}.__getitem__)
     yield monkeypatch
 
 
@@ -130,7 +130,7 @@ def test_a_job_is_executed_on_another_host_and_its_result_merged(
         assert {i for rows in job.rows for i in rows.inputs} == {"dense", "item"}
         shutil.copytree(away / name / "result", jobs / name / "result")
 
-    elsewhere.setattr(registry, "BACKENDS", {"onnxruntime": NotHere, "inductor": Both})
+    elsewhere.setattr(registry, "maker_of", {"onnxruntime": NotHere, "inductor": Both}.__getitem__)
     result = run(place.run_file, RunOptions(resume=True))
     status, detail = engines_of(place)[JOB]
     assert status is BuildStatus.RUN_ELSEWHERE and detail.startswith("built and run on '")
@@ -171,7 +171,7 @@ def executed(place: Workplace, elsewhere) -> Path:
     elsewhere.undo()
     execute_job(place.output / "jobs" / PLAIN)
     execute_job(place.output / "jobs" / JOB)
-    elsewhere.setattr(registry, "BACKENDS", {"onnxruntime": NotHere, "inductor": Both})
+    elsewhere.setattr(registry, "maker_of", {"onnxruntime": NotHere, "inductor": Both}.__getitem__)
     return place.output / "jobs"
 
 

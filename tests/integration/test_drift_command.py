@@ -14,7 +14,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.drift import DriftReport, Measure
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.profile import Profile
-from loka_onnx.operations.drift.opened_run import open_monitor, open_run
+from loka_onnx.operations.drift.run import open_monitor, open_run
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 UNSEEN = ("clicked", "bought", "amount", "request")

@@ -14,7 +14,6 @@ import pytest
 from synthetic_runs import Workplace
 
 import loka_onnx
-from loka_onnx.config import Backend as BackendName
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.engines import registry
 from loka_onnx.engines.base import Backend
@@ -33,14 +32,14 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("faulty_backends")
 
 
-def register(monkeypatch: pytest.MonkeyPatch, faults: dict[BackendName, type[Backend]]) -> None:
+def register(monkeypatch: pytest.MonkeyPatch, faults: dict[str, type[Backend]]) -> None:
     """Put faulty makers in the place of others, under their names."""
     own = OnnxRuntimeBackend().provider
     for name, kind in faults.items():
-        monkeypatch.setattr(kind, "name", name.value)
+        monkeypatch.setattr(kind, "name", name)
         monkeypatch.setattr(kind, "provider", lambda self, architecture: own(architecture))
-    makers = {name.value: kind for name, kind in faults.items()}
-    monkeypatch.setattr(registry, "BACKENDS", {OnnxRuntimeBackend.name: OnnxRuntimeBackend, **makers})
+    makers = {OnnxRuntimeBackend.spec.name: OnnxRuntimeBackend, **faults}
+    monkeypatch.setattr(registry, "maker_of", makers.__getitem__)
 
 
 def kill_when_told(place: Path) -> threading.Thread:
@@ -61,11 +60,11 @@ def kill_when_told(place: Path) -> threading.Thread:
 def test_the_run_emits_what_it_emits_without_them(
     place: Workplace, finished: RunResult, faulty: ModuleType, monkeypatch: pytest.MonkeyPatch, parallel: int
 ) -> None:
-    faults: dict[BackendName, type[Backend]] = {
-        BackendName.TENSORRT: faulty.Segfaults,
-        BackendName.TENSORRT_RTX: faulty.Hangs,
-        BackendName.MIGRAPHX: faulty.Allocates,
-        BackendName.INDUCTOR: faulty.TellsAndHangs,
+    faults: dict[str, type[Backend]] = {
+        "tensorrt": faulty.Segfaults,
+        "tensorrt_rtx": faulty.Hangs,
+        "migraphx": faulty.Allocates,
+        "inductor": faulty.TellsAndHangs,
     }
     register(monkeypatch, faults)
     place.write_run_file(

@@ -33,7 +33,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def not_here(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process only: the workers of the cluster can build."""
-    monkeypatch.setattr(registry, "BACKENDS", {"onnxruntime": NotHere, "inductor": Both})
+    monkeypatch.setattr(registry, "maker_of", {"onnxruntime": NotHere, "inductor": Both}.__getitem__)
 
 
 def test_a_run_sends_its_jobs_to_the_node_with_the_device(place: Workplace) -> None:

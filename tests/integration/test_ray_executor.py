@@ -94,10 +94,6 @@ class Deadly(BatchWork[Any]):
     folder: Path
     deaths: int
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self.inner.files
-
     def open(self) -> Callable[[Batch], Any]:
         run = self.inner.open()
 
@@ -117,9 +113,9 @@ class DeadlyExecutor(Executor):
     def run(
         self, work: BatchWork[Any], data: Dataset, spans: Iterable[Span], batch_size: int
     ) -> Generator[BatchResult[Any]]:
-        folder = self.folder / work.files[0].stem
+        folder = self.folder / work.path.stem
         folder.mkdir(parents=True)
-        return self.inner.run(Deadly(work, folder, self.deaths), data, spans, batch_size)
+        return self.inner.run(Deadly(work.path, work, folder, self.deaths), data, spans, batch_size)
 
 
 def test_a_worker_that_is_killed_midway_changes_nothing(world, cluster, local, tmp_path):
@@ -145,12 +141,7 @@ def test_workers_that_keep_dying_are_an_error(world, cluster, tmp_path):
 class Noting(BatchWork[int]):
     """Says in which process it was opened."""
 
-    path: Path
     folder: Path
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return (self.path,)
 
     def open(self) -> Callable[[Batch], int]:
         np.save(self.folder / f"{os.getpid()}.{len(list(self.folder.iterdir()))}.npy", 0)

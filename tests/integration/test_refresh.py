@@ -26,13 +26,13 @@ from loka_onnx.core.refresh import Refresh
 from loka_onnx.core.site import LOUD
 from loka_onnx.engines import registry
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
+from loka_onnx.engines.onnxruntime.providers import Provider, provider_for
 from loka_onnx.errors import ConfigError
 from loka_onnx.operations.refresh import refreshing
 from loka_onnx.operations.refresh.refreshing import RefreshOptions, refresh
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.jobs import find_jobs
 from loka_onnx.pipeline.run import RunOptions, run
-from loka_onnx.sessions.providers import Provider, provider_for
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     place = make_workplace(tmp_path_factory.mktemp("earlier") / "work")
     place.write_run_file(plan=PLAN, refine=NO_REFINING)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "BACKENDS", {"onnxruntime": Fast8})
+        patch.setattr(registry, "maker_of", {"onnxruntime": Fast8}.__getitem__)
         result = run(place.run_file)
     assert result.choice is not None
     # Both FP8 plans are as fast; make the one that is taken certain.
@@ -59,7 +59,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 @pytest.fixture(autouse=True)
 def fast8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "BACKENDS", {"onnxruntime": Fast8})
+    monkeypatch.setattr(registry, "maker_of", {"onnxruntime": Fast8}.__getitem__)
 
 
 def retrained(place: Workplace, path: Path, **factors: float) -> Path:
@@ -308,7 +308,7 @@ class Away(Fast8):
     devices = {"amd-mi300x": ("cpu",)}  # noqa: RUF012
 
     def provider(self, architecture: str) -> Provider:
-        return provider_for(OnnxRuntimeBackend.name, architecture)
+        return provider_for(OnnxRuntimeBackend.spec.name, architecture)
 
     def why_not_here(self, architecture: str) -> str:
         return "no amd-mi300x on this host"
@@ -337,15 +337,15 @@ def test_a_target_on_another_host_waits_for_its_job(
     here, there = ({"onnxruntime": Fast8, "inductor": kind} for kind in (Away, There))
 
     def executed(directory: Path) -> list[str]:
-        monkeypatch.setattr(registry, "BACKENDS", there)
+        monkeypatch.setattr(registry, "maker_of", there.__getitem__)
         jobs = find_jobs(directory / "jobs")
         assert all(read(BuildJob, job, "job.json").timed is not None for job in jobs)
         for job in jobs:
             execute_job(job)
-        monkeypatch.setattr(registry, "BACKENDS", here)
+        monkeypatch.setattr(registry, "maker_of", here.__getitem__)
         return [job.name for job in jobs]
 
-    monkeypatch.setattr(registry, "BACKENDS", here)
+    monkeypatch.setattr(registry, "maker_of", here.__getitem__)
     run(place.run_file)
     # Nothing is chosen for the target yet: there is no decision to keep, and none is left out in silence.
     with pytest.raises(ConfigError) as refused:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def fast8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "BACKENDS", {"onnxruntime": Fast8})
+    monkeypatch.setattr(registry, "maker_of", {"onnxruntime": Fast8}.__getitem__)
 
 
 BUILDER = """

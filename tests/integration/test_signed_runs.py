@@ -9,7 +9,8 @@ import pytest
 from synthetic_runs import call, make_workplace, tree
 
 import loka_onnx
-from loka_onnx.bundle import verify_signature, write_key_pair
+from loka_onnx.bundle.format.signature import verify_signature
+from loka_onnx.bundle.signing import write_key_pair
 from loka_onnx.errors import BundleInvalid, ConfigError
 from loka_onnx.pipeline.run import RunOptions
 

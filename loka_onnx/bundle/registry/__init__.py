@@ -1,8 +1,4 @@
-"""Registries: where bundles are pushed to, and fleets pull them from.
-
-A registry is any place that fsspec can read and write: a directory, s3://, gs://, az://, and others. What
-lies where is in `bundle.registry.layout`, and for people in docs/registry.md.
-"""
+"""Registries of bundles in any place that fsspec writes: a directory, s3://, gs:// (docs/registry.md)."""
 
 from loka_onnx.bundle.registry.layout import Reference, parse_reference
 from loka_onnx.bundle.registry.names import NamedBundle, list_names, promote, resolve

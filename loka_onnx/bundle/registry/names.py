@@ -1,35 +1,44 @@
-"""Names of a registry: what they stand for, and letting them stand for another bundle."""
+"""Names of a registry: pointers to bundles, which are moved in one step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import metadata
+from typing import ClassVar
 
+from loka_onnx.bundle.format.documents import printable
 from loka_onnx.bundle.registry.layout import (
     BUNDLES,
-    MAX_POINTER_BYTES,
     NAMES,
+    Reference,
     bundle_key,
     check_name,
+    is_digest,
     name_problem,
     parse_reference,
-    pointer_key,
 )
-from loka_onnx.bundle.registry.pull import read_pointer, resolve_in
-from loka_onnx.bundle.registry.push import write_pointer
 from loka_onnx.bundle.registry.store import Store, TransferOptions
-from loka_onnx.errors import ConfigError, LokaError, UserError
+from loka_onnx.core import serde
+from loka_onnx.errors import BundleInvalid, ConfigError, UserError
+
+MAX_POINTER_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class NamePointer:
+    """Pointer of a name to the SHA-256 of a manifest; it holds its name, so that a copied one is noticed."""
+
+    SCHEMA: ClassVar[str] = "registry-name/1"
+    __pydantic_config__ = serde.STRICT
+
+    name: str
+    manifest: str
+    created_by: str
 
 
 @dataclass(frozen=True)
 class NamedBundle:
-    """A name of a registry.
-
-    Attributes:
-        name: The name.
-        digest: SHA-256 of the manifest of the bundle that it stands for; None where its pointer is damaged,
-            or it may not be a name.
-        problem: What is wrong with its pointer, or with the name; empty where nothing is.
-    """
+    """A name of a registry, and the SHA-256 of the manifest of its bundle or the `problem` of the pointer."""
 
     name: str
     digest: str | None
@@ -37,86 +46,106 @@ class NamedBundle:
 
 
 def resolve(place: str, options: TransferOptions | None = None) -> str:
-    """Digest of the manifest of the bundle that ``URL#name`` stands for now.
-
-    Raises:
-        UserError: There is no such bundle.
-        BundleInvalid: What lies there is no pointer of that name.
-        BundleError: The registry cannot be reached.
-    """
+    """Digest of the manifest of the bundle that ``URL#name`` stands for now; raises as `resolve_in`."""
     reference = parse_reference(place)
     return resolve_in(Store(reference.url, options or TransferOptions()), reference)
 
 
 def list_names(url: str, options: TransferOptions | None = None) -> tuple[NamedBundle, ...]:
-    """Every name of a registry, sorted.
-
-    Raises:
-        ConfigError: The URL names a bundle.
-        UserError: Nothing was ever pushed there.
-        BundleError: The registry cannot be reached.
-    """
+    """Every name of a registry, sorted; `UserError` where nothing was ever pushed."""
     reference = parse_reference(url)
-    if reference.name is not None or reference.digest is not None:
-        raise ConfigError(
-            "the names of a whole registry are listed",
-            where=reference.shown,
-            evidence="the URL names one bundle after '#'",
-            remedy="give the URL alone, or ask for one name with `loka-onnx bundle resolve URL#name`",
-        )
+    if reference.shown != reference.url:
+        what = "the names of a whole registry are listed"
+        remedy = "give the URL alone, or ask for one name with `loka-onnx bundle resolve URL#name`"
+        raise ConfigError(what, where=reference.shown, evidence="the URL names one bundle", remedy=remedy)
     store = Store(reference.url, options or TransferOptions())
     files = store.names(NAMES)
-    if not files and not store.holds(BUNDLES):
-        raise UserError(
-            "there is no registry here",
-            where=store.shown,
-            evidence=f"there is neither '{NAMES}/' nor '{BUNDLES}/'",
-            remedy="check the URL; the first `loka-onnx bundle push` makes a registry",
-        )
+    if not files and not store.names(BUNDLES, "directory"):
+        evidence = f"there is neither '{NAMES}/' nor '{BUNDLES}/'"
+        remedy = "check the URL; the first `loka-onnx bundle push` makes a registry"
+        raise UserError("there is no registry here", where=url, evidence=evidence, remedy=remedy)
     return tuple(_named(store, file.removesuffix(".json")) for file in files if file.endswith(".json"))
 
 
 def promote(place: str, name: str, options: TransferOptions | None = None) -> str:
-    """Lets a name stand for a bundle that a registry has already; moves nothing else.
+    """Point a name at a bundle that a registry has already, and return the digest of its manifest.
 
     Args:
         place: The bundle: ``URL#other-name`` or ``URL#sha256:<digest of the manifest>``.
-        name: The name.
-        options: How to reach the registry.
-
-    Returns:
-        Digest of the manifest.
+        name: The name to move.
+        options: Access to the registry.
 
     Raises:
-        ConfigError: It may not be a name.
-        UserError: There is no such bundle.
+        UserError: `name` may not be a name, or there is no such bundle.
         BundleInvalid: The other name's pointer is damaged.
         OutputError: The registry may not be written.
-        BundleError: It cannot be reached.
     """
     check_name(name)
     reference = parse_reference(place)
     store = Store(reference.url, options or TransferOptions())
     digest = resolve_in(store, reference)
     if store.size(bundle_key(digest)) is None:
-        raise UserError(
-            "the registry has no bundle of this digest",
-            where=reference.shown,
-            evidence=f"there is no '{bundle_key(digest)}'",
-            remedy="push it",
-        )
+        what, evidence = "the registry has no bundle of this digest", f"there is no '{bundle_key(digest)}'"
+        raise UserError(what, where=reference.shown, evidence=evidence, remedy="push it")
     write_pointer(store, name, digest)
     return digest
+
+
+def write_pointer(store: Store, name: str, digest: str) -> None:
+    """Point a name at a bundle, in one step."""
+    pointer = NamePointer(name, digest, f"loka-onnx {metadata.version('loka-onnx')}")
+    store.write(_key(name), serde.dumps(pointer).encode())
+
+
+def resolve_in(store: Store, reference: Reference) -> str:
+    """Digest of the manifest of the bundle of a reference.
+
+    Raises:
+        UserError: The reference names no bundle, or the registry has no such name.
+        BundleInvalid: The pointer of that name is damaged.
+    """
+    if reference.digest is not None:
+        return reference.digest
+    remedy = "give URL#name or URL#sha256:<digest>; `loka-onnx bundle list URL` shows the names"
+    if reference.name is None:
+        what = f"'{reference.url}' does not say which bundle"
+        raise ConfigError(what, evidence="a registry holds many", remedy=remedy)
+    digest = _pointed(store, reference.name)
+    if digest is None:
+        what, evidence = f"the registry has no bundle '{reference.name}'", f"no '{_key(reference.name)}'"
+        raise UserError(what, where=store.url, evidence=evidence, remedy=remedy)
+    return digest
+
+
+def _pointed(store: Store, name: str) -> str | None:
+    """Digest in the pointer of a name, None where there is no pointer; `BundleInvalid` if it is damaged."""
+    data = store.read(_key(name), MAX_POINTER_BYTES)
+    if data is None:
+        return None
+    try:
+        pointer = serde.loads(NamePointer, data.decode("utf-8"), where=store.url)
+    except (UserError, ValueError, RecursionError) as error:
+        what = f"the pointer of name '{name}' is not a {serde.schema_id(NamePointer)} document"
+        evidence = error.evidence if isinstance(error, UserError) else str(error)
+    else:
+        if pointer.name == name and is_digest(pointer.manifest):
+            return pointer.manifest
+        what = f"the pointer of name '{name}' is of another name, or does not hold a digest"
+        evidence = f"it says '{pointer.name[:100]}' and '{pointer.manifest[:80]}'"
+    remedy = "find out who wrote it, and push the bundle again under this name"
+    raise BundleInvalid(what, where=f"{store.url}#{name}", evidence=printable(evidence), remedy=remedy)
 
 
 def _named(store: Store, name: str) -> NamedBundle:
     problem = name_problem(name)
     if problem is not None:
         return NamedBundle(name, None, f"the name {problem}")
-    data = store.read(pointer_key(name), MAX_POINTER_BYTES + 1)
-    if data is None:
-        return NamedBundle(name, None, "it was removed just now")
     try:
-        return NamedBundle(name, read_pointer(data, name, store.shown).manifest)
-    except LokaError as error:
+        digest = _pointed(store, name)
+    except BundleInvalid as error:
         return NamedBundle(name, None, error.what)
+    return NamedBundle(name, digest, "" if digest else "it was removed just now")
+
+
+def _key(name: str) -> str:
+    return f"{NAMES}/{name}.json"

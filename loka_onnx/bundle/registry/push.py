@@ -1,8 +1,6 @@
-"""Pushing: a bundle → a registry.
+"""Pushing a bundle to a registry: missing parts, then the signature, the manifest and the name.
 
-In this order: every part of every file that the registry lacks, the signature, the manifest, the name.
-Whatever ends it, a name stands for the old bundle or for the new one, whole, and the next push sends only the
-rest.
+An interrupted push leaves every name at a complete bundle, and the next one sends only the rest.
 """
 
 from __future__ import annotations
@@ -12,42 +10,24 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
-from loka_onnx.bundle.registry.layout import (
-    BlobPart,
-    NamePointer,
-    Reference,
-    bundle_key,
-    parse_reference,
-    parts_of,
-    pointer_key,
-)
+from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.documents import OPEN_PLAIN, read_document
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.format.signature import MAX_SIGNATURE_BYTES, SIGNATURE_NAME
+from loka_onnx.bundle.registry.layout import BlobPart, Reference, bundle_key, parse_reference, parts_of
+from loka_onnx.bundle.registry.names import write_pointer
 from loka_onnx.bundle.registry.store import Store, TransferOptions, in_order
-from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile
 from loka_onnx.errors import BundleInvalid, ConfigError
-from loka_onnx.sessions.bundle_archive import is_archive, unpacked
-from loka_onnx.sessions.bundle_documents import OPEN_PLAIN, read_document
-from loka_onnx.sessions.bundle_files import verify_bundle
-from loka_onnx.sessions.bundle_signature import MAX_SIGNATURE_BYTES, SIGNATURE_NAME
 
 
 @dataclass(frozen=True)
 class PushResult:
-    """Result of a push.
-
-    Attributes:
-        digest: SHA-256 of the manifest: what the bundle is called in every registry.
-        name: The name that stands for it now; None where none was given.
-        sent_parts: Parts that were sent.
-        sent_bytes: Their size.
-        kept_parts: Parts that the registry had.
-        kept_bytes: Their size.
-    """
+    """Result of a push: digest of the manifest, the name it was pushed to, parts sent and parts kept."""
 
     digest: str
     name: str | None
@@ -60,16 +40,13 @@ class PushResult:
 def push_bundle(
     bundle: Path, place: str, options: TransferOptions | None = None, *, again: bool = False
 ) -> PushResult:
-    """Copies a bundle into a registry, and lets a name stand for it.
+    """Copy a bundle into a registry, and point a name at it.
 
     Args:
         bundle: Directory of the bundle, or its single-file form.
         place: ``URL`` of the registry, or ``URL#name``.
-        options: How to move it.
-        again: Send what the registry has as well: where a blob there was damaged without changing its size.
-
-    Returns:
-        What was sent, and what was there.
+        options: Options of the transfer.
+        again: Send parts that the registry has as well, to mend one that is damaged but has its size.
 
     Raises:
         BundleInvalid: The bundle does not verify, or was altered meanwhile.
@@ -79,35 +56,20 @@ def push_bundle(
     """
     reference = parse_reference(place)
     if reference.digest is not None:
-        raise ConfigError(
-            "a bundle cannot be pushed to a digest",
-            where=reference.shown,
-            evidence="the digest is that of its manifest, whatever it is pushed as",
-            remedy="give URL#name, or the URL alone",
-        )
-    chosen = options or TransferOptions()
-    store = Store(reference.url, chosen)
+        what, evidence = "a bundle cannot be pushed to a digest", "the digest is that of its manifest"
+        remedy = "give URL#name, or the URL alone"
+        raise ConfigError(what, where=reference.shown, evidence=evidence, remedy=remedy)
+    options = options or TransferOptions()
+    store = Store(reference.url, options)
     if is_archive(bundle):
         with unpacked(bundle) as directory:
-            return _push(directory, reference, store, chosen, again=again)
-    return _push(bundle, reference, store, chosen, again=again)
-
-
-def write_pointer(store: Store, name: str, digest: str) -> None:
-    """Lets a name of a registry stand for a bundle in it, in one step.
-
-    Raises:
-        OutputError: The registry may not be written.
-        BundleError: It cannot be reached.
-    """
-    pointer = NamePointer(name, digest, f"loka-onnx {metadata.version('loka-onnx')}")
-    store.write(pointer_key(name), serde.dumps(pointer).encode())
+            return _push(directory, reference, store, options, again=again)
+    return _push(bundle, reference, store, options, again=again)
 
 
 def _push(
     directory: Path, reference: Reference, store: Store, options: TransferOptions, *, again: bool
 ) -> PushResult:
-    # Read before the rest is verified against it: what is sent is what was verified.
     text = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
     signature = None
     if (directory / SIGNATURE_NAME).exists():
@@ -116,12 +78,10 @@ def _push(
     if read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES) != text:
         _refuse(directory, MANIFEST_NAME)
     digest = digest_bytes(text)
-    store.remove_leftovers()
-    blobs = list({file.sha256: file for file in manifest.files}.values())
+    blobs = {file.sha256: file for file in manifest.files}.values()
     parts = [part for file in blobs for part in parts_of(file.sha256, file.bytes)]
     kept = set() if again else _present(store, parts, options.threads)
-    total = sum(part.bytes for part in parts if part not in kept)
-    sent = 0
+    total, sent = sum(part.bytes for part in parts if part not in kept), 0
     for size in in_order(_sending(store, directory, blobs, kept), options.threads):
         sent += size
         options.progress("push", sent, total)
@@ -130,14 +90,8 @@ def _push(
     store.write(bundle_key(digest), text)
     if reference.name is not None:
         write_pointer(store, reference.name, digest)
-    return PushResult(
-        digest,
-        reference.name,
-        sent_parts=len(parts) - len(kept),
-        sent_bytes=total,
-        kept_parts=len(kept),
-        kept_bytes=sum(part.bytes for part in kept),
-    )
+    kept_bytes = sum(part.bytes for part in kept)
+    return PushResult(digest, reference.name, len(parts) - len(kept), total, len(kept), kept_bytes)
 
 
 def _present(store: Store, parts: Sequence[BlobPart], threads: int) -> set[BlobPart]:
@@ -149,53 +103,44 @@ def _present(store: Store, parts: Sequence[BlobPart], threads: int) -> set[BlobP
 def _sending(
     store: Store, directory: Path, blobs: Iterable[BundleFile], kept: set[BlobPart]
 ) -> Iterator[Callable[[], int]]:
-    """Calls that send the missing parts, each with the content that the manifest lists."""
+    """Yield calls that send the missing parts of a file, after the whole file was found to be as listed.
+
+    A blob is named by its content for ever: a file that is altered meanwhile must not become one.
+    """
     for file in blobs:
-        missing = [part for part in parts_of(file.sha256, file.bytes) if part not in kept]
-        if not missing:
+        digests, state = {}, hashlib.sha256()
+        if kept.issuperset(parts_of(file.sha256, file.bytes)):
             continue
-        with _opened(directory, file) as stream:
-            digests = _part_digests(directory, file, stream)
-            for part in missing:
-                stream.seek(part.start)
-                data = stream.read(part.bytes)
-                # A blob is named by its content for ever: what is written to meanwhile must not become one.
-                if digest_bytes(data) != digests[part]:
-                    _refuse(directory, file.path)
-                yield partial(_send, store, part, data)
+        for part in parts_of(file.sha256, file.bytes):
+            data = _read(directory, file, part)
+            state.update(data)
+            digests[part] = digest_bytes(data)
+        if state.hexdigest() != file.sha256:
+            _refuse(directory, file.path)
+        for part in (part for part in digests if part not in kept):
+            yield partial(_send, store, directory, file, part, digests[part])
 
 
-def _send(store: Store, part: BlobPart, data: bytes) -> int:
+def _send(store: Store, directory: Path, file: BundleFile, part: BlobPart, digest: str) -> int:
+    data = _read(directory, file, part)
+    if digest_bytes(data) != digest:
+        _refuse(directory, file.path)
     store.write(part.key, data)
     return part.bytes
 
 
-def _part_digests(directory: Path, file: BundleFile, stream: BinaryIO) -> dict[BlobPart, str]:
-    """SHA-256 of each part of a file whose whole is what the manifest lists."""
-    state = hashlib.sha256()
-    digests = {}
-    for part in parts_of(file.sha256, file.bytes):
-        data = stream.read(part.bytes)
-        state.update(data)
-        digests[part] = digest_bytes(data)
-    if state.hexdigest() != file.sha256:
-        _refuse(directory, file.path)
-    return digests
-
-
-def _opened(directory: Path, file: BundleFile) -> BinaryIO:
+def _read(directory: Path, file: BundleFile, part: BlobPart) -> bytes:
     try:
-        return os.fdopen(os.open(directory / file.path, OPEN_PLAIN), "rb")
+        with os.fdopen(os.open(directory / file.path, OPEN_PLAIN), "rb") as stream:
+            stream.seek(part.start)
+            return stream.read(part.bytes)
     except OSError as error:
-        raise BundleInvalid(
-            f"file '{file.path}' cannot be read", where=str(directory), evidence=str(error)
-        ) from error
+        what = f"file '{file.path}' cannot be read"
+        raise BundleInvalid(what, where=str(directory), evidence=str(error)) from error
 
 
 def _refuse(directory: Path, path: str) -> NoReturn:
-    raise BundleInvalid(
-        f"file '{path}' was altered while it was pushed",
-        where=str(directory),
-        evidence="it is not what it was when the bundle was verified",
-        remedy="push a bundle that nothing writes to; no name was moved",
-    )
+    what = f"file '{path}' was altered while it was pushed"
+    evidence = "it is not what it was when the bundle was verified"
+    remedy = "push a bundle that nothing writes to; no name was moved"
+    raise BundleInvalid(what, where=str(directory), evidence=evidence, remedy=remedy)

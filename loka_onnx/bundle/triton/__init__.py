@@ -1,6 +1,5 @@
 """A model repository of NVIDIA Triton Inference Server, made from a bundle."""
 
-from loka_onnx.bundle.triton.models import TritonOptions
 from loka_onnx.bundle.triton.record import (
     RECORD_NAME,
     DeclinedEngine,
@@ -9,6 +8,7 @@ from loka_onnx.bundle.triton.record import (
     TritonRepository,
 )
 from loka_onnx.bundle.triton.repository import export_triton
+from loka_onnx.engines.triton.models import TritonOptions
 
 __all__ = [
     "RECORD_NAME",

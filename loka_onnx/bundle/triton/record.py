@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from loka_onnx.bundle.triton.models import VERSION
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.serde import STRICT
+from loka_onnx.engines.triton.models import VERSION
 from loka_onnx.errors import LokaError
 
 RECORD_NAME = "loka-onnx.json"

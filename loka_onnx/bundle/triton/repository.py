@@ -24,18 +24,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from loka_onnx.bundle.triton.forms import Form, Refusal, Source, form_of
-from loka_onnx.bundle.triton.models import (
-    PARAMETER,
-    VERSION,
-    BackendModel,
-    Ensemble,
-    ModelFile,
-    Step,
-    TritonOptions,
-)
-from loka_onnx.bundle.triton.packages import rename_program
-from loka_onnx.bundle.triton.ports import ports_of
+from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.files import Sample, read_sample, verify_bundle
+from loka_onnx.bundle.format.replace import staged_directory
 from loka_onnx.bundle.triton.record import (
     RECORD_NAME,
     DeclinedEngine,
@@ -49,6 +40,18 @@ from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import CHUNK_BYTES, digest_file
 from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest, SparseCut
 from loka_onnx.core.split import Part
+from loka_onnx.engines.inductor.triton_package import rename_program
+from loka_onnx.engines.triton.forms import Form, Refusal, Source, form_of
+from loka_onnx.engines.triton.models import (
+    PARAMETER,
+    VERSION,
+    BackendModel,
+    Ensemble,
+    ModelFile,
+    Step,
+    TritonOptions,
+)
+from loka_onnx.engines.triton.ports import ports_of
 from loka_onnx.errors import (
     BundleError,
     BundleInvalid,
@@ -57,9 +60,6 @@ from loka_onnx.errors import (
     OutputError,
     UserError,
 )
-from loka_onnx.sessions.bundle_archive import is_archive, unpacked
-from loka_onnx.sessions.bundle_files import Sample, read_sample, verify_bundle
-from loka_onnx.sessions.replace import staged_directory
 
 LOOKED_UP = "looked_up/"
 """What the names of tensors between the steps of an ensemble begin with."""

@@ -1,24 +1,24 @@
-"""The mean error that quantization adds at a site, by output channel.
+"""Mean error that quantization adds at a site, by output channel.
 
 A planned site computes ŷ = x̂·Ŵ + b where the model computes y = x·W + b. The product is linear in the
-activation, so that its mean needs no more than the means of x and x̂ along K::
+activation, so its mean needs only the means of x and x̂ along K::
 
     E[ŷ − y] = E[x̂]·Ŵ − E[x]·W
 
-Rows, and what else the product does not sum over, are averaged over; what the weight has for itself, as
-experts have, is kept. The correction is −E[ŷ − y], one constant for each output channel. Rounding to nearest
-has no preference, but a channel of W has few values, and an activation may have few as well: what they leave
-is the same for every row.
+Means are over rows and over all other axes that the product does not sum; separate axes of the weight
+(experts) are kept. The correction is −E[ŷ − y], one constant for each output channel. Rounding to nearest is
+unbiased, but a channel of W has few values, and an activation may have few too: their mean error is the same
+for every row.
 
-The error is **local**: x is what the exact model computes there, x̂ that value rounded. What earlier rounding
-does to later means through functions that are not linear stays, about half of the mean error of deep sites.
-Restoring the means in the quantized model instead, site after site with a pass for each, takes all of it and
-did no better (Wukong on MovieLens 1M, every site in FP8, selection rows: ΔNE .361 % against .370 %). The
-constant on the output takes what is left. Source: Nagel et al., "Data-Free Quantization Through Weight
-Equalization and Bias Correction" (arXiv 1906.04721), section 4.2, with measured means in place of those that
-it derives from BatchNorm, and with the rounding of activations beside that of weights.
+The error is **local**: x is the exact model's value, x̂ that value rounded. The effect of earlier rounding
+through nonlinear functions stays, about half of the mean error of deep sites. Restoring the means in the
+quantized model instead, with a pass for each site, removes all of it and was no better (Wukong on MovieLens
+1M, every site in FP8, selection rows: ΔNE .361 % against .370 %). The constant on the output takes the rest.
+Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv
+1906.04721), section 4.2, with measured means in place of those derived from BatchNorm, and with the rounding
+of activations too.
 
-A product of two activations has no bias: the mean of its error is no product of means.
+A product of two activations has no such bias: the mean of its error is no product of means.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.corrections.means import MeanRows, Means, MeanTaps, Values
-from loka_onnx.calibration.instruments.arithmetic import ActivationQuantizer
+from loka_onnx.calibration.corrections.means import MeanObservers, MeanRows, Means, Values
+from loka_onnx.calibration.observers.arithmetic import ActivationQuantizer
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Float8
 from loka_onnx.core.plan import Decision, PrecisionPlan
@@ -47,11 +47,9 @@ from loka_onnx.numerics.float8 import fake_quantize
 
 @dataclass(frozen=True)
 class FittedBiases:
-    """Biases to be added behind the sites of one plan.
+    """Biases to add behind the sites of one plan, by site, broadcasting to its output: (1, N) and the like.
 
-    Attributes:
-        values: By site, broadcasting to its output: (1, N) and the like.
-        left_alone: Why a site in FP8 has none, by its name.
+    `left_alone` has the reason why an FP8 site has none, by its name.
     """
 
     values: dict[str, Values]
@@ -60,12 +58,8 @@ class FittedBiases:
 
 @dataclass(frozen=True)
 class SiteMeans:
-    """Means over rows of a model, with corrections or without.
-
-    Attributes:
-        sites: Mean output of each site, its bias included, in the shape of its correction.
-        scores: Mean logit (or regression), by output.
-        rows: Rows behind them.
+    """Means over `rows` rows: of each site's output, bias included, in the shape of its correction; of each
+    score.
     """
 
     sites: dict[str, Values]
@@ -75,12 +69,7 @@ class SiteMeans:
 
 @dataclass(frozen=True)
 class Fit:
-    """Biases of every plan, and the means that they restore.
-
-    Attributes:
-        plans: By id of the plan.
-        exact: Means of the FP32 model.
-    """
+    """Biases of every plan (by plan id), and the FP32 model's means that they restore."""
 
     plans: dict[str, FittedBiases]
     exact: SiteMeans
@@ -93,17 +82,9 @@ def fit_biases(
     rows: MeanRows,
     path: Path,
 ) -> Fit:
-    """The mean error of every planned site, from one pass over rows.
+    """Return the mean error of every planned site, from one pass of the FP32 model over rows.
 
-    Args:
-        model: The FP32 model that the plans are for.
-        plans: Plans with sites in FP8.
-        specs: Judged outputs.
-        rows: Calibration rows.
-        path: Where the instrumented model is written.
-
-    Raises:
-        CalibrationError: A mean is not finite.
+    The instrumented model is written to `path`. Raises CalibrationError if a mean is not finite.
     """
     graph = GraphModel.load(model.path)
     planned = {name for plan in plans for name in plan.fp8_sites}
@@ -116,11 +97,13 @@ def fit_biases(
             products[site.name] = _Product.of(graph, site)
         except _NoBias as reason:
             left_alone[site.name] = str(reason)
-    taps = MeanTaps(graph, specs)
-    outputs = {name: taps.mean(biased(graph, p.node), p.output_axes(graph)) for name, p in products.items()}
-    exact = {name: taps.mean(p.source, p.axes) for name, p in products.items()}
-    rounded = _tap_rounded(taps, plans, products)
-    means = taps.measure(rows, path, "mean of sites")
+    observers = MeanObservers(graph, specs)
+    outputs = {
+        name: observers.mean(biased(graph, p.node), p.output_axes(graph)) for name, p in products.items()
+    }
+    exact = {name: observers.mean(p.source, p.axes) for name, p in products.items()}
+    rounded = _observe_rounded(observers, plans, products)
+    means = observers.measure(rows, path, "mean of sites")
 
     def correction(plan: PrecisionPlan, name: str) -> Values:
         product, decision = products[name], plan.decision(name)
@@ -141,47 +124,35 @@ def fit_biases(
 def observe(
     path: Path, shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OutputSpec], rows: MeanRows
 ) -> SiteMeans:
-    """Means of a planned model, with corrections or without, on the rows that they are fitted to.
+    """Return the means of a planned FP32 model, corrected or not, on the rows of the fit.
 
-    Args:
-        path: The planned model in FP32; the instrumented one is written beside it.
-        shapes: Shape of the correction of each site.
-        specs: Judged outputs.
-        rows: The rows.
-
-    Raises:
-        CalibrationError: A mean is not finite.
+    `shapes` are those of the corrections by site; the instrumented model is written beside `path`. Raises
+    CalibrationError if a mean is not finite.
     """
     graph = GraphModel.load(path)
     nodes = {name: graph.node(name) for name in shapes}
-    taps = MeanTaps(graph, specs)
+    observers = MeanObservers(graph, specs)
     outputs = {
-        name: taps.mean(biased(graph, node), _axes_of(graph, node, shapes[name]))
+        name: observers.mean(biased(graph, node), _axes_of(graph, node, shapes[name]))
         for name, node in nodes.items()
     }
-    means = taps.measure(rows, path.with_suffix(".means.onnx"), "mean of the planned model")
+    means = observers.measure(rows, path.with_suffix(".means.onnx"), "mean of the planned model")
     return _site_means(means, outputs)
 
 
 def _site_means(means: Means, outputs: Mapping[str, str]) -> SiteMeans:
-    return SiteMeans({name: means.tensors[tap] for name, tap in outputs.items()}, means.scores, means.rows)
+    return SiteMeans(
+        {name: means.tensors[observer] for name, observer in outputs.items()}, means.scores, means.rows
+    )
 
 
 class _NoBias(Exception):
-    """The site has no mean error that a bias could take; the message says why."""
+    """The site has no mean error that a bias could remove; the message says why."""
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A linear site in a form whose mean is known.
-
-    Attributes:
-        node: Its node.
-        operand: Its weight.
-        source: Its activation.
-        weight: Values of the weight.
-        axes: Axes of the activation that are averaged over.
-    """
+    """A linear site in a form whose mean is known; `axes` of the activation `source` are averaged over."""
 
     node: Node
     operand: Operand
@@ -193,8 +164,7 @@ class _Product:
     def of(cls, graph: GraphModel, site: Site) -> _Product:
         """Read a site.
 
-        Raises:
-            _NoBias: It is another product than one of an activation with a weight, or of unknown rank.
+        Raises _NoBias if it is no product of an activation with a weight, or its rank is unknown.
         """
         if site.kind is not SiteKind.LINEAR or site.weight is None:
             raise _NoBias("a product of two activations has no bias")
@@ -215,14 +185,13 @@ class _Product:
         return cls(node, site.weight, source, weight, axes)
 
     def rounded_weight(self, decision: Decision) -> npt.NDArray[np.float32]:
-        """The weight as the plan stores it."""
         recipe = _recipe_of(decision)
         axis = channel_axis(self.operand) if recipe.weight is Granularity.PER_CHANNEL else None
         scales = np.array(decision.weight_scale if axis is not None else decision.weight_scale[0], np.float32)
         return fake_quantize(self.weight, scales, recipe.format, axis)
 
     def times(self, mean: Values, weight: npt.NDArray[np.float32]) -> Values:
-        """The mean activation times a weight, in float64."""
+        """Return the mean activation times a weight, in float64."""
         factors = [mean, weight.astype(np.float64)]
         if self.operand.index == 0:
             factors.reverse()
@@ -234,7 +203,7 @@ class _Product:
         return np.asarray(float(self.node.attrs.get("alpha", 1.0)) * (left @ right))
 
     def output_axes(self, graph: GraphModel) -> tuple[int, ...]:
-        """Axes of the output that are averaged over."""
+        """Return the axes of the output that are averaged over."""
         lengths = [1 if axis in self.axes else d for axis, d in enumerate(self.source.shape)]
         k = self.operand.contracting_axis
         whole = [self.weight.shape[k or 0] if not isinstance(d, int) else d for d in lengths]
@@ -242,18 +211,20 @@ class _Product:
 
 
 def _axes_of(graph: GraphModel, node: Node, shape: Sequence[int]) -> tuple[int, ...]:
-    """Axes of a site's output, its bias included, along which a correction of that shape is constant."""
+    """Return the axes of a site's output, its bias included, along which a correction of that shape is
+    constant.
+    """
     rank = len(biased(graph, node).shape)
     padded = [1] * (rank - len(shape)) + list(shape)
     return tuple(axis for axis, length in enumerate(padded) if length == 1)
 
 
-def _tap_rounded(
-    taps: MeanTaps, plans: Iterable[PrecisionPlan], products: Mapping[str, _Product]
+def _observe_rounded(
+    observers: MeanObservers, plans: Iterable[PrecisionPlan], products: Mapping[str, _Product]
 ) -> dict[tuple[str, str], str]:
-    """Name of the tap of each planned activation after rounding, by plan and site."""
+    """Return the observer's name of each planned activation after rounding, by plan and site."""
     quantizers: dict[tuple[Float8, float], ActivationQuantizer] = {}
-    found: dict[tuple[str, str], str] = {}
+    names: dict[tuple[str, str], str] = {}
     for plan in plans:
         for name, product in products.items():
             if name not in plan.fp8_sites:
@@ -265,9 +236,11 @@ def _tap_rounded(
             key = (_recipe_of(decision).format, scale)
             if key not in quantizers:
                 tensors = {p.source.name: scale for p in products.values()}
-                quantizers[key] = ActivationQuantizer(taps.model, key[0], tensors)
-            found[plan.id, name] = taps.mean(quantizers[key].values(source, f"{name}.rounded"), product.axes)
-    return found
+                quantizers[key] = ActivationQuantizer(observers.model, key[0], tensors)
+            names[plan.id, name] = observers.mean(
+                quantizers[key].values(source, f"{name}.rounded"), product.axes
+            )
+    return names
 
 
 def _recipe_of(decision: Decision) -> Recipe:

@@ -1,8 +1,8 @@
-"""Means over rows, computed by the graph itself: of activations and sites by channel, and of scores.
+"""Means over rows, computed by the graph: of activations and sites by channel, and of scores.
 
-Sums run in DOUBLE: what is looked for is the difference of two means, a ten-thousandth of either. Rows are
-taken in a drawn order, because a file may be sorted, and every example has equally many elements, so that the
-mean of all rows is that of the batches' means, each weighted by its rows.
+Sums run in DOUBLE, because the difference of two means is a ten-thousandth of either. Rows come in random
+order, because a file may be sorted. Every example has equally many elements, so the mean of all rows is that
+of the batches' means, weighted by their rows.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from loka_onnx.calibration.passes.executors import (
     Span,
     spans_in_random_order,
 )
+from loka_onnx.calibration.passes.row_order import first_rows, rows_of
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Batch, Dataset
@@ -39,16 +40,10 @@ Run = Callable[[Mapping[str, npt.NDArray[Any]]], Mapping[str, npt.NDArray[Any]]]
 
 @dataclass(frozen=True)
 class MeanRows:
-    """The rows that means are taken of.
+    """The rows that means are taken of: `most` at most, in random spans of the first `first` rows (None for
+    all).
 
-    Attributes:
-        data: The data set, with the weights of outputs among its columns.
-        most: How many rows at most, in spans that are drawn.
-        batch_size: Rows of one pass through the graph.
-        seed: Of the drawing.
-        executor: Where batches run.
-        progress: Called as rows are done.
-        first: How many rows of the data set are used at all, the first ones; None for all.
+    The data set has the weights of outputs among its columns.
     """
 
     data: Dataset
@@ -61,31 +56,22 @@ class MeanRows:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans that are drawn."""
-        drawn: list[Span] = []
-        left = self.most
+        """The random spans."""
         used = min(self.data.rows, self.first or self.data.rows)
-        for span in spans_in_random_order(used, self.batch_size, self.seed):
-            if left > 0:
-                drawn.append(Span(span.start, min(span.stop, span.start + left)))
-                left -= drawn[-1].stop - span.start
-        # In file order from here on: what is read in one go is read faster.
+        drawn = first_rows(spans_in_random_order(used, self.batch_size, self.seed), self.most)
+        # In file order: reading without jumps is faster.
         return tuple(sorted(drawn, key=lambda span: span.start))
 
     @property
     def count(self) -> int:
-        """How many rows they are."""
-        return sum(span.stop - span.start for span in self.spans)
+        """Number of rows."""
+        return rows_of(self.spans)
 
 
 @dataclass(frozen=True)
 class Means:
-    """Means over rows.
-
-    Attributes:
-        tensors: By name of the tap, with axes that were averaged over of length 1.
-        scores: Weighted mean of the logit (or regression), by output; where there is one.
-        rows: Rows behind them.
+    """Means over `rows` rows: of tensors by observer, averaged axes of length 1; of scores (weighted) by
+    output.
     """
 
     tensors: dict[str, Values]
@@ -93,52 +79,44 @@ class Means:
     rows: int
 
 
-class MeanTaps:
-    """Collects what a graph is to average, and makes it its outputs in place of the model's own.
+class MeanObservers:
+    """Collects means of tensors of a graph and makes them its outputs, in place of the model's own.
 
-    Args:
-        model: The graph; edited.
-        specs: Outputs whose score is averaged.
+    The graph is edited. Of `specs`, the scores are averaged too.
     """
 
     def __init__(self, model: GraphModel, specs: Sequence[OutputSpec] = ()) -> None:
         self.model, self.specs = model, tuple(specs)
         scores = expose_scores(model, {spec.name: spec.kind for spec in specs})
         self._scores = [
-            _ScoreTap(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores
+            _ScoreObserver(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores
         ]
-        kept = {tap.tensor for tap in self._scores}
+        kept = {observer.tensor for observer in self._scores}
         model.graph.outputs = [tensor for tensor in model.graph.outputs if tensor.name in kept]
-        self._taps: dict[tuple[str, tuple[int, ...]], str] = {}
+        self._observers: dict[tuple[str, tuple[int, ...]], str] = {}
 
     def mean(self, tensor: Tensor, axes: tuple[int, ...]) -> str:
-        """The mean of a tensor over some axes, which keep length 1; returns the name of the tap."""
+        """Observe the mean of a tensor over some axes, which keep length 1; return the observer's name."""
         key = (tensor.name, axes)
-        if key not in self._taps:
+        if key not in self._observers:
             name = f"{tensor.name}.mean"
             to = {"to": onnx.TensorProto.DOUBLE}
             wide = self.model.add("Cast", [tensor], f"{name}.wide", np.float64, to)
             over = self.model.constant(f"{name}.axes", np.array(axes, np.int64))
             mean = self.model.add("ReduceMean", [wide, over], name, np.float64, {"keepdims": 1})
             self.model.add_output(mean, np.float64, None)
-            self._taps[key] = mean.name
-        return self._taps[key]
+            self._observers[key] = mean.name
+        return self._observers[key]
 
     def measure(self, rows: MeanRows, path: Path, task: str) -> Means:
-        """Write the graph and run it over rows.
+        """Write the graph to `path`, on the file system of its tables, and run it over rows.
 
-        Args:
-            rows: The rows.
-            path: Where the graph is written, on the file system of its tables.
-            task: What progress is reported as.
-
-        Raises:
-            CalibrationError: A mean is not finite.
+        Raises CalibrationError if a mean is not finite.
         """
         self.model.save(path)
-        work = _MeanWork(path, tuple(self._taps.values()), tuple(self._scores))
+        work = _MeanWork(path, tuple(self._observers.values()), tuple(self._scores))
         tensors: dict[str, Values] = {}
-        totals = {tap.output: np.zeros(2) for tap in self._scores}
+        totals = {observer.output: np.zeros(2) for observer in self._scores}
         done = 0
         with closing(rows.executor.run(work, rows.data, rows.spans, rows.batch_size)) as results:
             for result in results:
@@ -157,34 +135,31 @@ class MeanTaps:
 def mean_scores(
     run: Run, scores: Mapping[str, str], specs: Sequence[OutputSpec], rows: MeanRows
 ) -> dict[str, float]:
-    """Weighted mean of the score of each output, of whatever runs batches.
-
-    Args:
-        run: Runs one batch.
-        scores: What `run` calls the score of an output, by output.
-        specs: Judged outputs.
-        rows: The rows.
+    """Return the weighted mean of each output's score, whose name among the outputs
+    of `run` is in `scores`.
     """
-    taps = [_ScoreTap(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores]
-    totals = {tap.output: np.zeros(2) for tap in taps}
+    observers = [
+        _ScoreObserver(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores
+    ]
+    totals = {observer.output: np.zeros(2) for observer in observers}
     for span in rows.spans:
         for batch in rows.data.batches(rows.batch_size, start=span.start, stop=span.stop):
             outputs = run(batch.inputs)
-            for tap in taps:
-                totals[tap.output] += tap.sums(outputs, batch)
+            for observer in observers:
+                totals[observer.output] += observer.sums(outputs, batch)
     return {name: float(total / weight) for name, (total, weight) in totals.items() if weight > 0.0}
 
 
 @dataclass(frozen=True)
-class _ScoreTap:
-    """Where the score of an output is found, and the column of its row weights."""
+class _ScoreObserver:
+    """Score of an output, and the column of its row weights."""
 
     output: str
     tensor: str
     weight: str | None
 
     def sums(self, outputs: Mapping[str, npt.NDArray[Any]], batch: Batch) -> Values:
-        """Weighted sum of the score over a batch, and the sum of the weights."""
+        """Return the weighted sum of the score over a batch, and the sum of the weights."""
         score = outputs[self.tensor].reshape(-1).astype(np.float64)
         weight = np.ones(score.size) if self.weight is None else batch.columns[self.weight]
         return np.array([(weight * score).sum(), weight.sum()], np.float64)
@@ -200,21 +175,16 @@ class _BatchMeans:
 
 @dataclass(frozen=True)
 class _MeanWork(BatchWork[_BatchMeans]):
-    path: Path
-    taps: tuple[str, ...]
-    scores: tuple[_ScoreTap, ...]
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return (self.path,)
+    observers: tuple[str, ...]
+    scores: tuple[_ScoreObserver, ...]
 
     def open(self) -> Callable[[Batch], _BatchMeans]:
         session = OnnxSession(self.path, SessionOptions(threads=1))
 
         def run(batch: Batch) -> _BatchMeans:
             outputs = session.run(batch.inputs)
-            sums = {tap.output: tap.sums(outputs, batch) for tap in self.scores}
-            return _BatchMeans({name: outputs[name] for name in self.taps}, sums)
+            sums = {observer.output: observer.sums(outputs, batch) for observer in self.scores}
+            return _BatchMeans({name: outputs[name] for name in self.observers}, sums)
 
         return run
 

@@ -1,20 +1,19 @@
-"""The loss change of every row under every unit, relative to what.
+"""Loss change of every row under every unit of sites, and its denominator.
 
-Per row and exactly, ΔL = KL(p ‖ p′) + (p − y)·δ (`numerics.loss_change`). KL needs no label, so a model can
-be judged where nothing is labelled yet; what is missing there is the loss that the change is held against.
+Per row and exactly, ΔL = KL(p ‖ p′) + (p − y)·δ (`numerics.loss_change`). KL needs no label, so an unlabelled
+model can be judged; only the denominator then differs.
 
-**With labels** the denominator is the FP32 model's loss L on the same rows: E[ΔL]/E[L] is the relative change
-of the normalized entropy, because the entropy of the base rate stands in both and cancels.
+**With labels** it is the FP32 model's loss L on the same rows: E[ΔL]/E[L] is the relative change of
+normalized entropy, because the entropy of the base rate cancels.
 
-**Without labels** it is the mean entropy of the predictions, h(p) = −p·log p − (1 − p)·log(1 − p). The loss
-of a row whose label is drawn with probability q is expected to be
+**Without labels** it is the mean entropy of the predictions, h(p) = −p·log p − (1 − p)·log(1 − p). A row
+whose label has probability q has the expected loss
 
     E_y[L] = −q·log p − (1 − q)·log(1 − p) = h(p) + (p − q)·z,     z = log(p/(1 − p)),
 
-so that E[h(p)] is the expected loss where q = p, which a calibrated model is on average over the rows with
-the same p. An overconfident model has less entropy than loss: relative to entropy its KL is too large, and
-the verdict errs on the safe side. The labelled term vanishes in expectation where E[y | p, δ] = p, and is not
-known otherwise.
+so E[h(p)] is the expected loss where q = p, as for a calibrated model on average over rows with the same p.
+An overconfident model has less entropy than loss: its relative KL is too large, and the verdict errs on the
+safe side. The labelled term vanishes in expectation where E[y | p, δ] = p, and is unknown otherwise.
 
 A regression has a loss (the squared error) but no entropy: it needs labels (`OutputSpec`).
 """
@@ -61,27 +60,21 @@ class LossRows:
 
 
 def denominator_of(spec: OutputSpec) -> str:
-    """What losses of an output are relative to: its loss, or its entropy where there are no labels."""
+    """Return `LOSS`, or `ENTROPY` for an output without labels."""
     return ENTROPY if spec.label is None else LOSS
 
 
 def as_scores(spec: OutputSpec, values: npt.NDArray[Any]) -> Rows:
-    """(rows,) logits, or regression outputs, of a judged output."""
+    """Return (rows,) logits, or regression outputs, of a judged output."""
     flat = values.reshape(len(values)).astype(np.float64)
     return logits_from_probabilities(flat, spec.clip) if spec.kind is OutputKind.PROBABILITY else flat
 
 
 def loss_rows(spec: OutputSpec, exact: Rows, changed: Sequence[Rows], columns: Arrays) -> LossRows:
-    """The terms of the loss change.
+    """Return the terms of the loss change from (rows,) scores: `exact`, and `changed` for each unit switched
+    on.
 
-    Args:
-        spec: The output.
-        exact: (rows,) scores of the exact model.
-        changed: (rows,) scores with each unit switched on.
-        columns: Labels and weights by name, (rows,) each.
-
-    Raises:
-        CalibrationError: A score, a label or a weight is not finite.
+    Raises CalibrationError if a score, a label or a weight is not finite.
     """
     scores = np.stack(changed) if changed else np.empty((0, exact.size))
     weights = np.ones(exact.shape)

@@ -1,17 +1,14 @@
-"""Sums over rows of what units do to an output, with memory that does not grow with the rows.
+"""Sums over rows of the effect of units of sites on an output; memory does not grow with the rows.
 
-Each batch is summed where it ran, in float64 (and not by a BLAS, whose order of additions is that of its
-threads). Where every row is a unit of its own (of the statistics: see `core.ratio_moments`), the sums and the
-sums of squares of a batch are all there is to keep, and batches are added exactly (`core.exact_sum`):
-whatever their order, and wherever they ran, the totals are the same.
+Each batch is summed where it ran, in float64 (not by a BLAS, whose order of additions depends on its
+threads). Where every row is a statistical unit (`core.ratio_moments`), a batch leaves its sums and sums of
+squares, which are added exactly (`core.exact_sum`): totals do not depend on the order of batches.
 
-Where rows belong together, sums of squares need the sums of each group, which may be as many as the rows. So
-groups are hashed into 4096 buckets and added up there. A bucket is a union of whole groups: rows of different
-buckets are as independent as rows of different groups are, and the variance between buckets is that of the
-estimate all the same, with at most 4095 degrees of freedom. The hash is fixed, so that every process puts a
-group into the same bucket; its low bits decide, as splits by the same column take its high ones. Batches are
-added in the order that an executor hands them over, which is theirs in the data, so that the totals are the
-same wherever they ran.
+Where rows form groups, sums of squares need the sum of each group, and there may be as many groups as rows.
+So groups are hashed into 4096 buckets. A bucket is a union of whole groups, so rows of different buckets are
+independent and the variance between buckets is that of the estimate, with at most 4095 degrees of freedom.
+The hash is the same in every process; its low bits decide, because splits by the same column take its high
+ones. Batches are added in the order of the data, so totals do not depend on where batches ran.
 """
 
 from __future__ import annotations
@@ -39,12 +36,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class GroupSums:
-    """Sums of one batch over the rows of each bucket.
-
-    Attributes:
-        buckets: (buckets,) those that occur in the batch.
-        denominator: (buckets,).
-        terms: (terms, units, buckets).
+    """Sums of one batch over the rows of each bucket that occurs: (buckets,), and `terms` (terms, units,
+    buckets).
     """
 
     buckets: npt.NDArray[np.int64]
@@ -54,13 +47,13 @@ class GroupSums:
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """One output of one batch, summed.
+    """Sums of one output over one batch.
 
     Attributes:
         rows: Rows of the batch.
         sums: (2 + 2·units,) of the weights, of the denominator, and of weighted δ and δ² for each unit.
-        squares: (1 + 3·terms·units,) sums of B², then (3, terms, units) of A, A² and A·B; None where rows
-            belong together.
+        squares: (1 + 3·terms·units,) sums of B², then (3, terms, units) of A, A² and A·B; None for grouped
+            rows.
         groups: Sums of each bucket; None where each row is a unit.
     """
 
@@ -71,11 +64,8 @@ class BatchLoss:
 
 
 def sum_batch(rows: LossRows, groups: Array | None) -> BatchLoss:
-    """Sum the rows of one batch.
-
-    Args:
-        rows: Their losses.
-        groups: (rows,) what each row belongs to, numbers or strings; None where rows are independent.
+    """Sum the rows of one batch; `groups` (rows,) holds group ids, numbers or strings, None for independent
+    rows.
     """
     a, b, w = rows.terms, rows.denominator, rows.weights
     changes = (w * rows.delta, w * rows.delta**2)
@@ -87,11 +77,9 @@ def sum_batch(rows: LossRows, groups: Array | None) -> BatchLoss:
 
 
 def buckets_of(groups: Array) -> npt.NDArray[np.int64]:
-    """(rows,) bucket of what each row belongs to, the same in every process.
+    """Return (rows,) the bucket of each row's group, the same in every process.
 
-    Args:
-        groups: (rows,) numbers or strings. A row whose group is null is a group of its own: its bucket goes
-            by its place in the batch, and those that share it are independent.
+    A row whose group is null is a group of its own: its bucket follows from its position in the batch.
     """
     missing = without_id(groups)
     known = groups[~missing]
@@ -117,11 +105,7 @@ def _by_bucket(a: Rows, b: Rows, buckets: npt.NDArray[np.int64]) -> GroupSums:
 
 
 class OutputTotals(ABC):
-    """Everything known of one output, added up over batches.
-
-    Attributes:
-        rows: Rows so far.
-    """
+    """Totals of one output over batches; `rows` counts the rows."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -134,24 +118,21 @@ class OutputTotals(ABC):
 
     @abstractmethod
     def moments(self, term: int, unit: int) -> RatioMoments:
-        """One term of the loss change under one unit of sites, relative to the denominator.
-
-        Args:
-            term: 0 for KL, 1 for the labelled term.
-            unit: Position of the unit.
+        """Return one term of the loss change (0 for KL, 1 for the labelled term) under one unit, over the
+        denominator.
         """
 
     @abstractmethod
     def relative(self) -> Rows:
-        """(terms, units) of the loss change, relative to the denominator."""
+        """Return (terms, units) of the loss change over the denominator."""
 
     @property
     def units(self) -> int:
-        """Units of sites."""
+        """Number of units of sites."""
         return len(self._sums.read()) // 2 - 1
 
     def delta(self, unit: int) -> DeltaSums:
-        """Change of the logit under one unit of sites."""
+        """Return the change of the logit under one unit of sites."""
         weight, _, *changes = self._sums.read()
         return DeltaSums(weight, changes[unit], changes[self.units + unit])
 
@@ -170,11 +151,7 @@ class RowTotals(OutputTotals):
         self._squares = _VectorSums()
 
     def add(self, batch: BatchLoss) -> None:
-        """See `OutputTotals.add`.
-
-        Raises:
-            InternalError: The batch was summed by groups.
-        """
+        """See `OutputTotals.add`; a batch summed by groups is an InternalError."""
         if batch.squares is None:
             raise InternalError("a batch that was summed by groups is added to some that were not")
         super().add(batch)
@@ -204,11 +181,7 @@ class BucketTotals(OutputTotals):
         self._terms: Rows = np.zeros((0, 0, BUCKETS))
 
     def add(self, batch: BatchLoss) -> None:
-        """See `OutputTotals.add`.
-
-        Raises:
-            InternalError: The batch was not summed by groups.
-        """
+        """See `OutputTotals.add`; a batch not summed by groups is an InternalError."""
         groups = batch.groups
         if groups is None:
             raise InternalError("a batch that was not summed by groups is added to some that were")
@@ -231,8 +204,6 @@ class BucketTotals(OutputTotals):
 
 
 class _VectorSums:
-    """Vectors of one length, added exactly."""
-
     def __init__(self) -> None:
         self._columns: ColumnSums | None = None
         self._read: tuple[ExactSum, ...] = ()

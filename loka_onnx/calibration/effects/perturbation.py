@@ -1,17 +1,16 @@
-"""Scales moved a little: other draws of the rounding noise.
+"""Slightly moved scales: further seeds of the rounding noise.
 
-Where a value falls on the FP8 grid is decided by its scale, which is decided by the largest value of some
-rows. Other rows would have given another scale, and every error another sign and size: one draw of the noise
-was seen, and an interval over rows says nothing of the others. So the first rows are run again under scales
-times 2^(1/5), 2^(2/5), ….
+A value's position on the FP8 grid depends on its scale, and the scale on the largest value of some rows.
+Other rows would give another scale, and every error another sign and size. One profile shows one seed of this
+noise, and an interval over rows says nothing of the others. So the first rows run again under scales times
+2^(1/5), 2^(2/5), ….
 
-- A factor decides a draw by its fraction of an octave only: a power of two moves no value on the grid
-  (but where numbers underflow). So the factors lie inside one octave, and evenly.
-- Fifths, because errors under scales so far apart have the least in common: for normal values, correlations
-  up to .15 in E4M3 and .26 in E5M2 among four draws (eighths: .29 and .44; quarters: .11 and .39).
-- Factors are above 1, because below it values beyond the format's range would saturate. That is no other draw
-  but another kind of error. What is left of the range is enough: 2^(4/5) is less than one of E4M3's 18
-  binades.
+- A factor matters only by its fraction of an octave: a power of two moves no value on the grid (except at
+  underflow). So the factors are evenly spaced inside one octave.
+- Fifths, because errors under scales so far apart correlate least: for normal values up to .15 in E4M3 and
+  .26 in E5M2 among four seeds (eighths: .29 and .44; quarters: .11 and .39).
+- Factors are above 1: below it, values beyond the format's range would saturate, which is another kind of
+  error. The largest, 2^(4/5), costs less than one of E4M3's 18 binades.
 - Moved scales are rounded up to BF16, like every scale (`numerics.scales`).
 """
 
@@ -36,10 +35,9 @@ MOST_DRAWS = 8
 
 
 def draw_factors(draws: int) -> tuple[float, ...]:
-    """What scales are multiplied by in each draw; 1 in the first.
+    """Return the factor of the scales for each noise seed; the first is 1.
 
-    Raises:
-        ConfigError: There are no draws, or more than `MOST_DRAWS`.
+    Raises ConfigError if `draws` is not between 1 and `MOST_DRAWS`.
     """
     if not 1 <= draws <= MOST_DRAWS:
         raise ConfigError(
@@ -51,7 +49,7 @@ def draw_factors(draws: int) -> tuple[float, ...]:
 
 
 def moved(scales: Array, factor: float) -> Array:
-    """Scales of any shape times a factor, on the BF16 grid; the same scales for the factor 1."""
+    """Return scales of any shape times a factor, on the BF16 grid; unchanged for the factor 1."""
     if factor == 1.0:
         return scales
     return round_up_to_bfloat16(scales.astype(np.float64) * factor).astype(scales.dtype)
@@ -60,7 +58,7 @@ def moved(scales: Array, factor: float) -> Array:
 def moved_activations(
     scales: Mapping[str, Mapping[str, float]], factor: float
 ) -> dict[str, dict[str, float]]:
-    """Activation scales, by `Recipe.activation_id` and tensor name, times a factor."""
+    """Return activation scales, by `Recipe.activation_id` and tensor name, times a factor."""
     return {
         rounding: {tensor: float(moved(np.array(scale), factor)) for tensor, scale in known.items()}
         for rounding, known in scales.items()

@@ -1,12 +1,20 @@
-"""What each site, alone in low precision, does to the model's outputs; sites that share a tensor, together.
+"""Effect of each site, alone in low precision, on the model's outputs; sites that share a tensor also
+together.
 
-The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_rows`). The first term needs no
-label and is what a site is judged on; the second is reported beside it.
+The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_rows`). A site is judged on the
+first term, which needs no label; the second is reported beside it.
 
 Batches of rows in random order run through one switchable model, once exact and once for every unit of sites,
-and each leaves its sums behind (`calibration.effects.loss_totals`). At each look of the schedule
-(`effects.stopping`) whoever asked says which sites are still undecided; with none left the pass ends.
-Before that, the first rows run under scales that were moved a little (`calibration.effects.perturbation`).
+and leave their sums (`effects.loss_totals`). At each interim analysis the caller names the undecided sites;
+with none left the pass ends. Before that, the first rows run under slightly moved scales
+(`effects.perturbation`).
+
+**Stopping.** The first analysis is after 4096 rows, each next one after half as many rows more, so a verdict
+takes at most half again the rows it needs, and a million rows take fifteen analyses. The intervals hold at
+every number of rows at once (`RatioMoments.anytime_interval`), so frequent analyses cost width only once.
+They are tightest at 16384 rows; this is fixed because it must depend neither on the data nor on the number of
+rows. Fewer rows than the first analysis needs, or a pass that nobody stops, have one analysis at a fixed
+number of rows.
 """
 
 from __future__ import annotations
@@ -28,16 +36,9 @@ from loka_onnx.calibration.effects.loss_totals import (
     sum_batch,
 )
 from loka_onnx.calibration.effects.perturbation import DRAW_ROWS, draw_factors
-from loka_onnx.calibration.effects.stopping import TIGHTEST_AT_ROWS, Looks
-from loka_onnx.calibration.effects.switchable import Switch, SwitchableFile, write_switchable
-from loka_onnx.calibration.effects.units import Unit, units_of
-from loka_onnx.calibration.passes.executors import (
-    BatchResult,
-    BatchWork,
-    Executor,
-    Span,
-)
-from loka_onnx.calibration.passes.row_order import first_batches, first_rows, rows_of, scattered
+from loka_onnx.calibration.effects.switchable import Switch, SwitchableFile, Unit, units_of, write_switchable
+from loka_onnx.calibration.passes.executors import BatchResult, BatchWork, Executor, Span
+from loka_onnx.calibration.passes.row_order import first_rows, rows_of, scattered
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.profile import Sampling, WeightedMean
 from loka_onnx.core.progress import UNTIL, Progress, silent
@@ -48,17 +49,16 @@ from loka_onnx.graph.model import GraphModel
 
 KL, LABELLED = 0, 1
 """Terms of the loss change (`LossRows.terms`)."""
+FIRST_LOOK_ROWS = 4096
+GROWTH = 1.5
+TIGHTEST_AT_ROWS = 16384
 
 
 @dataclass(frozen=True)
 class Sensitivities:
     """The result of the pass.
 
-    Attributes:
-        by_site: Effect of each site on each output.
-        groups: Effect of the sites that share a quantized tensor.
-        baseline_loss: Mean loss of the exact model per output; without labels, mean entropy.
-        sampling: The rows that it comes from.
+    `baseline_loss` is the mean loss of the exact model per output; without labels, mean entropy.
     """
 
     by_site: dict[str, tuple[Sensitivity, ...]]
@@ -71,15 +71,15 @@ OpenSites = Callable[[Sensitivities], tuple[str, ...]]
 """Names the sites whose verdict is still open."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """Subject of the measurement.
+MovedScales = tuple[tuple[Rows, ...], ...]
+"""Loss changes of the first rows under moved scales: for each noise seed and output, (terms, units) over the
+denominator, of the units that have scales."""
 
-    Attributes:
-        model: Path of the exact model.
-        switches: Sites and the recipes that they would run in.
-        scales: Activation scales by `Recipe.activation_id` and tensor name.
-        outputs: Judged outputs.
+
+@dataclass(frozen=True)
+class SwitchedModel:
+    """The exact model, the sites and recipes to switch, activation scales by `Recipe.activation_id` and
+    tensor.
     """
 
     model: Path
@@ -94,10 +94,9 @@ class SensitivityOptions:
 
     Attributes:
         rows: First rows of the data set that may be taken.
-        most: How many of them are taken at most.
-        batch_size: Rows of one pass through the graph.
+        most: Most rows taken of them.
         group: Column of rows that belong together; None where rows are independent.
-        draws: Draws of the rounding noise, that of the scales themselves included.
+        draws: Noise seeds, that of the scales themselves included.
         seed: Order of the rows.
     """
 
@@ -111,24 +110,12 @@ class SensitivityOptions:
 
 @dataclass(frozen=True)
 class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
-    """Runs a batch exact and under every unit of sites, and sums what that does to each output.
-
-    Attributes:
-        file: The switchable model.
-        units: Names of the sites of each unit.
-        outputs: Judged outputs.
-        group: Column of rows that belong together.
-    """
+    """Runs a batch exact and under every unit of sites, and sums the loss changes of each output."""
 
     file: SwitchableFile
     units: tuple[tuple[str, ...], ...]
     outputs: tuple[OutputSpec, ...]
     group: str | None
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """See `BatchWork.files`."""
-        return (self.file.path,)
 
     def open(self) -> Callable[[Batch], tuple[BatchLoss, ...]]:
         """See `BatchWork.open`."""
@@ -138,44 +125,43 @@ class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
         def run(batch: Batch) -> tuple[BatchLoss, ...]:
             exact, *changed = (model.run(batch.inputs, on, names) for on in ((), *self.units))
             groups = batch.columns[self.group] if self.group is not None else None
-            found: list[BatchLoss] = []
+            losses: list[BatchLoss] = []
             for spec in self.outputs:
                 scores = [as_scores(spec, each[spec.name]) for each in (exact, *changed)]
-                found.append(sum_batch(loss_rows(spec, scores[0], scores[1:], batch.columns), groups))
-            return tuple(found)
+                losses.append(sum_batch(loss_rows(spec, scores[0], scores[1:], batch.columns), groups))
+            return tuple(losses)
 
         return run
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """The first rows under moved scales.
+class StoppingSchedule:
+    """Numbers of rows at which an interim analysis is due: at `limit`, and before if it `may_stop`."""
 
-    Attributes:
-        terms: For each draw and each output, (terms, units) of the loss change, relative to the denominator;
-            units are those whose rounding has scales.
-    """
+    def __init__(self, limit: int, may_stop: bool) -> None:
+        self.limit, self.taken = limit, 0
+        self.may_stop_early = may_stop and limit > FIRST_LOOK_ROWS
+        self._next = FIRST_LOOK_ROWS if self.may_stop_early else limit
 
-    terms: tuple[tuple[Rows, ...], ...] = ()
+    def is_due(self, done: int) -> bool:
+        """Whether an analysis is due after `done` rows."""
+        return done >= min(self._next, self.limit)
+
+    def take(self, done: int) -> None:
+        """Record an analysis at `done` rows."""
+        self.taken += 1
+        while self._next <= done:
+            self._next = max(int(self._next * GROWTH), self._next + 1)
 
 
 class SensitivityPass:
     """The pass over the calibration split.
 
-    Args:
-        subject: What is measured.
-        data: The calibration split.
-        options: How.
-        executor: Runs the batches.
-        progress: Called as rows are done.
-
-    Raises:
-        ConfigError: The number of draws is out of range.
+    Raises ConfigError if the number of noise seeds is out of range.
     """
 
     def __init__(
         self,
-        subject: Subject,
+        subject: SwitchedModel,
         data: Dataset,
         options: SensitivityOptions,
         executor: Executor,
@@ -186,22 +172,18 @@ class SensitivityPass:
         self.units = units_of(GraphModel.load(subject.model), subject.switches)
         order = scattered(options.rows, options.batch_size, options.seed)
         self._spans = first_rows(order, options.most)
-        self._drawn_spans = first_batches(self._spans, DRAW_ROWS, options.batch_size)
+        self._drawn_spans = first_rows(self._spans, DRAW_ROWS, options.batch_size)
         self._factors = draw_factors(options.draws)
         self._denominators = [denominator_of(spec) for spec in subject.outputs]
         self._moved = [position for position, unit in enumerate(self.units) if unit.has_scales]
 
-    def draws(self, scratch: Path) -> Drawn:
-        """The first rows under moved scales, those of weights included.
+    def draws(self, scratch: Path) -> MovedScales:
+        """Run the first rows under moved scales, those of weights included; graphs are written to `scratch`.
 
-        Args:
-            scratch: Directory for instrumented models, on the file system of the model.
-
-        Raises:
-            CalibrationError: An output is not finite.
+        Raises CalibrationError if an output is not finite.
         """
         units = [self.units[position] for position in self._moved]
-        found: list[tuple[Rows, ...]] = []
+        by_factor: list[tuple[Rows, ...]] = []
         rows = rows_of(self._drawn_spans)
         for number, factor in enumerate(self._factors[1:] if units else (), 1):
             work = self._work(scratch / f"switchable-{number}.onnx", units, factor)
@@ -211,26 +193,23 @@ class SensitivityPass:
                 done += result.rows
                 self.progress("moved scales", done, rows * (len(self._factors) - 1))
             self._check_denominators(totals)
-            found.append(tuple(total.relative() for total in totals))
-        return Drawn(tuple(found))
+            by_factor.append(tuple(total.relative() for total in totals))
+        return tuple(by_factor)
 
-    def measure(self, scratch: Path, drawn: Drawn, open_sites: OpenSites | None = None) -> Sensitivities:
-        """Every unit of sites over the same rows, until no verdict is open.
+    def measure(
+        self, scratch: Path, drawn: MovedScales, open_sites: OpenSites | None = None
+    ) -> Sensitivities:
+        """Run every unit of sites over the same rows until `open_sites` returns no undecided site.
 
-        Args:
-            scratch: Directory for instrumented models, on the file system of the model.
-            drawn: What `draws` found.
-            open_sites: Says at each look which sites are still undecided; None for one look at the end.
-
-        Raises:
-            CalibrationError: An output is not finite, or a denominator is 0.
+        Without `open_sites` there is one analysis at the end. `drawn` is the result of `draws`. Raises
+        CalibrationError if an output is not finite, or a denominator is 0.
         """
         task = "sensitivity" if open_sites is None else f"sensitivity{UNTIL}decided"
         limit, drawn_rows = rows_of(self._spans), rows_of(self._drawn_spans)
-        looks = Looks(limit, may_stop=open_sites is not None)
+        schedule = StoppingSchedule(limit, may_stop=open_sites is not None)
         totals, draws = self._new_totals(), dict[tuple[int, int], Draws]()
         done = 0
-        found: Sensitivities | None = None
+        sensitivities: Sensitivities | None = None
         work = self._work(scratch / "switchable.onnx", self.units)
         with closing(self._run(work, self._spans)) as results:
             for result in results:
@@ -239,30 +218,28 @@ class SensitivityPass:
                 self.progress(task, done, limit)
                 if done == drawn_rows:
                     draws = self._draws_of(totals, drawn)
-                if not looks.is_due(done):
+                if not schedule.is_due(done):
                     continue
-                looks.take(done)
-                sampling = Sampling(done, looks.taken, TIGHTEST_AT_ROWS, (), looks.may_stop_early)
-                found = self._found(totals, draws, sampling)
+                schedule.take(done)
+                sampling = Sampling(done, schedule.taken, TIGHTEST_AT_ROWS, (), schedule.may_stop_early)
+                sensitivities = self._sensitivities(totals, draws, sampling)
                 if open_sites is None:
                     continue
-                undecided = open_sites(found)
-                found = replace(found, sampling=replace(sampling, undecided=undecided))
+                undecided = open_sites(sensitivities)
+                sensitivities = replace(sensitivities, sampling=replace(sampling, undecided=undecided))
                 if not undecided:
                     self.progress(task, done, done)
                     break
-        if found is None:
+        if sensitivities is None:
             raise InternalError("the sensitivity pass saw no rows", evidence=f"{limit} were to be seen")
-        return found
-
-    # Running ---------------------------------------------------------------------------------------
+        return sensitivities
 
     def _work(self, path: Path, units: Sequence[Unit], factor: float = 1.0) -> SensitivityWork:
         subject = self.subject
         file = write_switchable(
             GraphModel.load(subject.model), subject.switches, subject.scales, path, factor
         )
-        return SensitivityWork(file, tuple(u.sites for u in units), subject.outputs, self.options.group)
+        return SensitivityWork(path, file, tuple(u.sites for u in units), subject.outputs, self.options.group)
 
     def _run(
         self, work: SensitivityWork, spans: Iterable[Span]
@@ -273,9 +250,7 @@ class SensitivityPass:
         kind = RowTotals if self.options.group is None else BucketTotals
         return [kind() for _ in self.subject.outputs]
 
-    # Results ---------------------------------------------------------------------------------------
-
-    def _found(
+    def _sensitivities(
         self, totals: Sequence[OutputTotals], draws: Mapping[tuple[int, int], Draws], sampling: Sampling
     ) -> Sensitivities:
         self._check_denominators(totals)
@@ -306,18 +281,20 @@ class SensitivityPass:
             sampling,
         )
 
-    def _draws_of(self, totals: Sequence[OutputTotals], drawn: Drawn) -> dict[tuple[int, int], Draws]:
-        """By output and unit, from the totals of the very rows that ran under moved scales."""
-        if not drawn.terms:
+    def _draws_of(self, totals: Sequence[OutputTotals], drawn: MovedScales) -> dict[tuple[int, int], Draws]:
+        """Return the spread by output and unit; `totals` must hold exactly the rows that ran under moved
+        scales.
+        """
+        if not drawn:
             return {}
         self._check_denominators(totals)
-        found: dict[tuple[int, int], Draws] = {}
+        spreads: dict[tuple[int, int], Draws] = {}
         for output, total in enumerate(totals):
             own = total.relative()[:, self._moved]
-            terms = np.stack([own, *(draw[output] for draw in drawn.terms)])
+            terms = np.stack([own, *(draw[output] for draw in drawn)])
             for column, position in enumerate(self._moved):
-                found[output, position] = spread_of_draws(terms[:, :, column])
-        return found
+                spreads[output, position] = spread_of_draws(terms[:, :, column])
+        return spreads
 
     def _check_denominators(self, totals: Sequence[OutputTotals]) -> None:
         for spec, name, total in zip(self.subject.outputs, self._denominators, totals, strict=True):
@@ -332,10 +309,8 @@ class SensitivityPass:
 
 
 def spread_of_draws(terms: Rows) -> Draws:
-    """How much draws of the rounding noise differ.
-
-    Args:
-        terms: (draws, terms) of the loss change; the first draw is that of the profile's own scales.
+    """Return the spread over noise seeds of (seeds, terms) loss changes; the first seed has the profile's own
+    scales.
     """
     kl = terms[:, KL]
     low, high, own = float(kl.min()), float(kl.max()), float(kl[0])

@@ -1,7 +1,7 @@
-"""A model with one boolean a site that chooses between the exact and the low-precision site.
+"""A model with one boolean per site that selects the exact or the low-precision site.
 
-One session then evaluates any plan: one site at a time, a joint plan, a bisection, without building anything
-again. The low-precision side sits in an If branch, so that a pass costs little more than the exact model.
+One session evaluates any subset of sites without a rebuild. The low-precision side is an If branch, so a pass
+costs little more than the exact model.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.calibration.effects.perturbation import moved_activations
-from loka_onnx.calibration.instruments.arithmetic import low_precision
+from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION, low_precision
 from loka_onnx.core.recipe import Recipe
-from loka_onnx.core.site import Site
+from loka_onnx.core.site import Site, SiteKind
+from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import Branch, GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -28,7 +29,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Switch:
-    """One site in one recipe that can be turned on."""
+    """A site and the recipe it can be switched to."""
 
     site: Site
     recipe: Recipe
@@ -36,20 +37,14 @@ class Switch:
 
 @dataclass(frozen=True)
 class SwitchableFile:
-    """A switchable model on disk; can be pickled.
-
-    Attributes:
-        path: The model file.
-        sites: Names of the sites, in the order of their switches.
-        outputs: Names of the model's outputs.
-    """
+    """A switchable model on disk, picklable; `sites` are in the order of their switches."""
 
     path: Path
     sites: tuple[str, ...]
     outputs: tuple[str, ...]
 
     def open(self, threads: int = 1) -> SwitchableModel:
-        """Load it; `threads` of one operator, 0 for ONNX Runtime's choice."""
+        """Load the model with so many threads per operator; 0 for ONNX Runtime's choice."""
         return SwitchableModel(self, threads)
 
 
@@ -61,15 +56,12 @@ def write_switchable(
     factor: float = 1.0,
     biases: Mapping[str, npt.NDArray[np.float64]] | None = None,
 ) -> SwitchableFile:
-    """Write the model that runs with any subset of its sites in low precision.
+    """Write the model that runs any subset of its sites in low precision; `model` is consumed.
 
     Args:
-        model: The exact model; consumed.
-        switches: What can be turned on; a site may occur once only.
         scales: Activation scales by `Recipe.activation_id` and tensor name.
-        path: Where to, on the file system of the tables.
-        factor: What every scale is multiplied by, those of weights included (`effects.perturbation`).
-        biases: What is added to a site in low precision, by its name; broadcasts to its output.
+        factor: Multiplies every scale, those of weights included (`effects.perturbation`).
+        biases: Added to a low-precision site, by its name; broadcasts to its output.
     """
     outputs = tuple(tensor.name for tensor in model.outputs)
     moved = moved_activations(scales, factor)
@@ -112,12 +104,7 @@ def _make_switchable(
 
 
 class SwitchableModel:
-    """Runs the model with any subset of its sites in low precision.
-
-    Args:
-        file: The model, as `write_switchable` left it.
-        threads: Threads of one operator, 0 for ONNX Runtime's choice.
-    """
+    """Session of a switchable model; `threads` per operator, 0 for ONNX Runtime's choice."""
 
     def __init__(self, file: SwitchableFile, threads: int = 0) -> None:
         self.file = file
@@ -127,15 +114,56 @@ class SwitchableModel:
     def run(
         self, inputs: Arrays, on: Sequence[str] = (), outputs: Sequence[str] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """Outputs with the named sites in low precision and everything else exact.
-
-        Args:
-            inputs: The model's inputs.
-            on: Sites in low precision.
-            outputs: Outputs that are wanted; None for all.
-        """
+        """Run with the sites `on` in low precision and all others exact; `outputs` None for all."""
         vector = np.zeros(len(self._index), dtype=np.bool_)
         for site in on:
             vector[self._index[site]] = True
         wanted = self.file.outputs if outputs is None else outputs
         return self._session.run({**inputs, SWITCHES: vector}, wanted)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Sites that are switched on together.
+
+    Attributes:
+        sites: Their names, in the model's order.
+        recipe: Id of the recipe, or the precision of a norm; for several sites the rounding of the shared
+            tensor (`Recipe.activation_id`).
+        tensor: The tensor that several sites share, before layout operations; None for a single site.
+        has_scales: Whether rounding depends on scales; rounding to BF16 does not.
+    """
+
+    sites: tuple[str, ...]
+    recipe: str
+    tensor: str | None = None
+    has_scales: bool = True
+
+
+def units_of(model: GraphModel, switches: Sequence[Switch]) -> tuple[Unit, ...]:
+    """Return each site alone, then the sites that share a quantized tensor.
+
+    Only linear sites that a plan may run in FP8 share: a norm is rounded otherwise, and a product too small
+    for FP8 reads the exact tensor.
+    """
+    return (*(_alone(switch) for switch in switches), *_sharing(model, switches))
+
+
+def _alone(switch: Switch) -> Unit:
+    is_norm = switch.site.kind is SiteKind.NORM
+    recipe = NORM_PRECISION if is_norm else switch.recipe.id
+    return Unit((switch.site.name,), recipe, has_scales=not is_norm)
+
+
+def _sharing(model: GraphModel, switches: Sequence[Switch]) -> list[Unit]:
+    readers: dict[tuple[str, str], list[str]] = {}
+    for switch in switches:
+        site = switch.site
+        if site.is_fp8_able:
+            tensor = layout_root(model.node(site.name).inputs[site.activation.index]).tensor
+            readers.setdefault((tensor.name, switch.recipe.activation_id), []).append(site.name)
+    return [
+        Unit(tuple(sites), rounding, tensor)
+        for (tensor, rounding), sites in readers.items()
+        if len(sites) > 1
+    ]

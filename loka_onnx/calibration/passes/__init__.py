@@ -1,1 +1,1 @@
-"""Passes over rows: what runs them, and the ones over ranges and FP8 errors."""
+"""Passes over rows and their executors."""

@@ -1,71 +1,40 @@
-"""The error pass: what the batches of a graph with error taps add up to, and when that is enough.
+"""The error pass: totals over batches of a graph with error observers, and the stopping rule.
 
-Ranges need every row, because the largest value is one row's. An error is a mean, √(ΣA/ΣB) of noise energy A
-and signal energy B, and some ten thousand rows say what all would. `core.ratio_moments` says how sure ΣA/ΣB
-is, at every number of rows at once, because the pass ends when it is sure enough. Spans of rows come in a
-drawn order and are its units: a file may be sorted, and the batches of one span alike.
+Ranges need every row, because one row holds the largest value. An error is a mean, √(ΣA/ΣB) of noise energy A
+and signal energy B, for which some ten thousand rows suffice. `core.ratio_moments` bounds ΣA/ΣB at every
+number of rows at once, because the pass stops when the bound is tight. Its units are spans of rows in random
+order: a file may be sorted, and the batches of one span alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
-from loka_onnx.calibration.instruments.batch_totals import BatchTotals
-from loka_onnx.calibration.instruments.reductions import Outputs, all_finite, reduced_only
-from loka_onnx.calibration.instruments.taps import ErrorTap
-from loka_onnx.calibration.passes.executors import BatchResult, BatchWork
+from loka_onnx.calibration.observers.reductions import BatchTotals, Outputs, all_finite
+from loka_onnx.calibration.observers.site_observers import ErrorObserver
+from loka_onnx.calibration.passes.executors import BatchResult
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.ratio_moments import FEWEST_UNITS, RatioMoments
 from loka_onnx.core.statistics import ErrorStats
-from loka_onnx.data import Batch
 from loka_onnx.errors import CalibrationError
-from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 TIGHTEST_AT = 16
 """Spans at which the confidence sequence is tightest."""
 
 
-@dataclass(frozen=True)
-class ErrorWork(BatchWork[Outputs]):
-    """Runs a graph with error taps.
-
-    Attributes:
-        path: The graph.
-    """
-
-    path: Path
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """See `BatchWork.files`."""
-        return (self.path,)
-
-    def open(self) -> Callable[[Batch], Outputs]:
-        """See `BatchWork.open`."""
-        session = OnnxSession(self.path, SessionOptions(threads=1))
-        return lambda batch: reduced_only(session.run(batch.inputs))
-
-
 class ErrorTotals:
-    """Adds up batches, in place.
+    """Adds up batches of error observers, in place."""
 
-    Args:
-        taps: What is measured.
-    """
-
-    def __init__(self, taps: Sequence[ErrorTap]) -> None:
-        self.taps = tuple(taps)
+    def __init__(self, observers: Sequence[ErrorObserver]) -> None:
+        self.observers = tuple(observers)
         self._totals = BatchTotals()
         self._spans = 0
-        # Noise energy A and signal energy B of the span that is under way, and ΣA², ΣAB, ΣB² over the spans
-        # before. Nothing of it is kept, so that it need not merge.
-        self._energies = np.zeros((2, len(self.taps)))
-        self._products = np.zeros((3, len(self.taps)))
+        # Noise energy A and signal energy B of the current span; ΣA², ΣAB, ΣB² over earlier spans.
+        self._energies = np.zeros((2, len(self.observers)))
+        self._products = np.zeros((3, len(self.observers)))
 
     @property
     def rows(self) -> int:
@@ -73,49 +42,43 @@ class ErrorTotals:
         return self._totals.rows
 
     def add(self, result: BatchResult[Outputs], where: str) -> None:
-        """Take in one batch.
+        """Add one batch, which messages call `where`.
 
-        Args:
-            result: The batch.
-            where: Which it is, for a message.
-
-        Raises:
-            CalibrationError: The output of a site is not finite.
+        Raises CalibrationError if the output of a site is not finite.
         """
         outputs = result.value
         if not all_finite(outputs):
             raise self._not_finite(outputs, where)
         self._totals.add(outputs, result.rows)
-        self._energies[0] += [tap.output.noise.read(outputs) for tap in self.taps]
-        self._energies[1] += [tap.output.signal.read(outputs) for tap in self.taps]
+        self._energies[0] += [observer.output.noise.read(outputs) for observer in self.observers]
+        self._energies[1] += [observer.output.signal.read(outputs) for observer in self.observers]
 
     def end_span(self) -> None:
-        """The batches since the last call are a span."""
+        """End a span: the batches added since the last call."""
         noise, signal = self._energies
         self._products += np.stack([noise * noise, noise * signal, signal * signal])
         self._energies = np.zeros_like(self._energies)
         self._spans += 1
 
     def is_precise(self, precision: float) -> bool:
-        """Whether the relative error ‖quantized − exact‖ / ‖exact‖ is known of every tap.
+        """Whether every site's relative error ‖quantized − exact‖ / ‖exact‖ is known well enough.
 
-        Args:
-            precision: Half width of its 95 % interval over its value, at most. The interval holds after every
-                span at once.
+        `precision` is the largest half width of its 95 % interval over its value. The interval holds after
+        every span at once.
         """
         return self._spans >= FEWEST_UNITS and all(
-            self._is_precise(position, precision) for position in range(len(self.taps))
+            self._is_precise(position, precision) for position in range(len(self.observers))
         )
 
     def read(self) -> dict[str, list[ErrorStats]]:
-        """Errors by site, in the order of the taps."""
+        """Return errors by site, in the order of the observers."""
         by_site: dict[str, list[ErrorStats]] = {}
-        for tap in self.taps:
-            by_site.setdefault(tap.site, []).append(tap.read(self._totals))
+        for observer in self.observers:
+            by_site.setdefault(observer.site, []).append(observer.read(self._totals))
         return by_site
 
     def _is_precise(self, position: int, precision: float) -> bool:
-        slots = self.taps[position].output
+        slots = self.observers[position].output
         noise, signal = self._totals.sum(slots.noise), self._totals.sum(slots.signal)
         if noise.value == 0.0:
             return True
@@ -128,16 +91,16 @@ class ErrorTotals:
         return interval.lower >= (1.0 - precision) ** 2 * interval.value
 
     def _not_finite(self, outputs: Outputs, where: str) -> CalibrationError:
-        for tap in self.taps:
-            signal, noise = tap.output.signal.read(outputs), tap.output.noise.read(outputs)
-            quantized = tap.output.quantized.read(outputs)
+        for observer in self.observers:
+            signal, noise = observer.output.signal.read(outputs), observer.output.noise.read(outputs)
+            quantized = observer.output.quantized.read(outputs)
             if all(map(math.isfinite, (signal, noise, quantized))):
                 continue
-            which = f"its output in {tap.recipe}" if math.isfinite(signal) else "its output"
+            which = f"its output in {observer.recipe}" if math.isfinite(signal) else "its output"
             return CalibrationError(
-                f"site '{tap.site}': {which} is not finite in {where}",
-                evidence=f"sum of squares {signal:g}, in {tap.recipe} {quantized:g}, of the difference "
+                f"site '{observer.site}': {which} is not finite in {where}",
+                evidence=f"sum of squares {signal:g}, in {observer.recipe} {quantized:g}, of the difference "
                 f"{noise:g}",
                 remedy="an error needs finite values: drop those rows, or clamp the output in the model",
             )
-        raise AssertionError("every reduction belongs to a tap")
+        raise AssertionError("every reduction belongs to a observer")

@@ -1,8 +1,7 @@
-"""The range pass and the error pass over the calibration split.
+"""The range, magnitude and error passes over the calibration split.
 
-Two passes, because FP8 error depends on the scale and the scale on the final range. Both stream: a batch
-leaves behind a few numbers a site and counts of magnitudes (`sampling`), so that memory does not grow with
-the number of batches.
+Ranges come before errors because FP8 error depends on the scale and the scale on the final range. All passes
+stream: a batch leaves a few numbers per site and counts of magnitudes (`observers.sampling`).
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from loka_onnx.calibration.instruments.magnitudes import tap_magnitudes
-from loka_onnx.calibration.instruments.sampling import sampling_stride
-from loka_onnx.calibration.instruments.taps import tap_errors, tap_ranges
-from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
+from loka_onnx.calibration.observers.magnitudes import observe_magnitudes
+from loka_onnx.calibration.observers.sampling import sampling_stride
+from loka_onnx.calibration.observers.site_observers import observe_errors, observe_ranges
+from loka_onnx.calibration.passes.error_pass import ErrorTotals
 from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     Executor,
     LocalExecutor,
+    ReductionWork,
     Span,
     batch_numbers,
     spans_in_order,
     spans_in_random_order,
 )
-from loka_onnx.calibration.passes.magnitude_pass import MagnitudeTotals, MagnitudeWork
-from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
+from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork, TensorRangeTotals
 from loka_onnx.calibration.passes.row_order import rows_of
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import UNTIL, Progress, silent
@@ -51,14 +50,13 @@ class PassOptions:
         recipes: Recipes whose error is measured.
         batch_size: Rows of one pass through the graph.
         rows: Rows, the first of the data set; None for all.
-        range_rows: Fewest of these that ranges are taken from, some thousand at a time in a drawn order; None
-            for all of them. One of n rows that are drawn alike exceeds the amax of the others with a
-            probability of 1/n: that is how often a scale from fewer rows saturates.
-        error_precision: How well the relative error of each site and recipe must be known before the error
-            pass may end: half width of its 95 % interval over its value. Some thousand rows at a time then
-            come in a drawn order, at least eight times. Where few rows hold most of the error, ask for all
-            rows. None for all rows, in file order.
-        seed: Of the drawn order.
+        range_rows: Least rows that ranges are taken from, in spans in random order; None for all. One of n
+            rows drawn alike exceeds the amax of the others with probability 1/n: so often a scale from fewer
+            rows saturates.
+        error_precision: Half width of the 95 % interval of each relative error over its value at which the
+            error pass may end, after eight spans in random order or more. Where few rows hold most of the
+            error, ask for all rows. None for all rows, in file order.
+        seed: Of the random order.
     """
 
     recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
@@ -69,7 +67,7 @@ class PassOptions:
     seed: int = 0
 
     def range_spans(self, available: int) -> list[Span]:
-        """What ranges are taken from, of so many rows of a data set."""
+        """Return the spans that ranges are taken from, of `available` rows."""
         rows = available if self.rows is None else min(self.rows, available)
         if self.range_rows is None or self.range_rows >= rows:
             return spans_in_order(rows, self.batch_size)
@@ -80,19 +78,14 @@ class PassOptions:
 
 @dataclass(frozen=True)
 class MeasuredErrors:
-    """The result of the error pass.
-
-    Attributes:
-        by_site: Output error of every site under every recipe.
-        rows: Rows that it was taken from.
-    """
+    """Output error of every site under every recipe, and the rows behind it."""
 
     by_site: dict[str, list[ErrorStats]]
     rows: int
 
 
 def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
-    """Activation scale of every tensor, by `Recipe.activation_id` and tensor name."""
+    """Return the activation scale of every tensor, by `Recipe.activation_id` and tensor name."""
     one_each = {recipe.activation_id: recipe for recipe in recipes}
     return {
         name: {tensor: activation_scale(stats, recipe) for tensor, stats in ranges.items()}
@@ -102,13 +95,7 @@ def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> di
 
 @dataclass(frozen=True)
 class _Step(Generic[R]):
-    """One batch of a pass.
-
-    Attributes:
-        result: What it left behind.
-        where: Which it is, for a message.
-        ends_span: Whether it is the last of its span.
-    """
+    """One batch of a pass, which messages call `where`; `ends_span` if it is the last of its span."""
 
     result: BatchResult[R]
     where: str
@@ -118,17 +105,8 @@ class _Step(Generic[R]):
 class Probe:
     """The passes over the calibration split.
 
-    Args:
-        model: The model; its path must be readable from here, and from where the executor runs.
-        sites: Sites to calibrate.
-        data: The calibration split.
-        options: How to run.
-        executor: Where to run; in this process, a batch on each core, for None.
-        progress: Called as rows are done.
-
-    Attributes:
-        rows: Most rows of each pass.
-        range_rows: Rows of the range pass.
+    `model.path` must be readable here and where the executor runs. `rows` is the largest number of rows of
+    each pass, `range_rows` that of the range pass.
     """
 
     def __init__(
@@ -149,19 +127,16 @@ class Probe:
         self.range_rows = rows_of(self._range_spans)
 
     def ranges(self, scratch: Path) -> dict[str, RangeStats]:
-        """Range of every activation that a site reads, by tensor name; over `range_rows`.
+        """Return the range of every activation that a site reads, by tensor name, over `range_rows`.
 
-        Args:
-            scratch: Directory for the instrumented model, on the file system of the model.
-
-        Raises:
-            CalibrationError: An activation is not finite.
+        `scratch` must be on the file system of the model, here and below. Raises CalibrationError if an
+        activation is not finite.
         """
         if not self.sites:
             return {}
         size = self.options.batch_size
         graph = GraphModel.load(self.model.path)
-        totals = RangeTotals(tap_ranges(graph, self.sites, sampling_stride(size)), size)
+        totals = RangeTotals(observe_ranges(graph, self.sites, sampling_stride(size)), size)
         path = scratch / "ranges.onnx"
         graph.save(path)
         for step in self._run(RangeWork(path, totals.samples), self._range_spans, "ranges"):
@@ -169,41 +144,31 @@ class Probe:
         return totals.read()
 
     def magnitudes(self, scratch: Path) -> dict[str, TensorRange]:
-        """Magnitudes of every FP32 tensor of the model that is not a constant, by name; over all rows.
+        """Return the magnitudes of every non-constant FP32 tensor of the model, by name, over all rows.
 
-        Args:
-            scratch: Directory for the instrumented model, on the file system of the model.
-
-        Raises:
-            CalibrationError: A tensor holds NaN.
+        Raises CalibrationError if a tensor holds NaN.
         """
         graph = GraphModel.load(self.model.path)
-        totals = MagnitudeTotals(tap_magnitudes(graph))
+        totals = TensorRangeTotals(observe_magnitudes(graph))
         path = scratch / "magnitudes.onnx"
         graph.save(path)
         spans = spans_in_order(self.rows, self.options.batch_size)
-        for step in self._run(MagnitudeWork(path), spans, "magnitudes"):
+        for step in self._run(ReductionWork(path), spans, "magnitudes"):
             totals.add(step.result, step.where)
         return totals.read()
 
     def errors(
         self, scratch: Path, ranges: Mapping[str, RangeStats], scales: dict[str, dict[str, float]]
     ) -> MeasuredErrors:
-        """Output error of every site under every recipe, over as many rows as the asked precision takes.
+        """Return the output error of every site under every recipe, over as many rows as the precision needs.
 
-        Args:
-            scratch: Directory for the instrumented model, on the file system of the model.
-            ranges: What `ranges` found.
-            scales: Activation scales by `Recipe.activation_id` and tensor name.
-
-        Raises:
-            CalibrationError: The output of a site is not finite.
+        Raises CalibrationError if the output of a site is not finite.
         """
         if not self.sites:
             return MeasuredErrors({}, 0)
         size, precision = self.options.batch_size, self.options.error_precision
         graph = GraphModel.load(self.model.path)
-        totals = ErrorTotals(tap_errors(graph, self.sites, self.options.recipes, scales, ranges))
+        totals = ErrorTotals(observe_errors(graph, self.sites, self.options.recipes, scales, ranges))
         path = scratch / "errors.onnx"
         graph.save(path)
         spans = (
@@ -212,7 +177,7 @@ class Probe:
             else spans_in_random_order(self.rows, size, self.options.seed)
         )
         task = "fp8 error" if precision is None else f"fp8 error{UNTIL}precise"
-        with closing(self._run(ErrorWork(path), spans, task)) as steps:
+        with closing(self._run(ReductionWork(path), spans, task)) as steps:
             for step in steps:
                 totals.add(step.result, step.where)
                 if precision is None or not step.ends_span:
@@ -221,8 +186,8 @@ class Probe:
                 if totals.is_precise(precision):
                     self.progress(task, totals.rows, totals.rows)
                     break
-        found = totals.read()
-        return MeasuredErrors({site.name: found.get(site.name, []) for site in self.sites}, totals.rows)
+        by_site = totals.read()
+        return MeasuredErrors({site.name: by_site.get(site.name, []) for site in self.sites}, totals.rows)
 
     def _run(self, work: BatchWork[R], spans: Sequence[Span], task: str) -> Generator[_Step[R]]:
         size, done = self.options.batch_size, 0

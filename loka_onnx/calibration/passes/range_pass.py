@@ -1,21 +1,20 @@
-"""The range pass: what a batch leaves behind, and what the batches add up to."""
+"""Totals over batches of the range pass, and of the pass over magnitudes of all tensors (for FP16)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from loka_onnx.calibration.instruments.batch_spread import SpreadTotals, without_columns
-from loka_onnx.calibration.instruments.batch_totals import BatchTotals
-from loka_onnx.calibration.instruments.reductions import Outputs, all_finite, reduced_only
-from loka_onnx.calibration.instruments.sampling import Magnitudes, MagnitudeTotals, SampleTap
-from loka_onnx.calibration.instruments.taps import RangeSlots, RangeTap
+from loka_onnx.calibration.observers.batch_spread import SpreadTotals, without_columns
+from loka_onnx.calibration.observers.magnitudes import MagnitudeObserver
+from loka_onnx.calibration.observers.reductions import BatchTotals, Outputs, all_finite, reduced_only
+from loka_onnx.calibration.observers.sampling import Magnitudes, MagnitudeTotals, SampleObserver
+from loka_onnx.calibration.observers.site_observers import RangeObserver, RangeSlots
 from loka_onnx.calibration.passes.executors import BatchResult, BatchWork
-from loka_onnx.core.statistics import RangeStats
+from loka_onnx.core.statistics import RangeStats, TensorRange
 from loka_onnx.data import Batch
 from loka_onnx.errors import CalibrationError
 from loka_onnx.numerics.histograms import histogram_of
@@ -24,12 +23,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 @dataclass(frozen=True)
 class RangeBatch:
-    """Result of one batch.
-
-    Attributes:
-        reduced: The outputs of `Reductions`.
-        magnitudes: What the sampled rows of each tensor said.
-    """
+    """Result of one batch: the outputs of `Reductions`, and the magnitudes of each tensor's sampled rows."""
 
     reduced: Outputs
     magnitudes: tuple[Magnitudes, ...]
@@ -37,20 +31,9 @@ class RangeBatch:
 
 @dataclass(frozen=True)
 class RangeWork(BatchWork[RangeBatch]):
-    """Runs a graph with range taps.
+    """Runs a graph with range observers; `samples` are the outputs that hold sampled rows."""
 
-    Attributes:
-        path: The graph.
-        samples: Where the sampled rows of each tensor are found.
-    """
-
-    path: Path
-    samples: tuple[SampleTap, ...]
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """See `BatchWork.files`."""
-        return (self.path,)
+    samples: tuple[SampleObserver, ...]
 
     def open(self) -> Callable[[Batch], RangeBatch]:
         """See `BatchWork.open`."""
@@ -64,44 +47,34 @@ class RangeWork(BatchWork[RangeBatch]):
 
 
 class RangeTotals:
-    """Adds up batches, in place.
+    """Adds up batches of range observers, in place; `batch_rows` is the size of a full batch."""
 
-    Args:
-        taps: What is measured.
-        batch_rows: Rows of a full batch.
-    """
-
-    def __init__(self, taps: Sequence[RangeTap], batch_rows: int) -> None:
-        self.taps = tuple(taps)
+    def __init__(self, observers: Sequence[RangeObserver], batch_rows: int) -> None:
+        self.observers = tuple(observers)
         # Layouts of one tensor share its slots.
         self._positions: dict[RangeSlots, int] = {}
-        for tap in taps:
-            self._positions.setdefault(tap.slots, len(self._positions))
+        for observer in observers:
+            self._positions.setdefault(observer.slots, len(self._positions))
         self._totals = BatchTotals()
         self._magnitudes = [MagnitudeTotals() for _ in self._positions]
         self._spread = SpreadTotals(len(self._positions), batch_rows)
 
     @property
-    def samples(self) -> tuple[SampleTap, ...]:
-        """Where the sampled rows of each tensor are found."""
+    def samples(self) -> tuple[SampleObserver, ...]:
+        """Graph outputs with the sampled rows of each tensor."""
         return tuple(slots.sample for slots in self._positions)
 
     def add(self, result: BatchResult[RangeBatch], where: str) -> None:
-        """Take in one batch.
+        """Add one batch, which messages call `where`.
 
-        Args:
-            result: The batch.
-            where: Which it is, for a message.
-
-        Raises:
-            CalibrationError: An activation is not finite.
+        Raises CalibrationError if an activation is not finite.
         """
         batch, rows = result.value, result.rows
         if not all_finite(batch.reduced):
             raise self._not_finite(batch.reduced, rows, where)
         self._totals.add(batch.reduced, rows)
-        for total, found in zip(self._magnitudes, batch.magnitudes, strict=True):
-            total.add(found)
+        for total, each in zip(self._magnitudes, batch.magnitudes, strict=True):
+            total.add(each)
         sums = np.array(
             [
                 (
@@ -115,37 +88,66 @@ class RangeTotals:
         self._spread.add(
             sums[:, 1] / sums[:, 0],
             sums[:, 2] / sums[:, 0],
-            [found.counts for found in batch.magnitudes],
-            [found.columns for found in batch.magnitudes],
+            [each.counts for each in batch.magnitudes],
+            [each.columns for each in batch.magnitudes],
             rows,
         )
 
     def read(self) -> dict[str, RangeStats]:
-        """Range of every tensor, by name."""
+        """Return the range of every tensor, by name."""
         spreads = self._spread.read()
-        found: dict[str, RangeStats] = {}
-        for tap in self.taps:
-            position = self._positions[tap.slots]
+        ranges: dict[str, RangeStats] = {}
+        for observer in self.observers:
+            position = self._positions[observer.slots]
             magnitudes = self._magnitudes[position]
-            found[tap.tensor] = replace(
-                tap.read(self._totals),
+            ranges[observer.tensor] = replace(
+                observer.read(self._totals),
                 histogram=histogram_of(magnitudes.counts),
-                channel_amax=() if tap.is_layout else magnitudes.channel_amax,
-                spread=without_columns(spreads[position]) if tap.is_layout else spreads[position],
+                channel_amax=() if observer.is_layout else magnitudes.channel_amax,
+                spread=without_columns(spreads[position]) if observer.is_layout else spreads[position],
             )
-        return found
+        return ranges
 
     def _not_finite(self, reduced: Outputs, rows: int, where: str) -> CalibrationError:
-        for tap in self.taps:
-            slots = tap.slots
+        for observer in self.observers:
+            slots = observer.slots
             low, high = slots.minimum.read(reduced), slots.maximum.read(reduced)
             total, squares = slots.total.read(reduced), slots.squares.read(reduced)
             if not all(map(math.isfinite, (low, high, total, squares))):
                 return CalibrationError(
-                    f"site '{tap.site}': its input '{tap.tensor}' is not finite in {where}",
+                    f"site '{observer.site}': its input '{observer.tensor}' is not finite in {where}",
                     evidence=f"amax {max(abs(low), abs(high)):g}, sum of squares {squares:g}, "
                     f"{slots.count.read(reduced, rows)} elements",
                     remedy="an FP8 scale needs a finite range: drop those rows, or clamp the input in the "
                     "model",
                 )
-        raise AssertionError("every reduction belongs to a tap")
+        raise AssertionError("every reduction belongs to a observer")
+
+
+class TensorRangeTotals:
+    """Adds up batches of magnitude observers, in place."""
+
+    def __init__(self, observers: tuple[MagnitudeObserver, ...]) -> None:
+        self.observers = observers
+        self._totals = BatchTotals()
+
+    def add(self, result: BatchResult[Outputs], where: str) -> None:
+        """Add one batch, which messages call `where`.
+
+        Raises CalibrationError if a tensor holds NaN. Infinities are magnitudes.
+        """
+        if any(np.isnan(values).any() for values in result.value.values()):
+            raise self._not_a_number(result.value, where)
+        self._totals.add(result.value, result.rows)
+
+    def read(self) -> dict[str, TensorRange]:
+        """Return the magnitudes of every tensor, by name."""
+        return {observer.tensor: observer.read(self._totals) for observer in self.observers}
+
+    def _not_a_number(self, reduced: Outputs, where: str) -> CalibrationError:
+        first = next(t for t in self.observers if np.isnan([t.low.read(reduced), t.high.read(reduced)]).any())
+        return CalibrationError(
+            f"tensor '{first.tensor}' is not a number in {where}",
+            evidence=f"of {len(self.observers)} tensors it is the first",
+            remedy="a model that makes NaN of these rows cannot be served: drop them, or mend the model",
+        )

@@ -1,12 +1,12 @@
-"""Batches on the machines of a Ray cluster.
+"""Executor on the machines of a Ray cluster.
 
 A span is a task; each worker process loads a model once and runs its spans on one thread. Results come back
-in order and are added up here, exactly. So a profile is the one that this process would have measured, to the
-last bit, as long as the machines' processors run the same FP32 kernels. A task whose worker dies runs again
-elsewhere: a batch leaves nothing behind but its result.
+in order and are added up exactly here, so the profile equals that of one process to the last bit, as long as
+the processors run the same FP32 kernels. The task of a dead worker runs again elsewhere: a batch has no
+effect but its result.
 
-What a worker reads (models, their tables, the data) it opens by the same path as this process: on more than
-one machine that is a file system which all of them share. They also need this package, in the same version.
+Workers open files (models, tables, data) by the same path as this process: several machines need a shared
+file system. They also need this package in the same version.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _numbers = count()
 class RayExecutor(Executor):
     """Runs spans of batches as tasks of a Ray cluster.
 
-    It connects when it is first used, and a cluster that it started ends with `close`.
+    It connects at first use; `close` ends a cluster that it started.
 
     Args:
         address: Address of the cluster that this machine belongs to, as in ``10.0.0.5:6379``, or ``auto``;
-            None to start one on this machine. A connection that this process already has is used as it is.
-        workers: Worker processes of a cluster that is started; 0 for one a core.
+            None to start one here. An existing connection of this process is used as it is.
+        workers: Worker processes of a cluster that is started; 0 for one per core.
 
     Raises:
         ConfigError: The address is one of Ray Client's.
@@ -63,8 +63,7 @@ class RayExecutor(Executor):
     ) -> Generator[BatchResult[R]]:
         """See `Executor.run`.
 
-        Raises:
-            CalibrationError: A worker finds a file missing, or workers keep dying.
+        Raises CalibrationError if a worker does not find a file, or workers keep dying.
         """
         ray = self._connected()
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(_run_span)
@@ -86,7 +85,7 @@ class RayExecutor(Executor):
                 ray.cancel(result, force=False)
 
     def close(self) -> None:
-        """End the cluster, if this executor started it."""
+        """End the cluster if this executor started it."""
         if self._is_ours:
             self._ray.shutdown()
             self._is_ours = False
@@ -95,7 +94,7 @@ class RayExecutor(Executor):
         ray = self._ray
         if ray.is_initialized():
             return ray
-        # Ray reports its use to its makers unless told otherwise.
+        # Ray sends usage statistics by default.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
@@ -110,7 +109,7 @@ class RayExecutor(Executor):
                 f"no Ray cluster answers at '{self.address}'"
                 if self.address
                 else "a Ray cluster cannot be started on this machine",
-                evidence=_first_line(error),
+                evidence=_line(error, 0),
                 remedy="correct `calibration.ray_address`, or measure here with `--executor local`",
             ) from error
         self._is_ours = True
@@ -119,7 +118,7 @@ class RayExecutor(Executor):
     def _fetched(self, span: Span, result: Any) -> list[Any]:
         errors = self._ray.exceptions
         try:
-            found: list[Any] = self._ray.get(result)
+            batches: list[Any] = self._ray.get(result)
         except errors.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LokaError):
@@ -127,19 +126,19 @@ class RayExecutor(Executor):
             if isinstance(cause, errors.RayError):
                 raise CalibrationError(
                     "a worker of the Ray cluster cannot read the work that it is sent",
-                    evidence=_last_line(cause),
+                    evidence=_line(cause, -1),
                     remedy="install the same versions of Python and of loka-onnx on every machine",
                 ) from error
             raise
         except errors.RayError as error:
             raise CalibrationError(
                 f"the Ray cluster cannot run rows {span.start} to {span.stop}: its workers keep dying",
-                evidence=f"{_first_line(error)} ({type(error).__name__}, after {RETRIES} retries)",
+                evidence=f"{_line(error, 0)} ({type(error).__name__}, after {RETRIES} retries)",
                 remedy="look at `ray status` and the kernel's log of killed processes: a worker needs memory "
                 "for a batch of activations; a smaller `calibration.batch_size` or fewer workers a machine "
                 "need less",
             ) from error
-        return found
+        return batches
 
 
 def _import_ray() -> Any:
@@ -162,15 +161,9 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10.0).close()
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
+def _line(error: BaseException, index: int) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[index].strip()[:400]
 
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:400]
-
-
-# In a worker ---------------------------------------------------------------------------------------
 
 _opened: dict[str, Callable[[Batch], Any]] = {}
 """What the work of the last run opened to; a worker process runs one task at a time."""
@@ -179,8 +172,8 @@ _opened: dict[str, Callable[[Batch], Any]] = {}
 def _run_span(
     key: str, work: BatchWork[R], data: Dataset, span: Span, batch_size: int
 ) -> list[BatchResult[R]]:
-    """What the batches of a span left behind; `key` names the run."""
-    _check_files((*work.files, data.path))
+    """Return the results of a span's batches; `key` names the run."""
+    _check_files((work.path, data.path))
     if key not in _opened:
         _opened.clear()
         _opened[key] = work.open()

@@ -1,13 +1,13 @@
-"""Which rows come first where not all of them may be needed.
+"""Order of rows where not all of them may be needed.
 
-Files are sorted by time or by user, and neighbours are alike: the first rows of a file are not like the rest,
-and 4096 rows from one place say less than as many from eight. But a row is read by decoding what precedes
-it, so that every place costs. The file is therefore divided into spans of growing length, which stand in it
-in a random order and are taken from the shortest on: batches one by one, then 4096 rows at a time, then a
-sixteenth of what was taken before. No place ever has much weight, and ten million rows are read from 150.
+Files are sorted by time or user, so neighbours are alike: 4096 rows from one position tell less than as many
+from eight. But reading a row decodes the rows before it, so each position costs. The file is therefore
+divided into spans of growing length at random positions, taken from the shortest on: single batches, then
+4096 rows, then a sixteenth of the rows taken before. No position has much weight, and ten million rows are
+read from 150 positions.
 
-The division begins at a random row and goes around the end of the file; without that, short spans would be
-too frequent at both ends.
+The division begins at a random row and wraps around the end of the file; otherwise short spans would be too
+frequent at both ends.
 """
 
 from __future__ import annotations
@@ -25,62 +25,45 @@ LARGEST_PART = 16
 
 
 def scattered(rows: int, batch_size: int, seed: int) -> list[Span]:
-    """All rows, in spans of whole batches.
-
-    Args:
-        rows: Rows of the data set, at least 1.
-        batch_size: Rows of a batch.
-        seed: Of the order.
-    """
+    """Return spans of all rows (at least 1), in whole batches, in the order described above."""
     batches = -(-rows // batch_size)
     lengths = np.array(_lengths(batches, batch_size))
     random = np.random.default_rng(seed)
     places = random.permutation(len(lengths))
     starts = np.empty_like(lengths)
     starts[places] = np.cumsum(lengths[places]) - lengths[places] + random.integers(batches)
-    found: list[Span] = []
+    spans: list[Span] = []
     for start, length in zip((starts % batches).tolist(), lengths.tolist(), strict=True):
         stop = min(start + length, batches)
-        found.append(Span(start * batch_size, min(stop * batch_size, rows)))
+        spans.append(Span(start * batch_size, min(stop * batch_size, rows)))
         if start + length > batches:
-            found.append(Span(0, (start + length - batches) * batch_size))
-    return found
+            spans.append(Span(0, (start + length - batches) * batch_size))
+    return spans
 
 
 def _lengths(batches: int, batch_size: int) -> list[int]:
-    """Batches of each span."""
-    found: list[int] = []
+    """Return the batches of each span."""
+    lengths: list[int] = []
     done = 0
     while done < batches:
         wanted = max(SPAN_ROWS // batch_size, done // LARGEST_PART, 1)
-        found.append(min(1 if done * batch_size < SCATTERED_ROWS else wanted, batches - done))
-        done += found[-1]
-    return found
+        lengths.append(min(1 if done * batch_size < SCATTERED_ROWS else wanted, batches - done))
+        done += lengths[-1]
+    return lengths
 
 
-def first_rows(spans: Iterable[Span], rows: int) -> list[Span]:
-    """The first spans, the last of them cut short, that hold so many rows or all there are."""
-    found: list[Span] = []
-    for span in spans:
-        if rows <= 0:
-            break
-        found.append(Span(span.start, min(span.stop, span.start + rows)))
-        rows -= found[-1].stop - span.start
-    return found
-
-
-def first_batches(spans: Iterable[Span], rows: int, batch_size: int) -> list[Span]:
-    """The first spans, cut between batches, that hold at least so many rows or all there are."""
-    found: list[Span] = []
+def first_rows(spans: Iterable[Span], rows: int, batch_size: int = 1) -> list[Span]:
+    """Return the first spans that hold `rows` rows or all there are; the last is cut between batches."""
+    taken: list[Span] = []
     for span in spans:
         if rows <= 0:
             break
         needed = -(-rows // batch_size) * batch_size
-        found.append(Span(span.start, min(span.stop, span.start + needed)))
-        rows -= found[-1].stop - span.start
-    return found
+        taken.append(Span(span.start, min(span.stop, span.start + needed)))
+        rows -= taken[-1].rows
+    return taken
 
 
 def rows_of(spans: Iterable[Span]) -> int:
-    """Rows that spans hold."""
+    """Return the rows that spans hold."""
     return sum(span.rows for span in spans)

@@ -1,14 +1,12 @@
 """Inductor: the planned graph lowered to PyTorch and compiled ahead of time into one package.
 
-What runs for real where:
+- **NVIDIA, sm80 and later**: the plan's base precision; FP8 from sm89, through `torch._scaled_mm` (cuBLASLt
+  or an autotuned Triton template) and the operators of `kernels`. Compiled on a host that has the GPU,
+  because kernels are chosen by timing.
+- **CPU**: FP32, and BF16 and FP16 with PyTorch's rounding. FP8 values are real too (oneDNN multiplies them),
+  but no CPU runs them faster: accuracy is meaningful, speed is not.
 
-- **NVIDIA, sm80 and later**: the base precision of the plan, and FP8 from sm89 on, through `torch._scaled_mm`
-  (cuBLASLt, or a Triton template that won the autotuning) and the operators of `kernels`. Compiled on a host
-  that has the GPU, because kernels are chosen by timing them.
-- **CPU**: FP32, and BF16 and FP16 as PyTorch rounds them, with or without instructions for them. FP8 values
-  are real there too, oneDNN multiplies them, yet no CPU gains by it: accuracy counts, speed does not.
-
-Norms, softmax and other reductions compute in FP32 inside whatever their tensors are; chains of elementwise
+Norms, softmax and other reductions compute in FP32 whatever the type of their tensors. Chains of elementwise
 operators that Inductor fuses keep FP32 between them, where the ONNX graph rounds to BF16 after each.
 """
 
@@ -22,43 +20,41 @@ from typing import ClassVar
 
 from onnx import TensorProto
 
-from loka_onnx.core.devices import CPU, FLOAT8_FROM, NVIDIA, capability
+from loka_onnx.core.devices import CPU, FLOAT8_FROM, capability
 from loka_onnx.core.engine import SitePrecision
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.inductor.compile import OPTIONS, compile_engine
 from loka_onnx.engines.inductor.fusions import fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+from loka_onnx.engines.inductor.session import import_torch, open_inductor
 from loka_onnx.engines.inductor.site_precision import read_site_precisions
+from loka_onnx.engines.inductor.spec import INDUCTOR
 from loka_onnx.engines.inductor.toolchain import build_environment, find_compilers
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
-from loka_onnx.sessions.inductor_package import OPERATOR_MODULES
-from loka_onnx.sessions.inductor_session import import_torch, open_inductor
 from loka_onnx.sessions.runner import Runner
-from loka_onnx.sessions.tensorrt_vendors import why_no_gpu
 
 FIRST = 80
-"""Least compute capability that Triton's products and BF16 need."""
+"""Lowest compute capability with BF16 and Triton products."""
 BASES = {Precision.BF16: TensorProto.BFLOAT16, Precision.FP16: TensorProto.FLOAT16}
-"""Precisions that fused kernels multiply, as ONNX numbers them."""
+"""Base precisions that fused kernels multiply, and their ONNX types."""
 _DECLINED = re.compile(r"^([\w -]+): declined (.+)$", re.MULTILINE)
-"""How `compile` prints the places that a fusion declined."""
+"""Line of the build log about a declined fusion."""
 NO_COMPILER = "there is no C++ compiler, which Inductor needs"
 
 
 class InductorBackend(Backend):
     """AOTInductor of PyTorch."""
 
-    name = "inductor"
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {CPU: (CPU,), **NVIDIA}
+    spec: ClassVar[BackendSpec] = INDUCTOR
     options: ClassVar[Mapping[str, range]] = OPTIONS
-    modules: ClassVar[tuple[str, ...]] = ("torch", "triton", *(m.partition(".")[0] for m in OPERATOR_MODULES))
 
     def availability(self) -> Availability:
-        """Whether PyTorch and a C++ compiler are here; the CPU always runs, GPUs where PyTorch uses them."""
+        """Report PyTorch and the C++ compiler; the CPU always runs, GPUs where PyTorch uses them."""
         try:
             torch = import_torch()
         except MissingPackage as error:
@@ -73,14 +69,10 @@ class InductorBackend(Backend):
         """FP8 needs E4M3FN and, on a GPU, sm89 or later."""
         if architecture != CPU and plan.fp8_sites and capability(architecture) < FLOAT8_FROM:
             return f"{architecture} has no FP8 products (sm{FLOAT8_FROM} is the first that has)"
-        for decision in plan.decisions:
-            recipe = decision.recipe
-            if recipe is not None and recipe.format is not Float8.E4M3FN:
-                return f"site '{decision.site}' asks for {recipe.format}; this backend multiplies E4M3FN only"
-        return None
+        return self.foreign_format(plan)
 
     def why_not_here(self, architecture: str) -> str:
-        """A package for a GPU is compiled on a host that has it."""
+        """A package for a GPU is compiled only on a host with that GPU."""
         reason = super().why_not_here(architecture)
         if reason or architecture == CPU:
             return reason
@@ -93,20 +85,20 @@ class InductorBackend(Backend):
         )
 
     def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's, on the CPU as well: its FP8 engine then answers as the GPU's does."""
+        """The plan's base, on the CPU too, so that its FP8 engine gives the GPU's answers."""
         return plan.base
 
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
-        """See `Backend.fused_sites`; what `fusions` would join in a plan without FP8.
+        """See `Backend.fused_sites`: sites that `fusions` joins in a plan without FP8.
 
-        A product that only takes along what follows it is not among them: one in FP8 does so too.
+        A product whose kernel only adds an epilogue is not listed: the FP8 kernel adds it as well.
         """
         if base not in BASES:
             return {}
         return fuse(PlannedGraph.load(model, BASES[base])).joined
 
     def read_remarks(self, log: str) -> tuple[str, ...]:
-        """See `Backend.read_remarks`: fusions that were declined, as `compile` prints them."""
+        """See `Backend.read_remarks`: the declined fusions."""
         return tuple(
             f"{fusion}: {reason}"
             for fusion, reasons in _DECLINED.findall(log)
@@ -114,7 +106,7 @@ class InductorBackend(Backend):
         )
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
-        """On the CPU, FP8 is about accuracy only."""
+        """FP8 on the CPU is for accuracy only."""
         return architecture == CPU and bool(plan.fp8_sites)
 
     def portability(self, architecture: str) -> str:
@@ -124,7 +116,7 @@ class InductorBackend(Backend):
         return f"{where}PyTorch {release}, and a processor with the vector instructions of the build host"
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Compile the package; the environment of this process is set for the compilers that it starts.
+        """Compile the package; sets compiler variables in this process's environment.
 
         Raises:
             EngineError: There is no C++ compiler.
@@ -140,17 +132,12 @@ class InductorBackend(Backend):
         planned = {decision.site: decision.precision for decision in request.plan.decisions}
         return read_site_precisions(engine, [(site, planned[site.name]) for site in request.planned_sites])
 
-    def why_not_run(self, architecture: str) -> str:
-        """A GPU of the architecture must be here; the CPU is."""
-        reason = "" if architecture == CPU else why_no_gpu(architecture)
-        return f"{reason}; latency and accuracy not measured" if reason else ""
-
     def load(self, engine: Path, architecture: str) -> Runner:
         """Load the package on the CPU, or the first GPU of its architecture."""
         return open_inductor(engine, architecture)
 
 
 def _usable_gpus() -> tuple[CudaDevice, ...]:
-    """GPUs that PyTorch uses and Triton compiles for."""
+    """GPUs that PyTorch uses and Triton supports."""
     gpus = [gpu for gpu in list_cuda_devices() if capability(gpu.architecture) >= FIRST]
     return tuple(gpus) if gpus and import_torch().cuda.is_available() else ()

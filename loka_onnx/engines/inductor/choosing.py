@@ -1,12 +1,11 @@
-"""Which kernel computes each product: measured on the device, on what the site really reads.
+"""Choice of the kernel for each product, timed on the device with the values that the site reads.
 
-For each product of the fused graph the candidates are the library (for FP8 cuBLASLt with exact and with fast
-accumulation) and, for FP8, other packages that are installed (`kernels.packages`), what follows them fused by
-the compiler, and the Triton kernel in several tiles (for FP8 again with exact and with fast accumulation),
-with what follows inside. Each is timed in a CUDA graph at every batch size that will be served, and the
-fastest in sum over the sizes that a program takes is compiled into it, if its arithmetic adds little to what
-quantization costs: Hopper's tensor cores keep about 14 bits of an FP8 sum (DeepSeek-V3, arXiv 2412.19437,
-section 3.3.2), and a plan was judged by a simulation that keeps 24.
+Candidates for each product of the fused graph: the library (for FP8: cuBLASLt with exact and with fast
+accumulation, and the installed `kernels.packages`), with the epilogue fused by the compiler, and the Triton
+kernel in several tiles (for FP8 with exact and fast accumulation), with the epilogue inside. Each is timed in
+a CUDA graph at every served batch size. A program gets the kernel with the smallest sum over its sizes among
+those whose arithmetic adds little to the quantization error: Hopper's tensor cores keep about 14 bits of an
+FP8 sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), while the simulation that judged the plan keeps 24.
 """
 
 from __future__ import annotations
@@ -52,23 +51,23 @@ TILES = (
     Tile(64, 64, 128, 2, 4),
     Tile(64, 32, 256, 3, 4),
 )
-"""Tiles that were fastest at one shape or another on an H100 (`benchmarks`), by bytes of FP8: of wider
-factors a step takes as many bytes, and half the depth."""
+"""Tiles that were fastest at some shape on an H100 (`benchmarks`), for one-byte factors; two-byte factors use
+half the depth, so that a step loads as many bytes."""
 SPLIT_TILES = (
     Tile(64, 64, 128, 4, 4, split=2),
     Tile(64, 64, 128, 4, 4, split=4),
     Tile(64, 128, 128, 4, 4, split=4),
 )
-"""Tiles whose K is shared out, tried where there are fewer of them than `PROCESSORS`."""
+"""Tiles with split K, tried where the output has fewer tiles than `PROCESSORS`."""
 PROCESSORS = 132
-"""Of an H100: fewer programs leave some of them idle."""
+"""Streaming multiprocessors of an H100."""
 LONG_K = 1024
-"""From here on K is worth splitting, and fast accumulation may lose more than is allowed: it made .00044 at
-K = 512 and .0047 to .0068 at K = 3456 (DLRM-DCNv2 trained on MovieLens 1M, H100), so that exact tiles are
-tried as well."""
+"""From this K on, splitting pays, and exact tiles are tried too because fast accumulation may exceed
+`LARGEST_ERROR`: its error was .00044 at K = 512 and .0047 to .0068 at K = 3456 (DLRM-DCNv2 trained on
+MovieLens 1M, H100)."""
 LARGEST_ERROR = 2.0**-9
-"""Root mean square error of a kernel over that of the exact product of the same values. Rounding the two
-factors to E4M3 makes about 2⁻⁵ of it: what is allowed here adds less than a hundredth of that energy."""
+"""Largest root mean square error of a kernel relative to the exact product of the same values. Rounding both
+factors to E4M3 gives about 2⁻⁵: this adds less than a hundredth of that energy."""
 _LAUNCHES = 10
 _REPLAYS = 15
 
@@ -78,11 +77,9 @@ class Measured:
     """One candidate at one site.
 
     Attributes:
-        site: The site.
-        kernel: The candidate.
-        us: Median time by batch size, microseconds.
+        us: Median latency by batch size, microseconds.
         error: Root mean square error relative to the exact product of the same values.
-        obstacle: Why it was not measured or may not be chosen; empty where it may.
+        obstacle: Reason why it was not measured or may not be chosen; empty otherwise.
     """
 
     site: str
@@ -94,22 +91,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Choice that the measurements lead to.
-
-    Attributes:
-        measured: Every candidate of every site.
-        tried: By site and name, what the candidates are.
-        otherwise: What computes every other product.
-    """
+    """Measurements, and the choice that follows from them."""
 
     measured: tuple[Measured, ...]
     tried: Mapping[tuple[str, str], ProductStrategy]
     otherwise: ProductStrategy
 
     def products(self, sizes: Sequence[int]) -> ProductStrategy:
-        """For each site the candidate that is fastest in sum over batch sizes, of those that may be chosen.
+        """Return, for each site, the allowed candidate with the smallest sum over batch sizes.
 
-        Where none may, the library's exact product: fast accumulation was refused there like the others.
+        A site without an allowed candidate gets the library's exact product.
         """
         best: dict[str, tuple[float, str]] = {}
         for each in self.measured:
@@ -123,18 +114,13 @@ class Chosen:
 
 @dataclass(eq=False)
 class Recorder(EpilogueStrategy):
-    """Computes products by the library, and keeps what each was given.
-
-    Attributes:
-        library: What computes them.
-        seen: By site, the first product and what followed it.
-    """
+    """Computes products by the library and keeps their operands."""
 
     library: ProductStrategy
     seen: dict[str, tuple[FloatProduct, Epilogue]] = field(default_factory=dict)
 
     def multiply(self, product: FloatProduct) -> Multiplied:
-        """A product that no fusion took: nothing to choose."""
+        """Multiply a product that no fusion took; there is nothing to choose."""
         return self.library.multiply(product)
 
     def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Finished:
@@ -150,17 +136,15 @@ def candidates(
     packages: Sequence[FoundPackage] = (),
     fewest_rows: int | None = None,
 ) -> dict[str, ProductStrategy]:
-    """By name, what may compute a product.
+    """Return the candidates of a product by name.
 
     Args:
-        product: The product.
-        fast_accumulation: Whether sums of FP8 products may be kept in fewer bits than FP32.
-        packages: Other packages that are installed.
-        fewest_rows: Of the smallest request that is served; those of the product where None.
+        fast_accumulation: Whether FP8 sums may keep fewer bits than FP32.
+        fewest_rows: Rows of the product in the smallest served request; None: as in `product`.
     """
     exact = ScaledMatMul()
     tiles = (*TILES, *_split_tiles(product, fewest_rows))
-    # What a tile takes decides whether a library's product is worth more timing: tiles come first.
+    # Tiles first: their times decide whether to time the library's epilogue.
     if not product.is_float8:
         half = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in tiles]
         return {**_tiled(half), "library": exact}
@@ -206,20 +190,13 @@ def compile_candidates(
     *,
     fast_accumulation: bool = True,
 ) -> None:
-    """Compile every tile of every product, side by side: timing them one by one would wait for the compiler.
-
-    What cannot be compiled says so when it is measured.
-
-    Args:
-        seen: By site, a product with what follows it, on a GPU.
-        batch: As of `choose_kernels`.
-        sizes: Likewise.
-        fast_accumulation: As of `candidates`.
+    """Compile every tile of every product in parallel, ahead of timing. Compile errors surface when it is
+    measured.
     """
     different = {_key(product, epilogue): (product, epilogue) for product, epilogue in seen.values()}
 
     def run(strategy: TiledProduct, product: FloatProduct, epilogue: Epilogue) -> None:
-        # Neither the device nor the mode of this thread is that of another.
+        # The current device and the grad mode are thread-local.
         with suppress(Exception), torch.cuda.device(product.a.device), torch.no_grad():
             strategy.multiply_with(product, epilogue)
 
@@ -234,20 +211,20 @@ def compile_candidates(
 
 
 def _fewest_rows(product: FloatProduct, batch: int, sizes: Sequence[int]) -> int:
-    """Rows of a product in the smallest request that is served."""
+    """Rows of a product in the smallest served request."""
     rows = product.a.numel() // product.a.shape[-1]
     return rows if _batch_axis(product.a, batch) is None else rows * min(sizes) // batch
 
 
 def _batch_axis(tensor: Tensor, batch: int) -> int | None:
-    """The first axis that grows with the batch; None of a factor that is the same for every request."""
+    """The first axis that grows with the batch; None where no axis does."""
     return next((axis for axis, length in enumerate(tensor.shape[:-1]) if length % batch == 0), None)
 
 
 def _key(product: FloatProduct, epilogue: Epilogue) -> tuple[object, ...]:
-    """Alike for products that take equally long."""
+    """Key that is equal for products with equal latency."""
     shapes = (*product.a.shape, *product.b.shape, product.scale_b.dim())
-    # Tiles read rows: where these are not contiguous, a copy is timed with them.
+    # Tiles read rows: a copy is timed with those that are not contiguous.
     layouts = (product.a.is_contiguous(), product.b.t().is_contiguous())
     return (*shapes, *layouts, product.a.dtype, product.dtype, epilogue.describe())
 
@@ -264,19 +241,16 @@ def choose_kernels(
     """Measure every candidate at every site.
 
     Args:
-        seen: By site, a product on real values with what follows it, on a GPU.
-        batch: Rows of the request that these were read from.
-        sizes: Batch sizes that will be served.
-        progress: Called after each site.
-        fast_accumulation: Whether cuBLASLt may keep its sums in fewer bits.
-        packages: As of `candidates`.
+        seen: Product on real values and epilogue by site, on a GPU.
+        batch: Rows of the request that the values come from.
+        sizes: Served batch sizes.
     """
     strategies: dict[tuple[str, str], ProductStrategy] = {}
     measured: list[Measured] = []
     known: dict[tuple[object, ...], dict[str, dict[int, float]]] = {}
     for number, (site, (product, epilogue)) in enumerate(seen.items()):
         progress("kernels", number, len(seen))
-        # Sites of one shape and one epilogue take equally long; how exact they are is up to their values.
+        # Sites with equal keys share latencies; errors depend on the values.
         case = _Case(site, product, epilogue, batch, tuple(sizes))
         times = known.setdefault(_key(product, epilogue), {})
         fewest = _fewest_rows(product, batch, sizes)
@@ -295,7 +269,7 @@ def choose_kernels(
 
 
 def _has_faster_twin(strategy: ProductStrategy, before: Sequence[Measured]) -> bool:
-    """Whether a tile is exact, and fast accumulation in the same tile may be chosen."""
+    """Tell whether a tile is exact and the same tile with fast accumulation is allowed."""
     if not isinstance(strategy, TiledProduct) or not strategy.tile.is_exact:
         return False
     twin = _name(replace(strategy.tile, is_exact=False))
@@ -304,7 +278,7 @@ def _has_faster_twin(strategy: ProductStrategy, before: Sequence[Measured]) -> b
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """A product on real values, the batch sizes that it will see, and the candidates measured before."""
+    """A product on real values, the served batch sizes, and the candidates measured before."""
 
     site: str
     product: FloatProduct
@@ -314,12 +288,12 @@ class _Case:
     before: tuple[Measured, ...] = ()
 
     def is_behind(self, us: Mapping[int, float]) -> bool:
-        """Whether one candidate that may be chosen here is faster at every size, and so in every sum."""
+        """Tell whether an allowed candidate is faster at every size, and so in every sum."""
         able = [each for each in self.before if not each.obstacle]
         return any(all(us[size] > each.us[size] for size in self.sizes) for each in able)
 
     def at(self, size: int) -> tuple[FloatProduct, Epilogue]:
-        """The same with as many rows as a batch of that size has, the real ones over and over."""
+        """The same product at another batch size; rows are repeated or cut."""
         axis = _batch_axis(self.product.a, self.batch)
         if axis is None:
             return self.product, self.epilogue
@@ -332,11 +306,11 @@ class _Case:
 
 
 def _repeated(tensor: Tensor, rows: int, axis: int = 0) -> Tensor:
-    """So many rows along an axis, laid out as the tensor is: a kernel that wants another layout pays for the
-    copy.
+    """Repeat a tensor to `rows` along an axis in its own layout, because a kernel that needs another one pays
+    for a copy.
     """
     times = -(-rows // tensor.shape[axis])
-    # FP8 tensors cannot be repeated as such.
+    # PyTorch cannot repeat FP8 tensors.
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     counts = [times if each == axis else 1 for each in range(raw.dim())]
     made = raw.repeat(*counts).narrow(axis, 0, rows)
@@ -363,13 +337,13 @@ def _measure(
                 return Measured(site, name, {}, error, "slower than another even without what follows")
             known[name] = {size: us + _time_behind(strategy, case.at(size)) for size, us in alone.items()}
     except Exception as failure:
-        # A tile may need more shared memory than there is, and the compiler raises what it likes then.
+        # A tile may need too much shared memory; the compiler then raises errors of several types.
         return Measured(site, name, {}, float("nan"), f"{type(failure).__name__}: {str(failure)[:200]}")
     return Measured(site, name, known[name], error)
 
 
 def _time_product(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
-    """Microseconds of a product, with what follows it where the same kernel computes that."""
+    """Microseconds of a product, including the epilogue where the same kernel computes it."""
     product, epilogue = given
     products = with_weights_in_turn(product)
     turns, launches = cycle(products), calls_in_turn(_LAUNCHES, len(products))
@@ -379,22 +353,23 @@ def _time_product(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue
 
 
 def with_weights_in_turn(product: FloatProduct) -> list[FloatProduct]:
-    """The same product with copies of its weight, that together do not fit into a GPU's cache.
+    """Return the product with copies of its weight that together exceed the GPU's cache.
 
-    In an engine a large weight comes from memory in every request, while what it multiplies was written just
-    before. Timed with one weight again and again, a tile was chosen over a library's kernel (9.0 and 9.9 µs,
-    Wukong small in BF16 at 256 on an H100) in an engine that took 251 µs; one with the library's had taken
-    227 in an earlier run.
+    In an engine a large weight is read from memory in every request. Timed with one weight again and again, a
+    tile was chosen over the library's kernel (9.0 and 9.9 µs, Wukong small in BF16 at 256 on an H100) in an
+    engine of 251 µs; an engine with the library's kernel had taken 227 µs in an earlier run.
     """
     weight = product.b.t().contiguous()
     copies = copies_in_turn(weight.numel() * weight.element_size())
-    # FP8 tensors are copied as bytes.
+    # PyTorch cannot clone FP8 tensors.
     raw = weight.view(torch.uint8)
     return [product, *(replace(product, b=raw.clone().view(weight.dtype).t()) for _ in range(copies - 1))]
 
 
 def _time_behind(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
-    """Microseconds of what follows a library's product, which is one kernel of the compiler in the engine."""
+    """Microseconds of the epilogue of a library's product, which the compiler makes one kernel in the
+    engine.
+    """
     product, epilogue = given
     if isinstance(strategy, EpilogueStrategy) or not epilogue.follows:
         return 0.0
@@ -409,7 +384,7 @@ def _time_behind(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]
 
 
 def _error(strategy: ProductStrategy, case: _Case) -> float:
-    """Of the product itself, wide, without what follows."""
+    """Error of the product alone, in the base precision, without its epilogue."""
     plain = Epilogue(bias=None, is_wide=True)
     product = replace(case.product, bias=None)
     done = (
@@ -421,20 +396,15 @@ def _error(strategy: ProductStrategy, case: _Case) -> float:
     exact = torch.matmul(product.a.to(torch.float64) * product.scale_a, product.b.to(torch.float64))
     exact = exact * product.scale_b
     rounded = exact.to(product.dtype).to(torch.float64)
-    # Of a product that is all zeros on these rows, a kernel that gives zeros is exact.
+    # A product of zeros has norm 0; a kernel that returns zeros is exact then.
     norm = exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
-    # What rounding the result to its type makes is not the kernel's.
+    # Subtract the energy of rounding the result to its type.
     total, own = (found - exact).norm() / norm, (rounded - exact).norm() / norm
     return float(torch.sqrt(torch.clamp(total * total - own * own, min=0.0)))
 
 
 def time_in_graph(run: Callable[[], object], launches: int = _LAUNCHES) -> float:
-    """Median time of a launch among many in a CUDA graph, microseconds.
-
-    Args:
-        run: Launches it.
-        launches: How many times in one graph.
-    """
+    """Median time of one launch in a CUDA graph, microseconds."""
     for _ in range(2):
         run()
     torch.cuda.synchronize()

@@ -1,10 +1,10 @@
-"""From a planned ONNX graph to one package of AOTInductor.
+"""Compile a planned ONNX graph to one AOTInductor package.
 
 In order: fusions of the ONNX graph (`fusions`), lowering to PyTorch, on a GPU the choice of a kernel for each
 fused product (`choosing`), export with a batch that may vary, compilation ahead of time, packaging.
 
 The package holds `engine.json` beside its programs
-(`sessions.inductor_package`), which says what the exported programs multiply.
+(`engines.inductor.package`), which says what the exported programs multiply.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,7 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.exported import entering_types, marked, output_types, products_of
 from loka_onnx.engines.inductor.operator_packages import find_packages, needed_packages
-from loka_onnx.engines.inductor.toolchain import Compilers
-from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
-from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
-from loka_onnx.sessions.cuda import list_cuda_devices
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor.package import (
     RECORD,
     CompiledSite,
     InductorEngine,
@@ -38,14 +34,17 @@ from loka_onnx.sessions.inductor_package import (
     Program,
     instruction_sets,
 )
+from loka_onnx.engines.inductor.toolchain import Compilers
+from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
+from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
+from loka_onnx.sessions.cuda import list_cuda_devices
 
 PACKAGE = "engine.pt2"
 MOST_PROGRAMS = 3
-"""Batch sizes that get programs of their own if nothing else is asked for."""
-MAX_AUTOTUNE, FAST_ACCUMULATION, STATIC = "max_autotune", "fast_accumulation", "static"
-FUSE, CHOOSE = "fuse", "choose"
+"""Most batch sizes that get programs of their own by default."""
+STATIC, FUSE = "static", "fuse"
 OPTIONS: Mapping[str, range] = dict.fromkeys(
-    (MAX_AUTOTUNE, FAST_ACCUMULATION, STATIC, FUSE, CHOOSE), range(2)
+    ("max_autotune", "fast_accumulation", STATIC, FUSE, "choose"), range(2)
 )
 
 _NUMPY_TYPES = {"float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
@@ -56,12 +55,11 @@ class Settings:
     """Settings of the compiler.
 
     Attributes:
-        max_autotune: Whether products are chosen among every library's by timing them, and launch parameters
-            of generated kernels searched.
-        fast_accumulation: Whether FP8 products may keep their sums in fewer bits than FP32 (Hopper).
-        static: Whether each batch size that is served gets a program of its own, with the kernels that are
-            fastest at it. Each holds the weights once more.
-        fuse: Whether the graph is fused into the operators of `kernels` where it can be.
+        max_autotune: Whether to time the products of all libraries and to search launch parameters.
+        fast_accumulation: Whether FP8 sums may keep fewer bits than FP32 (Hopper).
+        static: Whether each served batch size gets its own program, with the kernels that are fastest at it.
+            Each program holds a copy of the weights.
+        fuse: Whether the graph is fused into the operators of `kernels`.
         choose: Whether the kernel of each fused product is chosen by timing on a GPU.
     """
 
@@ -73,46 +71,25 @@ class Settings:
 
     @classmethod
     def of(cls, request: BuildRequest) -> Settings:
-        """Settings from the options of a request; what is left out has its default.
+        """Settings from the options of a request.
 
-        On a GPU a few batch sizes get programs of their own: blanket FP8 of DLRM-DCNv2 at 256 took 83 µs in
-        a run with them and 109 in one without (H100).
+        On a GPU, up to `MOST_PROGRAMS` batch sizes get programs of their own: blanket FP8 of DLRM-DCNv2 at
+        256 took 83 µs with them and 109 µs without (H100).
         """
-        options = request.options
         on_gpu = request.architecture != CPU
         default = cls(static=on_gpu and 1 < len(request.batch.sizes) <= MOST_PROGRAMS)
-        return cls(
-            bool(options.get(MAX_AUTOTUNE, default.max_autotune)),
-            bool(options.get(FAST_ACCUMULATION, default.fast_accumulation)),
-            bool(options.get(STATIC, default.static)),
-            bool(options.get(FUSE, default.fuse)),
-            bool(options.get(CHOOSE, default.choose)),
-        )
+        asked = {name: bool(request.options[name]) for name in OPTIONS if name in request.options}
+        return replace(default, **asked)
 
     @property
     def options(self) -> dict[str, int]:
         """All options, for the record."""
-        return {
-            MAX_AUTOTUNE: int(self.max_autotune),
-            FAST_ACCUMULATION: int(self.fast_accumulation),
-            STATIC: int(self.static),
-            FUSE: int(self.fuse),
-            CHOOSE: int(self.choose),
-        }
+        return {name: int(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class Build:
-    """Parts that the programs of one engine share.
-
-    Attributes:
-        request: What is asked for.
-        settings: How to compile.
-        compilers: The C++ compiler.
-        inputs: Inputs of the graph.
-        outputs: Outputs of the graph.
-        scratch: Directory for what is only needed while building.
-    """
+    """Values that the programs of one engine share; `scratch` is a directory for temporary files."""
 
     request: BuildRequest
     settings: Settings
@@ -123,24 +100,19 @@ class Build:
 
 
 def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> Path:
-    """Build a package; only in a process that may be lost.
+    """Build a package; call it only in a child process, which PyTorch may crash.
 
     Args:
-        request: What to build.
-        into: Directory for the package.
-        compilers: The C++ compiler, which the environment already names (`toolchain.build_environment`).
-
-    Returns:
-        The package.
+        compilers: The C++ compiler, already set in the environment (`toolchain.build_environment`).
 
     Raises:
-        ModelError: An input or output is of a type or shape that requests cannot have.
-        EngineError: An operator is not lowered, or the model cannot be exported or compiled.
+        ModelError: An input or output has a type or shape that requests cannot hold.
+        EngineError: An operator has no lowering, or PyTorch cannot export or compile the model.
     """
     import torch
     from torch.export.pt2_archive._package import package_pt2
 
-    # FP32 means FP32: TF32 would round the factors of products to 10 bits under that name.
+    # Otherwise TF32 would round the factors of FP32 products to 10 bits.
     torch.set_float32_matmul_precision("highest")
     settings = Settings.of(request)
     with clocked("fused"):
@@ -182,19 +154,14 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
 
 @contextmanager
 def clocked(what: str) -> Iterator[None]:
-    """Print what the block took: the log of a build says where its time went."""
+    """Print the duration of a block to the build log."""
     began = time.perf_counter()
     yield
     print(f"{what} in {time.perf_counter() - began:.1f} s", flush=True)
 
 
 def fused(model: Path, folder: Path) -> Path:
-    """The model that is lowered: the planned one itself where nothing can be fused.
-
-    Args:
-        model: The planned model.
-        folder: Where another one is written.
-    """
+    """Write the fused model into `folder` and return it; the planned model itself where no fusion matches."""
     from loka_onnx.engines.inductor.fusions import fuse
     from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 
@@ -212,8 +179,8 @@ def fused(model: Path, folder: Path) -> Path:
 
 
 def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]:
-    """What computes products, by the batch sizes of a program: on a GPU, of those that were fused what was
-    measured to be fastest at each site.
+    """Return the strategy of products by a program's batch sizes: on a GPU, the fastest measured kernel of
+    each fused product.
     """
     import torch
 
@@ -234,7 +201,7 @@ def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]
         module(*(each.to(device) for each in examples))
         with clocked("tiles compiled"):
             compile_candidates(recorder.seen, rows, request.batch.sizes, fast_accumulation=fast)
-        # Programs compile side by side; who times kernels has the device alone.
+        # Programs compile in parallel, but timing needs the device alone.
         with device_alone(request.architecture, build.scratch.parent / WAITING), clocked("kernels timed"):
             chosen = choose_kernels(
                 recorder.seen, rows, request.batch.sizes, fast_accumulation=fast, packages=packages
@@ -246,7 +213,7 @@ def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]
 
 
 def batch_programs(batch: BatchRange, *, static: bool) -> tuple[Program, ...]:
-    """The programs to compile, without what they hold: one for all sizes, or one for each that is served."""
+    """Programs to compile, still empty: one for all sizes, or one for each served size."""
     if static or batch.minimum == batch.maximum:
         return tuple(Program(f"rows{size}", size, size) for size in batch.sizes)
     return (Program("rows", batch.minimum, batch.maximum),)
@@ -280,7 +247,7 @@ def input_ports(graph: onnx.GraphProto) -> tuple[InputPort, ...]:
 
 
 def output_ports(graph: onnx.GraphProto) -> tuple[OutputPort, ...]:
-    """Outputs of a graph; those whose first axis has no fixed length follow the batch."""
+    """Outputs of a graph; those with a dynamic first axis follow the batch."""
     first = {value.name: list(value.type.tensor_type.shape.dim)[:1] for value in graph.output}
     return tuple(
         OutputPort(name, bool(dims) and not dims[0].HasField("dim_value")) for name, dims in first.items()
@@ -288,12 +255,7 @@ def output_ports(graph: onnx.GraphProto) -> tuple[OutputPort, ...]:
 
 
 def lower_model(model: Path, products: Any) -> Any:
-    """The model as a PyTorch module whose operators carry the names of the nodes that they come from.
-
-    Args:
-        model: The planned model, fused or not.
-        products: `ProductStrategy` of its FP8 products.
-    """
+    """Lower a model to a PyTorch module whose operators carry the names of their ONNX nodes."""
     import loka_onnx.engines.inductor.kernels.operators  # noqa: F401 (registers what fusions write)
     from loka_onnx.engines.inductor.lowering.model import LoweringOptions, lower
     from loka_onnx.engines.inductor.lowering.registry import OPERATORS
@@ -312,7 +274,7 @@ def _marking(lower: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def torch_device(architecture: str) -> Any:
-    """The device to compile on: the first GPU of an architecture, or the CPU.
+    """Device to compile on: the first GPU of an architecture, or the CPU.
 
     Raises:
         EngineError: There is no such GPU here.
@@ -323,22 +285,18 @@ def torch_device(architecture: str) -> Any:
         return torch.device("cpu")
     for gpu in list_cuda_devices():
         if gpu.architecture == architecture:
-            # Programs are compiled for, and tuned on, the current device.
+            # PyTorch compiles for, and tunes on, the current device.
             torch.cuda.set_device(gpu.index)
             return torch.device("cuda", gpu.index)
     raise EngineError(f"there is no GPU of architecture {architecture} here to compile on")
 
 
 def compiled_sites(lowered: Sequence[Mapping[str, Any]]) -> tuple[CompiledSite, ...]:
-    """What the lowering says of each product, by node; programs may compute one by different kernels.
-
-    Args:
-        lowered: `LoweredSite` of every site, for each program.
-    """
+    """Merge the lowered products of all programs by node; programs may use different kernels."""
     found = []
     for name, site in lowered[0].items():
         kernels = dict.fromkeys(each[name].kernel for each in lowered)
-        # One program that does not multiply FP8 is enough to say so, with what it multiplies.
+        # A site counts as FP8 only if every program multiplies FP8.
         shown = next((each[name] for each in lowered if not each[name].engaged), site)
         reason = shown.reason or next((each[name].reason for each in lowered if each[name].reason), "")
         operands = tuple(shown.operands)
@@ -347,7 +305,7 @@ def compiled_sites(lowered: Sequence[Mapping[str, Any]]) -> tuple[CompiledSite, 
 
 
 def example_rows(sample: Path, inputs: Sequence[InputPort], rows: int) -> tuple[Any, ...]:
-    """Tensors of a number of rows to export with: those of the sample, again and again.
+    """Example tensors of `rows` rows for export; the rows of the sample repeat.
 
     Raises:
         DataError: The sample lacks an input, or has no rows.
@@ -368,22 +326,17 @@ def example_rows(sample: Path, inputs: Sequence[InputPort], rows: int) -> tuple[
 def inductor_options(
     settings: Settings, compilers: Compilers, output: Path, architecture: str = CPU
 ) -> dict[str, Any]:
-    """Settings of Inductor (`torch._inductor.config`) for a program.
-
-    Args:
-        settings: How to compile.
-        compilers: The C++ compiler.
-        architecture: What it is for.
-        output: Where its files are put together, weights included; elsewhere they would stay in the cache.
+    """Settings of Inductor (`torch._inductor.config`) for a program; files and weights go to `output`, not to
+    the compiler's cache.
     """
     return {
         "aot_inductor.package": True,
         "aot_inductor.output_path": os.fspath(output),
         "cpp.cxx": (None, compilers.cxx),
-        # A serving host need not have as many cores as this one.
+        # The serving host may have fewer cores.
         "cpp.dynamic_threads": True,
-        # Nothing is computed on the processor beside a GPU. To ask which vector instructions it has, programs
-        # are compiled and started: 7 of the first 13 seconds of a build on two cores.
+        # A GPU program runs nothing on the CPU. The probe of vector instructions compiles and starts
+        # programs: 7 of the first 13 seconds of a build on two cores.
         "cpp.vec_isa_ok": None if architecture == CPU else False,
         "max_autotune": settings.max_autotune,
         "coordinate_descent_tuning": settings.max_autotune,
@@ -391,7 +344,7 @@ def inductor_options(
 
 
 def _compile_program(build: Build, module: Any, program: Program) -> tuple[Program, list[Any]]:
-    """A program with what it holds, and its files."""
+    """Compile a program; return it with its products, and its files."""
     import torch
 
     with clocked(f"program '{program.name}' exported"):
@@ -421,8 +374,7 @@ def _export(build: Build, module: Any, program: Program) -> Any:
 
     request = build.request
     dynamic = program.minimum != program.maximum
-    # Launch parameters are tuned for what is served; but export takes an axis of length 1 for one that is
-    # broadcast.
+    # Launch parameters are tuned for the served size; but export treats an axis of length 1 as broadcast.
     rows = max(2, request.batch.serve) if dynamic else program.minimum
     device = torch_device(request.architecture)
     examples = tuple(each.to(device) for each in example_rows(request.sample, build.inputs, rows))
@@ -431,13 +383,13 @@ def _export(build: Build, module: Any, program: Program) -> Any:
         batch = torch.export.Dim("batch", min=program.minimum, max=program.maximum)
         shapes = module.dynamic_shapes(batch)
     try:
-        # The marks of nodes are dropped unless this is on (`torch.fx.traceback`).
+        # Without this, export drops the names of nodes (`torch.fx.traceback`).
         with torch.no_grad(), torch.fx.traceback.preserve_node_meta():
             return torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
     except LokaError:
         raise
     except Exception as error:
-        # torch.export raises a family of unrelated types.
+        # torch.export raises errors of unrelated types.
         raise EngineError(
             "PyTorch cannot export the lowered model",
             where=f"for {program.minimum} to {program.maximum} rows",

@@ -1,8 +1,7 @@
-"""What an exported program multiplies, read from its graph.
+"""Products of an exported program, read from its graph.
 
-While a model is exported, every operator that a node of the ONNX graph was lowered to is marked with the
-node's name (`marked`, PyTorch's `torch.fx.traceback.annotate`), so that the graph itself says which product
-computes which site, and in which types.
+During export every operator is annotated with the ONNX node that it was lowered from (`marked`,
+`torch.fx.traceback.annotate`), so that the graph shows which product computes which site, in which types.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from loka_onnx.engines.inductor.operator_packages import PackageOperator, operator_called
-from loka_onnx.sessions.inductor_package import Product
+from loka_onnx.engines.inductor.package import Product
 
 MARK = "loka_onnx_node"
-"""Key under which a node's name is kept (`torch.fx.Node.meta`, "custom")."""
+"""Key of the node's name in `torch.fx.Node.meta["custom"]`."""
 OWN_OPERATORS = "loka."
-"""What names of this project's own operators begin with."""
+"""Prefix of this project's own operators."""
 NO_PRODUCTS = frozenset({"loka.concat_quantize.default"})
-"""Those that multiply nothing."""
+"""Own operators that multiply nothing."""
 SCALED = "aten._scaled_mm.default"
 PRODUCT_KERNEL = "loka.product.default"
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -37,13 +36,13 @@ _FACTORS = {
     "aten.scaled_dot_product_attention.default": (0, 1),
     SCALED: (0, 1),
 }
-"""Positions of the two factors of each product of PyTorch that a lowering makes."""
+"""Positions of the two factors in the arguments of PyTorch's products."""
 _FAST_ACCUMULATION = 7
-"""Position of ``use_fast_accum`` of `_scaled_mm`."""
+"""Position of `use_fast_accum` in the arguments of `_scaled_mm`."""
 
 
 def marked(name: str, lower: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a lowering so that what it makes carries the name of its node."""
+    """Call a lowering and annotate its operators with the name of their node."""
     import torch
 
     with torch.fx.traceback.annotate({MARK: name}):
@@ -51,13 +50,10 @@ def marked(name: str, lower: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def products_of(graph: Any) -> tuple[Product, ...]:
-    """The products of an exported graph, in its order.
+    """Products of a `torch.fx.Graph`, in its order.
 
-    An operator of this project's own counts as a product of its first two tensors, one of another package
-    (`operator_packages`) as one of its first two arguments.
-
-    Args:
-        graph: `torch.fx.Graph` of an exported program.
+    The factors of an own operator are its first two tensors, those of an operator of another package
+    (`operator_packages`) its first two arguments.
     """
     return tuple(_products(graph))
 
@@ -83,24 +79,23 @@ def _products(graph: Any) -> Iterator[Product]:
 
 
 def _is_fast(node: Any, operator: str, types: Sequence[str], packaged: PackageOperator | None) -> bool:
-    """Whether the sums of a product may be kept in fewer bits than FP32."""
+    """Tell whether the sums of a product may keep fewer bits than FP32."""
     if operator == PRODUCT_KERNEL:
         return types[0] in FLOAT8 and not _is_exact(node)
     if packaged is None and operator != SCALED:
         return False
     position = _FAST_ACCUMULATION if packaged is None else packaged.fast_position
-    # Export leaves out an argument that has its default: false of PyTorch's own, true of the others.
+    # Export omits arguments with default values: false in PyTorch's operator, true in the packages'.
     default = packaged is not None
     positional = node.args[position] if len(node.args) > position else default
     return bool(node.kwargs.get("use_fast_accum", positional))
 
 
 def entering_types(graph: Any, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Element types of the floating tensors that the operators of each node read from outside.
+    """Element types of the floating tensors that enter the operators of each node from other nodes.
 
     Args:
-        graph: `torch.fx.Graph` of an exported program.
-        names: Nodes of the ONNX graph; one that nothing was lowered to is left out.
+        names: Nodes of the ONNX graph; one without operators is left out.
     """
     found: dict[str, dict[str, None]] = {}
     for node in graph.nodes:
@@ -118,7 +113,9 @@ def output_types(graph: Any) -> tuple[str, ...]:
 
 
 def _is_exact(node: Any) -> bool:
-    """Whether our FP8 kernel moves its sums to FP32 after each step (`kernels.products.Tile.numbers`)."""
+    """Tell whether our FP8 kernel moves its sums to FP32 after each step
+    (`kernels.products.Tile.numbers`).
+    """
     *_, is_exact, _ = node.args[-1]
     return bool(is_exact)
 
@@ -128,6 +125,6 @@ def _mark(node: Any) -> str:
 
 
 def _dtype(node: Any) -> str:
-    """Element type of what a node computes; empty where that is no tensor."""
+    """Element type of a node's value; empty where it is no tensor."""
     dtype = getattr(getattr(node, "meta", {}).get("val"), "dtype", None)
     return "" if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,20 +1,19 @@
-"""Packages whose FP8 products Inductor can compile in beside PyTorch's own: which they are, which are here.
+"""Packages whose FP8 products Inductor can compile in beside PyTorch's own.
 
-What makes a package one of these: its product is an operator of PyTorch's dispatcher with a schema and a meta
-implementation, and it returns its result. Then `torch.export` keeps the call, AOTInductor compiles it to one
-by name (its proxy executor), and the engine loads wherever importing a module registers that name.
+A package qualifies if its product is an operator of PyTorch's dispatcher with a schema and a meta
+implementation and returns its result. Then `torch.export` keeps the call, AOTInductor calls it by name (proxy
+executor), and the engine loads wherever importing a module registers that name.
 
-- ``fbgemm-gpu-genai`` (FBGEMM GenAI) and ``mslk-cuda`` (MSLK, what became of it): CUTLASS products for Hopper
-  and data-centre Blackwell, under the same schemas in the namespaces ``fbgemm`` and ``mslk``. The schemas are
-  those in the wheels of 1.9.0 and 1.1.0; what the kernels take is in ``f8f8bf16_rowwise.cu``,
+- ``fbgemm-gpu-genai`` (FBGEMM GenAI) and its successor ``mslk-cuda`` (MSLK): CUTLASS products for Hopper and
+  data-centre Blackwell, with the same schemas in the namespaces ``fbgemm`` and ``mslk``. The schemas are
+  those of the wheels 1.9.0 and 1.1.0; limits of the kernels are in ``f8f8bf16_rowwise.cu``,
   ``f8f8bf16_rowwise_common.cuh`` and ``f8f8bf16.cu`` of their sources.
 
-Not of these, by their sources:
+Unusable, by their sources:
 
-- DeepGEMM and Transformer Engine register functions with Python (pybind11), not with the dispatcher: nothing
-  that a program could call by name.
-- FlashInfer's ``register_custom_op`` returns the function as it is, to save the dispatcher's time.
-- SGLang's kernels leave the meta implementation of ``fp8_scaled_mm`` to the server that uses them.
+- DeepGEMM and Transformer Engine register functions with Python (pybind11), not with the dispatcher.
+- FlashInfer's ``register_custom_op`` returns the function unchanged, to save the dispatcher's time.
+- SGLang leaves the meta implementation of ``fp8_scaled_mm`` to the server that uses it.
 - vLLM's ``cutlass_scaled_mm`` writes into an argument and returns nothing.
 - torchao's dense FP8 products call `torch._scaled_mm`, which is a candidate anyway.
 """
@@ -26,25 +25,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from loka_onnx.sessions.inductor_package import (
-    FBGEMM,
-    MSLK,
-    OPERATOR_MODULES,
-    NeededPackage,
-    Program,
-    release,
-)
+from loka_onnx.engines.inductor.package import FBGEMM, MSLK, OPERATOR_MODULES, NeededPackage, Program
+from loka_onnx.sessions.backends import release
 
 
 @dataclass(frozen=True)
 class PackageOperator:
-    """An operator that multiplies (M, K) by the transpose of (N, K), both E4M3FN, and gives BF16.
+    """An operator that multiplies (M, K) by the transpose of (N, K), both E4M3FN, and returns BF16.
 
     Attributes:
-        name: Its name in the namespace of its package.
         per_channel: Whether its arguments are ``XQ, WQ, x_scale, w_scale, bias, use_fast_accum``, with a
             scale for each row and each column; otherwise ``XQ, WQ, scale, use_fast_accum``.
-        capabilities: Compute capabilities that it has kernels for.
+        capabilities: Compute capabilities of its kernels.
     """
 
     name: str
@@ -68,11 +60,9 @@ class OperatorPackage:
     """A package that registers such operators.
 
     Attributes:
-        module: Importing it registers the operators; one of `OPERATOR_MODULES`.
-        namespace: Where it registers them.
-        built_for: By its release, the release of PyTorch that it is built for, as far as that is published:
-            with another one its libraries may crash.
-        operators: The operators.
+        module: Module that registers them on import; one of `OPERATOR_MODULES`.
+        built_for: PyTorch release of each of its releases, where published: its libraries may crash with
+            another.
     """
 
     module: str
@@ -82,11 +72,11 @@ class OperatorPackage:
 
     @property
     def distributions(self) -> tuple[str, ...]:
-        """Distributions that provide it, the one to install first."""
+        """Distributions that provide it, the recommended one first."""
         return OPERATOR_MODULES[self.module]
 
     def installed(self) -> NeededPackage | None:
-        """What is installed of it; imports nothing."""
+        """Installed distribution, or None; imports nothing."""
         for distribution in self.distributions:
             try:
                 version = metadata.version(distribution)
@@ -104,12 +94,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class FoundPackage:
-    """A package that is installed.
-
-    Attributes:
-        package: Which.
-        obstacle: Why its operators cannot be called; empty where they can.
-    """
+    """An installed package; `obstacle` says why its operators cannot be called, or is empty."""
 
     package: OperatorPackage
     obstacle: str = ""
@@ -118,12 +103,7 @@ class FoundPackage:
 def find_packages(
     torch_version: str, packages: Sequence[OperatorPackage] = PACKAGES
 ) -> tuple[FoundPackage, ...]:
-    """Import the packages that are installed; one that is not is left out.
-
-    Args:
-        torch_version: Version of PyTorch here.
-        packages: Those to look for.
-    """
+    """Import the installed ones of `packages`."""
     found = []
     for package in packages:
         here = package.installed()
@@ -133,25 +113,25 @@ def find_packages(
 
 
 def _why_not(package: OperatorPackage, here: NeededPackage, torch_version: str) -> str:
-    """Why an installed package cannot be used; imports it where its release fits."""
+    """Reason why an installed package is unusable, or an empty string; imports it where its release fits."""
     said, wanted = f"{here.distribution} {here.version}", package.built_for.get(release(here.version))
     if wanted is not None and wanted != release(torch_version):
         return f"{said} is built for PyTorch {wanted}, here is {torch_version}"
     try:
         importlib.import_module(package.module)
     except Exception as error:
-        # Its libraries raise what the dynamic linker, CUDA and PyTorch's registry do.
+        # Errors come from the dynamic linker, CUDA and PyTorch's registry.
         return f"{said} does not import: {str(error)[:200]}"
     return ""
 
 
 def operator_called(exported: str) -> PackageOperator | None:
-    """The operator that an exported program calls ``fbgemm.f8f8bf16.default``; None for any other."""
+    """Operator of an exported name such as ``fbgemm.f8f8bf16.default``; None for any other."""
     return next((operator for _, operator, name in _exported_names() if name == exported), None)
 
 
 def needed_packages(programs: Iterable[Program]) -> tuple[NeededPackage, ...]:
-    """The packages whose operators programs call, as they are installed here."""
+    """Packages whose operators the programs call, as installed here."""
     called = {product.operator for program in programs for product in program.products}
     packages = dict.fromkeys(package.module for package, _, name in _exported_names() if name in called)
     here = (package.installed() for package in PACKAGES if package.module in packages)

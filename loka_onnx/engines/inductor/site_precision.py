@@ -1,13 +1,10 @@
-"""What a package runs each planned site in.
+"""Precision of each planned site, read from a package.
 
-Three readings have to agree before a site counts as FP8: what the lowering made of its node, the element
-types that the exported program multiplies there, and how often the generated code calls what multiplies it:
-an FP8 product of a library or of another package, or a kernel of this project's own. Every other site counts
-as planned when everything that its node multiplies, or reads, has the planned type, and its kernel is called
-where it is one of our own.
-
-The type that one of our own multiplies is that of its tensors in the exported program, FP8 or half: of the
-kernel, generated code has the name alone.
+A site counts as FP8 when three readings agree: the lowering of its node, the element types that the exported
+program multiplies there, and the number of calls in the generated code to the FP8 product (of a library,
+another package, or an own kernel). Any other site counts as planned when everything that its node multiplies
+or reads has the planned type and, for an own kernel, the generated code calls it. Generated code has only the
+name of an own kernel; its types are those of its tensors in the exported program.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.engines.inductor.exported import FLOAT8, OWN_OPERATORS, SCALED
 from loka_onnx.engines.inductor.operator_packages import operator_called
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor.package import (
     CompiledSite,
     InductorEngine,
     Product,
@@ -37,19 +34,19 @@ _LIBRARY_CALL = re.compile(r"\baoti_torch_\w+?__scaled_mm\w*\(")
 _TEMPLATE_CALL = re.compile(
     r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall_\w*triton_tem_\w*scaled_mm\w*\(", re.M
 )
-"""How the generated C++ calls an FP8 product: of a library, or a Triton template that won the autotuning."""
+"""Calls of FP8 products in generated C++: of a library, or of an autotuned Triton template."""
 _OWN_CALL = re.compile(r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall__loka_(\w+?)_kernel_\d+\(", re.M)
-"""How it calls one of `kernels`, whose Triton function is named after its operator: Inductor numbers the
-variants of a function, and launches each by one of its name (`torch._inductor.codegen.cpp_wrapper_gpu`)."""
+"""Calls of own kernels, whose Triton functions are named after their operators: Inductor numbers the variants
+of a function and launches each by a function of that name (`torch._inductor.codegen.cpp_wrapper_gpu`)."""
 
 _NUMBERED_CALL = re.compile(r"\baoti_torch_proxy_executor_call_function\(proxy_executor, (\d+),")
-"""How it calls an operator that it knows by name only, such as one of `operator_packages`."""
+"""Calls of operators that the code knows only by name, such as those of `operator_packages`."""
 
 
 def read_site_precisions(
     package: Path, planned: Sequence[tuple[Site, Precision]]
 ) -> tuple[SitePrecision, ...]:
-    """What a package runs each planned site in, with where that was read.
+    """Read the precision of each planned site, with the evidence.
 
     Raises:
         EngineError: The file is no engine of this backend.
@@ -63,14 +60,11 @@ def read_site_precisions(
 
 
 def product_calls(sources: Sequence[str], named: Sequence[str] = ()) -> Counter[str]:
-    """How often generated C++ calls FP8 products, of PyTorch and of other packages, and each own kernel.
+    """Count the calls of FP8 products and of own kernels in generated C++, by operator of the exported
+    program.
 
     Args:
-        sources: Its files.
-        named: What it calls by number (`read_called_operators`).
-
-    Returns:
-        By operator of the exported program (`Product.operator`).
+        named: Operators called by number (`read_called_operators`).
     """
     found = Counter[str]()
     for text in sources:
@@ -87,13 +81,7 @@ def site_precisions(
     calls: Mapping[str, Mapping[str, int]],
     planned: Sequence[tuple[Site, Precision]],
 ) -> tuple[SitePrecision, ...]:
-    """What an engine runs each planned site in.
-
-    Args:
-        engine: Its document.
-        calls: What the generated code of each program calls (`product_calls`).
-        planned: Sites and the precision that the plan asks for.
-    """
+    """Return the precision of each planned site."""
     compiled = {site.site: site for site in engine.sites}
     return tuple(_site_precision(engine, calls, compiled, each) for each in planned)
 
@@ -106,16 +94,13 @@ def _site_precision(
 ) -> SitePrecision:
     site, precision = planned
     found = compiled.get(site.name)
-    if precision is Precision.FP8:
-        if found is None:
-            evidence = "nothing of that name in the lowered graph"
-            return SitePrecision(site.name, precision, (), False, evidence)
-        return _float8_site(engine, calls, found)
-    if site.kind is SiteKind.NORM and found is None:
-        return _wide_site(engine, site.name, precision)
     if found is None:
+        if site.kind is SiteKind.NORM and precision is not Precision.FP8:
+            return _wide_site(engine, site.name, precision)
         evidence = "nothing of that name in the lowered graph"
         return SitePrecision(site.name, precision, (), False, evidence)
+    if precision is Precision.FP8:
+        return _float8_site(engine, calls, found)
     return _wide_product(engine, calls, found, precision)
 
 
@@ -138,7 +123,7 @@ def _float8_site(
 
 
 def _products_at(found: CompiledSite, program: Program) -> tuple[Product, ...]:
-    """Products of the node of a site."""
+    """Products of a site's node."""
     return tuple(product for product in program.products if product.node == found.site)
 
 
@@ -153,7 +138,7 @@ def _why_not_float8(found: CompiledSite, program: Program, calls: Mapping[str, i
 
 
 def _why_not_called(products: Sequence[Product], program: Program, calls: Mapping[str, int]) -> str:
-    """Why the generated code may lack what multiplies a site, where it can be told there by its name."""
+    """Reason why the generated code lacks a site's product, for operators that appear there by name."""
     for operator in dict.fromkeys(product.operator for product in products):
         packaged = operator_called(operator) is not None
         if operator != SCALED and not packaged and not operator.startswith(OWN_OPERATORS):
@@ -185,7 +170,7 @@ def _wide_product(
 
 
 def _wide_site(engine: InductorEngine, site: str, planned: Precision) -> SitePrecision:
-    """A normalization: by the types that it reads; constants beside them may be wider."""
+    """Read a norm by the types that enter it; constants beside them may be wider."""
     read = [program.entering.get(site, ()) for program in engine.programs]
     types = tuple(dict.fromkeys(kind for each in read for kind in each))
     wanted = TORCH_TYPES[planned]

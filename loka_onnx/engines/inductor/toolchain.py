@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from loka_onnx.core.cache_directory import cache_directory
 
 SYSTEM = ("/usr/bin/g++", "/usr/bin/gcc")
-"""Compilers of C++ and C that are preferred to whatever the environment names."""
+"""C++ and C compilers that are preferred to those of the environment."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,14 @@ class Compilers:
 def find_compilers(
     environment: Mapping[str, str] | None = None, system: tuple[str, str] = SYSTEM
 ) -> Compilers | None:
-    """The compilers to build with; None where there are none.
+    """Return the compilers to build with; None where there are none.
 
-    The system's GCC comes first, even where ``CXX`` names another. A package whose host part was compiled by
-    another tool chain, with a C++ library of its own, builds without a word and dies of a segmentation fault
-    as it is loaded (seen with PyTorch 2.11 on a host whose ``CXX`` named such a compiler).
+    The system's GCC comes first, even where ``CXX`` names another compiler. A package whose host part was
+    compiled by another tool chain, with its own C++ library, builds without an error and crashes with a
+    segmentation fault when it is loaded (seen with PyTorch 2.11).
 
     Args:
-        environment: Environment variables; those of this process when None.
-        system: Compilers of the system.
+        environment: Environment variables; None: those of this process.
     """
     variables = os.environ if environment is None else environment
     pairs = [
@@ -52,13 +51,10 @@ def find_compilers(
 
 
 def build_environment(compilers: Compilers) -> dict[str, str]:
-    """Variables that a build sets in its own process before PyTorch reads them.
+    """Return the variables to set before PyTorch reads them.
 
-    Generated kernels, what autotuning found and what was probed of the compiler are kept between builds, in
-    the caches that the environment names or else in this user's: plans of one model share most kernels.
-
-    Args:
-        compilers: The compilers.
+    Generated kernels, autotuning results and compiler probes stay in the caches that the environment names,
+    else in this user's: plans of one model share most kernels.
     """
     variables = {"CXX": compilers.cxx, "CC": compilers.cc}
     for name, folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):

@@ -1,14 +1,14 @@
 """AMD MIGraphX 2.15 and 2.16: FP8 engines for Instinct and Radeon GPUs.
 
-An engine is one program for each batch size that is served, each with its own copy of the weights, and a
-document that says for which GPU and by which release they were compiled. Compiling needs the GPU. `dialect`
-says in which form FP8 is handed over and why; `site_precision`, how it is read back.
+An engine is one program per served batch size, each with its own copy of the weights, and a manifest with
+their GPU and release. Compiling needs the GPU. `dialect` states the form in which FP8 is passed and why;
+`site_precision`, how it is read back.
 
-Without a GPU, the device ``cpu`` compiles for MIGraphX's reference target: every operator one by one, FP8 as
-Q/DQ around a product in FP32. Such an engine is a simulation: its accuracy counts, its speed never does.
-Plans in BF16 and FP16 are declined there: that target truncates where GPUs round, which biases every output.
+The device ``cpu`` compiles for MIGraphX's reference target: operator by operator, FP8 as Q/DQ around a
+product in FP32. Such an engine is a simulation: its accuracy is meaningful, its latency is not. Plans in BF16
+and FP16 are declined there, because that target truncates where GPUs round, which biases every output.
 
-What was seen in the library itself is listed in `dialect`; kernels on GPUs were never run.
+`dialect` lists observations of the library itself; kernels on GPUs were never run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from pathlib import Path
 from typing import ClassVar
 
 from loka_onnx.core.cache_directory import cache_directory
-from loka_onnx.core.devices import AMD, CPU
+from loka_onnx.core.devices import CPU
 from loka_onnx.core.engine import SitePrecision
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
+from loka_onnx.engines.migraphx.api import (
+    GPU,
+    import_migraphx,
+    load_program,
+    text_of,
+    version_of,
+    why_no_target,
+)
 from loka_onnx.engines.migraphx.build import (
     EXHAUSTIVE_TUNE,
     FAST_MATH,
@@ -31,33 +39,25 @@ from loka_onnx.engines.migraphx.build import (
 )
 from loka_onnx.engines.migraphx.dialect import FORMS
 from loka_onnx.engines.migraphx.program_text import parse_program
+from loka_onnx.engines.migraphx.session import open_migraphx, read_engine, why_not_run
 from loka_onnx.engines.migraphx.site_precision import PlannedSite, site_precisions
+from loka_onnx.engines.migraphx.spec import MIGRAPHX
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.migraphx_api import (
-    GPU,
-    import_migraphx,
-    load_program,
-    text_of,
-    version_of,
-    why_no_target,
-)
-from loka_onnx.sessions.migraphx_session import open_migraphx, read_engine, why_not_run
-from loka_onnx.sessions.providers import list_amd_architectures
+from loka_onnx.sessions.backends import BackendSpec
+from loka_onnx.sessions.host_devices import list_amd_architectures
 from loka_onnx.sessions.runner import Runner
 
 
 class MigraphxBackend(Backend):
     """MIGraphX."""
 
-    name = "migraphx"
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {**AMD, CPU: (CPU,)}
+    spec: ClassVar[BackendSpec] = MIGRAPHX
     options: ClassVar[Mapping[str, range]] = {EXHAUSTIVE_TUNE: range(2), FAST_MATH: range(2)}
-    modules: ClassVar[tuple[str, ...]] = ("migraphx",)
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:
-        """Whether the library is installed, and which GPUs here it can build for and run on."""
+        """Report the library, and the GPUs here that it builds for and runs on."""
         try:
             migraphx = import_migraphx()
         except MissingPackage as error:
@@ -75,16 +75,12 @@ class MigraphxBackend(Backend):
                 f"the reference target truncates to {plan.base} where GPUs round to nearest: its accuracy "
                 f"would not be that of plan '{plan.id}'"
             )
-        for decision in plan.decisions:
-            recipe = decision.recipe
-            if recipe is not None and recipe.format is not Float8.E4M3FN:
-                return f"site '{decision.site}' asks for {recipe.format}; MIGraphX is given E4M3FN only"
         if plan.fp8_sites and architecture not in FORMS:
             return f"{architecture} has no FP8 products: MIGraphX multiplies FP32 there without a word"
-        return None
+        return self.foreign_format(plan)
 
     def why_not_here(self, architecture: str) -> str:
-        """The GPU has to be here: the library compiles for the one that it runs on."""
+        """The GPU must be present: the library compiles for the current one."""
         reason = super().why_not_here(architecture)
         if reason or architecture == CPU:
             return reason
@@ -92,11 +88,11 @@ class MigraphxBackend(Backend):
         return f"MIGraphX compiles on the GPU that it compiles for: {missing}" if missing else ""
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
-        """Whatever the reference target runs, whether it holds FP8 or not."""
+        """All engines of the reference target are simulations."""
         return architecture == CPU
 
     def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's."""
+        """The plan's base."""
         return plan.base
 
     def portability(self, architecture: str) -> str:
@@ -104,11 +100,6 @@ class MigraphxBackend(Backend):
         version = self.availability().version
         where = "any host" if architecture == CPU else f"one GPU architecture ({architecture})"
         return f"{where}, one MIGraphX version ({version}); programs for the batch sizes that were asked for"
-
-    def why_not_run(self, architecture: str) -> str:
-        """A GPU of the architecture must be here."""
-        reason = why_not_run(architecture)
-        return f"{reason}; latency and accuracy not measured" if reason else ""
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
         """Build a program for each batch size."""
@@ -126,7 +117,7 @@ class MigraphxBackend(Backend):
         return build_engine(migraphx, request.model, settings, into)
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Read the compiled programs, as they were written.
+        """Read the compiled programs.
 
         Raises:
             EngineError: A program does not load.
@@ -144,7 +135,9 @@ class MigraphxBackend(Backend):
         return open_migraphx(engine, architecture)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
-        """The document and its programs; the document alone when it is none, as its digest shows."""
+        """Return the manifest and its programs; a file that is no manifest alone, which its digest
+        exposes.
+        """
         try:
             programs = read_engine(engine).programs
         except EngineError:

@@ -1,4 +1,4 @@
-"""Builds an engine: the model in the dialect, a program for each batch size, and the document beside them."""
+"""Build of an engine: the model in the dialect, a program for each batch size, and their manifest."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from typing import Any
 import onnx
 
 from loka_onnx.core import serde
-from loka_onnx.engines.migraphx.dialect import FORMS, Float8Form, write_dialect
-from loka_onnx.engines.request import BatchRange
-from loka_onnx.errors import ModelError
-from loka_onnx.graph.storage import INLINE_LIMIT_BYTES, external_files
-from loka_onnx.sessions.migraphx_api import (
+from loka_onnx.engines.migraphx.api import (
     PROBLEM_CACHE,
     Compilation,
     compile_program,
@@ -24,13 +20,17 @@ from loka_onnx.sessions.migraphx_api import (
     save_program,
     version_of,
 )
-from loka_onnx.sessions.migraphx_session import (
+from loka_onnx.engines.migraphx.dialect import FORMS, Float8Form, write_dialect
+from loka_onnx.engines.migraphx.session import (
     MigraphxEngine,
     ProgramFile,
     ProgramInput,
     ProgramOutput,
     target_of,
 )
+from loka_onnx.engines.request import BatchRange
+from loka_onnx.errors import ModelError
+from loka_onnx.graph.storage import INLINE_LIMIT_BYTES, external_files
 
 ENGINE_FILE = "engine.json"
 DIALECT_FILE = "dialect.onnx"
@@ -43,11 +43,8 @@ class BuildSettings:
 
     Attributes:
         architecture: LLVM target, for example ``gfx942``, or ``cpu`` for the reference target.
-        batch: Rows per request; a program is compiled for each size that is served.
-        exhaustive_tune: Whether every kernel is timed.
-        fast_math: Whether functions may be approximated.
-        holds_float8: Whether the plan has FP8 sites.
-        problem_cache: File that keeps what tuning found; only for the device and version in its name.
+        batch: Rows per request; each served size gets a program.
+        problem_cache: File with results of tuning, for the device and version in its name.
     """
 
     architecture: str
@@ -59,21 +56,15 @@ class BuildSettings:
 
     @property
     def form(self) -> Float8Form:
-        """How FP8 reaches the device."""
+        """Form of FP8 for the device."""
         return FORMS.get(self.architecture, Float8Form.FNUZ)
 
 
 def build_engine(migraphx: Any, model: Path, settings: BuildSettings, into: Path) -> Path:
-    """Build and write the programs and their document.
-
-    Args:
-        migraphx: The vendor module.
-        model: The planned model; external data is read from beside it.
-        settings: How to build.
-        into: Directory for the engine.
+    """Build and write the programs and their manifest.
 
     Returns:
-        The document.
+        The manifest.
 
     Raises:
         ModelError: A rule of the dialect does not apply, or the parser refuses the model.
@@ -81,7 +72,7 @@ def build_engine(migraphx: Any, model: Path, settings: BuildSettings, into: Path
     """
     if settings.exhaustive_tune and settings.problem_cache is not None:
         settings.problem_cache.parent.mkdir(parents=True, exist_ok=True)
-        # What the user has set wins; this process builds one engine and ends.
+        # A user's setting takes precedence; this process builds one engine and ends.
         os.environ.setdefault(PROBLEM_CACHE, os.fspath(settings.problem_cache))
     folder = into / "dialect"
     folder.mkdir()
@@ -120,7 +111,7 @@ def _build_program(
 
 
 def inputs_of(model: onnx.ModelProto) -> tuple[ProgramInput, ...]:
-    """The inputs of a model.
+    """Inputs of a model.
 
     Raises:
         ModelError: One has no batch axis, or another dynamic axis.
@@ -144,7 +135,7 @@ def _input(value: onnx.ValueInfoProto) -> ProgramInput:
 
 
 def outputs_of(model: onnx.ModelProto) -> tuple[ProgramOutput, ...]:
-    """The outputs of a model; one whose first axis is not fixed follows the batch."""
+    """Outputs of a model; one with a dynamic first axis follows the batch."""
     first = ((output.name, output.type.tensor_type.shape.dim[:1]) for output in model.graph.output)
     return tuple(
         ProgramOutput(name, bool(dims) and not dims[0].HasField("dim_value")) for name, dims in first
@@ -152,12 +143,8 @@ def outputs_of(model: onnx.ModelProto) -> tuple[ProgramOutput, ...]:
 
 
 def save_dialect(model: onnx.ModelProto, source: Path, folder: Path) -> Path:
-    """Write a model in the dialect; what it still keeps outside is linked from beside the planned model.
-
-    Args:
-        model: In the dialect.
-        source: Directory of the planned model.
-        folder: Directory to write into; empty.
+    """Write a model of the dialect into an empty folder; link its external data from the planned model's
+    directory.
     """
     for name in external_files(model):
         place = folder / name

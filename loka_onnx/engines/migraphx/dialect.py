@@ -1,9 +1,9 @@
-"""The form of a planned model that MIGraphX honours, rule by rule.
+"""Form of a planned model that MIGraphX honours, rule by rule.
 
-What MIGraphX 2.15 and 2.16 do with a planned model as it is, and the rule that prevents it:
+Behaviour of MIGraphX 2.15 and 2.16 on an unchanged planned model, and the rule that prevents it:
 
 ====================================================================  =====================================
-seen                                                                  rule
+behaviour                                                             rule
 ====================================================================  =====================================
 FLOAT8E4M3FN does not parse                                           `to_fnuz`, `to_carrier`
 Q/DQ without a zero point: deleted, the model runs unquantized        `explicit_zero_points`
@@ -15,9 +15,9 @@ a residual beside a Q is replaced by its rounded values               `separate_
 RMSNormalization does not parse                                       `decompose_rms_norms`
 ====================================================================  =====================================
 
-Pairs that are around no product are dropped on a GPU. Plans for this backend have none: nothing is known of
-what it moves in FP8, so pairs stay directly at their products (`core.fusions`). A program is never passed to
-``quantize_*`` or ``optimize_module``, which strip the pairs that are there.
+A GPU drops pairs that are around no product. Plans for this backend have none: it is unknown what it moves in
+FP8, so that pairs stay at their products (`core.fusions`). A program is never passed to ``quantize_*`` or
+``optimize_module``, which remove its pairs.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from loka_onnx.engines.migraphx.products import float32_products, gemm_to_matmul
 
 
 class Float8Form(StrEnum):
-    """Form in which FP8 reaches the device."""
+    """Form of FP8 for the device."""
 
     FNUZ = "fnuz"
-    """As E4M3FNUZ, which the device multiplies."""
+    """E4M3FNUZ, which the device multiplies."""
     CARRIER = "carrier"
-    """As E4M3FN bits that the parser takes for E4M3FNUZ, read as E4M3FN afterwards."""
+    """E4M3FN bits that are parsed as E4M3FNUZ and retyped as E4M3FN afterwards."""
 
 
 FORMS: Mapping[str, Float8Form] = {
     "gfx942": Float8Form.FNUZ,
     "gfx950": Float8Form.CARRIER,
     "gfx1201": Float8Form.CARRIER,
-    # The reference target computes either; E4M3FNUZ needs nothing between parsing and compiling.
+    # The reference target computes either; E4M3FNUZ needs no retyping.
     CPU: Float8Form.FNUZ,
 }
-"""Architectures whose products take FP8. gfx90a and gfx11 multiply FP32 where the graph says FP8, and a
-gfx950 does so with FNUZ."""
+"""Architectures whose products take FP8. gfx90a and gfx11 multiply FP32 where the graph has FP8, as a gfx950
+does with FNUZ."""
 ARCHITECTURES = frozenset({CPU, *(each for several in AMD.values() for each in several)})
 
 
@@ -66,9 +66,7 @@ def write_dialect(model: onnx.ModelProto, folder: Path, form: Float8Form) -> onn
     """Rewrite a planned model for MIGraphX.
 
     Args:
-        model: The planned model; not changed. What it keeps outside stays there unless a rule changes it.
-        folder: Where its external data is.
-        form: How FP8 reaches the device.
+        model: The planned model; not changed. Its external data stays external unless a rule changes it.
 
     Raises:
         ModelError: A planned product has a form that MIGraphX cannot honour.

@@ -1,4 +1,4 @@
-"""A planned graph while its dialect is written: nodes in order, constants by name, small edits."""
+"""A planned graph under the dialect's rules: nodes in order, constants by name, small edits."""
 
 from __future__ import annotations
 
@@ -27,24 +27,19 @@ FLOAT8_TYPES: frozenset[int] = frozenset(
 )
 PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
 LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
-"""Operators that MIGraphX looks through between a DQ and a product."""
+"""Operators that MIGraphX ignores between a DQ and a product."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A node that reads a tensor, and as which of its inputs."""
+    """A node that reads a tensor, and the index of the input."""
 
     node: onnx.NodeProto
     index: int
 
 
 class GraphDraft:
-    """A copy of a model's main graph that the rules of the dialect edit.
-
-    Args:
-        model: The planned model; not changed.
-        folder: Where its external data is.
-    """
+    """An editable copy of a model's main graph; `folder` holds its external data."""
 
     def __init__(self, model: onnx.ModelProto, folder: Path) -> None:
         self._model = onnx.ModelProto()
@@ -63,11 +58,11 @@ class GraphDraft:
         return next(int(each.version) for each in self._model.opset_import if each.domain in {"", "ai.onnx"})
 
     def producer(self, tensor: str) -> onnx.NodeProto | None:
-        """The node that computes a tensor; None for inputs and constants."""
+        """Node that computes a tensor; None for inputs and constants."""
         return next((node for node in self.nodes if tensor in node.output), None)
 
     def readers(self, tensor: str) -> tuple[Reader, ...]:
-        """Everything that reads a tensor, once for each input."""
+        """Readers of a tensor, one for each input that reads it."""
         return tuple(
             Reader(node, index)
             for node in self.nodes
@@ -76,11 +71,11 @@ class GraphDraft:
         )
 
     def is_output(self, tensor: str) -> bool:
-        """Whether the tensor leaves the graph."""
+        """Tell whether the tensor is an output of the graph."""
         return tensor in self._outputs
 
     def is_constant(self, tensor: str) -> bool:
-        """Whether the tensor is an initializer."""
+        """Tell whether the tensor is an initializer."""
         return tensor in self._constants
 
     def kind(self, constant: str) -> int:
@@ -88,19 +83,16 @@ class GraphDraft:
         return int(self._constants[constant].data_type)
 
     def values(self, constant: str) -> Array:
-        """Values of an initializer, in the ml_dtypes type for those that NumPy lacks."""
+        """Values of an initializer, in an ml_dtypes type where NumPy has none."""
         tensor = self._constants[constant]
         if uses_external_data(tensor):
             read_external(tensor, self._folder)
         return numpy_helper.to_array(tensor)
 
     def add_constant(self, name: str, values: Array) -> str:
-        """Add an initializer, its values in ``raw_data``; one of equal name and values is used again.
+        """Add an initializer with ``raw_data``, or reuse one of equal name and values; return its name.
 
-        MIGraphX reads FP8 values that stand in ``int32_data`` as numbers, not as bits.
-
-        Returns:
-            Its name, which differs from the one asked for where that is taken by something else.
+        MIGraphX reads FP8 values in ``int32_data`` as numbers, not as bits. The name differs if it is taken.
         """
         data = np.ascontiguousarray(values).tobytes()
         kind = int(helper.np_dtype_to_tensor_dtype(values.dtype))
@@ -112,7 +104,7 @@ class GraphDraft:
         return str(tensor.name)
 
     def insert(self, before: onnx.NodeProto, op: str, inputs: list[str], name: str, **attributes: Any) -> str:
-        """Add a node in front of another; its one output's name is returned."""
+        """Add a node in front of another; return the name of its output."""
         node = helper.make_node(op, inputs, [self._fresh(f"{name}:0")], name, **attributes)
         self.nodes.insert(self._position(before), node)
         return str(node.output[0])
@@ -120,7 +112,7 @@ class GraphDraft:
     def follow(
         self, node: onnx.NodeProto, op: str, others: list[str], name: str, **attributes: Any
     ) -> onnx.NodeProto:
-        """Put an operator behind a node: it reads the node's result, and its own takes the result's name."""
+        """Add an operator behind a node: it reads the node's result, and takes over the result's name."""
         result = node.output[0]
         node.output[0] = self._fresh(f"{node.name}/bare")
         behind = helper.make_node(op, [node.output[0], *others], [result], name, **attributes)
@@ -128,11 +120,11 @@ class GraphDraft:
         return behind
 
     def remove(self, node: onnx.NodeProto) -> None:
-        """Take a node out."""
+        """Remove a node."""
         del self.nodes[self._position(node)]
 
     def finished(self) -> onnx.ModelProto:
-        """The model without what nothing reads any more; types and shapes in between are forgotten."""
+        """Return the model without dead nodes and without intermediate types and shapes."""
         self._drop_unread()
         read = {name for node in self.nodes for name in _read_by(node)}
         graph = self._model.graph
@@ -146,7 +138,7 @@ class GraphDraft:
         return self._model
 
     def rank(self, tensor: str) -> int | None:
-        """Rank of a tensor of the planned model; None where the model does not say."""
+        """Rank of a tensor of the planned model; None where the model does not state it."""
         graph = self._model.graph
         for value in (*graph.value_info, *graph.input, *graph.output):
             if value.name == tensor and value.type.tensor_type.HasField("shape"):
@@ -169,7 +161,7 @@ class GraphDraft:
         raise InternalError("a node is no part of the draft", where=str(node.name))
 
     def _fresh(self, name: str) -> str:
-        """A tensor name that is not taken; it is taken afterwards."""
+        """Reserve an unused tensor name."""
         found, number = name, 1
         while found in self._names:
             found, number = f"{name}.{number}", number + 1
@@ -178,7 +170,7 @@ class GraphDraft:
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    """Value of an attribute."""
+    """Value of an attribute, or `default`."""
     for each in node.attribute:
         if each.name == name:
             return helper.get_attribute_value(each)
@@ -186,7 +178,7 @@ def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
 
 
 def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """Tensors that a node reads, those of the graphs in its attributes included."""
+    """Yield the tensors that a node reads, including its subgraphs."""
     yield from node.input
     for each in node.attribute:
         for graph in (each.g, *each.graphs):

@@ -1,4 +1,4 @@
-"""Norms that MIGraphX's parser does not know, as operators that it knows."""
+"""Decomposition of norms that MIGraphX's parser lacks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ FLOAT = int(onnx.TensorProto.FLOAT)
 
 
 def decompose_rms_norms(draft: GraphDraft) -> None:
-    """Write RMSNormalization as ONNX defines it, statistics in FP32 (operator set 23, function body).
+    """Decompose RMSNormalization as ONNX defines it, statistics in FP32 (operator set 23, function body).
 
     ::
 
         y = x / √(mean(x²) + ε) · scale        the mean over the axes from `axis` on
 
     x is cast to FP32 before it is squared, and the quotient back afterwards, as `stash_type` says; the scale
-    is multiplied in the graph's own type. MIGraphX parses LayerNormalization, not RMSNormalization.
+    is multiplied in the graph's own type. MIGraphX parses LayerNormalization, but not RMSNormalization.
 
     Raises:
-        ModelError: The statistics are not FP32, or the axes cannot be told.
+        ModelError: The statistics are not FP32, or the axes are unknown.
     """
     for node in list(draft.nodes):
         if node.op_type == "RMSNormalization":
@@ -55,7 +55,7 @@ def _decompose(draft: GraphDraft, node: onnx.NodeProto) -> None:
     normed = add("Div", [wide, add("Sqrt", [shifted], "root")], "normed")
     if kind != FLOAT:
         normed = add("Cast", [normed], "to_base", to=kind)
-    # The last operator keeps the norm's name, by which its site is known.
+    # The last operator keeps the norm's name, which identifies its site.
     node.op_type = "Mul"
     del node.attribute[:]
     node.input[0] = normed

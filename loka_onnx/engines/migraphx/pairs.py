@@ -1,8 +1,7 @@
-"""The Q/DQ pairs of a planned graph in the form, and the FP8 format, that MIGraphX takes.
+"""Q/DQ pairs of a planned graph in MIGraphX's form and FP8 format.
 
-MIGraphX's ONNX parser knows FLOAT8E4M3FNUZ and no other FP8 type ("Prototensor data type 17 not supported"),
-while the plans are made in E4M3FN. Which way leads there depends on the device, see `to_fnuz` and
-`to_carrier`.
+MIGraphX's ONNX parser knows no FP8 type but FLOAT8E4M3FNUZ ("Prototensor data type 17 not supported"), while
+plans use E4M3FN. The conversion depends on the device; see `to_fnuz` and `to_carrier`.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ Node = onnx.NodeProto
 
 
 def float8_nodes(draft: GraphDraft) -> Iterator[Node]:
-    """Every Q and DQ of FP8.
+    """Yield every Q and DQ of FP8.
 
     Raises:
-        ModelError: One has a scale or a zero point that is computed, or a zero point other than zero.
+        ModelError: One has a computed scale or zero point, or a zero point other than zero.
     """
     for node in list(draft.nodes):
         if node.op_type not in QUANTIZERS or not is_float8(draft, node):
@@ -50,13 +49,13 @@ def float8_nodes(draft: GraphDraft) -> Iterator[Node]:
 
 
 def explicit_zero_points(draft: GraphDraft) -> None:
-    """Give every FP8 Q and DQ the zero point that ONNX assumes where there is none.
+    """Add the zero point that ONNX assumes to every FP8 Q and DQ without one.
 
     ::
 
         Q(x, s) = Q(x, s, 0)        DQ(q, s) = DQ(q, s, 0)
 
-    Without one MIGraphX does not recognise the pair, deletes it, and computes in high precision.
+    Without it, MIGraphX does not recognise the pair, deletes it, and computes in high precision.
     """
     for node in float8_nodes(draft):
         if len(node.input) < 3 or not node.input[2]:
@@ -87,7 +86,8 @@ def rank_0_scales(draft: GraphDraft) -> None:
 
         s of shape (1,), (1, 1), …  =  s of shape ()
 
-    MIGraphX throws in a broadcast at a scale of shape (1,); it reads FP8 values in ``int32_data`` as numbers.
+    MIGraphX throws when it broadcasts a scale of shape (1,), and reads FP8 values in ``int32_data`` as
+    numbers.
     """
     for node in float8_nodes(draft):
         for index in (1, 2):
@@ -104,17 +104,18 @@ def rank_0_scales(draft: GraphDraft) -> None:
 
 
 def separate_sources(draft: GraphDraft) -> None:
-    """Quantize a tensor that something else reads as well through a copy of twice its size.
+    """Quantize a tensor that has other readers through a copy of twice its size.
 
     ::
 
         Q(x, s) = Q(2·x, 2·s)
 
-    exactly: doubling changes the exponent only, and the quotient is the same real number. (Where 2·x
-    overflows FP32, x/s is beyond FP8's range for every scale below 2¹¹⁸, and both saturate.) MIGraphX
-    replaces x by DQ(Q(x)) in the one pointwise operator that reads x beside the Q: a residual sum would add
-    rounded values. The copy is read by Q only, so nothing is replaced; the multiplication joins the kernel
-    that quantizes. A multiplication by 1 would be taken out.
+    exactly: doubling changes only the exponent, and the quotient is the same real number. (Where 2·x
+        overflows FP32,
+    x/s is beyond FP8's range for every scale below 2¹¹⁸, and both saturate.) MIGraphX replaces x by DQ(Q(x))
+    in the one pointwise operator that reads x beside the Q: a residual sum would add rounded values. Only Q
+    reads the copy, so that nothing is replaced; the multiplication joins the quantizing kernel. A
+    multiplication by 1 would be removed.
 
     A cast in front of the Q counts as the tensor itself: equal casts are merged.
     """
@@ -145,17 +146,17 @@ def to_fnuz(draft: GraphDraft) -> None:
         v·s = (v/2)·(2·s)                for every stored value v
         Q:  FNUZ(x / (2·s)) = E4M3FN(x / s) / 2
 
-    The exponent of E4M3FNUZ is biased by 8 where that of E4M3FN is biased by 7, so v/2 has the bits of v:
-    every finite value of E4M3FN, ±448 and the subnormals included, has its half in E4M3FNUZ exactly, and the
-    rounding points of the one are half those of the other ("8-bit Numerical Formats for Deep Neural
-    Networks", arXiv 2206.02915). −0 becomes 0: its bits are those of NaN there.
+    The exponent bias of E4M3FNUZ is 8 and that of E4M3FN is 7, so that v/2 has the bits of v: E4M3FNUZ holds
+    half of every finite value of E4M3FN exactly, ±448 and the subnormals included, and its rounding points
+    are half those of E4M3FN ("8-bit Numerical Formats for Deep Neural Networks", arXiv 2206.02915). −0
+    becomes 0: its bits are NaN there.
 
-    A scale that was chosen so that the largest value meets 448 thereby meets 224, inside FNUZ's 240. One step
-    is left above: what saturated at 448·s in E4M3FN is rounded to 448·s up to 464·s, and saturates at 480·s
-    beyond. Values that did not saturate are the same; those that did are nearer to what they stand for.
+    A scale that maps the largest value to 448 then maps it to 224, within FNUZ's 240. One step is left above:
+    what saturates at 448·s in E4M3FN is rounded to 448·s up to 464·s, and saturates at 480·s beyond. Values
+    that did not saturate are unchanged; those that did have a smaller error.
 
     Raises:
-        ModelError: A stored value is NaN, or a scale has no double.
+        ModelError: A stored value is NaN, or twice a scale overflows.
     """
     for node in float8_nodes(draft):
         _check_format(draft, node)
@@ -180,16 +181,15 @@ def to_fnuz(draft: GraphDraft) -> None:
 
 
 def to_carrier(draft: GraphDraft) -> None:
-    """Write E4M3FN bits under the name of E4M3FNUZ: for gfx950 and gfx12, which multiply E4M3FN.
+    """Write E4M3FN bits with the type E4M3FNUZ: for gfx950 and gfx12, which multiply E4M3FN.
 
     ::
 
         bits(v) as E4M3FNUZ, scale s         parsed, then read as E4M3FN again, gives v·s
 
-    The parser takes bits as they are and computes with none of them. Between parsing and compiling,
-    `reread_float8` gives every FP8 constant of the program its own type back, zero points included, from
-    which the other types follow. Until then the file's numbers are half of what they stand for (`to_fnuz`):
-    it is never run as it is.
+    The parser keeps the bits and computes nothing with them. Before compilation, `reread_float8` restores the
+    type of every FP8 constant of the program, zero points included, from which all other types follow. Until
+    then, the file's values are half of the intended ones (`to_fnuz`): it is never run itself.
     """
     for node in float8_nodes(draft):
         _check_format(draft, node)
@@ -202,12 +202,12 @@ def to_carrier(draft: GraphDraft) -> None:
 
 
 def _bits(values: Array) -> Array:
-    # `ascontiguousarray` would give a zero point an axis.
+    # `ascontiguousarray` would add an axis to a zero point.
     return np.array(values, order="C").view(np.uint8)
 
 
 def _is_stored_float8(draft: GraphDraft, name: str) -> bool:
-    """Whether a tensor is a constant in FP8; a Q may also read one in a wider type."""
+    """Tell whether a tensor is an FP8 constant; a Q may also read a wider one."""
     return draft.is_constant(name) and draft.kind(name) in FLOAT8_TYPES
 
 

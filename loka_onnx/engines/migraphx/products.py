@@ -1,10 +1,9 @@
-"""The products of a planned graph in the form that MIGraphX multiplies in FP8.
+"""Products of a planned graph in the form that MIGraphX multiplies in FP8.
 
-MIGraphX turns ``dot(DQ(a), DQ(b))`` into ``quant_dot(a, b)``, FP8 × FP8 with FP32 sums, followed by one
-multiplication with both scales. It does so only where both factors come straight from a DQ with an explicit
-zero point, and each scale is one FP32 number; of anything else it deletes the pairs, silently. The rules here
-bring every planned product into that form, one after the other; each keeps the real numbers that the graph
-computes, up to the rounding that its docstring states.
+MIGraphX turns ``dot(DQ(a), DQ(b))`` into ``quant_dot(a, b)``, FP8 × FP8 with FP32 sums, and one
+multiplication by both scales, only where both factors come directly from a DQ with an explicit zero point and
+a single FP32 scale; otherwise it deletes the pairs silently. These rules bring every planned product into
+that form; each keeps the graph's real numbers up to the rounding in its docstring.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ Node = onnx.NodeProto
 
 @dataclass
 class Product:
-    """A product of two FP8 factors while it is rewritten.
+    """A product of two FP8 factors during rewriting.
 
     Attributes:
         node: The MatMul, which keeps the site's name.
-        tail: The last of the operators that stand for the site: scale, bias.
+        tail: Last operator of the site: product, scale or bias.
     """
 
     node: Node
@@ -43,19 +42,19 @@ class Product:
 
 
 def gemm_to_matmul(draft: GraphDraft) -> tuple[Product, ...]:
-    """Write ``α·op(A)·op(B) + β·C`` as a MatMul, a Mul and an Add where both factors are dequantized FP8.
+    """Rewrite ``α·op(A)·op(B) + β·C`` of dequantized FP8 factors as MatMul, Mul and Add.
 
     ::
 
         Gemm(A, B, C) = MatMul(A', B')·α + β·C
 
-    A' and B' are the factors, transposed where ``transA`` and ``transB`` say so: constants as they are
-    stored, so that nothing stands between their DQ and the product, others behind their DQ. α and β are
-    exact where they are 1, as in every exported layer; β is multiplied into a constant C in float64. Where
-    the graph is not FP32 the sum is rounded more often than Gemm's, which `float32_products` takes back.
+    A' and B' are the factors, transposed according to ``transA`` and ``transB``: a constant in its stored
+    form, so that nothing is between its DQ and the product, others behind their DQ. α and β are exact where
+    they are 1, as in every exported layer; β is multiplied into a constant C in float64. In a graph that is
+    not FP32, the sum is rounded more often than Gemm's, which `float32_products` undoes.
 
     Returns:
-        Every product of two dequantized factors, MatMul from the beginning included.
+        Every product of two dequantized factors, including original MatMuls.
     """
     products = []
     for node in list(draft.nodes):
@@ -88,7 +87,7 @@ def _ungemmed(draft: GraphDraft, node: Node) -> Node:
 
 
 def _transposed(draft: GraphDraft, node: Node, index: int) -> str:
-    """A factor with its two axes exchanged: of a constant its stored values, else behind its DQ."""
+    """Transpose a factor: a constant in its stored values, others behind their DQ."""
     source = node.input[index]
     dequantize = draft.producer(source)
     if (
@@ -99,7 +98,7 @@ def _transposed(draft: GraphDraft, node: Node, index: int) -> str:
         return draft.insert(node, "Transpose", [source], f"{node.name}/in{index}/transposed", perm=[1, 0])
     stored = dequantize.input[0]
     values = draft.add_constant(f"{stored}/transposed", draft.values(stored).T)
-    # A scale for each row is one for each column of the transposed matrix.
+    # A scale for each row becomes one for each column.
     axis = 1 - attribute(dequantize, "axis", 1) % 2
     inputs = [values, *dequantize.input[1:]]
     return draft.insert(node, "DequantizeLinear", inputs, f"{node.name}/in{index}/dq", axis=axis)
@@ -116,19 +115,19 @@ def _weighted(draft: GraphDraft, node: Node, bias: str, beta: float) -> str:
 
 
 def scales_behind_products(draft: GraphDraft, products: Iterable[Product]) -> None:
-    """Multiply by the scales of a weight's channels behind the product instead of in its DQ.
+    """Multiply by per-channel scales of a weight behind the product instead of in its DQ.
 
     ::
 
         x · (W₈ · diag(s)) = (x · W₈) · s         s along the columns of W₈, shape (N,)
         (diag(s) · W₈) · x = (W₈ · x) · s         s along the rows, with an axis behind it
 
-    The DQ of the weight keeps the scale 1. Release 2.15 matches scales with axes by their number only, and
-    takes the wrong axis of a square weight without a word; 2.16 throws. In FP32 the two sides differ by one
+    The weight's DQ keeps the scale 1. Release 2.15 matches scales with axes only by their number, and
+    silently takes the wrong axis of a square weight; 2.16 throws. In FP32 the two sides differ by one
     rounding of a product with s instead of one for each weight (2⁻²⁴ relative each).
 
     Raises:
-        ModelError: The scales lie along the axis that the product sums over.
+        ModelError: The scales are along the axis that the product sums over.
     """
     for product in products:
         for index in (0, 1):
@@ -141,7 +140,7 @@ def scales_behind_products(draft: GraphDraft, products: Iterable[Product]) -> No
 
 
 def _channel_scale(draft: GraphDraft, product: Node, index: int) -> str | None:
-    """Take a scale with an axis out of a factor's DQ; what to multiply by instead, None for a plain scale."""
+    """Replace a per-channel scale in a factor's DQ by 1 and return it; None for a single scale."""
     dequantize = draft.producer(product.input[index])
     if (
         dequantize is None
@@ -175,22 +174,22 @@ def _channel_scale(draft: GraphDraft, product: Node, index: int) -> str | None:
 
 
 def float32_products(draft: GraphDraft, products: Iterable[Product]) -> None:
-    """Let every Q, DQ and product of dequantized factors compute in FP32 within a BF16 or FP16 graph.
+    """Compute every Q, DQ and product of dequantized factors in FP32 within a BF16 or FP16 graph.
 
     ::
 
         x₁₆ → Q₁₆ → DQ₁₆ → product₁₆ → y₁₆      becomes
         x₁₆ → Cast → Q₃₂ → DQ₃₂ → product₃₂ → scale, bias → Cast → y₁₆
 
-    Every BF16 and FP16 number is an FP32 number, so values, scales and biases are kept; the division of Q
-    and the sum are rounded once, in FP32, instead of in 16 bits. MIGraphX computes garbage with FP16 scales,
-    wants one type of x and scale, and throws when the factors of an FP8 product are cast to BF16. The cast
-    stands behind the scales of the channels because sums of unscaled FP8 weights do not fit FP16.
+    Every BF16 and FP16 number is an FP32 number, so that values, scales and biases are kept; Q's division and
+    the sum are rounded once, in FP32, instead of in 16 bits. MIGraphX computes garbage with FP16 scales,
+    requires one type of x and scale, and throws when the factors of an FP8 product are cast to BF16. The cast
+    is behind the channels' scales because sums of unscaled FP8 weights do not fit FP16.
 
-    What reads dequantized values and is no such product gets them in the type that it had.
+    Other readers of dequantized values get them in the original type.
 
     Raises:
-        ModelError: Dequantized values leave a graph that is not FP32.
+        ModelError: Dequantized values are an output of a graph that is not FP32.
     """
     base = _make_pairs_float32(draft)
     for product in products:
@@ -203,11 +202,7 @@ def float32_products(draft: GraphDraft, products: Iterable[Product]) -> None:
 
 
 def _make_pairs_float32(draft: GraphDraft) -> dict[str, int]:
-    """Give every FP8 Q and DQ an FP32 scale.
-
-    Returns:
-        Tensors that are FP32 now, with the type they had.
-    """
+    """Give every FP8 Q and DQ an FP32 scale; return the original types of tensors that become FP32."""
     base: dict[str, int] = {}
     for node in list(draft.nodes):
         if node.op_type not in {"QuantizeLinear", "DequantizeLinear"} or not is_float8(draft, node):
@@ -228,7 +223,7 @@ def _make_pairs_float32(draft: GraphDraft) -> dict[str, int]:
 
 
 def _widen_tail(draft: GraphDraft, product: Product) -> None:
-    """Cast what the operators behind a product read besides its result."""
+    """Cast the other inputs of the operators behind a product."""
     node = product.node
     while node is not product.tail:
         (reader,) = draft.readers(node.output[0])
@@ -261,7 +256,7 @@ def _narrow_other_readers(draft: GraphDraft, base: Mapping[str, int], products: 
 
 
 def is_float8(draft: GraphDraft, node: Node) -> bool:
-    """Whether a Q or a DQ quantizes to FP8: by its zero point, its stored values, or its attribute."""
+    """Tell whether a Q or a DQ is FP8, by its zero point, its stored values, or its attribute."""
     known = [name for name in (*node.input[2:3], node.input[0]) if name and draft.is_constant(name)]
     if any(draft.kind(name) in FLOAT8_TYPES for name in known):
         return True
@@ -274,7 +269,7 @@ def is_float8(draft: GraphDraft, node: Node) -> bool:
 
 
 def _multiplies_float8(draft: GraphDraft, node: Node) -> bool:
-    """Whether both factors come from a DQ of FP8, with at most a change of layout between."""
+    """Tell whether both factors come from a DQ of FP8, ignoring changes of layout."""
     for name in node.input[:2]:
         maker = draft.producer(name)
         while maker is not None and maker.op_type in LAYOUT_OPS:

@@ -1,6 +1,6 @@
-"""What MIGraphX prints of a program, read back.
+"""Parser of a printed MIGraphX program.
 
-A line for each instruction (``instruction::print`` in ``src/instruction.cpp`` of ROCm/AMDMIGraphX)::
+One line per instruction (``instruction::print`` in ``src/instruction.cpp`` of ROCm/AMDMIGraphX)::
 
     module: "main"
     x = @param:x -> float_type, {8, 64}, {64, 1}
@@ -9,7 +9,7 @@ A line for each instruction (``instruction::print`` in ``src/instruction.cpp`` o
     @7 = gpu::code_object[code_object=4832,symbol_name=mlir_quant_dot_mul,…](@4,@1,@6) -> float_type, …  # fc0
 
 Name, operator with its attributes, inputs, element type, lengths and strides; newer releases add the names of
-the ONNX nodes that the instruction came from.
+the instruction's ONNX nodes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,10 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        name: How others refer to it.
         operation: Operator, for example ``quant_dot`` or ``gpu::code_object``.
-        attributes: What follows it in brackets.
-        inputs: Names of what it reads.
         type: Element type of its result without ``_type``: ``float``, ``half``, ``bf16``, ``fp8e4m3fn``;
             empty where none is printed.
-        shape: Lengths of its result.
-        symbols: Names of the ONNX nodes it came from, where the release prints them.
+        symbols: Names of its ONNX nodes, where the release prints them.
     """
 
     name: str
@@ -50,45 +46,41 @@ class Instruction:
 
     @property
     def operator(self) -> str:
-        """Operator without the target that runs it: ``dot`` of ``ref::dot``, ``dot`` and ``gpu::dot``."""
+        """Operator without its target: ``dot`` of ``ref::dot``, ``dot`` and ``gpu::dot``."""
         return self.operation.rpartition("::")[2]
 
     @property
     def kernel(self) -> str:
-        """What it runs: the kernel's name of a code object, else operator and attributes."""
+        """Kernel name of a code object; else operator and attributes."""
         found = _KERNEL.search(self.attributes)
         return found["kernel"] if found else f"{self.operation}{self.attributes}"
 
     @property
     def label(self) -> str:
-        """For a reader: ``quant_dot @5``."""
+        """Readable name: ``quant_dot @5``."""
         found = _KERNEL.search(self.attributes)
         return f"{found['kernel'] if found else self.operation} {self.name}"
 
 
 @dataclass(frozen=True)
 class ProgramText:
-    """A printed program.
-
-    Attributes:
-        instructions: By name, in order.
-    """
+    """A printed program: its instructions by name, in order."""
 
     instructions: Mapping[str, Instruction]
 
     def inputs_of(self, instruction: Instruction) -> tuple[Instruction, ...]:
-        """What an instruction reads, as far as it is printed."""
+        """Printed inputs of an instruction."""
         known = self.instructions
         return tuple(known[name] for name in instruction.inputs if name in known)
 
     @property
     def types(self) -> frozenset[str]:
-        """Every element type of a result."""
+        """Element types of all results."""
         return frozenset(each.type for each in self.instructions.values() if each.type)
 
 
 def parse_program(text: str) -> ProgramText:
-    """Read what MIGraphX prints of a program; lines that are no instruction are passed over."""
+    """Parse a printed program; lines without an instruction are skipped."""
     found = (_parse_line(line) for line in text.splitlines())
     return ProgramText({each.name: each for each in found if each is not None})
 
@@ -109,7 +101,7 @@ def _parse_line(line: str) -> Instruction | None:
         kind, lengths = shape["type"].removesuffix("_type"), shape["lengths"]
         operation = operation[: shape.start()]
     inputs: tuple[str, ...] = ()
-    # A literal's values, and a parameter's name, are no inputs.
+    # A literal's values and a parameter's name are no inputs.
     read = None if operation.startswith(("@literal", "@param")) else _INPUTS.search(operation)
     if read:
         inputs = tuple(each.strip() for each in read["inputs"].split(",") if each.strip())

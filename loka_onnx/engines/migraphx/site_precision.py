@@ -1,17 +1,18 @@
-"""What compiled programs run each planned site in.
+"""Precision of each planned site, read from compiled programs.
 
-MIGraphX multiplies FP8 in ``quant_dot`` only: as that operator, inside a kernel that rocMLIR names after it
+MIGraphX multiplies FP8 only in ``quant_dot``: as that operator, in a kernel that rocMLIR names after it
 (``mlir_quant_dot_mul``; K below 1024), or in hipBLASLt and rocBLAS (``gpu::hip_quant_gemm``,
-``gpu::quant_gemm``). A site that it could not take is a plain ``dot``, and its Q/DQ are gone: nothing in the
-results shows that, so it is counted here.
+``gpu::quant_gemm``). A site that it could not take is a plain ``dot`` without Q/DQ, which no result shows;
+sites are therefore counted here.
 
-Releases that print the names of ONNX nodes are believed. Others are read by size: K and N of the stored
-factor, the weight. Products that read one tensor may be merged into one of N₁ + N₂ columns, so columns are
-added up: where those of all FP8 products over K are those of all FP8 sites over K, every such site runs in
-FP8. Where they are not, a product may be a site of its size, or all the sites that read one tensor; with
-fewer FP8 products of a size than that, it is unknown which fell back, and all are reported to.
+Printed names of ONNX nodes identify sites where the release has them. Otherwise the size does: K and N of the
+stored factor, the weight. Products that read one tensor may be merged into one of N₁ + N₂ columns, so that
+columns are added: where the columns of all FP8 products over K equal those of all FP8 sites over K, every
+such site runs in FP8. Where they do not, a product may be one site of its size or all sites that read one
+tensor; with fewer FP8 products of a size than that, the fallen-back sites are unknown, and all are reported
+as fallbacks.
 
-The reference target keeps every Q and DQ and multiplies in the base precision: there a site is simulated when
+The reference target keeps every Q and DQ and multiplies in the base precision: a site is simulated there when
 both factors come from a DQ of FP8.
 """
 
@@ -43,7 +44,7 @@ _CONSTANTS = frozenset({"@literal", "hip_copy_literal"})
 
 @dataclass(frozen=True)
 class PlannedSite:
-    """A site, and what the plan asks for."""
+    """A site and its planned precision."""
 
     site: Site
     precision: Precision
@@ -54,10 +55,8 @@ class Product:
     """A product of a compiled program.
 
     Attributes:
-        instruction: What computes it.
-        factors: Types of the values that were multiplied: FP8 where they came from a DQ of FP8.
-        weight: K and N of the factor that is stored with the program; None where both are computed.
-        shapes: Lengths of its inputs.
+        factors: Types of the multiplied values: FP8 where they come from a DQ of FP8.
+        weight: K and N of the stored factor; None where both are computed.
         is_float8: Whether the device multiplies FP8.
     """
 
@@ -69,16 +68,18 @@ class Product:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether FP8 values are multiplied in a wider type."""
+        """Tell whether FP8 values are multiplied in a wider type."""
         return not self.is_float8 and len(self.factors) == 2 and FLOAT8_TYPES.issuperset(self.factors)
 
     @property
     def holds_float8(self) -> bool:
-        """Whether FP8 values are multiplied, in whatever type."""
+        """Tell whether FP8 values are multiplied, in any type."""
         return self.is_float8 or self.is_simulated
 
     def fits(self, site: Site) -> bool:
-        """Whether it has the size of a site: K × N of the weight; of either factor where none is stored."""
+        """Tell whether it has a site's size: K × N of the weight, or of either factor where none is
+        stored.
+        """
         if site.weight is not None or self.weight is not None:
             return self.weight == (site.k, site.n) and site.weight is not None
         size = sorted((site.k, site.n))
@@ -86,17 +87,17 @@ class Product:
 
 
 def products_of(program: ProgramText) -> tuple[Product, ...]:
-    """Every product of a program."""
+    """All products of a program."""
     found = []
     for instruction in program.instructions.values():
         names_float8 = _FLOAT8_PRODUCT.search(instruction.kernel) is not None
         if instruction.operation.startswith("@") or not (names_float8 or _PRODUCT.search(instruction.kernel)):
             continue
-        # The last input of a GPU's kernel is the memory for its result.
+        # A GPU kernel's last input is the memory for its result.
         read = program.inputs_of(instruction)
         inputs = read[:-1] if instruction.operation.startswith("gpu::") else read
         factors = tuple(_factor_type(program, each) for each in inputs[:2])
-        # A kernel may quantize its activation by itself; int8 has products of the same names.
+        # A kernel may also quantize its activation; int8 products have the same names.
         float8 = next((each.type for each in inputs if names_float8 and each.type in FLOAT8_TYPES), "")
         shapes = tuple(each.shape for each in inputs)
         weight = _weight(program, instruction, inputs, float8)
@@ -108,15 +109,15 @@ def products_of(program: ProgramText) -> tuple[Product, ...]:
 def _weight(
     program: ProgramText, product: Instruction, inputs: Sequence[Instruction], kind: str
 ) -> tuple[int, int] | None:
-    """K and N of the stored matrix that a product reads; of an element type, where one is given.
+    """K and N of the stored matrix of a product, with element type `kind` where given.
 
-    It is K × N as the second factor and N × K as the first, unless a kernel transposes it by itself: N is a
-    length of the result, and K one of another input.
+    It is K × N as the second factor and N × K as the first, unless the kernel transposes it: N is a length of
+    the result, and K one of another input.
     """
     possible = []
     for index, each in enumerate(inputs):
         matrix = each.shape[-2:]
-        # A bias that was broadcast stores less than it shows.
+        # A broadcast bias stores fewer elements than its shape has.
         if len(matrix) < 2 or (kind and each.type != kind) or _stored(program, each) < prod(matrix):
             continue
         others = {length for other in inputs if other is not each for length in other.shape[-2:]}
@@ -128,7 +129,7 @@ def _weight(
 
 
 def _stored(program: ProgramText, value: Instruction) -> int:
-    """Elements of the constant that a value is in another layout or type; 0 of what is computed."""
+    """Elements of the constant behind changes of layout or type; 0 for a computed value."""
     if value.operator in _CONSTANTS:
         return prod(value.shape)
     read = program.inputs_of(value)
@@ -139,7 +140,7 @@ def _stored(program: ProgramText, value: Instruction) -> int:
 
 
 def _factor_type(program: ProgramText, factor: Instruction) -> str:
-    """Type of the values before they were dequantized, or of the factor itself."""
+    """Type of the values before dequantization, or of the factor itself."""
     each: Instruction | None = factor
     while each is not None and each.operator in _LAYOUT:
         each = next(iter(program.inputs_of(each)), None)
@@ -152,12 +153,7 @@ def _factor_type(program: ProgramText, factor: Instruction) -> str:
 def site_precisions(
     programs: Sequence[ProgramText], planned: Sequence[PlannedSite]
 ) -> tuple[SitePrecision, ...]:
-    """What each planned site runs in; of several programs, the least of them.
-
-    Args:
-        programs: One for each batch size.
-        planned: Every site that the plan decides.
-    """
+    """Return the precision of each planned site; the worst of the programs for all batch sizes."""
     by_program = [_of_program(program, planned) for program in programs]
     return tuple(
         next((found for found in several if not found.engaged), several[0])
@@ -180,12 +176,7 @@ def _of_program(program: ProgramText, planned: Sequence[PlannedSite]) -> list[Si
 
 
 class _Float8Sites:
-    """The FP8 sites of a plan beside the FP8 products of a program.
-
-    Args:
-        products: Every product of the program.
-        planned: Every site that the plan decides.
-    """
+    """FP8 sites of a plan and FP8 products of a program."""
 
     def __init__(self, products: Sequence[Product], planned: Sequence[PlannedSite]) -> None:
         self._products = products
@@ -205,7 +196,7 @@ class _Float8Sites:
         return next((p for p in self._products if site.name in p.instruction.symbols), None)
 
     def precision(self, site: Site) -> SitePrecision:
-        """What a site runs in, with the evidence."""
+        """Precision of a site, with the evidence."""
 
         def found(types: tuple[str, ...], engaged: bool, evidence: str) -> SitePrecision:
             evidence = f"compiled program: {evidence}"
@@ -238,7 +229,7 @@ class _Float8Sites:
         return found(types, False, evidence)
 
     def _claims(self, site: Site) -> int:
-        """Sites of a site's size, and groups of sites that would be of it if they were merged."""
+        """Number of sites of a site's size, plus groups that would have it if merged."""
         groups: dict[str, list[int]] = {}
         for each in self._sites:
             if each.k == site.k:
@@ -247,7 +238,7 @@ class _Float8Sites:
         return merged + sum((each.k, each.n) == (site.k, site.n) for each in self._sites)
 
     def _accounted(self, site: Site) -> list[Product]:
-        """FP8 products over a site's K where their columns are those of all FP8 sites over it; else none."""
+        """FP8 products over a site's K if their columns equal those of all its FP8 sites; else none."""
         over_k = [product for product in self._unnamed if product.weight and product.weight[0] == site.k]
         columns = sum(product.weight[1] for product in over_k if product.weight)
         planned = sum(each.n for each in self._sites if each.k == site.k and each.weight is not None)
@@ -259,7 +250,7 @@ def _simulated(product: Product) -> str:
 
 
 def _wide(products: Sequence[Product], planned: PlannedSite) -> SitePrecision:
-    """A site in the base precision: its own product where one of its size is there, else all of them."""
+    """Read a site in the base precision from a product of its size, else from all products."""
     site, wanted = planned.site, TYPES[planned.precision]
     plain = [product for product in products if not product.is_float8 and not product.is_simulated]
     named = [product for product in plain if site.name in product.instruction.symbols]
@@ -267,7 +258,7 @@ def _wide(products: Sequence[Product], planned: PlannedSite) -> SitePrecision:
     candidates = own or plain
     right = next((p for p in candidates if p.factors and {*p.factors} == {wanted}), None)
     wrong = next((p for p in candidates if p is not right and {*p.factors} != {wanted}), None)
-    # One of its size is enough; where it was merged with others, every product has to be of the type.
+    # A product of its size is enough; for a merged one, every product must have the type.
     engaged = right is not None and (bool(own) or wrong is None)
     shown = right if engaged else (wrong or right)
     if shown is None:
@@ -279,7 +270,7 @@ def _wide(products: Sequence[Product], planned: PlannedSite) -> SitePrecision:
 
 
 def _norm(program: ProgramText, planned: PlannedSite) -> SitePrecision:
-    """A norm is fused with its neighbours; that its type is there at all is what can be read."""
+    """Read a norm, which is fused with its neighbours: only the presence of its type is known."""
     wanted = TYPES[planned.precision]
     engaged = wanted in program.types
     evidence = f"compiled program: norms lose their names; {wanted} is {'there' if engaged else 'nowhere'}"

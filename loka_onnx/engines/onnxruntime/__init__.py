@@ -1,6 +1,4 @@
-"""ONNX Runtime: the planned ONNX file run by one of its execution providers.
-
-What each provider really runs, and where that is known from:
+"""ONNX Runtime: the planned ONNX file on one of its execution providers.
 
 =============  ==================================  =====================================================
 provider       precisions that it runs             FP8
@@ -12,9 +10,9 @@ TensorRT       FP16, BF16 (strongly typed)         declined: it does not tell wh
 MIGraphX       FP32, FP16, BF16                    declined: MIGraphX does not parse E4M3FN
 =============  ==================================  =====================================================
 
-Types of CUDA kernels: `docs/OperatorKernels.md` of ONNX Runtime. Some operators have an FP16 kernel and none
-for BF16 (ReduceMean, Reciprocal, Log, LeakyRelu, Pad, comparisons): a model that holds one in BF16 either
-fails to load or runs it elsewhere, and the placement that is read back from the loaded engine says which.
-``com.microsoft.GemmFloat8`` would multiply in FP8 on CUDA; it allocates device memory in every call, which
-neither captures into a CUDA graph nor runs fast, so nothing is lowered to it.
+Types of CUDA kernels: `docs/OperatorKernels.md` of ONNX Runtime. Some operators have an FP16 kernel but none
+for BF16 (ReduceMean, Reciprocal, Log, LeakyRelu, Pad, comparisons): a model with one in BF16 fails to load or
+runs it elsewhere, as the placement of the loaded engine shows. ``com.microsoft.GemmFloat8`` multiplies FP8 on
+CUDA, but is not used: it allocates device memory in every call, which is slow and cannot be captured into a
+CUDA graph.
 """

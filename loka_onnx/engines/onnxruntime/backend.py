@@ -1,7 +1,7 @@
-"""ONNX Runtime as an engine maker: the CPU, CUDA and MIGraphX providers, and TensorRT's under its own name.
+"""ONNX Runtime's backends: the CPU, CUDA and MIGraphX providers, and TensorRT's under its own name.
 
-The engine is the planned ONNX file with its external data. On a GPU, a small document beside it says how it
-is to be loaded (`sessions.bound_settings`), and what a provider compiled is in a directory beside it.
+The engine is the planned ONNX file with its external data. On a GPU, a small document beside it says how to
+load it (`io_binding_settings`), and what a provider compiled is in a directory beside it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import ClassVar
 
 from loka_onnx.core import serde
-from loka_onnx.core.devices import AMD, NVIDIA
-from loka_onnx.core.devices import CPU as CPU_DEVICE
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession, open_bound
+from loka_onnx.engines.onnxruntime.io_binding_settings import (
+    PROGRAMS,
+    SETTINGS_FILE,
+    BoundSettings,
+    settings_beside,
+)
 from loka_onnx.engines.onnxruntime.model_files import copy_model, model_files
 from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
-from loka_onnx.engines.onnxruntime.providers import (
+from loka_onnx.engines.onnxruntime.provider_settings import (
     CUDA_GRAPH,
     EXHAUSTIVE_TUNE,
     OPTIMIZATION_LEVEL,
@@ -29,16 +34,8 @@ from loka_onnx.engines.onnxruntime.providers import (
     why_declined,
     without_graphs,
 )
-from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
-from loka_onnx.engines.request import BuildRequest
-from loka_onnx.errors import LokaError, MissingPackage
-from loka_onnx.sessions.bound_session import BoundSession, open_bound
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings, settings_beside
-from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
-from loka_onnx.sessions.providers import (
+from loka_onnx.engines.onnxruntime.providers import (
     CPU,
-    ONNXRUNTIME,
-    ONNXRUNTIME_TENSORRT,
     TENSORRT,
     Provider,
     device_of,
@@ -46,6 +43,12 @@ from loka_onnx.sessions.providers import (
     why_no_provider,
     why_not_here,
 )
+from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
+from loka_onnx.engines.onnxruntime.spec import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
+from loka_onnx.engines.request import BuildRequest
+from loka_onnx.errors import LokaError, MissingPackage
+from loka_onnx.sessions.backends import BackendSpec
+from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
 from loka_onnx.sessions.runner import Runner
 
 LOADED_EXACTLY = "load FP8 at ORT_ENABLE_BASIC or below, with session.disable_quant_qdq=1"
@@ -54,14 +57,12 @@ LOADED_EXACTLY = "load FP8 at ORT_ENABLE_BASIC or below, with session.disable_qu
 class OnnxRuntimeBackend(Backend):
     """ONNX Runtime on the provider of the architecture: CPU, CUDA for ``sm…``, MIGraphX for ``gfx…``."""
 
-    name = ONNXRUNTIME
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {CPU_DEVICE: (CPU_DEVICE,), **NVIDIA, **AMD}
+    spec: ClassVar[BackendSpec] = ONNXRUNTIME
     options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), EXHAUSTIVE_TUNE: range(2)}
-    modules: ClassVar[tuple[str, ...]] = ("onnxruntime",)
     times_kernels = True
 
     def availability(self) -> Availability:
-        """Whether ONNX Runtime is installed; which providers it has decides the devices."""
+        """Report ONNX Runtime; its providers determine the devices."""
         try:
             version = str(import_onnxruntime().__version__)
         except MissingPackage as error:
@@ -69,11 +70,11 @@ class OnnxRuntimeBackend(Backend):
         return Availability(True, version, True, True, self._devices_here(), "", "")
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """Plans that the provider would run in another precision, or whose sites it does not tell of."""
+        """Decline plans that the provider runs in another precision, or whose sites it does not report."""
         return why_declined(self.provider(architecture), plan)
 
     def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's own; FP32 for a plan with FP8, whose simulation isolates the error of FP8."""
+        """The plan's base; FP32 for a plan with FP8, to isolate the error of FP8."""
         return Precision.FP32 if plan.fp8_sites else plan.base
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
@@ -81,7 +82,7 @@ class OnnxRuntimeBackend(Backend):
         return bool(plan.fp8_sites)
 
     def why_not_here(self, architecture: str) -> str:
-        """Placement is read from a loaded engine: a build needs the provider and a GPU."""
+        """Placement is read from a loaded engine, so that a build needs the provider and its GPU."""
         return why_not_here(self.provider(architecture), architecture)
 
     def portability(self, architecture: str) -> str:
@@ -101,7 +102,7 @@ class OnnxRuntimeBackend(Backend):
 
     def why_not_run(self, architecture: str) -> str:
         """Every host runs the CPU provider; another needs its GPU and its build of ONNX Runtime."""
-        return why_not_here(self.provider(architecture), architecture)
+        return self.spec.device_obstacle(architecture)
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Open a session, never above BASIC for FP8."""
@@ -110,15 +111,15 @@ class OnnxRuntimeBackend(Backend):
         return open_bound(engine, self.name, architecture)
 
     def files(self, engine: Path) -> tuple[Path, ...]:
-        """The ONNX file, its external data, its settings and what was compiled for it."""
+        """The ONNX file, its external data, its settings and compiled programs."""
         return (*model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Copy the model, and for a GPU find settings that it loads with.
+        """Copy the model and, for a GPU, determine settings that load.
 
         Raises:
-            ModelError: External data is missing or lies outside the model's directory, or ONNX Runtime
-                refuses the model.
+            ModelError: External data is missing or outside the model's directory, or ONNX Runtime refuses the
+                model.
             EngineError: The provider does not start, or fails on a batch.
         """
         engine = copy_model(request.model, into)
@@ -134,7 +135,7 @@ class OnnxRuntimeBackend(Backend):
         return engine
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Read the operands of each planned site from the graph that is run, and which provider runs it."""
+        """Read the operands of each planned site from the loaded graph, and the provider that runs it."""
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
             return self._read_optimized(request, engine, provider, None)
@@ -148,7 +149,7 @@ class OnnxRuntimeBackend(Backend):
         return _read_sites(request, Graphs(graph, graph, False, name), placement)
 
     def provider(self, architecture: str) -> Provider:
-        """The provider that runs engines for an architecture."""
+        """Provider of an architecture's engines."""
         return provider_for(self.name, architecture)
 
     def _read_optimized(
@@ -170,18 +171,16 @@ class OnnxRuntimeBackend(Backend):
 
 
 class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
-    """ONNX Runtime with TensorRT's provider: TensorRT where it can, CUDA for operators that it cannot.
+    """ONNX Runtime with TensorRT's provider, and CUDA's for operators that it does not support.
 
-    Precision flags stay off, so that networks are strongly typed: the types of the planned graph decide.
+    Precision flags stay off, so that networks are strongly typed by the planned graph.
     """
 
-    name = ONNXRUNTIME_TENSORRT
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = NVIDIA
+    spec: ClassVar[BackendSpec] = ONNXRUNTIME_TENSORRT
     options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), OPTIMIZATION_LEVEL: range(6)}
-    modules: ClassVar[tuple[str, ...]] = ("onnxruntime", "tensorrt")
 
     def availability(self) -> Availability:
-        """Whether ONNX Runtime is installed with TensorRT's provider, and there is a GPU for it."""
+        """Report ONNX Runtime with TensorRT's provider, and a GPU for it."""
         found = super().availability()
         if not found.installed or found.devices:
             return found
@@ -191,10 +190,9 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
 
 
 def _first_that_loads(engine: Path, settings: BoundSettings, device: int) -> BoundSettings:
-    """The settings, or the same without CUDA graphs where those cannot be recorded.
+    """Return the settings, without CUDA graphs where those cannot be recorded.
 
-    A node that was left to the CPU, or one that allocates, keeps a graph from being recorded; the engine
-    then runs without.
+    A node on the CPU, or one that allocates, prevents the recording.
     """
     simpler = without_graphs(settings)
     try:

@@ -1,4 +1,4 @@
-"""The ONNX file of an engine, and the weights beside it."""
+"""ONNX file of an engine, with its external data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ ENGINE_FILE = "engine.onnx"
 
 
 def copy_model(model: Path, into: Path) -> Path:
-    """Copy a model; its external data is hard-linked where the file system allows it.
-
-    Args:
-        model: The ONNX file.
-        into: Directory of the copy.
-
-    Returns:
-        The copy, `ENGINE_FILE`.
+    """Copy a model into a directory as `ENGINE_FILE`, hard-linking external data where possible; return the
+    copy.
 
     Raises:
-        ModelError: External data is missing or lies outside the model's directory.
+        ModelError: External data is missing or outside the model's directory.
     """
     engine = into / ENGINE_FILE
     shutil.copyfile(model, engine)
@@ -49,10 +43,10 @@ def copy_model(model: Path, into: Path) -> Path:
 
 
 def model_files(engine: Path) -> tuple[Path, ...]:
-    """The ONNX file and its external data; the file alone when it is not ONNX, as its digest shows."""
+    """Return the ONNX file and its external data; a file that is not ONNX alone, which its digest exposes."""
     try:
         locations = data_locations(onnx.load(os.fspath(engine), load_external_data=False))
     except Exception:
-        # Which exception is up to the protobuf implementation.
+        # The type of error depends on the protobuf implementation.
         return (engine,)
     return (engine, *(engine.parent / location for location in locations))

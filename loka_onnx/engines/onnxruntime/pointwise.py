@@ -1,12 +1,12 @@
-"""Products with a weight on the left as convolutions of kernel size 1, for ONNX Runtime's CPU provider.
+"""Products with the weight on the left as convolutions of kernel size 1, for ONNX Runtime's CPU provider.
 
 ::
 
     W · X + b = Conv(X, W, b)        W (O, C), X (batch, C, P), b (O, 1)
 
-The same sums. The provider computes the bias and a ReLU within a Conv, and neither within a product whose
-weight stands on the left, which `conv_to_matmul` leaves behind: without this a layer would be slower than the
-Conv that it was, wherever it stays in FP32.
+with the same sums. The provider fuses bias and ReLU into a Conv, but not into a product with the weight on
+the left, as `conv_to_matmul` leaves it: without this rewrite, a layer in FP32 would be slower than its
+original Conv.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ import onnx
 
 
 def write_convolutions(engine: Path) -> int:
-    """Rewrite a model file in place; weights beside it stay as they are, because only their shapes change.
+    """Rewrite a model file in place and return the number of convolutions; external weights only change
+    shape.
 
-    A product in FP8 is not touched, nor is one whose constants are read elsewhere.
-
-    Returns:
-        Convolutions that were written.
+    Products in FP8, and those whose constants have other readers, are left alone.
     """
     model = onnx.load(os.fspath(engine), load_external_data=False)
     graph = model.graph
@@ -72,7 +70,7 @@ def _is_fp32(value: onnx.ValueInfoProto) -> bool:
 
 
 def _reads(graph: onnx.GraphProto) -> Iterator[str]:
-    """Every reading of a tensor, by graphs within the graph and as an output as well."""
+    """Yield every read of a tensor, including subgraphs' and the graph's outputs."""
     yield from (output.name for output in graph.output)
     for node in graph.node:
         yield from node.input

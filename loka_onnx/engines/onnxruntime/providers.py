@@ -1,163 +1,185 @@
-"""What each execution provider is told for a plan, and which plans it declines."""
+"""Execution providers of ONNX Runtime: their options, and their availability on this host.
+
+Sources: onnxruntime.ai, pages of the CUDA, TensorRT and MIGraphX execution providers, and in its repository
+`core/providers/<provider>/…_execution_provider_info.cc` for the names of options.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import onnx
+from loka_onnx.core.cache_directory import cache_directory
+from loka_onnx.errors import ConfigError, EngineError, MissingPackage
+from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.host_devices import list_amd_architectures
+from loka_onnx.sessions.onnx_session import import_onnxruntime
 
-from loka_onnx.core.formats import Float8, Precision
-from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines.request import BuildRequest
-from loka_onnx.errors import ModelError
-from loka_onnx.sessions.bound_settings import BoundSettings
-from loka_onnx.sessions.providers import CPU, CUDA, GRAPH_OPTIONS, MIGRAPHX, TENSORRT, Provider
-
-CUDA_GRAPH, EXHAUSTIVE_TUNE, OPTIMIZATION_LEVEL = "cuda_graph", "exhaustive_tune", "optimization_level"
-"""Options of a build: whether runs are replayed from CUDA graphs (1), whether MIGraphX times every kernel
-that it has (0), and how long TensorRT looks for kernels (0 to 5, its own default 3)."""
+Options = Mapping[str, str]
+"""Names and values of a provider's options, as ONNX Runtime takes them."""
 
 
-def why_declined(provider: Provider, plan: PrecisionPlan) -> str | None:
-    """Why a provider cannot honour a plan; None when it can."""
-    return _DECLINES[provider.key](plan)
+@dataclass(frozen=True)
+class Provider:
+    """An execution provider.
+
+    Attributes:
+        key: Its name in an engine's settings.
+        name: ONNX Runtime's name.
+        memory: ONNX Runtime's name for the memory of inputs and outputs; "cpu" for a provider that copies.
+        compiles: Whether it compiles subgraphs to programs, which are kept beside the engine: they are code,
+            for one architecture and one version.
+        options: Options that an engine's settings may set; none names a file or a library, because an engine
+            need not be trusted.
+        package: Optional dependency of this project that provides it.
+    """
+
+    key: str
+    name: str
+    memory: str
+    compiles: bool
+    options: frozenset[str]
+    package: str
 
 
-def _cpu(plan: PrecisionPlan) -> str | None:
-    if plan.fp8_sites or plan.base is Precision.FP32:
-        return None
-    lacks = f"the CPU provider has no {plan.base.upper()} products"
-    if plan.id == plan.base:
-        return f"{lacks}: it would run plan '{plan.id}' in FP32 between casts"
-    return (
-        f"no site of plan '{plan.id}' runs in FP8, which makes it plan '{plan.base}', and {lacks}: "
-        "it would run it in FP32 between casts"
-    )
+CPU = Provider("cpu", "CPUExecutionProvider", "cpu", False, frozenset(), "cpu")
+CUDA = Provider(
+    "cuda",
+    "CUDAExecutionProvider",
+    "cuda",
+    False,
+    frozenset({"arena_extend_strategy", "enable_cuda_graph", "use_tf32"}),
+    "nvidia",
+)
+TENSORRT = Provider(
+    "tensorrt",
+    "TensorrtExecutionProvider",
+    "cuda",
+    True,
+    frozenset(
+        {
+            "trt_builder_optimization_level",
+            "trt_cuda_graph_enable",
+            "trt_profile_max_shapes",
+            "trt_profile_min_shapes",
+            "trt_profile_opt_shapes",
+        }
+    ),
+    "nvidia",
+)
+MIGRAPHX = Provider(
+    "migraphx",
+    "MIGraphXExecutionProvider",
+    "cpu",
+    True,
+    frozenset({"migraphx_exhaustive_tune"}),
+    "amd",
+)
+PROVIDERS: Mapping[str, Provider] = {p.key: p for p in (CPU, CUDA, TENSORRT, MIGRAPHX)}
+"""Providers by key."""
 
+GRAPH_OPTIONS: Mapping[str, str] = {"cuda": "enable_cuda_graph", "tensorrt": "trt_cuda_graph_enable"}
+"""Option of each provider that records runs on fixed buffers as CUDA graphs, by key."""
 
-def _cuda(plan: PrecisionPlan) -> str | None:
-    for decision in plan.decisions:
-        recipe = decision.recipe
-        if recipe is not None and recipe.format is Float8.E4M3FNUZ:
-            return f"site '{decision.site}' asks for E4M3FNUZ: the CUDA provider quantizes to E4M3FN and E5M2"
-    return None
-
-
-def _tensorrt(plan: PrecisionPlan) -> str | None:
-    if plan.fp8_sites:
-        return (
-            "the TensorRT provider does not tell which sites its engine runs in FP8: backend 'tensorrt' "
-            "builds the same engine and reads that"
-        )
-    if plan.base is Precision.FP32:
-        return "the TensorRT provider has no option that keeps FP32 products from running in TF32"
-    return None
-
-
-def _migraphx(plan: PrecisionPlan) -> str | None:
-    if plan.fp8_sites:
-        return (
-            "MIGraphX does not parse FLOAT8E4M3FN, and its provider has no dialect of it: backend 'migraphx' "
-            "writes one"
-        )
-    return None
-
-
-_DECLINES: Mapping[str, Callable[[PrecisionPlan], str | None]] = {
-    CPU.key: _cpu,
-    CUDA.key: _cuda,
-    TENSORRT.key: _tensorrt,
-    MIGRAPHX.key: _migraphx,
+_KEYS: Mapping[tuple[str, str], str] = {
+    ("onnxruntime", "cpu"): CPU.key,
+    ("onnxruntime", "sm"): CUDA.key,
+    ("onnxruntime", "gfx"): MIGRAPHX.key,
+    ("onnxruntime_tensorrt", "sm"): TENSORRT.key,
 }
 
 
-def settings_for(provider: Provider, request: BuildRequest, version: str) -> BoundSettings:
-    """How an engine is to be loaded.
-
-    Every provider serves the batch sizes of the request from fixed buffers.
-
-    Args:
-        provider: Which one runs it.
-        request: The engine to build.
-        version: Of ONNX Runtime.
+def provider_for(backend: str, architecture: str) -> Provider:
+    """Return the provider that runs a backend's engines for an architecture (``cpu``, ``sm90``, ``gfx942``,
+    …).
 
     Raises:
-        ModelError: TensorRT needs the shape of every input, and one has an open axis beside the batch.
+        ConfigError: There is none.
     """
-    options = {
-        CUDA.key: _cuda_options,
-        TENSORRT.key: _tensorrt_options,
-        MIGRAPHX.key: _migraphx_options,
-    }[provider.key](request)
-    settings = BoundSettings(provider.key, version, options, request.batch.sizes, provider.compiles)
-    return settings if request.options.get(CUDA_GRAPH, 1) else without_graphs(settings)
+    kind = re.match(r"cpu\Z|sm(?=\d)|gfx(?=\d)", architecture)
+    key = _KEYS.get((backend, kind.group() if kind else ""))
+    if key is None:
+        raise ConfigError(f"ONNX Runtime has no provider for backend '{backend}' on '{architecture}'")
+    return PROVIDERS[key]
 
 
-def without_graphs(settings: BoundSettings) -> BoundSettings:
-    """The same engine without CUDA graphs: any batch runs as it comes, so nothing is padded.
+def provider_chain(
+    provider: Provider, options: Options, device: int, programs: Path | None, timing: Path | None = None
+) -> list[tuple[str, dict[str, str]]]:
+    """Providers of a session in order; each runs what the ones before do not support.
 
-    A provider that compiles keeps its sizes.
+    Args:
+        programs: Directory of compiled programs; None: not kept.
+        timing: Directory of kernel timings between builds; None: not kept.
     """
-    graph = GRAPH_OPTIONS.get(settings.provider)
-    if graph is None:
-        return settings
-    options = {name: value for name, value in settings.options.items() if name != graph}
-    sizes = settings.sizes if settings.programs else ()
-    return replace(settings, options=options, sizes=sizes)
+    if provider.key == CPU.key:
+        return [(CPU.name, {})]
+    own = {"device_id": str(device), **options}
+    if provider.key == MIGRAPHX.key and programs is not None:
+        own |= {"migraphx_model_cache_dir": str(programs)}
+    if provider.key == TENSORRT.key and programs is not None:
+        own |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(programs)}
+    if provider.key == TENSORRT.key and timing is not None:
+        own |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(timing)}
+    chain = [(provider.name, own)]
+    if provider.key == TENSORRT.key:
+        chain.append((CUDA.name, {"device_id": str(device), "use_tf32": "0"}))
+    return [*chain, (CPU.name, {})]
 
 
-def _cuda_options(request: BuildRequest) -> dict[str, str]:
-    return {
-        # Buffers have the sizes that they will always have: a larger step would only hold memory.
-        "arena_extend_strategy": "kSameAsRequested",
-        GRAPH_OPTIONS[CUDA.key]: "1",
-        # What a plan calls FP32 has 23 bits of mantissa, not the 10 of TF32.
-        "use_tf32": "0",
-    }
+def timing_directory(version: str) -> Path:
+    """Where TensorRT's provider keeps its timing cache; it names the file for the architecture itself.
+
+    Args:
+        version: Of ONNX Runtime, which is built for one version of TensorRT.
+    """
+    return cache_directory() / "timing" / f"onnxruntime_tensorrt-{version}"
 
 
-def _tensorrt_options(request: BuildRequest) -> dict[str, str]:
-    # No trt_fp16_enable and the like: those let TensorRT choose types; without them it takes the graph's.
-    shapes = _input_shapes(request.model)
-    batch = request.batch
-    return {
-        GRAPH_OPTIONS[TENSORRT.key]: "1",
-        "trt_builder_optimization_level": str(request.options.get(OPTIMIZATION_LEVEL, 3)),
-        "trt_profile_min_shapes": _profile(shapes, batch.minimum),
-        "trt_profile_opt_shapes": _profile(shapes, batch.serve),
-        "trt_profile_max_shapes": _profile(shapes, batch.maximum),
-    }
+def why_no_provider(provider: Provider) -> str:
+    """Reason why this host's ONNX Runtime lacks a provider; empty when it has it."""
+    try:
+        ort = import_onnxruntime()
+    except MissingPackage as error:
+        return f"{error.what}; {error.remedy}"
+    offered = ort.get_available_providers()
+    if provider.name not in offered:
+        return (
+            f"this build of ONNX Runtime has no {provider.name} (it has {', '.join(offered)}); "
+            f"pip install 'loka-onnx[{provider.package}]' in place of it"
+        )
+    return ""
 
 
-def _migraphx_options(request: BuildRequest) -> dict[str, str]:
-    return {"migraphx_exhaustive_tune": str(request.options.get(EXHAUSTIVE_TUNE, 0))}
+def why_not_here(provider: Provider, architecture: str) -> str:
+    """Reason why this host cannot run a provider on an architecture; empty when it can."""
+    reason = why_no_provider(provider)
+    if reason:
+        return reason
+    if provider.key == CPU.key or architecture in _architectures(provider):
+        return ""
+    maker = "AMD" if provider.key == MIGRAPHX.key else "NVIDIA"
+    here = ", ".join(_architectures(provider)) or f"no {maker} GPU"
+    return f"the engine is for {architecture} and this host has {here}"
 
 
-def _profile(shapes: Mapping[str, tuple[int, ...]], rows: int) -> str:
-    """An optimization profile as the provider takes it: ``x:64x13,ids:64x26``."""
-    return ",".join(
-        f"{name}:{'x'.join(str(extent) for extent in (rows, *tail))}" for name, tail in shapes.items()
-    )
+def device_of(provider: Provider, architecture: str) -> int:
+    """Number of the first GPU of an architecture.
+
+    Raises:
+        EngineError: This host has none.
+    """
+    if provider.key == CPU.key:
+        return 0
+    found = _architectures(provider)
+    if architecture not in found:
+        raise EngineError(f"there is no GPU of {architecture}", evidence=", ".join(found) or "no GPU")
+    return found.index(architecture)
 
 
-def _input_shapes(model: Path) -> dict[str, tuple[int, ...]]:
-    """Extents of each graph input behind the batch."""
-    graph = onnx.load(os.fspath(model), load_external_data=False).graph
-    stored = {tensor.name for tensor in graph.initializer}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for value in graph.input:
-        if value.name in stored:
-            continue
-        dims = value.type.tensor_type.shape.dim
-        if not dims or any(not dim.HasField("dim_value") for dim in dims[1:]):
-            raise ModelError(
-                f"input '{value.name}' has an open axis beside the batch",
-                where=str(model),
-                evidence=f"shape [{', '.join(dim.dim_param or str(dim.dim_value) for dim in dims)}]",
-                remedy="export the model with the batch on axis 0 of every input and the other axes fixed",
-            )
-        shapes[value.name] = tuple(dim.dim_value for dim in dims[1:])
-    return shapes
+def _architectures(provider: Provider) -> tuple[str, ...]:
+    if provider.key == MIGRAPHX.key:
+        return list_amd_architectures()
+    return tuple(device.architecture for device in list_cuda_devices())

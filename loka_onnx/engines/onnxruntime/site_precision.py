@@ -1,7 +1,7 @@
-"""What ONNX Runtime runs a planned site in: types of the optimized graph, and the provider of the node.
+"""Precision of a site in ONNX Runtime: types of the optimized graph, and the provider of the node.
 
 Nothing is taken from the plan. A product that a GPU provider left to the CPU is a fallback whatever its
-types, and one that stands between casts is read as what it multiplies, not as what the graph around it holds.
+types, and a product between casts is read by its own operands' types.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import onnx
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import OperandReader, Source, is_same_up_to_transpose
+from loka_onnx.engines.onnxruntime.provider_session import PlacedNode, start_session
+from loka_onnx.engines.onnxruntime.providers import Provider, provider_chain
 from loka_onnx.sessions.onnx_session import import_onnxruntime, keep_float8_exact
-from loka_onnx.sessions.provider_session import PlacedNode, start_session
-from loka_onnx.sessions.providers import Provider, provider_chain
 
 BIG_INITIALIZER_BYTES = "1024"
 TYPE_NAMES = {Precision.FP32: "float", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
-"""As ONNX spells them."""
+"""ONNX names of base precisions."""
 SHOWN = 20
-"""Nodes that a log lists."""
+"""Most nodes that a log lists."""
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """Graphs that the precision of sites is read from.
+    """Graphs from which the precision of sites is read.
 
     Attributes:
-        before: The engine's graph as it was written.
-        after: The graph as ONNX Runtime optimized it; the same as `before` where a provider compiles it.
-        is_fp32: Whether everything beside FP8 is FP32 whatever the base of the plan: FP8 is simulated so.
-        name: What `after` is, for evidence.
+        before: The engine's original graph.
+        after: The graph that ONNX Runtime optimized; `before` where a provider compiles it.
+        is_fp32: Whether everything but FP8 is FP32 whatever the plan's base, as in simulated FP8.
+        name: Name of `after`, for evidence.
     """
 
     before: OperandReader
@@ -45,12 +45,7 @@ class Graphs:
 
 
 class Placement:
-    """Providers of the nodes.
-
-    Args:
-        provider: The one that is meant to run all of them.
-        nodes: Where each was placed.
-    """
+    """Providers of the nodes; `provider` should run all of them."""
 
     def __init__(self, provider: Provider, nodes: Sequence[PlacedNode]) -> None:
         self._provider = provider
@@ -59,11 +54,11 @@ class Placement:
 
     @property
     def provider(self) -> str:
-        """ONNX Runtime's name of the provider that is meant to run every node."""
+        """ONNX Runtime's name of the provider that should run every node."""
         return self._provider.name
 
     def why_elsewhere(self, node: onnx.NodeProto) -> str:
-        """Why a node is not run by the provider; empty when it is."""
+        """Reason why the provider does not run a node; empty when it does."""
         placed = self._by_name.get(node.name)
         if placed == self._provider.name:
             return ""
@@ -72,7 +67,9 @@ class Placement:
         return f"{node.op_type} '{node.name}' runs on {placed}: {self._provider.name} does not take it"
 
     def describe(self) -> str:
-        """For the log: how many nodes each provider runs, and the first that were left to another."""
+        """Describe the placement for the log: nodes of each provider, and the first ones on other
+        providers.
+        """
         counts: dict[str, int] = {}
         for node in self._nodes:
             counts[node.provider] = counts.get(node.provider, 0) + 1
@@ -83,9 +80,7 @@ class Placement:
 
 
 def dump_optimized(engine: Path, target: Path, provider: Provider, device: int = 0) -> None:
-    """Write the graph as it is loaded where it holds FP8.
-
-    Levels above rename and fuse for speed, and change no type of a graph without FP8.
+    """Write the graph at the optimization level of FP8; higher levels change no types.
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
@@ -108,14 +103,7 @@ def dump_optimized(engine: Path, target: Path, provider: Provider, device: int =
 def site_precision(
     site: str, planned: Precision, graphs: Graphs, placement: Placement | None = None
 ) -> SitePrecision:
-    """What a planned site runs in.
-
-    Args:
-        site: Its name.
-        planned: What the plan asks for.
-        graphs: What is read.
-        placement: Where nodes run; None where everything runs on the CPU.
-    """
+    """Read the precision of a planned site; without a placement, everything runs on the CPU."""
     node = graphs.after.product(site)
     if node is None:
         return _missing(site, planned, graphs, alone=placement is None)
@@ -130,7 +118,7 @@ def site_precision(
 def _missing(site: str, planned: Precision, graphs: Graphs, *, alone: bool) -> SitePrecision:
     if planned is Precision.FP8:
         return SitePrecision(site, planned, (), False, "no product of that name in the optimized graph")
-    # With several providers it would have to be known which one runs what the site became part of.
+    # With several providers, the one that runs the fused node would be unknown.
     if alone and graphs.is_fp32 and graphs.after.float_types() == {"float"}:
         said = "fused; the optimized graph is FP32 throughout"
         return SitePrecision(site, planned, ("float",), True, said)
@@ -158,7 +146,7 @@ def _where(node: onnx.NodeProto, graphs: Graphs) -> str:
 
 
 def _confirmed(source: Source, site: str, graphs: Graphs) -> Source:
-    """A folded constant counts as FP8 only when its values are those of the FP8 weight times its scale."""
+    """Count a folded constant as FP8 only when its values equal the FP8 weight times its scale."""
     if not source.constant:
         return source
     expected = graphs.before.dequantized_weight(site)

@@ -1,1 +1,1 @@
-"""TensorRT and TensorRT for RTX: one way to build an engine, two ways to read what was built."""
+"""TensorRT and TensorRT for RTX: a common build, and a reader of engines for each."""

@@ -1,20 +1,16 @@
-"""TensorRT: FP8 engines for NVIDIA GPUs, each built on a GPU of the architecture that it is for.
+"""TensorRT: FP8 engines for NVIDIA GPUs, each built on a GPU of its architecture.
 
-The builder times tactics, so it has the device for itself, and what it measured is kept for the next build
-(`timing_cache`). Which sites engage FP8 is not assumed but read from each engine (`layer_precision`): scales
-for each output channel are accepted, and were seen to fall back in some versions.
-
-The graph has the plan's own form: what `dialect` and `merged_heads` change is known of TensorRT for RTX
-only.
+The builder times tactics, so that it gets the device alone, and its timings are kept for the next build
+(`timing_cache`). FP8 sites are read from each engine (`layer_precision`), not assumed: some versions accept
+scales per output channel but fall back. The graph is the plan's own: `dialect` and `merged_heads` are known
+to help only TensorRT for RTX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loka_onnx.core.devices import NVIDIA
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.engines.base import Availability
 from loka_onnx.engines.request import BuildRequest
@@ -22,25 +18,22 @@ from loka_onnx.engines.tensorrt.build import BuildSettings
 from loka_onnx.engines.tensorrt.family import TensorRtFamily, asked_settings
 from loka_onnx.engines.tensorrt.inspector import read_layers
 from loka_onnx.engines.tensorrt.layer_precision import layer_precisions
+from loka_onnx.engines.tensorrt.spec import TENSORRT, TensorRtSpec
 from loka_onnx.engines.tensorrt.timing_cache import timing_cache_file
 from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.cuda import CudaContext, list_cuda_devices
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT, first_gpu, why_no_gpu
+from loka_onnx.sessions.cuda import CudaContext, first_gpu, list_cuda_devices, why_no_gpu
 
 
 class TensorRtBackend(TensorRtFamily):
     """TensorRT 10 and 11."""
 
-    name = "tensorrt"
-    vendor = TENSORRT
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = NVIDIA
-    modules: ClassVar[tuple[str, ...]] = (TENSORRT.module,)
+    spec: ClassVar[TensorRtSpec] = TENSORRT
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:
-        """Whether the library is installed, and the GPUs here that it builds for."""
+        """Report the library, and the GPUs here that it builds for."""
         try:
-            trt = self.vendor.load()
+            trt = self.spec.load_library()
         except MissingPackage as error:
             return Availability(False, "", False, False, (), error.what, error.remedy)
         version = str(trt.__version__)
@@ -60,11 +53,11 @@ class TensorRtBackend(TensorRtFamily):
         )
 
     def why_not_here(self, architecture: str) -> str:
-        """A GPU of the architecture must be here: tactics are timed on it."""
+        """A GPU of the architecture must be present for timing tactics."""
         return super().why_not_here(architecture) or why_no_gpu(architecture)
 
     def settings(self, trt: Any, request: BuildRequest) -> BuildSettings:
-        """A profile for each size that is served, and the timing cache of this device and version."""
+        """A profile for each served size, and the timing cache of this device and version."""
         device = first_gpu(request.architecture)
         cache = timing_cache_file(trt.__name__, str(trt.__version__), device.name, device.architecture)
         return asked_settings(request, timing_cache=cache, profile_each_size=True, rtx_dialect=False)
@@ -78,12 +71,12 @@ class TensorRtBackend(TensorRtFamily):
             device.close()
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Ask the engine inspector.
+        """Read the engine inspector.
 
         Raises:
-            EngineError: The engine does not load, or its layers are not told.
+            EngineError: The engine does not load, or its layers are not described.
         """
-        trt = self.vendor.load()
+        trt = self.spec.load_library()
         device = CudaContext(first_gpu(request.architecture).index)
         try:
             runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))

@@ -1,15 +1,14 @@
-"""Builds a strongly typed engine through the TensorRT API.
+"""Build of a strongly typed engine through the TensorRT API.
 
-`build_engine` takes the vendor module as a parameter: the same calls exist in `tensorrt_rtx` and in
-`tensorrt` 10 and 11. What only some of them have is detected by attribute, never by version
-(`STRONGLY_TYPED` is required by 10 and gone from others; compute capabilities are chosen only in TensorRT
-for RTX). Precision flags are never set: precision comes from the graph alone.
+The vendor module is a parameter of `build_engine`: the calls are equal in `tensorrt_rtx` and in `tensorrt` 10
+and 11. Features that some lack are detected by attribute, not by version (`STRONGLY_TYPED` is required by 10
+and gone from others; only TensorRT for RTX selects compute capabilities). Precision flags are never set:
+precision comes from the graph alone.
 
-Profiles: the first optimization profile covers every batch size from the smallest to the largest, tuned for
-the one served most. TensorRT measures tactics for the tuned size, and for a fixed size it can also fold what
-depends on the batch; so with `profile_each_size` each size that will be served has a profile of its own
-behind the first. Each costs as much build time as the first. The session takes the size's own where there is
-one.
+The first optimization profile covers all batch sizes, tuned for the one served most. TensorRT measures
+tactics for the tuned size, and can fold more for a fixed size; with `profile_each_size` each served size
+therefore gets a profile of its own behind the first, which the session prefers. Each profile costs the build
+time of the first.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ OPTIONS = {
     MAX_TACTICS: range(1, 1001),
     TILING_LEVEL: range(len(TILING_LEVELS)),
 }
-"""Options of a build, and their values."""
+"""Options of a build, and their ranges."""
 MIB = 1 << 20
 
 
@@ -49,17 +48,15 @@ class BuildSettings:
     """Settings of a build.
 
     Attributes:
-        architecture: Target, for example ``sm89``.
         batch: Rows per request; becomes the optimization profiles.
-        optimization_level: 0 to 5, how long the builder searches; None for its default.
-        workspace_mib: Most scratch memory of a tactic; None for all that the device has.
-        max_tactics: Most tactics that are measured for a layer; None for the builder's default.
-        tiling_level: Index into `TILING_LEVELS`, how long the builder searches for tilings across layers;
-            None for its default.
-        timing_cache: File of the timing cache; None to keep none.
+        optimization_level: Effort of the builder's search, 0 to 5; None for its default.
+        workspace_mib: Most scratch memory of a tactic; None for all of the device's.
+        max_tactics: Most measured tactics of a layer; None for the builder's default.
+        tiling_level: Effort of the search for tilings across layers, index into `TILING_LEVELS`; None for the
+            default.
+        timing_cache: File of the timing cache; None for no cache.
         profile_each_size: Whether each of `batch.sizes` has a profile of its own.
-        rtx_dialect: Whether the model is brought into the form that TensorRT for RTX needs: `dialect` and
-            `merged_heads`.
+        rtx_dialect: Whether to rewrite the model for TensorRT for RTX (`dialect`, `merged_heads`).
     """
 
     architecture: str
@@ -79,12 +76,10 @@ def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -
     Args:
         trt: The vendor module, `tensorrt_rtx` or `tensorrt`.
         model: ONNX file; external data is read from beside it.
-        settings: How to build.
-        target: File to write.
 
     Raises:
         ModelError: The parser refuses the model.
-        EngineError: The builder fails, or lacks a setting that was asked for.
+        EngineError: The builder fails, or lacks a requested setting.
     """
     logger = _make_logger(trt)
     builder = trt.Builder(logger)
@@ -120,14 +115,14 @@ def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -
 
 
 def known_capabilities(trt: Any) -> frozenset[str]:
-    """Architectures that the module can be told to build for, in lower case; empty when it has no choice."""
+    """Architectures that the module can select, in lower case; empty when it has no choice."""
     kinds = getattr(trt, "ComputeCapability", None)
     members = getattr(kinds, "__members__", {}) if kinds is not None else {}
     return frozenset(name.lower() for name in map(str, members) if name.startswith("SM"))
 
 
 def _parse(parser: Any, model: Path, *, rtx_dialect: bool) -> bool:
-    """Hand the model over in the dialect; external data is read from beside the file either way."""
+    """Parse the model in the dialect, with external data beside the file."""
     if rtx_dialect:
         proto = onnx.load(os.fspath(model), load_external_data=False)
         if [*keep_tables_once(proto), *split_by_heads(proto)]:
@@ -136,7 +131,7 @@ def _parse(parser: Any, model: Path, *, rtx_dialect: bool) -> bool:
 
 
 def _make_logger(trt: Any) -> Any:
-    """A logger that prints to the log of the child process and keeps what matters for a failure."""
+    """Make a logger that prints to the child's log and keeps errors as evidence."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # the base exists only at run time
         def __init__(self) -> None:
@@ -173,15 +168,10 @@ def _parser_errors(parser: Any) -> str:
 
 
 def _configure(trt: Any, config: Any, settings: BuildSettings) -> None:
-    """Set what was asked for.
-
-    Raises:
-        EngineError: The module lacks a setting: an option that is silently not honoured would be reported as
-            one that was.
-    """
+    """Apply the settings."""
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if hasattr(trt.BuilderFlag, "TF32"):
-        # On by default; it would round the operands of FP32 products to 10 bits under the name FP32.
+        # On by default; it rounds the operands of FP32 products to 10 bits.
         config.clear_flag(trt.BuilderFlag.TF32)
     if settings.workspace_mib is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_mib * MIB)
@@ -209,11 +199,7 @@ def _lacks(trt: Any, option: str) -> EngineError:
 
 
 def _choose_architecture(trt: Any, config: Any, architecture: str) -> None:
-    """Select the target GPU, where the module lets one choose; others build for the GPU they run on.
-
-    Raises:
-        EngineError: The module does not know the architecture.
-    """
+    """Select the target GPU where the module supports that; others build for the current GPU."""
     if not hasattr(config, "num_compute_capabilities") or not hasattr(config, "set_compute_capability"):
         return
     kinds, known = getattr(trt, "ComputeCapability", None), known_capabilities(trt)
@@ -228,7 +214,7 @@ def _choose_architecture(trt: Any, config: Any, architecture: str) -> None:
 
 
 def _profile_sizes(settings: BuildSettings) -> Iterator[tuple[int, int, int]]:
-    """Least, tuned and largest batch of each optimization profile; the one for every size comes first."""
+    """Smallest, tuned and largest batch of each optimization profile; the one for all sizes comes first."""
     batch = settings.batch
     yield batch.minimum, batch.serve, batch.maximum
     if settings.profile_each_size and batch.minimum < batch.maximum:
@@ -237,11 +223,7 @@ def _profile_sizes(settings: BuildSettings) -> Iterator[tuple[int, int, int]]:
 
 
 def _profile(builder: Any, network: Any, sizes: tuple[int, int, int]) -> Any:
-    """One optimization profile over axis 0 of every input.
-
-    Raises:
-        ModelError: An input has another dynamic axis.
-    """
+    """Make one optimization profile over axis 0 of every input."""
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)

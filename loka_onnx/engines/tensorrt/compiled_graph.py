@@ -48,10 +48,10 @@ class Tensor:
     """A tensor of the compiled graph.
 
     Attributes:
-        name: Its name there, which is not the name in the ONNX graph.
+        name: Its name there, other than in the ONNX graph.
         type: Element type as the compiler spells it: ``fp8_e4m3``, ``bf16``, ``half``, ``float``, …
-        constant_bytes: Size when it is stored in the engine, else 0.
-        base: The tensor that this one is a view of (a ``sub_tensor``); its own name when it is none.
+        constant_bytes: Size of a constant in the engine, else 0.
+        base: Tensor of which this is a view (``sub_tensor``), or its own name.
     """
 
     name: str
@@ -66,10 +66,7 @@ class Operation:
 
     Attributes:
         kind: ``fully_connected``, ``function``, ``runtime_fusion``, ``copy``, …
-        name: Its name.
-        inputs: Tensors it reads.
-        outputs: Tensors it writes.
-        layers: Names of the ONNX nodes behind it.
+        layers: Names of its ONNX nodes.
     """
 
     kind: str
@@ -85,9 +82,6 @@ class CompiledGraph:
 
     Attributes:
         architectures: Devices that it was compiled for (``sm89``); ``*`` in the program of a fusion.
-        settings: Plain entries of the header.
-        tensors: Tensors by name.
-        operations: Operations in order.
     """
 
     architectures: tuple[str, ...]
@@ -101,7 +95,7 @@ class CompiledGraph:
         return known.type if known is not None else "unknown"
 
     def base_of(self, tensor: str) -> str:
-        """The tensor that holds the values of this one: itself, or what it is a view of."""
+        """Tensor that holds the values of this one: itself, or the base of a view."""
         known = self.tensors.get(tensor)
         return known.base if known is not None else tensor
 
@@ -127,16 +121,16 @@ class _Block:
 
 
 def read_compiled_graphs(engine: Path) -> tuple[CompiledGraph, ...]:
-    """Every compiled graph of a serialized engine; empty when it carries none.
+    """Parse every compiled graph of a serialized engine; empty when there is none.
 
     Raises:
-        EngineError: There is one that cannot be parsed.
+        EngineError: One cannot be parsed.
     """
     return tuple(parse_compiled_graph(text) for text in compiled_graph_texts(engine))
 
 
 def compiled_graph_texts(engine: Path) -> tuple[str, ...]:
-    """The text of every compiled graph of a serialized engine."""
+    """Extract the text of every compiled graph from a serialized engine."""
     with engine.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return tuple(
             match.group().decode("latin-1")
@@ -148,11 +142,8 @@ def compiled_graph_texts(engine: Path) -> tuple[str, ...]:
 def parse_compiled_graph(text: str) -> CompiledGraph:
     """Parse one compiled graph.
 
-    Args:
-        text: Starts with ``header {``; whatever follows the last section is ignored.
-
     Raises:
-        EngineError: The text breaks off inside a section, or has no ``descriptors`` or ``main``.
+        EngineError: The text ends within a section, or lacks ``descriptors`` or ``main``.
     """
     sections = dict(_sections(text))
     missing = [name for name in ("header", "descriptors", "main") if name not in sections]
@@ -198,11 +189,7 @@ def _sections(text: str) -> Iterator[tuple[str, _Block]]:
 
 
 def _parse_block(text: str, position: int) -> tuple[_Block, int]:
-    """Parse until the brace that closes the block; iterative, since graphs nest and Python's stack is short.
-
-    Raises:
-        EngineError: The text ends first.
-    """
+    """Parse until the closing brace of the block; iterative, because deep graphs exceed Python's stack."""
     root = _Block()
     stack = [root]
     key = ""
@@ -240,7 +227,7 @@ def _parse_block(text: str, position: int) -> tuple[_Block, int]:
 
 
 def _flush(block: _Block, key: str, pending: str) -> None:
-    """Keep a bare item that a closing brace ended; ``key=}`` is an empty value."""
+    """Store a bare item before a closing brace; ``key=}`` is an empty value."""
     if pending:
         block.items.append(pending)
     if key:

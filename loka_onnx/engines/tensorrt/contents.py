@@ -1,16 +1,19 @@
-"""What the bytes of a serialized engine are: constants, source of generated kernels, compiled graphs.
+"""Contents of a serialized engine: constants, source of generated kernels, compiled graphs.
 
 Seen in TensorRT for RTX 1.7.1, and repeated by ``benchmarks/micro/engine_size.py``:
 
-* Constants are stored once, in the type that is computed with. An FP8 plan saves one byte a weight of its
-  sites against BF16, to 1 %.
-* Every generated kernel is stored as CUDA source of 0.13 to 0.2 MB, of which 0.13 MB is the same preamble.
-  Kernels that differ in nothing but a literal argument, such as the scale of a Q, are stored apiece.
-* An FP8 product has a generated kernel of its own for what follows it, where a BF16 product becomes a fusion
-  described in 3 kB. So a plan with few weights makes the file larger: about 0.15 MB a site.
-* No build setting changes any of this: profiling verbosity, auxiliary streams, optimization and tiling level,
-  timing and compilation cache, weight streaming. Stripped and refittable engines cannot be built without a
-  GPU.
+* Constants are stored once, in the type of the computation. An FP8 plan saves one byte per weight of its
+sites against
+  BF16, to 1 %.
+* Every generated kernel is stored as CUDA source of 0.13 to 0.2 MB, of which 0.13 MB is a common preamble.
+Kernels that
+  differ only in a literal argument, such as the scale of a Q, are stored separately.
+* An FP8 product needs a generated kernel for its epilogue, where a BF16 product becomes a fusion described in
+3 kB. A
+  plan with few weights therefore enlarges the file by about 0.15 MB per site.
+* No build setting changes this: profiling verbosity, auxiliary streams, optimization and tiling level, timing
+and
+  compilation cache, weight streaming. Stripped and refittable engines cannot be built without a GPU.
 """
 
 from __future__ import annotations
@@ -33,11 +36,7 @@ class EngineContents:
     """Contents of an engine file, in bytes.
 
     Attributes:
-        total: Size of the file.
-        constants: Size of the constants by element type, as the compiler spells it: ``fp8_e4m3``, ``bf16``, …
-        kernels: Number of generated kernels.
-        sources: Size of their source.
-        graphs: Size of the compiled graphs, as text.
+        constants: Size of the constants by the compiler's element type: ``fp8_e4m3``, ``bf16``, …
     """
 
     total: int
@@ -48,11 +47,11 @@ class EngineContents:
 
     @property
     def rest(self) -> int:
-        """What none of these accounts for."""
+        """Remaining size."""
         return self.total - sum(self.constants.values()) - self.sources - self.graphs
 
     def describe(self) -> str:
-        """One line, for a log."""
+        """Describe in one line, for a log."""
         constants = " + ".join(f"{size / MB:.2f} {kind}" for kind, size in sorted(self.constants.items()))
         return (
             f"engine of {self.total / MB:.2f} MB: constants {constants or 0}, source of {self.kernels} "
@@ -61,7 +60,7 @@ class EngineContents:
 
 
 def read_contents(engine: Path) -> EngineContents:
-    """Account for the bytes of a serialized engine.
+    """Measure the parts of a serialized engine.
 
     Raises:
         EngineError: A compiled graph in it cannot be parsed.

@@ -1,14 +1,14 @@
-"""The form of a planned model in which TensorRT for RTX stores every embedding table once.
+"""Form of a planned model in which TensorRT for RTX stores every embedding table once.
 
-The compiler moves Q in front of Concat, Transpose and Gather, into the table: Q(rows(E)) = rows(Q(E)). A
-table whose rows only that Q reads is then stored in FP8, half the bytes. A table whose rows something else
-reads as well would be stored twice, in FP8 and in the base precision: half as many bytes again. There the
-dialect adds zero behind the lookup, which the compiler does not move Q across::
+The compiler moves Q across Concat, Transpose and Gather into the table: Q(rows(E)) = rows(Q(E)). A table
+whose rows only that Q reads is stored in FP8, in half the bytes. A table with other readers too would be
+stored twice, in FP8 and in the base precision. There the dialect adds zero behind the lookup, across which
+the compiler does not move Q::
 
     Q(rows(E)) = Q(rows(E) + 0)    exactly, for every value, NaN and infinities included (-0 becomes +0)
 
-The sum is part of the kernel that looks the rows up, so it costs no pass over them; behind Concat it would
-(two more kernels in Wukong). That tables are stored once and that FP8 is engaged is read from built engines.
+The sum is computed in the lookup's kernel without another pass; behind Concat it would cost two more kernels
+in Wukong. Built engines confirm that tables are stored once and FP8 is used.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ MOVEMENTS = frozenset(
         "Unsqueeze",
     }
 )
-"""Operators that move values without changing them. All inputs of Concat are values, else the first is."""
+"""Operators that move values without changing them. All inputs of Concat are values, otherwise the first."""
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
 
 def keep_tables_once(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Add zero to the rows of every table that would be stored twice; edits the model.
-
-    Returns:
-        These tables.
+    """Add zero to the rows of every table that would be stored twice; edits the model and returns these
+    tables.
     """
     graph = model.graph
     tables = _stored_twice(graph)
@@ -72,7 +70,7 @@ def _stored_twice(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 class _Rows:
-    """Where the values of a tensor go."""
+    """Flow of a tensor's values."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._outputs = {output.name for output in graph.output}
@@ -82,7 +80,7 @@ class _Rows:
                 self._consumers.setdefault(tensor, []).append(node)
 
     def are_shared(self, table: str) -> bool:
-        """Whether a Q reads the rows, and so does another node, another Q, or who runs the model."""
+        """Tell whether a Q and another reader (a node, another Q, or an output) read a table's rows."""
         places = list(self._places(table))
         readers = [
             node for name in places for node in self._consumers.get(name, ()) if not _moves(node, name)
@@ -91,7 +89,7 @@ class _Rows:
         return others > 0 and any(node.op_type == "QuantizeLinear" for node in readers)
 
     def _places(self, table: str) -> Iterator[str]:
-        """The table, and every tensor that its values are moved to."""
+        """Yield the table and every tensor that its values are moved to."""
         pending, seen = [table], {table}
         while pending:
             name = pending.pop()

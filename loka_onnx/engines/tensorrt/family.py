@@ -1,4 +1,4 @@
-"""What TensorRT and TensorRT for RTX have in common as engine makers."""
+"""Common base of TensorRT and TensorRT for RTX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from loka_onnx.core.devices import FLOAT8_FROM, capability
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.request import BuildRequest
@@ -21,24 +21,24 @@ from loka_onnx.engines.tensorrt.build import (
     BuildSettings,
     build_engine,
 )
+from loka_onnx.engines.tensorrt.session import open_engine
+from loka_onnx.engines.tensorrt.spec import TensorRtSpec
 from loka_onnx.sessions.runner import Runner
-from loka_onnx.sessions.tensorrt_session import open_engine
-from loka_onnx.sessions.tensorrt_vendors import Vendor, why_no_gpu
 
 ENGINE_FILE = "engine.trt"
 BF16_FROM = 80
-"""Least compute capability whose tensor cores multiply BF16."""
+"""Lowest compute capability with BF16 tensor cores."""
 
 
 class TensorRtFamily(Backend):
     """A backend on the TensorRT API."""
 
-    vendor: ClassVar[Vendor]
+    spec: ClassVar[TensorRtSpec]
     options: ClassVar[Mapping[str, range]] = OPTIONS
 
     @abstractmethod
     def settings(self, trt: Any, request: BuildRequest) -> BuildSettings:
-        """How to build a request."""
+        """Settings for a request."""
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
         """FP8 needs E4M3FN and sm89 or later; BF16 needs sm80 or later."""
@@ -47,40 +47,31 @@ class TensorRtFamily(Backend):
             return f"{architecture} has no FP8 products (sm{FLOAT8_FROM} is the first that has)"
         if plan.base is Precision.BF16 and number < BF16_FROM:
             return f"{architecture} has no BF16 products (sm{BF16_FROM} is the first that has)"
-        for decision in plan.decisions:
-            recipe = decision.recipe
-            if recipe is not None and recipe.format is not Float8.E4M3FN:
-                return f"site '{decision.site}' asks for {recipe.format}; TensorRT multiplies E4M3FN only"
-        return None
+        return self.foreign_format(plan)
 
     def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's."""
+        """The plan's base."""
         return plan.base
 
     def portability(self, architecture: str) -> str:
         """One architecture, one version, one operating system."""
         version = self.availability().version
-        return f"one GPU architecture ({architecture}), one {self.vendor.title} version ({version}), one OS"
-
-    def why_not_run(self, architecture: str) -> str:
-        """A GPU of the architecture must be here."""
-        reason = why_no_gpu(architecture)
-        return f"{reason}; latency and accuracy not measured" if reason else ""
+        return f"one GPU architecture ({architecture}), one {self.spec.title} version ({version}), one OS"
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
         """Build the serialized engine."""
         engine = into / ENGINE_FILE
-        trt = self.vendor.load()
+        trt = self.spec.load_library()
         build_engine(trt, request.model, self.settings(trt, request), engine)
         return engine
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Deserialize the engine on the first GPU of its architecture."""
-        return open_engine(self.vendor, engine, architecture)
+        return open_engine(self.spec, engine, architecture)
 
 
 def asked_settings(request: BuildRequest, **more: Any) -> BuildSettings:
-    """The settings that a request asks for, with those that its backend adds."""
+    """Settings of a request, with those that its backend adds."""
     return BuildSettings(
         request.architecture,
         request.batch,

@@ -1,8 +1,8 @@
-r"""Reads what the engine inspector of TensorRT says of an engine.
+r"""Parser of TensorRT's engine inspector.
 
-An engine built with `ProfilingVerbosity.DETAILED` describes its layers as JSON. Dimensions and formats
-depend on the batch, so they are asked of an execution context whose shapes are set, one for each
-optimization profile (NVIDIA's developer guide, "Engine Inspector").
+An engine built with `ProfilingVerbosity.DETAILED` describes its layers as JSON. Dimensions and formats depend
+on the batch, so that they are read from an execution context with shapes for each optimization profile
+(NVIDIA's developer guide, "Engine Inspector").
 
 TensorRT 10 writes (a layer of the issues NVIDIA/TensorRT #4397 and #4020)::
 
@@ -12,14 +12,14 @@ TensorRT 10 writes (a layer of the issues NVIDIA/TensorRT #4397 and #4020)::
                  "Metadata": "[ONNX Layer: /pos_ff/output/MatMul]\u001f[ONNX Layer: /pos_ff/output/Add]"}],
      "Bindings": ["input_0", "output_0"]}
 
-TensorRT 11 has `I/O Tensors`, objects instead of names, in place of `Bindings`, and `Format` and `Datatype`
-in place of `Format/Datatype` (its page "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x"). Both
-may list the weights of a layer as `Constants`, in the form of its inputs; layers that are no part of the
-graph compiler have ``"Weights": {"Type": "Half", "Count": 131072}`` instead.
+TensorRT 11 has `I/O Tensors` with objects in place of the names in `Bindings`, and `Format` and `Datatype` in
+place of `Format/Datatype` (its page "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x"). Both may
+list the weights of a layer as `Constants`, in the form of its inputs; layers outside the graph compiler have
+``"Weights": {"Type": "Half", "Count": 131072}`` instead.
 
-The types of the graph compiler are bare words (``Half``, ``FP8``); those of other layers stand in a
-description of the layout (``Row major linear FP8 format``). TREx
-(`tools/experimental/trt-engine-explorer/trex/activations.py`) lists both kinds.
+Types of the graph compiler are single words (``Half``, ``FP8``); those of other layers are part of a layout's
+description (``Row major linear FP8 format``). TREx
+(`tools/experimental/trt-engine-explorer/trex/activations.py`) lists both.
 """
 
 from __future__ import annotations
@@ -52,22 +52,21 @@ TYPES = {
     "bool": "bool",
     "fp4": "fp4",
 }
-"""Words for element types, in lower case, and what the compiler of TensorRT for RTX calls the same.
-
-TensorRT has one FP8 type, E4M3 (`DataType.FP8`)."""
+"""Words for element types, in lower case, and the names of TensorRT for RTX's compiler. TensorRT has one FP8
+type, E4M3 (`DataType.FP8`)."""
 PROFILE = re.compile(r"\[profile +(\d+)\]")
 ONNX_NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|$|\[ONNX Layer: )", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class LayerTensor:
-    """A tensor that a layer reads, writes or holds.
+    """An input, output or constant of a layer.
 
     Attributes:
         name: Its name in the engine; empty for a weight that has none.
-        type: Element type, one of the values of `TYPES`, or what the inspector says.
-        shape: Dimensions; empty when it is a scalar or they are not told.
-        elements: Number of elements; None when a dimension is not known.
+        type: Element type, one of the values of `TYPES`, or the inspector's text.
+        shape: Dimensions; empty for a scalar or where they are missing.
+        elements: Number of elements; None where a dimension is unknown.
     """
 
     name: str
@@ -81,13 +80,9 @@ class EngineLayer:
     """A layer of an engine: one kernel, or a call of a library.
 
     Attributes:
-        name: Its name.
         kind: ``gemm``, ``kgen``, ``CaskConvolution``, …
-        tactic: Name of the kernel; empty when it is not told.
-        inputs: Tensors it reads.
-        constants: Weights it holds.
-        outputs: Tensors it writes.
-        nodes: Names of the ONNX nodes behind it.
+        tactic: Name of the kernel; empty where it is missing.
+        nodes: Names of its ONNX nodes.
     """
 
     name: str
@@ -100,21 +95,19 @@ class EngineLayer:
 
     @property
     def profile(self) -> int:
-        """Number of its optimization profile, which is part of its name for all but the first."""
+        """Number of its optimization profile, from its name (the first profile's is not named)."""
         found = PROFILE.search(self.name)
         return int(found.group(1)) if found is not None else 0
 
 
 def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
-    """The layers of an engine, those of each optimization profile at the batch that it is tuned for.
+    """Read the layers of an engine, for each optimization profile at its tuned batch.
 
     Args:
-        trt: The vendor module.
-        engine: A deserialized engine.
-        stream: Handle of a CUDA stream of the device that the engine is on.
+        stream: Handle of a CUDA stream of its device.
 
     Raises:
-        EngineError: The engine was not built with its layers' details, or says something unexpected.
+        EngineError: The engine was built without detailed layers, or the description is unexpected.
     """
     layers: list[EngineLayer] = []
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
@@ -133,7 +126,7 @@ def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
         inspector = engine.create_engine_inspector()
         inspector.execution_context = context
         told = parse_layers(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
-        # The inspector points to the context, so it goes first.
+        # The inspector refers to the context, so that it is deleted first.
         del inspector, context
         layers += [layer for layer in told if layer.profile == profile] or told
     return tuple(dict.fromkeys(layers))
@@ -143,7 +136,7 @@ def parse_layers(text: str) -> tuple[EngineLayer, ...]:
     """Parse the JSON of `get_engine_information`.
 
     Raises:
-        EngineError: It is not that, or the layers are names only.
+        EngineError: It has another form, or layers are only named.
     """
     try:
         document = json.loads(text, strict=False)
@@ -189,13 +182,13 @@ def _tensors(values: object) -> Iterator[LayerTensor]:
 
 
 def _counted(value: object) -> Iterator[LayerTensor]:
-    """A weight of which only type and number of elements are told."""
+    """Weight that is described only by type and number of elements."""
     if isinstance(value, dict) and value.get("Count"):
         yield LayerTensor("", _word(str(value.get("Type", ""))), (), int(value["Count"]))
 
 
 def _type(value: Mapping[str, Any]) -> str:
-    """Element type: `Datatype` where there is such a field, else a word of `Format/Datatype`."""
+    """Element type from `Datatype`, else from a word of `Format/Datatype`."""
     fields = {key.lower(): str(text) for key, text in value.items() if isinstance(text, str)}
     return _word(fields.get("datatype") or fields.get("format/datatype") or fields.get("format") or "")
 

@@ -1,15 +1,15 @@
-"""What the layers of an engine of TensorRT run each planned site in.
+"""Precision of each planned site, read from the layers of a TensorRT engine.
 
-A site is engaged in FP8 when every layer that multiplies for it reads two FP8 tensors. TensorRT falls back
-without a word: it converts the operands and multiplies in the base precision; per-channel weight scales are
-where that was reported (NVIDIA/TensorRT-Model-Connect, pull request 1386). What counts is the type of what
-the layer reads, not the name of its tactic.
+A site runs in FP8 when every layer that multiplies for it reads two FP8 tensors. TensorRT falls back
+silently: it converts the operands and multiplies in the base precision, as reported for per-channel weight
+    scales
+(NVIDIA/TensorRT-Model-Connect, pull request 1386). The types of a layer's inputs count, not the name of its
+tactic.
 
-A layer that multiplies is a library's GEMM or a convolution. Its weight is listed as a constant, or is not
-listed at all; the two factors of a matrix product have one type in a strongly typed network
-(`IMatrixMultiplyLayer`), so the activation then tells. In a kernel that the graph compiler generated
-(``kgen``) a product may have been merged with a conversion in front of it, and the inspector does not show
-the inside: FP8 is not claimed there, however FP8 its inputs are.
+Layers that multiply are a library's GEMM or a convolution. Their weight is listed as a constant, or not at
+all; then the activation's type counts, because both factors of a matrix product have one type in a strongly
+typed network (`IMatrixMultiplyLayer`). In a generated kernel (``kgen``) a product may be merged with a
+conversion that the inspector does not show: FP8 is not claimed there, even with FP8 inputs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from loka_onnx.engines.tensorrt.inspector import EngineLayer, LayerTensor
 from loka_onnx.engines.tensorrt.site_precision import COMPILED_TYPES, FLOAT8, FLOATING
 
 PRODUCT_KINDS = ("gemm", "matrixmultiply", "matmul", "convolution", "fullyconnected", "einsum")
-"""Parts of the names, in lower case, of the kinds of layer that multiply."""
+"""Parts of the lower-case names of layer kinds that multiply."""
 LIBRARY_TACTICS = ("gemm", "conv", "fprop")
-"""Parts of the names of tactics that make a ``fusion``, a product with what follows it, a product."""
+"""Parts of tactic names by which a ``fusion`` counts as a product."""
 
 
 def layer_precisions(
     layers: Sequence[EngineLayer], planned: Sequence[tuple[Site, Precision]]
 ) -> tuple[SitePrecision, ...]:
-    """What each planned site runs in, with where that was read."""
+    """Return the precision of each planned site, with the evidence."""
     return tuple(_site_precision(layers, site, precision) for site, precision in planned)
 
 
@@ -60,7 +60,7 @@ def _product(site: Site, planned: Precision, products: Sequence[EngineLayer]) ->
         types = _factors(site, layer)
         return bool(types) and set(types) == {wanted}
 
-    # An engine has layers for each optimization profile; the least of them is what can be promised.
+    # Every optimization profile has its layers; the worst one counts.
     worst = next((layer for layer in products if not engages(layer)), products[0])
     types = _factors(site, worst)
     evidence = f"engine inspector: {_label(worst)}"
@@ -77,10 +77,9 @@ def _product(site: Site, planned: Precision, products: Sequence[EngineLayer]) ->
 
 
 def _factors(site: Site, layer: EngineLayer) -> tuple[str, ...]:
-    """Types of the two factors of a product; of the activation alone where the weight is not listed.
+    """Types of a product's factors; of the activation alone where the weight is not listed.
 
-    Biases and scales are vectors. A residual that the layer adds has the shape of its output, and comes
-    behind the factors.
+    Biases and scales are vectors. A residual of the layer has its output's shape, and follows the factors.
     """
     outputs = [tensor.shape for tensor in layer.outputs]
     matrices = [tensor for tensor in layer.inputs if _is_matrix(tensor)]
@@ -95,15 +94,15 @@ def _is_matrix(tensor: LayerTensor) -> bool:
 
 
 def _holds_weight(site: Site, tensor: LayerTensor) -> bool:
-    """Whether a tensor can be the weight of a site, alone or merged with those of others along N."""
+    """Tell whether a tensor can be a site's weight, alone or merged along N."""
     size, elements = site.k * site.n, tensor.elements or 0
     return tensor.type in FLOATING and elements > 0 and elements % size == 0
 
 
 def _kernel(site: Site, planned: Precision, layer: EngineLayer) -> SitePrecision:
-    """A high-precision site inside a generated kernel: a norm with its neighbours, attention."""
+    """Read a high-precision site inside a generated kernel: a norm with its neighbours, attention."""
     types = _floats(layer)
-    # A cast at the kernel's edge may be part of it, so one operand of the planned type has to do.
+    # A cast at the edge may be part of the kernel, so that one operand of the planned type is enough.
     engaged = site.kind is SiteKind.NORM or (COMPILED_TYPES[planned] in types and FLOAT8 not in types)
     evidence = (
         f"engine inspector: part of {_label(layer)}; operands are what enters it, its inside is bound by the "

@@ -1,18 +1,17 @@
-"""The form in which TensorRT for RTX keeps a merged query, key and value in one FP8 product.
+"""Form of a model in which TensorRT for RTX keeps a merged query, key and value as one FP8 product.
 
-Sites that share an input are one product and a Split along its columns, and attention reads each part by
-heads::
+Sites that share an input are one product and a Split of its columns, and attention reads each part by heads::
 
     q, k, v = Split(p),  H·D columns each;     Reshape(q) : (…, H, D),  …
 
-Directly behind FP8 with a scale for each output channel, the compiler (1.7.1) cuts that product apart again,
-along the parts and the scales, and multiplies in the base precision. It does not when the columns are split
-by heads, which moves the same values to the same places::
+Behind FP8 with a scale per output channel, the compiler (1.7.1) cuts that product along the parts and their
+scales, and multiplies in the base precision. It does not when the columns are split by heads, which is the
+same movement of values::
 
     Split(Reshape(p) : (…, ΣH, D)),  H heads each
 
-The Reshapes behind it then change nothing. Attention stays one kernel, and the parts are read from the
-product by the kernel that also applies its scales. That the product is engaged is read from built engines.
+The Reshapes behind it then change nothing. Attention stays one kernel, and the kernel that applies the
+product's scales reads the parts. Built engines confirm that the product runs in FP8.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ class _Heads:
     """A Split whose parts are read by heads.
 
     Attributes:
-        lead: Sizes in front of the heads, as the Reshapes give them.
+        lead: Sizes in front of the heads, from the Reshapes.
         counts: Heads of each part.
-        width: Columns of a head.
     """
 
     lead: tuple[int, ...]
@@ -43,10 +41,8 @@ class _Heads:
 
 
 def split_by_heads(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Split merged FP8 products by heads where all their parts are read so; edits the model.
-
-    Returns:
-        The names of the Split nodes.
+    """Split merged FP8 products by heads where all parts are read so; edits the model and returns the Split
+    nodes' names.
     """
     graph = model.graph
     found = _Graph(graph)
@@ -79,7 +75,7 @@ def split_by_heads(model: onnx.ModelProto) -> tuple[str, ...]:
 
 
 class _Graph:
-    """Constants, makers and readers of tensors."""
+    """Constants, producers and readers of tensors."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._outputs = {output.name for output in graph.output}
@@ -95,7 +91,7 @@ class _Graph:
                 self._readers.setdefault(tensor, []).append(node)
 
     def heads_behind(self, split: onnx.NodeProto) -> _Heads | None:
-        """How the parts of a merged FP8 product are read; None unless all are read by heads of one width."""
+        """Match the heads of a merged FP8 product; None unless all parts are read by heads of one width."""
         if not self._is_float8_product(split.input[0]):
             return None
         shapes = [self._shape_behind(part) for part in split.output]
@@ -124,7 +120,7 @@ class _Graph:
         return [int(size) for size in self._integers[split.input[1]]]
 
     def _shape_behind(self, part: str) -> tuple[int, ...] | None:
-        """The constant shape that the only reader of a part gives it."""
+        """Constant shape from the only reader of a part; or None."""
         readers = self._readers.get(part, [])
         if part in self._outputs or len(readers) != 1 or readers[0].op_type != "Reshape":
             return None
@@ -136,10 +132,10 @@ class _Graph:
 
 
 def _keeps_rows(split: onnx.NodeProto, lead: Sequence[int]) -> bool:
-    """Whether the Split cuts the last axis, and `lead` means the same for the whole as for a part.
+    """Tell whether the Split cuts the last axis, and `lead` is valid for the whole as for a part.
 
-    A -1 is told from the rest, which is in proportion. A 0 copies the size of an axis, which must not be the
-    one that is cut; the last axis of a product is not its first.
+    A -1 follows from the rest, which is in proportion. A 0 copies the size of an axis, which must not be the
+    cut one; the last axis of a product is not its first.
     """
     axis = next((attribute.i for attribute in split.attribute if attribute.name == "axis"), 0)
     if axis == -1:

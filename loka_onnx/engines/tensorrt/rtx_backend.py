@@ -1,7 +1,7 @@
 """TensorRT for RTX: FP8 engines for RTX GPUs, built without one.
 
-Which sites engage FP8 was read from compiled graphs of TensorRT for RTX 1.7.1 for sm89 and sm120, with BF16,
-FP16 and FP32 as base (the tests repeat it):
+FP8 sites, read from compiled graphs of TensorRT for RTX 1.7.1 for sm89 and sm120 with BF16, FP16 and FP32 as
+base (the tests repeat it):
 
 ==========================================================  =============================================
 site                                                        compiled product
@@ -18,26 +18,29 @@ LayerNormalization → Q                                      Q is part of the n
 Q/DQ missing on one operand                                 **fallback**: the other is converted
 ==========================================================  =============================================
 
-What else the compiler does, seen there:
+Also seen there:
 
-* An FP8 product stands alone: bias, activation function and the next quantization form a second kernel, where
-  a BF16 product absorbs them (``FcAddRelu``). So a small site pays one more pass over its output in FP8.
-* Q directly behind a product becomes part of it. If the product is several merged sites, their sums are
-  written in FP8, then rescaled from FP8 to FP8: a rounding more than the ONNX graph has. The evidence of such
-  sites says so.
-* Q behind Concat or Gather moves in front of it: an embedding table that feeds only FP8 sites is stored in
-  FP8, half the bytes. One that also feeds something else would be stored twice; `dialect` prevents that.
-* A merged query, key and value with a scale for each output channel is cut apart again, and leaves FP8, when
-  its parts are read by heads directly behind its Split; `merged_heads` prevents that.
+* An FP8 product is a kernel of its own: bias, activation function and the next Q form a second one, while a
+BF16
+  product absorbs them (``FcAddRelu``). A small FP8 site therefore costs another pass over its output.
+* Q directly behind a product becomes part of it. If several merged sites share the product, their sums are
+written in
+  FP8 and rescaled from FP8 to FP8: one rounding more than in the ONNX graph. The evidence of such sites says
+  so.
+* Q moves across Concat and Gather: an embedding table that feeds only FP8 sites is stored in FP8, in half the
+bytes. A
+  table with other readers would be stored twice; `dialect` prevents that.
+* A merged query, key and value with scales per output channel is cut apart and leaves FP8 when its parts are
+read by
+  heads directly behind its Split; `merged_heads` prevents that.
 * BF16 attention becomes one kernel; FP8 attention (Q/DQ on Q, K, V and the softmax) becomes separate
-  products, and with Q/DQ on half of the products that kernel is lost as well.
-* Generated kernels are stored as source text, about 0.15 MB apiece; `contents` says what that does to the
-  size of an FP8 engine.
+products, and Q/DQ
+  on half of the products also loses that kernel.
+* Generated kernels are stored as source text, about 0.15 MB each; see `contents`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,30 +52,20 @@ from loka_onnx.engines.tensorrt.compiled_graph import ANY_ARCHITECTURE, read_com
 from loka_onnx.engines.tensorrt.contents import read_contents
 from loka_onnx.engines.tensorrt.family import TensorRtFamily, asked_settings
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
+from loka_onnx.engines.tensorrt.spec import TENSORRT_RTX, TensorRtSpec
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.cuda import list_cuda_devices
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT_RTX
 
 
 class TensorRtRtxBackend(TensorRtFamily):
     """TensorRT for RTX."""
 
-    name = "tensorrt_rtx"
-    vendor = TENSORRT_RTX
-    modules: ClassVar[tuple[str, ...]] = (TENSORRT_RTX.module,)
-    devices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "nvidia-rtx-turing": ("sm75",),
-        "nvidia-rtx-ampere": ("sm86",),
-        "nvidia-rtx-ada": ("sm89",),
-        "nvidia-rtx-blackwell": ("sm120",),
-        "nvidia-gb10": ("sm121",),
-        "nvidia-rtx": ("sm89", "sm120"),
-    }
+    spec: ClassVar[TensorRtSpec] = TENSORRT_RTX
 
     def availability(self) -> Availability:
-        """Whether the library is installed, and which GPUs here its engines can run on."""
+        """Report the library, and the GPUs here that run its engines."""
         try:
-            trt = self.vendor.load()
+            trt = self.spec.load_library()
         except MissingPackage as error:
             return Availability(False, "", False, False, (), error.what, error.remedy)
         version = str(trt.__version__)
@@ -92,11 +85,11 @@ class TensorRtRtxBackend(TensorRtFamily):
         )
 
     def settings(self, trt: Any, request: BuildRequest) -> BuildSettings:
-        """One profile and no timing cache: nothing is timed before the engine is loaded."""
+        """One profile and no timing cache: kernels are timed only when the engine is loaded."""
         return asked_settings(request)
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Build the serialized engine; what its bytes are goes to the log."""
+        """Build the serialized engine and log its contents."""
         engine = super().compile(request, into)
         print(read_contents(engine).describe(), flush=True)
         return engine
@@ -105,7 +98,7 @@ class TensorRtRtxBackend(TensorRtFamily):
         """Read the compiled graph in the engine.
 
         Raises:
-            EngineError: The engine was compiled for another architecture than the one asked for.
+            EngineError: The engine was compiled for another architecture.
         """
         graphs = read_compiled_graphs(engine)
         compiled_for = {architecture for graph in graphs for architecture in graph.architectures}

@@ -1,11 +1,11 @@
-"""What a compiled graph runs each planned site in.
+"""Precision of each planned site, read from a compiled graph.
 
-A linear or interaction site is engaged in FP8 when every product that the compiler made of it multiplies two
-FP8 tensors. A compiler that cannot do so converts the operands and multiplies in the base precision: the ONNX
-graph looks the same, the engine is correct, and FP8 gains nothing; that is reported as a fallback.
+A linear or interaction site runs in FP8 when all its compiled products multiply two FP8 tensors. A compiler
+that cannot do so converts the operands and multiplies in the base precision: the engine is correct, but FP8
+gains nothing, which is reported as a fallback.
 
-A high-precision site may also vanish into a fused kernel (attention; a product with one row). Its operands
-are then what enters that kernel, and the strongly typed network binds what happens inside.
+A high-precision site may also be inside a fused kernel (attention; a product with one row). Its operands are
+then the kernel's inputs, and the strongly typed network determines the inside.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLOATING = frozenset({*COMPILED_TYPES.values(), "fp8_e5m2"})
 
 @dataclass(frozen=True)
 class _Found:
-    """An operation and the graph it is in."""
+    """An operation and its graph."""
 
     graph: CompiledGraph
     operation: Operation
@@ -48,7 +48,7 @@ class _Found:
 
     @property
     def floats(self) -> tuple[str, ...]:
-        """Floating types of everything that enters."""
+        """Floating types of all inputs."""
         types = (self.graph.type_of(tensor) for tensor in self.operation.inputs)
         return tuple(kind for kind in types if kind in FLOATING)
 
@@ -56,7 +56,7 @@ class _Found:
 def site_precisions(
     graphs: Sequence[CompiledGraph], planned: Sequence[tuple[Site, Precision]]
 ) -> tuple[SitePrecision, ...]:
-    """What each planned site runs in, with where that was read."""
+    """Return the precision of each planned site, with the evidence."""
     return tuple(_site_precision(graphs, site, precision) for site, precision in planned)
 
 
@@ -81,7 +81,7 @@ def _product(
     site: Site, planned: Precision, products: Sequence[_Found], found: Sequence[_Found]
 ) -> SitePrecision:
     wanted = COMPILED_TYPES[planned]
-    # A site can be in several programs of the engine; the least of them is what can be promised.
+    # A site can be in several programs of the engine; the worst one counts.
     worst = next((each for each in products if each.factors != (wanted, wanted)), products[0])
     types = worst.factors
     evidence = f"compiled graph: {worst.label}"
@@ -99,10 +99,9 @@ def _product(
 
 
 def _is_rounded_twice(product: _Found, found: Sequence[_Found]) -> bool:
-    """Whether a product writes FP8 and another kernel of the same site rescales that into FP8.
+    """Tell whether a product writes FP8 and another kernel of its site rescales that to FP8.
 
-    Seen where sites that share an input are merged and each is followed directly by Q: one rounding more than
-    the ONNX graph has.
+    Seen where merged sites are each followed directly by Q: one rounding more than in the ONNX graph.
     """
 
     def writes_float8(each: _Found) -> bool:
@@ -118,10 +117,10 @@ def _is_rounded_twice(product: _Found, found: Sequence[_Found]) -> bool:
 
 
 def _kernel(site: Site, planned: Precision, kernel: _Found) -> SitePrecision:
-    """A site inside a fused kernel: a norm with its neighbours, attention, a product with one row."""
+    """Read a site inside a fused kernel: a norm with its neighbours, attention, a product with one row."""
     types = kernel.floats
     wanted = COMPILED_TYPES[planned]
-    # A cast at the kernel's edge may be part of it, so one operand of the planned type has to do.
+    # A cast at the edge may be part of the kernel, so that one operand of the planned type is enough.
     engaged = site.kind is SiteKind.NORM or (wanted in types and FLOAT8 not in types)
     evidence = (
         f"compiled graph: part of {kernel.label}; operands are what enters it, its inside is bound by the "

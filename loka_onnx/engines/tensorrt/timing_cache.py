@@ -1,12 +1,11 @@
-"""The timing cache: what tactics took on a device, kept between builds.
+"""The timing cache: latencies of tactics on a device, kept between builds.
 
-Half of a build is measuring tactics. TensorRT can take over what an earlier build measured, for the same
-device and version only (NVIDIA's developer guide, "Timing Cache"), so there is one file for each, below
-`core.cache_directory`. Builds of several processes share it: a file is replaced as a whole, and what another
-process wrote meanwhile is merged in under a lock. Conflicting entries keep their first value.
+Half of a build is measuring tactics. TensorRT can reuse the measurements of an earlier build for the same
+device and version (NVIDIA's developer guide, "Timing Cache"), so that each has a file below
+`core.cache_directory`. Parallel builds share it: a file is replaced as a whole, after merging another
+process's changes under a lock. The first of conflicting entries stays.
 
-A cache that TensorRT refuses is as good as none, and one that cannot be written costs the next build time:
-neither fails a build.
+A cache that TensorRT refuses, or that cannot be written, costs time but fails no build.
 """
 
 from __future__ import annotations
@@ -25,14 +24,10 @@ from loka_onnx.core.cache_directory import cache_directory
 
 
 def timing_cache_file(module: str, version: str, device: str, architecture: str) -> Path:
-    """The file for one device and version.
+    """File of a device and version.
 
     Args:
-        module: ``tensorrt`` or ``tensorrt_rtx``.
-        version: Its version.
-        device: Name of the GPU, as the driver gives it: tactics take other times on another of the same
-            architecture.
-        architecture: For example ``sm90``.
+        device: Driver's name of the GPU: devices of one architecture differ in speed.
     """
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device} {architecture}").strip("-")
     return cache_directory() / "timing" / f"{module}-{version}" / f"{name}.cache"
@@ -43,9 +38,8 @@ class TimingCache:
     """The timing cache of one build.
 
     Attributes:
-        file: Where it is kept.
-        found: What the file held when the build began.
-        attached: The vendor's cache; the configuration does not keep it alive.
+        found: Contents of the file at the start of the build.
+        attached: The vendor's cache, which the configuration does not keep alive.
     """
 
     file: Path
@@ -53,7 +47,7 @@ class TimingCache:
     attached: object = None
 
     def attach(self, config: Any) -> None:
-        """Give a builder configuration what earlier builds measured."""
+        """Add earlier measurements to a builder configuration."""
         self.found = self._read()
         cache = self.attached = config.create_timing_cache(self.found)
         if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
@@ -67,7 +61,7 @@ class TimingCache:
         config.set_timing_cache(cache, ignore_mismatch=False)
 
     def keep(self, config: Any) -> None:
-        """Write what the build measured, with what another process wrote meanwhile."""
+        """Write the build's measurements, merged with those of other processes."""
         cache = config.get_timing_cache()
         if cache is None:
             return
@@ -92,7 +86,7 @@ class TimingCache:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold an flock; it ends with the process, however that ends."""
+    """Hold an flock, which also ends with the process."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -7,7 +7,7 @@ from itertools import chain
 from math import inf
 from statistics import NormalDist
 
-from loka_onnx.calibration.instruments.batch_spread import COLUMN
+from loka_onnx.calibration.observers.batch_spread import COLUMN
 from loka_onnx.core.drift import Alarm, Measure, OutputDrift, Relevance, Shift, SiteDrift, TensorDrift
 
 _ORDER = tuple(reversed(Measure))

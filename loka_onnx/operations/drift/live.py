@@ -14,18 +14,24 @@ from pathlib import Path
 from typing import TypeVar
 
 from loka_onnx.calibration.effects.switchable import write_switchable
-from loka_onnx.calibration.instruments.sampling import sampling_stride
-from loka_onnx.calibration.instruments.taps import ErrorTap, ErrorTapBuilder, RangeTap, tap_ranges
-from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
+from loka_onnx.calibration.observers.sampling import sampling_stride
+from loka_onnx.calibration.observers.site_observers import (
+    ErrorObserver,
+    ErrorObserverBuilder,
+    RangeObserver,
+    observe_ranges,
+)
+from loka_onnx.calibration.passes.error_pass import ErrorTotals
 from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     Executor,
+    ReductionWork,
     Span,
     spans_in_order,
 )
 from loka_onnx.calibration.passes.range_pass import RangeBatch, RangeTotals, RangeWork
-from loka_onnx.calibration.passes.row_order import first_batches, scattered
+from loka_onnx.calibration.passes.row_order import first_rows, scattered
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.data import Dataset
@@ -66,10 +72,16 @@ class Live:
 class RangeWatch:
     """Adds up ranges of batches and counts full batches beyond the ranges of a profile, in place."""
 
-    def __init__(self, taps: Sequence[RangeTap], profile: dict[str, RangeStats], batch_rows: int) -> None:
-        self.totals = RangeTotals(taps, batch_rows)
+    def __init__(
+        self, observers: Sequence[RangeObserver], profile: dict[str, RangeStats], batch_rows: int
+    ) -> None:
+        self.totals = RangeTotals(observers, batch_rows)
         self._batch_rows = batch_rows
-        self._known = {tap.tensor: profile[tap.tensor].amax for tap in taps if tap.tensor in profile}
+        self._known = {
+            observer.tensor: profile[observer.tensor].amax
+            for observer in observers
+            if observer.tensor in profile
+        }
         self._beyond = dict.fromkeys(self._known, 0)
         self._rows = 0
 
@@ -83,11 +95,11 @@ class RangeWatch:
         self._rows += result.rows
         if result.rows != self._batch_rows:
             return
-        for tap in self.totals.taps:
-            reduced, slots = result.value.reduced, tap.slots
+        for observer in self.totals.observers:
+            reduced, slots = result.value.reduced, observer.slots
             amax = max(-slots.minimum.read(reduced), slots.maximum.read(reduced))
-            if tap.tensor in self._known and amax > self._known[tap.tensor]:
-                self._beyond[tap.tensor] += 1
+            if observer.tensor in self._known and amax > self._known[observer.tensor]:
+                self._beyond[observer.tensor] += 1
 
     def read(self) -> LiveRanges:
         """Return the totals."""
@@ -141,7 +153,7 @@ class LiveProbe:
 
     def _ranges(self, path: Path) -> LiveRanges:
         size, model = self.options.batch_rows, GraphModel.load(self.baseline.model.path)
-        watch = RangeWatch(tap_activations(model, self.baseline, size), self.baseline.ranges, size)
+        watch = RangeWatch(observe_activations(model, self.baseline, size), self.baseline.ranges, size)
         model.save(path)
         for where, result in self._run(RangeWork(path, watch.totals.samples), "ranges"):
             watch.add(result, where)
@@ -149,9 +161,9 @@ class LiveProbe:
 
     def _errors(self, path: Path, ranges: LiveRanges) -> dict[str, ErrorStats]:
         model = GraphModel.load(self.baseline.model.path)
-        totals = ErrorTotals(tap_products(model, self.baseline, ranges.ranges))
+        totals = ErrorTotals(observe_products(model, self.baseline, ranges.ranges))
         model.save(path)
-        for where, result in self._run(ErrorWork(path), "fp8 error"):
+        for where, result in self._run(ReductionWork(path), "fp8 error"):
             totals.add(result, where)
         return {site: errors[0] for site, errors in totals.read().items()}
 
@@ -162,8 +174,8 @@ class LiveProbe:
         size, scales = self.options.batch_rows, self.baseline.profile.scales
         file = write_switchable(GraphModel.load(self.baseline.model.path), switches, scales, path)
         # From all over the data: a file may be sorted.
-        spans = first_batches(scattered(self.rows, size, self.options.seed), self.options.kl_rows, size)
-        work = KlWork(file, outputs)
+        spans = first_rows(scattered(self.rows, size, self.options.seed), self.options.kl_rows, size)
+        work = KlWork(file.path, file, outputs)
         totals = KlTotals(work)
         for where, result in self._run(work, "kl", spans):
             totals.add(result, where)
@@ -184,22 +196,22 @@ class LiveProbe:
                 self.progress(task, done, total)
 
 
-def tap_activations(model: GraphModel, baseline: Baseline, batch_rows: int) -> tuple[RangeTap, ...]:
+def observe_activations(model: GraphModel, baseline: Baseline, batch_rows: int) -> tuple[RangeObserver, ...]:
     """Add the range of every activation that a profiled site reads to a graph, as its only outputs."""
     profiled = {entry.site for entry in baseline.profile.sites}
     sites = [site for site in baseline.model.sites if site.name in profiled]
-    return tap_ranges(model, sites, sampling_stride(batch_rows))
+    return observe_ranges(model, sites, sampling_stride(batch_rows))
 
 
-def tap_products(
+def observe_products(
     model: GraphModel, baseline: Baseline, ranges: dict[str, RangeStats]
-) -> tuple[ErrorTap, ...]:
+) -> tuple[ErrorObserver, ...]:
     """Add the output error of every product in its recipe to a graph, as its only outputs.
 
     Args:
         ranges: Range of each activation over the same rows, as far as it is known.
     """
-    builder = ErrorTapBuilder(model, baseline.profile.scales, ranges)
+    builder = ErrorObserverBuilder(model, baseline.profile.scales, ranges)
     for switch in baseline.switches:
         builder.add_product(switch.site, switch.recipe)
     builder.reductions.finish()

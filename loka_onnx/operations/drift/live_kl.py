@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,11 +47,6 @@ class KlWork(BatchWork[Values]):
 
     file: SwitchableFile
     outputs: tuple[OutputSpec, ...]
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """See `BatchWork.files`."""
-        return (self.file.path,)
 
     def open(self) -> Callable[[Batch], Values]:
         """See `BatchWork.open`; each batch leaves (outputs, 1 + sites): mean weight, mean weighted KL."""

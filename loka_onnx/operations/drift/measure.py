@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
 
-from loka_onnx.calibration.instruments.batch_spread import COLUMN
+from loka_onnx.calibration.observers.batch_spread import COLUMN
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.core.drift import (
     Alarm,

@@ -34,8 +34,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
-from loka_onnx.calibration.passes.executors import BatchResult
+from loka_onnx.calibration.passes.error_pass import ErrorTotals
+from loka_onnx.calibration.passes.executors import BatchResult, ReductionWork
 from loka_onnx.calibration.passes.range_pass import RangeWork
 from loka_onnx.core import serde
 from loka_onnx.core.drift import DriftReport
@@ -45,11 +45,16 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.exposition import exposition
 from loka_onnx.operations.drift.intake import Arrays, BatchBuilder, RowRules
-from loka_onnx.operations.drift.live import Live, LiveRanges, RangeWatch, tap_activations, tap_products
+from loka_onnx.operations.drift.live import (
+    Live,
+    LiveRanges,
+    RangeWatch,
+    observe_activations,
+    observe_products,
+)
 from loka_onnx.operations.drift.measure import DEFAULT_BATCH_ROWS, DriftOptions, compare
-from loka_onnx.operations.drift.monitor_metrics import Tally, families
+from loka_onnx.operations.drift.monitor_metrics import MonitorCollector, Tally, exposition
 
 _LOG = logging.getLogger(__name__)
 BLOCKS = 4
@@ -120,14 +125,14 @@ class Monitor:
         folder = Path(self._folder.name)
         model = GraphModel.load(baseline.model.path)
         self._rules = RowRules(baseline.model.inputs, id_bounds(model))
-        self._range_taps = tap_activations(model, baseline, self.batch_rows)
+        self._range_observers = observe_activations(model, baseline, self.batch_rows)
         model.save(folder / "ranges.onnx")
         model = GraphModel.load(baseline.model.path)
-        self._error_taps = tap_products(model, baseline, {})
+        self._error_observers = observe_products(model, baseline, {})
         model.save(folder / "errors.onnx")
         self._start_block()
         self._run_ranges = RangeWork(folder / "ranges.onnx", self._watch.totals.samples).open()
-        self._run_errors = ErrorWork(folder / "errors.onnx").open()
+        self._run_errors = ReductionWork(folder / "errors.onnx").open()
 
         self._intake = threading.Lock()
         self._random = np.random.default_rng(self.options.seed)
@@ -231,8 +236,8 @@ class Monitor:
         return _Block(self._watch.read(), {site: found[0] for site, found in self._errors.read().items()})
 
     def _start_block(self) -> None:
-        self._watch = RangeWatch(self._range_taps, self.baseline.ranges, self.batch_rows)
-        self._errors, self._in_block = ErrorTotals(self._error_taps), 0
+        self._watch = RangeWatch(self._range_observers, self.baseline.ranges, self.batch_rows)
+        self._errors, self._in_block = ErrorTotals(self._error_observers), 0
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -245,13 +250,17 @@ class Monitor:
         return self._look()[1]
 
     def text(self) -> str:
-        """Return all metrics in the text format of Prometheus."""
+        """Return all metrics in the text format of Prometheus.
+
+        Raises:
+            MissingPackage: `prometheus_client` is not installed.
+        """
         tally, report = self._look()
         labels = {
             "model_digest": self.baseline.model.digest,
             "profile_digest": self.baseline.profile.data_digest,
         }
-        return exposition(families(tally, report, labels))
+        return exposition(MonitorCollector(tally, report, labels))
 
     def write(self, path: str | Path) -> None:
         """Write `text` to a file, whole or not at all, as node-exporter's textfile collector reads it.
@@ -261,6 +270,7 @@ class Monitor:
 
         Raises:
             OutputError: The place cannot be written.
+            MissingPackage: `prometheus_client` is not installed.
         """
         serde.write_text(self.text(), Path(path))
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
-from loka_onnx.core.evaluation import Choice, EvaluationSet, Loser, Why
+from loka_onnx.core.evaluation import Choice, EvaluationSet, Rejection, Why
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
@@ -195,7 +195,7 @@ class EarlierRun:
                     choice,
                     reason=f"chosen by the run '{self.directory.name}' ({choice.reason}), certified again",
                     losers=tuple(
-                        Loser(engine.id, Why.NOT_SELECTED, why)
+                        Rejection(engine.id, Why.NOT_SELECTED, why)
                         for engine in others
                         if engine.target == choice.target
                     ),

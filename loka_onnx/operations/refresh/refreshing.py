@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from loka_onnx.bundle import signer_of
+from loka_onnx.bundle.signing import signer_of
 from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact

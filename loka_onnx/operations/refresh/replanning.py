@@ -39,8 +39,8 @@ def replan(
     def again(decision: Decision) -> Decision:
         if decision.recipe is None:
             return decision
-        scales = reader.read(sites[decision.site], decision.recipe)
-        return replace(decision, activation_scale=scales.activation, weight_scale=scales.other)
+        activation, other = reader.read(sites[decision.site], decision.recipe)
+        return replace(decision, activation_scale=activation, weight_scale=other)
 
     return replace(
         plan,
@@ -75,8 +75,8 @@ def unproven_reason(
         for decision in plan.decisions:
             if decision.recipe is None:
                 continue
-            scales = reader.read(model.site(decision.site), decision.recipe)
-            for scale in (scales.activation, *scales.other):
+            activation, other = reader.read(model.site(decision.site), decision.recipe)
+            for scale in (activation, *other):
                 if not scale_fits(scale):
                     return (
                         f"plan '{plan.id}' needs a scale of {scale:.4g} at site '{decision.site}' now, which "

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from registry_bundles import tree
 
-from loka_onnx.bundle import verify_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import TransferOptions, pull_bundle, push_bundle
 from loka_onnx.bundle.registry import layout as registry_layout
 from loka_onnx.core.digests import digest_bytes
 
-OPTIONS = TransferOptions(threads=3, attempts=1)
+OPTIONS = TransferOptions(threads=3)
 registry_layout.PART_BYTES = 20_000
 
 
@@ -112,8 +112,6 @@ def pull_rounds(bundles: list[Path], place: Path, kills: int) -> Counter[str]:
         seen["killed" if was_killed else "finished"] += 1
         seen["new" if current is upcoming else "old"] += 1
         seen["leftovers"] += len(list(host.parent.iterdir())) - 1
-        arrived = list((host.parent / ".bundle.pulling").glob("*"))
-        seen["arrived blobs"] += len(arrived)
     pull_bundle(f"{registry}#0", host, OPTIONS)
     pull_bundle(f"{registry}#1", host, OPTIONS)
     assert [p.name for p in host.parent.iterdir()] == ["bundle"]

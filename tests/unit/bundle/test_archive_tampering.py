@@ -17,12 +17,8 @@ import onnx
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import pack_bundle, unpack, unpacked, verify_path, write_bundle, write_key_pair
-from loka_onnx.core.digests import digest_bytes
-from loka_onnx.core.manifest import MAX_MANIFEST_BYTES
-from loka_onnx.core.seal import seal
-from loka_onnx.errors import BundleInvalid
-from loka_onnx.sessions.archive_layout import (
+from loka_onnx.bundle.format.archive import unpack, unpacked, verify_path
+from loka_onnx.bundle.format.archive_layout import (
     Stored,
     central_header,
     ending,
@@ -30,6 +26,13 @@ from loka_onnx.sessions.archive_layout import (
     parse_central,
     parse_local,
 )
+from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.signing import write_key_pair
+from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.core.digests import digest_bytes
+from loka_onnx.core.manifest import MAX_MANIFEST_BYTES
+from loka_onnx.core.seal import seal
+from loka_onnx.errors import BundleInvalid
 
 FLIPS = 200
 MODEL = "engines/cpu-onnxruntime-cpu-fp8-safe/engine.onnx"

@@ -16,24 +16,20 @@ import pytest
 from cut_models import cut_contents
 from sample_run import SampleRun
 
-from loka_onnx.bundle import (
-    inspect_bundle,
-    pack_bundle,
-    sign_bundle,
-    unpack,
-    unpacked,
-    verify_bundle,
-    verify_path,
-    write_bundle,
-    write_key_pair,
-    writer,
-)
+from loka_onnx.bundle import writer
+from loka_onnx.bundle.format import archive as bundle_archive
+from loka_onnx.bundle.format import files as bundle_files
+from loka_onnx.bundle.format import manifest as bundle_manifest
+from loka_onnx.bundle.format.archive import is_archive, unpack, unpacked, verify_path
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.inspection import inspect_bundle
+from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import MAX_FILES
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleError, BundleInvalid, OutputError
 from loka_onnx.graph import storage
-from loka_onnx.sessions import bundle_archive, bundle_files, bundle_manifest
-from loka_onnx.sessions.bundle_archive import is_archive
 
 
 @pytest.fixture(scope="module")

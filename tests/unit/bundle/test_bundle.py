@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from sample_run import SampleRun, make_run
 
-from loka_onnx.bundle import inspect_bundle, verify_bundle, write_bundle
+from loka_onnx.bundle.format import files as bundle_files
+from loka_onnx.bundle.format import replace
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.inspection import inspect_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import BundleError, OutputError
-from loka_onnx.sessions import bundle_files, replace
 
 
 def test_a_bundle_lists_every_file_and_is_reproducible(sample: SampleRun, tmp_path):

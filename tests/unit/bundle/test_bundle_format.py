@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import BundleContents, inspect_bundle, verify_bundle, write_bundle
+from loka_onnx.bundle.contents import BundleContents
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.requirements import LEAST_DRIVER, requirements_of
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.evaluation import TargetChoice
 from loka_onnx.core.manifest import Manifest, Need, Requirement
@@ -115,7 +118,6 @@ def test_accuracy_comes_with_its_interval_and_latency_with_its_device(
             "sm90",
             "ONNX Runtime exactly 1.31.1; NVIDIA driver (version not stated)",
         ),
-        ("another", "1", "sm90", "another (version not stated); NVIDIA driver (version not stated)"),
         ("tensorrt", "", "sm90", "TensorRT (version not stated); NVIDIA driver (version not stated)"),
     ],
 )

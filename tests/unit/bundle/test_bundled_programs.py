@@ -10,17 +10,18 @@ import pytest
 from sample_run import make_run
 
 from loka_onnx import runtime
-from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_files
-from loka_onnx.errors import BundleError, BundleInvalid
-from loka_onnx.sessions.migraphx_session import (
+from loka_onnx.engines.migraphx.session import (
     MigraphxEngine,
     ProgramFile,
     ProgramInput,
     ProgramOutput,
     programs_beside,
 )
+from loka_onnx.errors import BundleError, BundleInvalid
 
 
 @pytest.fixture

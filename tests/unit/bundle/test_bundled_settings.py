@@ -9,11 +9,17 @@ import pytest
 from sample_run import make_run
 
 from loka_onnx import runtime
-from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_files
+from loka_onnx.engines.onnxruntime.io_binding_settings import (
+    PROGRAMS,
+    SETTINGS_FILE,
+    BoundSettings,
+    settings_beside,
+)
 from loka_onnx.errors import BundleError, BundleInvalid
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings, settings_beside
 
 FILES = (SETTINGS_FILE, f"{PROGRAMS}/a.engine", f"{PROGRAMS}/b/c.profile")
 

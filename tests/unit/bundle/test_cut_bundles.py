@@ -14,7 +14,9 @@ import pytest
 from cut_models import LOOKED_UP, TABLE, cut_contents, request
 from sample_run import SampleRun
 
-from loka_onnx.bundle import inspect_bundle, verify_bundle, write_bundle
+from loka_onnx.bundle.format.files import read_sample, verify_bundle
+from loka_onnx.bundle.inspection import inspect_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import SparseCut
@@ -22,7 +24,6 @@ from loka_onnx.core.seal import seal
 from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleError, BundleInvalid
 from loka_onnx.graph import storage
-from loka_onnx.sessions.bundle_files import read_sample
 
 
 @pytest.fixture(scope="module")

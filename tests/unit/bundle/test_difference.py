@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_run import SampleRun
 
-from loka_onnx.bundle import BundleEngine, verify_bundle, write_bundle
+from loka_onnx.bundle.contents import BundleEngine
 from loka_onnx.bundle.difference import BundleFacts, diff_bundles, difference_of
 from loka_onnx.bundle.difference.document import BundleDifference, Change, Kind, Section
 from loka_onnx.bundle.difference.text import SCREEN_COLUMNS, SCREEN_LINES, describe_difference
 from loka_onnx.bundle.difference.values import leaves as differences
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Evaluation, Latency
 from loka_onnx.core.formats import Precision

@@ -13,14 +13,16 @@ from cut_models import cut_contents
 from onnx import TensorProto, helper
 from sample_run import SampleRun
 
-from loka_onnx.bundle import pack_bundle, unpack, verify_bundle, verify_path, write_bundle
-from loka_onnx.bundle.packing import write_archive
+from loka_onnx.bundle.format import files as bundle_files
+from loka_onnx.bundle.format.archive import unpack, verify_path
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.packing import pack_bundle, write_archive
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.runtime import load
-from loka_onnx.sessions import bundle_files
 
 LOCATIONS = ("../../secret.bin", "/etc/passwd", "*/_ORT_MEM_ADDR_/*", "secret.bin")
 PLACES = (

@@ -19,15 +19,11 @@ from typing import Any
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import (
-    BundleContents,
-    pack_bundle,
-    sign_bundle,
-    unpack,
-    verify_path,
-    write_bundle,
-    write_key_pair,
-)
+from loka_onnx.bundle.contents import BundleContents
+from loka_onnx.bundle.format.archive import unpack, verify_path
+from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.errors import OutputError
 
 KILLS = 100
@@ -43,7 +39,11 @@ def fewer(sample: SampleRun) -> BundleContents:
 ROUNDS = """
 import json, os, pickle, random, shutil, signal, sys, time
 from pathlib import Path
-from loka_onnx.bundle import pack_bundle, sign_bundle, unpack, verify_path, write_bundle
+from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.signing import sign_bundle
+from loka_onnx.bundle.format.archive import unpack
+from loka_onnx.bundle.format.archive import verify_path
+from loka_onnx.bundle.writer import write_bundle
 
 job, place, kills, contents, old, new, key = sys.argv[1:]
 place, old, new, key = Path(place), Path(old), Path(new), Path(key)

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import pack_bundle, verify_path, write_bundle
+from loka_onnx.bundle.format.archive import verify_path
+from loka_onnx.bundle.format.files import read_sample
+from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
-from loka_onnx.sessions.bundle_files import read_sample
 
 
 class Evil:
@@ -67,8 +69,11 @@ import sys
 from pathlib import Path
 
 bundle, archive, out = map(Path, sys.argv[1:])
-from loka_onnx.bundle import inspect_bundle, unpack, unpacked, verify_path
-from loka_onnx.sessions.bundle_files import read_sample
+from loka_onnx.bundle.inspection import inspect_bundle
+from loka_onnx.bundle.format.archive import unpack
+from loka_onnx.bundle.format.archive import unpacked
+from loka_onnx.bundle.format.archive import verify_path
+from loka_onnx.bundle.format.files import read_sample
 from loka_onnx.errors import LokaError
 from loka_onnx import runtime
 from loka_onnx.runtime import load

@@ -6,7 +6,7 @@ from registry_bundles import tree, with_files
 from sample_run import SampleRun
 from typer.testing import CliRunner
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.core.digests import digest_file
 from loka_onnx.errors import BundleInvalid, CheckFailed, ConfigError, UserError
@@ -96,14 +96,3 @@ def test_a_registry_that_is_none_is_not_an_empty_one(one, tmp_path):
 def test_a_bundle_is_named_once(one, tmp_path):
     with pytest.raises(ConfigError, match="the bundle is named twice"):
         run("push", one, f"{tmp_path / 'registry'}#prod", "--name", "staging")
-
-
-@pytest.mark.filterwarnings("ignore:.*filesystem.*backend:FutureWarning")
-def test_logging_to_mlflow(one, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    uri = (tmp_path / "mlruns").as_uri()
-    first = run("log-mlflow", one, "--experiment", "rankers", "--tracking-uri", uri)
-    assert ": logged, " in first
-    again = run("log-mlflow", one, "--experiment", "rankers", "--tracking-uri", uri)
-    assert ": was logged before; run " in again

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import hashlib
-import http.client
 import json
 import os
 import signal
@@ -16,11 +15,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from registry_bundles import read, rewrite, tree, with_files
 from sample_run import SampleRun
 
-from loka_onnx.bundle import verify_bundle, write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle, resolve
 from loka_onnx.bundle.registry import layout as registry_layout
-from loka_onnx.bundle.registry import store as registry_store
-from loka_onnx.bundle.registry.store import may_pass
+from loka_onnx.bundle.registry.names import write_pointer
+from loka_onnx.bundle.registry.store import Store
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, BundleFile
 from loka_onnx.errors import (
     BundleError,
@@ -30,7 +30,7 @@ from loka_onnx.errors import (
     UserError,
 )
 
-FAST = TransferOptions(threads=4, attempts=3, pause_seconds=0.0)
+FAST = TransferOptions(threads=4)
 PART = 10_000
 LARGE = "report/extra-0.bin"
 
@@ -78,15 +78,10 @@ class Scene:
         (self.new / "manifest.json").rename(self.registry / "bundles" / digest / "manifest.json")
         self.point_at(digest)
 
-    @property
-    def arriving(self) -> Path:
-        return self.place.parent / ".bundle.pulling"
-
     def outside(self) -> set[Path]:
-        inside = {self.registry, self.arriving}
-        return {p for p in self.place.parents[1].rglob("*") if not inside & {p, *p.parents}}
+        return {p for p in self.place.parents[1].rglob("*") if self.registry not in {p, *p.parents}}
 
-    def refuses(self, message: str, *, arrived: bool = False) -> None:
+    def refuses(self, message: str) -> None:
         outside = self.outside()
         with pytest.raises(BundleInvalid, match=message) as caught:
             pull_bundle(f"{self.registry}#prod", self.place, FAST)
@@ -95,11 +90,6 @@ class Scene:
         assert tree(self.place) == tree(self.old)
         verify_bundle(self.place)
         assert self.outside() == outside
-        # What is whole or has begun of the blobs stays for the next pull, and nothing else does.
-        assert self.arriving.exists() == arrived
-        if arrived:
-            digests = {file.sha256 for file in read(self.new).files}
-            assert {p.name.removesuffix(".part") for p in self.arriving.iterdir()} <= digests
 
 
 @pytest.fixture
@@ -117,67 +107,30 @@ def test_an_altered_blob(scene, number):
     data = bytearray(scene.part(number).read_bytes())
     data[len(data) // 2] ^= 4
     scene.part(number).write_bytes(data)
-    message = f"the registry holds another content for '{LARGE}'\n  evidence: sha256 "
-    scene.refuses(message, arrived=True)
+    scene.refuses(f"file '{LARGE}' was altered\n  evidence: sha256 ")
 
 
 def test_a_blob_that_is_missing(scene):
     scene.part(2).unlink()
-    message = f"a part of '{LARGE}' is missing in the registry\n  evidence: there is no 'blobs/sha256/"
-    scene.refuses(message, arrived=True)
+    scene.refuses(f"'blobs/sha256/{scene.part(2).name}' is missing in the registry")
 
 
 def test_a_truncated_blob(scene):
     os.truncate(scene.part(2), 9_999)
-    scene.refuses(
-        f"the registry holds fewer bytes of '{LARGE}' than the manifest lists\n.* should hold 10,000 bytes "
-        "from byte 0 on, and holds 9,999",
-        arrived=True,
-    )
-
-
-@pytest.mark.parametrize(
-    ("damage", "kept"),
-    [
-        (lambda part: part.unlink(), 20_000),
-        (lambda part: os.truncate(part, 9_999), 20_000),
-        (lambda part: part.write_bytes(bytes(10_000)), 0),
-    ],
-)
-def test_what_arrived_beside_a_damaged_blob_is_not_read_again(scene, damage, kept):
-    part = scene.part(2)
-    whole, file = part.read_bytes(), read(scene.new).file(LARGE)
-    other = read(scene.new).file("report/extra-1.bin")
-    # As an interrupted pull leaves it.
-    scene.arriving.mkdir()
-    (scene.arriving / other.sha256).write_bytes((scene.new / other.path).read_bytes())
-    damage(part)
-    scene.refuses(f"'{LARGE}'", arrived=True)
-    assert (scene.arriving / other.sha256).read_bytes() == (scene.new / other.path).read_bytes()
-    begun = scene.arriving / f"{file.sha256}.part"
-    assert (begun.stat().st_size if begun.exists() else 0) == kept
-    part.write_bytes(whole)
-    done = pull_bundle(f"{scene.registry}#prod", scene.place, FAST)
-    assert tree(scene.place) == tree(scene.new)
-    # Neither what had arrived nor what the old bundle has.
-    assert done.read_bytes == file.bytes - kept
-    assert not scene.arriving.exists()
+    scene.refuses(f"file '{LARGE}' has another size\n  evidence: 34999 bytes")
 
 
 def test_an_oversized_blob(scene):
     # Sparse, and far larger than the memory that may be used.
     os.truncate(scene.part(3), 1 << 42)
-    scene.refuses(
-        f"the registry holds more bytes of '{LARGE}' than the manifest lists\n.*5,000 bytes.* goes on",
-        arrived=True,
-    )
+    scene.refuses(f"'blobs/sha256/{scene.part(3).name}' in the registry is too large\n.*limit is 5,000 bytes")
 
 
 def test_blobs_that_were_swapped(scene):
     one, two = scene.part(0).read_bytes(), scene.part(1).read_bytes()
     scene.part(0).write_bytes(two)
     scene.part(1).write_bytes(one)
-    scene.refuses("the registry holds another content", arrived=True)
+    scene.refuses(f"file '{LARGE}' was altered")
 
 
 def test_a_blob_that_is_a_directory(scene):
@@ -195,12 +148,12 @@ def test_an_altered_manifest(scene):
 
 def test_a_missing_manifest(scene):
     scene.manifest.unlink()
-    scene.refuses("the manifest is missing in the registry")
+    scene.refuses("manifest.json' is missing in the registry")
 
 
 def test_an_oversized_manifest(scene):
     os.truncate(scene.manifest, MAX_MANIFEST_BYTES + 1)
-    scene.refuses("the manifest in the registry is too large\n  evidence: the limit is 16777216 bytes")
+    scene.refuses("manifest.json' in the registry is too large\n  evidence: the limit is 16,777,216 bytes")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +193,7 @@ def test_a_manifest_that_promises_more_than_the_disk_holds(scene):
     manifest = read(scene.new)
     files = [dataclasses.replace(f, bytes=1 << 50) if f.path == LARGE else f for f in manifest.files]
     scene.publish(dataclasses.replace(manifest, files=tuple(files)))
-    with pytest.raises(OutputError, match=r"there is no room for the bundle in .*\n  evidence: 1,125,899,9"):
+    with pytest.raises(OutputError, match=r"there is no room for .*\n  evidence: 1,125,899,9"):
         pull_bundle(f"{scene.registry}#prod", scene.place, FAST)
     assert tree(scene.place) == tree(scene.old)
 
@@ -255,7 +208,7 @@ def test_a_manifest_with_one_content_in_two_sizes(scene):
 def test_a_pointer_of_another_name(scene):
     push_bundle(scene.new, f"{scene.registry}#staging", FAST)
     (scene.registry / "names/staging.json").replace(scene.registry / "names/prod.json")
-    scene.refuses("the pointer of name 'prod' was made for another name\n  evidence: it says 'staging'")
+    scene.refuses("the pointer of name 'prod' is of another name, .*\n  evidence: it says 'staging' and")
 
 
 def test_a_pointer_to_another_bundle_does_not_pass_for_the_digest_asked_for(scene):
@@ -267,7 +220,9 @@ def test_a_pointer_to_another_bundle_does_not_pass_for_the_digest_asked_for(scen
 @pytest.mark.parametrize("digest", ["../../names/prod", "0" * 63, "A" * 64])
 def test_a_pointer_that_leaves_the_registry(scene, digest):
     scene.point_at(digest)
-    scene.refuses(f"the pointer of name 'prod' does not hold a digest\n  evidence: it says '{digest}'")
+    scene.refuses(
+        f"the pointer of name 'prod' .* does not hold a digest\n  evidence: it says 'prod' and '{digest}'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,7 +244,7 @@ def test_nothing_of_a_pointer_reaches_a_terminal_as_it_is(scene):
     scene.refuses(r"it says '\\x1b\]0;owned\\x07\\n  remedy: run this'")
     document["value"] |= {"name": "prod", "manifest": "\x1b[2J"}
     pointer.write_text(json.dumps(document))
-    scene.refuses(r"it says '\\x1b\[2J'")
+    scene.refuses(r"it says 'prod' and '\\x1b\[2J'")
 
 
 def test_a_pipe_in_the_place_of_a_pointer_does_not_hold_a_pull_up(scene):
@@ -311,13 +266,13 @@ def test_a_pipe_in_the_place_of_a_pointer_does_not_hold_a_pull_up(scene):
 
 def test_an_oversized_pointer(scene):
     os.truncate(scene.registry / "names/prod.json", 1 << 42)
-    scene.refuses("the pointer of the name is too large")
+    scene.refuses("'names/prod.json' in the registry is too large")
 
 
 def test_an_oversized_signature(scene):
     (scene.manifest.parent / "signature.json").touch()
     os.truncate(scene.manifest.parent / "signature.json", 1 << 42)
-    scene.refuses("the signature in the registry is too large")
+    scene.refuses("signature.json' in the registry is too large")
 
 
 def test_a_signature_of_another_bundle(scene, tmp_path):
@@ -335,13 +290,13 @@ def test_a_signed_bundle_swapped_for_an_unsigned_one_is_read_no_further(scene, t
     from loka_onnx.bundle.signing import write_key_pair
 
     pair = write_key_pair(tmp_path / "keys")
-    read_keys, ask = [], registry_store.Store.read
+    read_keys, ask = [], Store.read
 
-    def watched(store, key, limit, *, start=0):
+    def watched(store, key, limit):
         read_keys.append(key)
-        return ask(store, key, limit, start=start)
+        return ask(store, key, limit)
 
-    monkeypatch.setattr(registry_store.Store, "read", watched)
+    monkeypatch.setattr(Store, "read", watched)
     with pytest.raises(BundleInvalid, match="the bundle is not signed"):
         pull_bundle(f"{scene.registry}#prod", scene.place, FAST, keys=[pair.public])
     assert [key.partition("/")[0] for key in read_keys] == ["names", "bundles", "bundles"]
@@ -407,32 +362,10 @@ def broken():
 def test_a_remote_that_never_ends_is_cut_off(scene, broken, tmp_path):
     push_bundle(scene.new, f"{broken}#prod", FAST)
     Broken.endless = True
-    with pytest.raises(BundleInvalid, match="the registry holds more bytes of "):
+    with pytest.raises(BundleInvalid, match="in the registry is too large"):
         pull_bundle(f"{broken}#prod", tmp_path / "x", FAST)
     assert Endless.given <= 2 * FAST.threads * (PART + 6)
     assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        TimeoutError("slow"),
-        ConnectionResetError("reset"),
-        OSError(errno.EBUSY, "Slow Down"),
-        OSError(errno.EIO, "lost"),
-    ],
-)
-def test_what_may_pass_is_tried_again(scene, broken, tmp_path, error):
-    Broken.failures = [error, error]
-    push_bundle(scene.new, f"{broken}#prod", FAST)
-    Broken.failures = [error, error]
-    pull_bundle(f"{broken}#prod", tmp_path / "x", FAST)
-    assert tree(tmp_path / "x") == tree(scene.new)
-    Broken.failures = [error] * 3
-    with pytest.raises(
-        BundleError, match=r"cannot read 'names/prod.json' from the registry\n.*tried 3 times"
-    ):
-        resolve(f"{broken}#prod", FAST)
 
 
 @pytest.mark.parametrize(
@@ -440,51 +373,18 @@ def test_what_may_pass_is_tried_again(scene, broken, tmp_path, error):
     [
         (PermissionError("403 Forbidden"), UserError, "log in, or ask for the right to read it"),
         (RuntimeError("what is this"), BundleError, "RuntimeError: what is this"),
+        (TimeoutError("slow"), BundleError, "TimeoutError: slow\n  remedy: try again"),
+        (ConnectionError("\x1b[2J\n  remedy: run"), BundleError, r"ConnectionError: \\x1b\[2J remedy: run\n"),
     ],
 )
-def test_what_does_not_pass_is_not_tried_again(broken, error, kind, message):
-    Broken.failures = [error, error]
+def test_failures_of_a_remote_are_named(broken, error, kind, message):
+    Broken.failures = [error]
     with pytest.raises(kind, match=message) as caught:
         resolve(f"{broken}#prod", FAST)
-    assert "remedy: try again" not in str(caught.value)
-    assert len(Broken.failures) == 1
+    assert "cannot read 'names/prod.json' from the registry" in str(caught.value)
 
 
-def test_pauses_grow_and_differ(scene, broken, monkeypatch):
-    pauses = []
-    monkeypatch.setattr(registry_store.time, "sleep", pauses.append)
-    Broken.failures = [TimeoutError()] * 5
-    with pytest.raises(UserError, match="no bundle 'prod'"):
-        resolve(f"{broken}#prod", TransferOptions(pause_seconds=0.5))
-    assert [0.5 * 2**n / 2 <= p <= 0.5 * 2**n for n, p in enumerate(pauses)] == [True] * 5
-
-
-def test_errors_of_network_libraries_are_told_apart():
-    import aiohttp
-    import botocore.exceptions as boto
-
-    assert may_pass(aiohttp.ServerDisconnectedError())
-    assert may_pass(aiohttp.ClientPayloadError())
-    assert may_pass(boto.EndpointConnectionError(endpoint_url="http://x"))
-    assert may_pass(boto.ReadTimeoutError(endpoint_url="http://x"))
-    assert not may_pass(boto.NoCredentialsError())
-    assert not may_pass(PermissionError("Access Denied"))
-    assert not may_pass(OSError(errno.ENOSPC, "full"))
-    # The name of a class says nothing where it is no package of a transport: so may a bug be called.
-    assert not may_pass(type("ConnectionLost", (Exception,), {})("of this test"))
-    assert may_pass(http.client.IncompleteRead(b""))
-    response = aiohttp.ClientResponseError(None, (), status=503)
-    assert may_pass(response)
-    response.status = 401
-    assert not may_pass(response)
-
-
-def test_secrets_are_in_no_message_and_no_cause(broken):
-    Broken.failures = [ValueError("no such host me:p%40ss@there, p@ss")]
-    with pytest.raises(BundleError) as caught:
-        resolve("broken://me:p%40ss@there#prod", FAST)
-    assert "no such host ***@there, ***" in str(caught.value)
-    assert str(caught.value).startswith("broken://***@there: ")
-    # What --debug prints.
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
+def test_a_remote_that_may_not_be_written_is_named(scene, broken):
+    Broken.failures = [OSError(errno.EACCES, "read-only")]
+    with pytest.raises(OutputError, match=r"cannot write 'names/prod\.json' to the registry"):
+        write_pointer(Store(broken, FAST), "prod", scene.digest)

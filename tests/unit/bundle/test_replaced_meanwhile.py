@@ -14,24 +14,23 @@ import pytest
 from cut_models import cut_contents, request
 from sample_run import SampleRun
 
-from loka_onnx.bundle import (
-    KeyPair,
-    pack_bundle,
-    sign_bundle,
-    verify_bundle,
-    verify_path,
-    verify_signature,
-    write_bundle,
-    write_key_pair,
-)
+from loka_onnx.bundle.format import files as bundle_files
+from loka_onnx.bundle.format import pinned
+from loka_onnx.bundle.format import signature as bundle_signature
+from loka_onnx.bundle.format.archive import verify_path
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.format.replace import move_into_place
+from loka_onnx.bundle.format.signature import verify_signature
+from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.signing import KeyPair, sign_bundle, write_key_pair
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.graph import storage
 from loka_onnx.runtime import load, loading
-from loka_onnx.sessions import bundle_files, bundle_signature, pinned
+from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.sessions.replace import move_into_place
 
 FEWER = "cpu-onnxruntime-cpu-fp8-safe"
 
@@ -85,7 +84,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[os.stat_result]]:
         seen.append(path.stat())
         return OnnxSession(path, *arguments)
 
-    monkeypatch.setattr(loading, "OnnxSession", opened)
+    monkeypatch.setattr(onnx_session, "OnnxSession", opened)
     yield seen
 
 

@@ -14,23 +14,17 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from sample_run import SampleRun
 
-from loka_onnx.bundle import (
-    PASSWORD_VARIABLE,
-    KeyPair,
-    sign_bundle,
-    signing,
-    verify_bundle,
-    verify_path,
-    verify_signature,
-    write_bundle,
-    write_key_pair,
-)
+from loka_onnx.bundle import signing
+from loka_onnx.bundle.format import replace
+from loka_onnx.bundle.format.archive import verify_path
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.format.signature import SIGNATURE_NAME, verify_signature
+from loka_onnx.bundle.signing import PASSWORD_VARIABLE, KeyPair, sign_bundle, write_key_pair
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.cli.main import main
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleError, BundleInvalid, ConfigError, MissingPackage, OutputError
-from loka_onnx.sessions import replace
-from loka_onnx.sessions.bundle_signature import SIGNATURE_NAME
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,11 @@ import onnx
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import (
-    inspect_bundle,
-    sign_bundle,
-    verify_bundle,
-    verify_path,
-    write_bundle,
-    write_key_pair,
-)
+from loka_onnx.bundle.format.archive import verify_path
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.inspection import inspect_bundle
+from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, path_problem, paths_problem
 from loka_onnx.core.seal import seal

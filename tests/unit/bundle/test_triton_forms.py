@@ -18,22 +18,23 @@ from cut_models import LOOKED_UP, cut_contents
 from sample_run import SampleRun, make_run
 from triton_rules import check_repository, parameters, pb
 
-from loka_onnx.bundle import BundleContents, BundleEngine, write_bundle
+from loka_onnx.bundle.contents import BundleContents, BundleEngine
 from loka_onnx.bundle.triton import TritonOptions, TritonRepository, export_triton
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.evaluation import Evaluation
-from loka_onnx.errors import BundleError
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor.package import (
     InductorEngine,
     InputPort,
     NeededPackage,
     OutputPort,
     Program,
 )
-from loka_onnx.sessions.migraphx_session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
+from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.errors import BundleError
 
 OPTIONS = TritonOptions("ranker")
 Files = dict[str, bytes]

@@ -15,16 +15,17 @@ from cut_models import LOOKED_UP, answer, cut_contents, request
 from sample_run import SampleRun, expectation, make_run
 from triton_rules import check_repository, check_session, infer, open_session, parameters, pb
 
-from loka_onnx.bundle import BundleEngine, write_bundle
+from loka_onnx.bundle.contents import BundleEngine
+from loka_onnx.bundle.format.archive import write_archive
+from loka_onnx.bundle.format.files import read_sample, verify_bundle
 from loka_onnx.bundle.triton import RECORD_NAME, TritonOptions, TritonRepository, export_triton
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.cli.main import main
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.errors import BundleInvalid, ConfigError, OutputError
 from loka_onnx.graph import storage
-from loka_onnx.sessions.bundle_archive import write_archive
-from loka_onnx.sessions.bundle_files import read_sample, verify_bundle
 
 OPTIONS = TritonOptions("ranker", instances=2, queue_delay_us=250)
 FP32, FP8 = "ranker-cpu-onnxruntime-cpu-fp32", "ranker-cpu-onnxruntime-cpu-fp8-safe"

@@ -10,10 +10,10 @@ from sample_run import SampleRun
 from triton_rules import pb
 from typer.testing import CliRunner
 
-from loka_onnx.bundle import write_bundle
-from loka_onnx.bundle.triton.ports import DATA_TYPES
-from loka_onnx.bundle.triton.text_format import Symbol, entries, render
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.cli.bundle_triton import export_triton_command
+from loka_onnx.engines.triton.ports import DATA_TYPES
+from loka_onnx.engines.triton.text_format import Symbol, entries, render
 
 text_format = pytest.importorskip(
     "google.protobuf.text_format", reason="needs protobuf: pip install protobuf"

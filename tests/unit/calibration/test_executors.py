@@ -73,10 +73,6 @@ class FirstRow(BatchWork[float]):
 
     seen: list[int] = field(default_factory=list)
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return ()
-
     def open(self) -> Callable[[Batch], float]:
         def run(batch: Batch) -> float:
             self.seen.append(batch.first_row)
@@ -94,7 +90,7 @@ def data(tmp_path):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_results_come_in_the_order_of_spans_and_batches(threads, data):
     spans = spans_in_random_order(ROWS, 300, seed=1)
-    results = list(LocalExecutor(threads).run(FirstRow(), data, spans, 300))
+    results = list(LocalExecutor(threads).run(FirstRow(Path("unused")), data, spans, 300))
     starts = [row for s in spans for row in range(s.start, s.stop, 300)]
     assert [r.value for r in results] == starts
     assert results[-1] == BatchResult(min(300, ROWS - starts[-1]), float(starts[-1]))
@@ -102,15 +98,19 @@ def test_results_come_in_the_order_of_spans_and_batches(threads, data):
 
 
 def test_spans_in_a_row_are_read_as_one(data):
-    list(LocalExecutor(1).run(FirstRow(), data, spans_in_order(ROWS, 512), 512))
+    list(LocalExecutor(1).run(FirstRow(Path("unused")), data, spans_in_order(ROWS, 512), 512))
     assert data.asked == [(0, ROWS)]
     data.asked.clear()
-    list(LocalExecutor(1).run(FirstRow(), data, [Span(512, 1024), Span(1024, 2048), Span(0, 512)], 512))
+    list(
+        LocalExecutor(1).run(
+            FirstRow(Path("unused")), data, [Span(512, 1024), Span(1024, 2048), Span(0, 512)], 512
+        )
+    )
     assert data.asked == [(512, 2048), (0, 512)]
 
 
 def test_who_closes_the_results_stops_the_work(data):
-    work = FirstRow()
+    work = FirstRow(Path("unused"))
     with closing(LocalExecutor(2).run(work, data, spans_in_order(ROWS, 10), 10)) as results:
         next(results)
     assert 1 <= len(work.seen) <= 5
@@ -136,7 +136,7 @@ def test_an_address_where_nothing_listens_is_an_error_at_once():
 
     assert not ray.is_initialized()
     with pytest.raises(CalibrationError) as caught:
-        list(RayExecutor("127.0.0.1:1").run(FirstRow(), None, [], 1))  # type: ignore[arg-type]
+        list(RayExecutor("127.0.0.1:1").run(FirstRow(Path("unused")), None, [], 1))  # type: ignore[arg-type]
     text = str(caught.value)
     assert text.startswith("no Ray cluster answers at '127.0.0.1:1'") and "refused" in text
     assert "correct `calibration.ray_address`, or measure here with `--executor local`" in text

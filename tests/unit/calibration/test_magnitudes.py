@@ -12,7 +12,7 @@ from small_models import LOGIT, artifact_of, columns_of, dataset_of
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe
-from loka_onnx.calibration.updating import Subject, update
+from loka_onnx.calibration.updating import ProfiledModel, update
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.data.dataset import Dataset
@@ -96,6 +96,6 @@ def test_calibration_measures_them_where_it_is_asked_to_and_rows_are_added(tmp_p
     more = dataset_of(tmp_path / "two", larger)
     # The options of an update are those of the profile.
     plain = ProbeOptions(threads=1, draws=1)
-    both = update(profile, Subject(artifact, (LOGIT,)), more, tmp_path, plain)
+    both = update(profile, ProfiledModel(artifact, (LOGIT,)), more, tmp_path, plain)
     assert both.tensors["x"].amax == np.abs(larger["x"]).max() > profile.tensors["x"].amax
     assert calibrate(artifact, (LOGIT,), first, tmp_path, plain).tensors == {}

@@ -11,8 +11,8 @@ import pytest
 from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, MODEL_NAMES, ROWS, ZooRun, capture, capture_from, zoo_run
 
 from loka_onnx.calibration.calibrate import ProbeOptions
-from loka_onnx.calibration.instruments.batch_totals import BatchTotals
-from loka_onnx.calibration.instruments.taps import recipes_for, tap_errors
+from loka_onnx.calibration.observers.reductions import BatchTotals
+from loka_onnx.calibration.observers.site_observers import observe_errors, recipes_for
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.exact_sum import ExactSum
@@ -169,18 +169,18 @@ def test_errors_from_equal_activations(name, format, tmp_path):
     rounding = recipes[0].activation_id
     scales = {rounding: {t: float(np.float32(r.amax / spec.max / 3)) for t, r in ranges.items()}}
     graph = run.graph()
-    taps = tap_errors(graph, run.artifact.sites, recipes, scales, ranges)
+    observers = observe_errors(graph, run.artifact.sites, recipes, scales, ranges)
     measured = [output.name for output in graph.outputs]
     values = capture(graph, [*tensors_of(run), *measured], run.inputs(), tmp_path)
     reference = Reference(run.graph(), values, scales)
     totals = BatchTotals()
     totals.add(values, ROWS)
     saturated = 0
-    for tap in taps:
-        site, error = run.artifact.site(tap.site), tap.read(totals)
+    for observer in observers:
+        site, error = run.artifact.site(observer.site), observer.read(totals)
         if site.kind is SiteKind.NORM:
             continue
-        recipe = next(r for r in recipes if r.id == tap.recipe)
+        recipe = next(r for r in recipes if r.id == observer.recipe)
         exact, low = reference.output(site, None), reference.output(site, recipe)
         check_error(error, exact, low)
         x = np.abs(values[site.activation.tensor] / np.float32(scales[rounding][site.activation.tensor]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loka_onnx.calibration.passes.executors import Span
-from loka_onnx.calibration.passes.row_order import first_batches, first_rows, rows_of, scattered
+from loka_onnx.calibration.passes.row_order import first_rows, rows_of, scattered
 
 
 def rows_in(spans: list[Span]) -> np.ndarray:
@@ -55,7 +55,7 @@ def test_spans_are_cut_at_a_row_or_behind_a_batch():
     spans = [Span(1000, 1300), Span(0, 500), Span(500, 1000)]
     assert first_rows(spans, 350) == [Span(1000, 1300), Span(0, 50)]
     # The last batch of the file is short, and cut rows count from where a span begins.
-    assert first_batches(spans, 350, 100) == [Span(1000, 1300), Span(0, 100)]
-    assert first_batches(spans, 350, 400) == [Span(1000, 1300), Span(0, 400)]
-    assert first_rows(spans, 10_000) == first_batches(spans, 10_000, 64) == spans
+    assert first_rows(spans, 350, 100) == [Span(1000, 1300), Span(0, 100)]
+    assert first_rows(spans, 350, 400) == [Span(1000, 1300), Span(0, 400)]
+    assert first_rows(spans, 10_000) == first_rows(spans, 10_000, 64) == spans
     assert rows_of(spans) == 1300

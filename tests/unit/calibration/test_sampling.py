@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, ROWS, capture, zoo_run
 
-from loka_onnx.calibration.instruments.sampling import SAMPLED_ROWS, sampling_stride
+from loka_onnx.calibration.observers.sampling import SAMPLED_ROWS, sampling_stride
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.site import SiteKind

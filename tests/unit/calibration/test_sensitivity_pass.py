@@ -18,7 +18,7 @@ from loka_onnx.calibration.effects.sensitivity import (
     Sensitivities,
     SensitivityOptions,
     SensitivityPass,
-    Subject,
+    SwitchedModel,
 )
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.calibration.passes.executors import LocalExecutor
@@ -38,7 +38,7 @@ class World:
     """A model, rows, and a way to measure the one on the other."""
 
     folder: Path
-    subject: Subject
+    subject: SwitchedModel
     columns: dict[str, np.ndarray]
 
     @classmethod
@@ -49,7 +49,7 @@ class World:
             Switch(site, PER_CHANNEL_WEIGHT if site.name == "left" else PER_TENSOR) for site in artifact.sites
         )
         columns = columns_of(rows) if columns is None else columns
-        return cls(folder, Subject(artifact.path, switches, scales, (LOGIT,)), columns)
+        return cls(folder, SwitchedModel(artifact.path, switches, scales, (LOGIT,)), columns)
 
     def passes(
         self, spec: OutputSpec = LOGIT, threads: int = 2, progress=silent, **options

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, ROWS, ZooRun, capture_from, zoo_run
 
-from loka_onnx.calibration.instruments.sampling import sampling_stride
-from loka_onnx.calibration.instruments.taps import tap_errors, tap_ranges
-from loka_onnx.calibration.passes.error_pass import ErrorTotals, ErrorWork
-from loka_onnx.calibration.passes.executors import BatchResult, LocalExecutor
+from loka_onnx.calibration.observers.sampling import sampling_stride
+from loka_onnx.calibration.observers.site_observers import observe_errors, observe_ranges
+from loka_onnx.calibration.passes.error_pass import ErrorTotals
+from loka_onnx.calibration.passes.executors import BatchResult, LocalExecutor, ReductionWork
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
@@ -36,25 +36,25 @@ class Batches:
     def __init__(self, run: ZooRun, folder: Path) -> None:
         sites = run.artifact.sites
         graph = run.graph()
-        self.range_taps = tap_ranges(graph, sites, sampling_stride(SMALL))
+        self.range_observers = observe_ranges(graph, sites, sampling_stride(SMALL))
         graph.save(folder / "ranges.onnx")
-        work = RangeWork(folder / "ranges.onnx", RangeTotals(self.range_taps, SMALL).samples).open()
+        work = RangeWork(folder / "ranges.onnx", RangeTotals(self.range_observers, SMALL).samples).open()
         self.ranges = [BatchResult(b.rows, work(b)) for b in run.data.batches(SMALL)]
         ranges = self.range_of(range(len(self.ranges)))
         graph = run.graph()
-        self.error_taps = tap_errors(graph, sites, RECIPES, scales_of(ranges, RECIPES), ranges)
+        self.error_observers = observe_errors(graph, sites, RECIPES, scales_of(ranges, RECIPES), ranges)
         graph.save(folder / "errors.onnx")
-        run_errors = ErrorWork(folder / "errors.onnx").open()
+        run_errors = ReductionWork(folder / "errors.onnx").open()
         self.errors = [BatchResult(b.rows, run_errors(b)) for b in run.data.batches(SMALL)]
 
     def range_of(self, numbers) -> dict[str, RangeStats]:
-        totals = RangeTotals(self.range_taps, SMALL)
+        totals = RangeTotals(self.range_observers, SMALL)
         for number in numbers:
             totals.add(self.ranges[number], "")
         return totals.read()
 
     def error_of(self, numbers) -> dict[str, list[ErrorStats]]:
-        totals = ErrorTotals(self.error_taps)
+        totals = ErrorTotals(self.error_observers)
         for number in numbers:
             totals.add(self.errors[number], "")
         return totals.read()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from loka_onnx.calibration.effects.stopping import Looks
+from loka_onnx.calibration.effects.sensitivity import StoppingSchedule
 
 
 def looked_at(limit: int, batch: int, may_stop: bool = True) -> list[int]:
-    looks, found, done = Looks(limit, may_stop), [], 0
+    looks, found, done = StoppingSchedule(limit, may_stop), [], 0
     while done < limit:
         done = min(done + batch, limit)
         if looks.is_due(done):
@@ -28,6 +28,6 @@ def test_there_is_one_look_where_nobody_stops_or_the_data_end_first():
     assert looked_at(30_000, 512, may_stop=False) == [30_000]
     assert looked_at(4096, 512) == looked_at(4096, 4096) == [4096]
     assert looked_at(300, 512) == [300]
-    assert not Looks(4096, may_stop=True).may_stop_early
-    assert not Looks(30_000, may_stop=False).may_stop_early
-    assert Looks(4097, may_stop=True).may_stop_early
+    assert not StoppingSchedule(4096, may_stop=True).may_stop_early
+    assert not StoppingSchedule(30_000, may_stop=False).may_stop_early
+    assert StoppingSchedule(4097, may_stop=True).may_stop_early

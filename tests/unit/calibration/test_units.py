@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from small_models import BODY, artifact_of
 
-from loka_onnx.calibration.effects.switchable import Switch
-from loka_onnx.calibration.effects.units import units_of
+from loka_onnx.calibration.effects.switchable import Switch, units_of
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.graph.model import GraphModel
 

@@ -9,7 +9,7 @@ import pytest
 from test_probe_limits import HEAD, OUTPUTS, W1, artifact_of, data_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.updating import Subject, update
+from loka_onnx.calibration.updating import ProfiledModel, update
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.formats import FLOAT8_SPECS, Float8
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
@@ -29,7 +29,7 @@ def world(folder, name, rows):
 
 @pytest.fixture
 def subject(tmp_path):
-    return Subject(artifact_of(tmp_path, BODY, w1=W1, head=HEAD), OUTPUTS)
+    return ProfiledModel(artifact_of(tmp_path, BODY, w1=W1, head=HEAD), OUTPUTS)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_rows_do_not_count_twice(measured, subject, tmp_path):
 
 def test_another_model_is_refused(measured, rows, tmp_path):
     (tmp_path / "other").mkdir()
-    other = Subject(artifact_of(tmp_path / "other", BODY, w1=2 * W1, head=HEAD), OUTPUTS)
+    other = ProfiledModel(artifact_of(tmp_path / "other", BODY, w1=2 * W1, head=HEAD), OUTPUTS)
     with pytest.raises(CalibrationError, match="the profile is of another model") as caught:
         update(measured[0], other, world(tmp_path, "b", rows), tmp_path, OPTIONS)
     assert other.model.digest[:12] in str(caught.value)

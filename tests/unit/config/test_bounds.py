@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loka_onnx.calibration.effects.stopping import Looks
+from loka_onnx.calibration.effects.sensitivity import StoppingSchedule
 from loka_onnx.config.loading import build_run_config
 from loka_onnx.errors import ConfigError
 
@@ -55,7 +55,7 @@ def test_a_value_beyond_its_bound_is_refused_at_its_key(key: str, value: object,
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
 def test_looks_end_at_every_limit(limit: int) -> None:
-    looks = Looks(limit, may_stop=True)
+    looks = StoppingSchedule(limit, may_stop=True)
     for done in range(1, limit + 2):
         if looks.is_due(done):
             looks.take(done)

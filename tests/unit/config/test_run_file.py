@@ -10,7 +10,6 @@ import yaml
 from run_files import RUN_FILE, refusal
 
 from loka_onnx.config import (
-    Backend,
     Executor,
     ScaleRule,
     SplitBy,
@@ -53,7 +52,7 @@ class TestMeaning:
         assert config.plan.weight_granularity is WeightGranularity.BEST
         assert (config.plan.format, config.plan.scale) == (Float8.E4M3FN, ScaleRule.AMAX)
         assert config.plan.plans is None
-        assert config.targets[0].backends == (Backend.INDUCTOR, Backend.TENSORRT)
+        assert config.targets[0].backends == ("inductor", "tensorrt")
         assert config.threads is None and not config.data.synthetic
 
     def test_relative_paths_do_not_depend_on_the_working_directory(

@@ -10,6 +10,8 @@ import pytest
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.engines.onnxruntime.provider_session import PlacedNode
+from loka_onnx.engines.onnxruntime.providers import CPU, CUDA
 from loka_onnx.engines.onnxruntime.site_precision import (
     Graphs,
     Placement,
@@ -17,8 +19,6 @@ from loka_onnx.engines.onnxruntime.site_precision import (
     site_precision,
 )
 from loka_onnx.errors import ModelError
-from loka_onnx.sessions.provider_session import PlacedNode
-from loka_onnx.sessions.providers import CPU, CUDA
 
 ON_CUDA, ON_CPU = CUDA.name, CPU.name
 

@@ -31,7 +31,8 @@ def test_availability_names_the_package_to_install() -> None:
         "onnxruntime_tensorrt | ONNX Runtime is not installed | "
         "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)",
         "tensorrt | TensorRT is not installed | pip install 'loka-onnx[tensorrt]'",
-        "tensorrt_rtx | TensorRT for RTX is not installed | pip install 'loka-onnx[tensorrt-rtx]'",
+        "tensorrt_rtx | TensorRT for RTX is not installed | "
+        "pip install 'loka-onnx[tensorrt-rtx]' (Linux x86-64 and Windows)",
         "migraphx | MIGraphX is not installed | install ROCm with its package `migraphx`",
         "inductor | PyTorch is not installed | pip install 'loka-onnx[inductor]'",
     ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
+from loka_onnx.data import Batch
 from loka_onnx.errors import DataError, EvaluationError
 from loka_onnx.evaluation.predictions import padded, predict
 
@@ -15,9 +14,7 @@ def batches(*sizes):
     first = 0
     for size in sizes:
         rows = np.arange(first, first + size)
-        yield SimpleNamespace(
-            inputs={"x": rows[:, None].astype(np.float32)}, columns={"y": rows * 10, "user": rows}
-        )
+        yield Batch({"x": rows[:, None].astype(np.float32)}, {"y": rows * 10, "user": rows}, first)
         first += size
 
 

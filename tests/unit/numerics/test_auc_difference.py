@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from loka_onnx.numerics.auc_difference import auc_difference
-from loka_onnx.numerics.placements import auc_placements
+from loka_onnx.numerics.auc import auc_difference, auc_placements
 
 
 def brute_delong(reference, candidate, labels):

@@ -1,4 +1,4 @@
-"""Intervals against textbook formulas, simulation of their coverage, and merging."""
+"""Intervals against textbook formulas, simulation of their coverage."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 
 from loka_onnx.errors import InternalError
 from loka_onnx.numerics.intervals import (
     Ends,
-    MeanAccumulator,
     Spread,
     interval_around,
     mean_interval,
@@ -23,8 +20,6 @@ from loka_onnx.numerics.intervals import (
     spread_of,
     tail_of,
 )
-
-VALUES = st.lists(st.floats(-1e6, 1e6), max_size=30).map(np.array)
 
 
 def test_mean_interval_is_the_textbook_one():
@@ -127,30 +122,6 @@ def test_required_rows_brings_the_interval_to_the_budget():
 )
 def test_no_number_of_rows(estimate, sd):
     assert required_rows(estimate, sd, 0.1) is None
-
-
-@given(x=VALUES, y=VALUES, z=VALUES)
-@settings(max_examples=150, deadline=None)
-def test_merging_is_associative_commutative_and_equal_to_one_pass(x, y, z):
-    a, b, c = (MeanAccumulator.of(v) for v in (x, y, z))
-    whole = MeanAccumulator.of(np.concatenate([x, y, z]))
-    for merged in (a.merge(b).merge(c), a.merge(b.merge(c)), c.merge(a).merge(b)):
-        assert merged.count == whole.count
-        assert merged.mean == pytest.approx(whole.mean, rel=1e-9, abs=1e-9)
-        # 1e-16 of the square of the largest value, times the count, with a margin of 10.
-        assert merged.m2 == pytest.approx(whole.m2, rel=1e-9, abs=1e-1)
-
-
-def test_accumulated_interval_is_the_interval_of_all_rows():
-    x = np.random.default_rng(11).normal(size=(7, 13)) + 5
-    streamed = MeanAccumulator()
-    for row in x:
-        streamed = streamed.merge(MeanAccumulator.of(row))
-    got, expected = streamed.interval(), mean_interval(x.ravel())
-    assert (got.value, got.lower, got.rows) == pytest.approx((expected.value, expected.lower, 91), rel=1e-12)
-    assert MeanAccumulator.of(np.array([2.0])).interval().upper == math.inf
-    with pytest.raises(InternalError, match="an interval is asked of no rows"):
-        MeanAccumulator().interval()
 
 
 @pytest.mark.parametrize("index", [1.2, 2.5, 6.0])

@@ -22,8 +22,6 @@ from loka_onnx.numerics.scale_choice import (
     activation_scale,
     cumulated_error,
     expected_noise,
-    expected_relative_error,
-    subnormal_share,
 )
 from loka_onnx.numerics.scales import amax_scale
 
@@ -99,13 +97,9 @@ def test_predicted_and_measured_error(name, rule, format):
     x = sample(name)
     stats = stats_of(x)
     scale = activation_scale(stats, Recipe(format=format, scale=rule))
-    predicted = expected_noise(stats, scale, format)
+    predicted = float(expected_noise(stats, np.array([scale]), format)[0])
     measured = measured_noise(x, scale, format)
     assert (predicted / measured) ** 0.5 == pytest.approx(1.0, abs=allowed)
-    signal = float(np.square(x.astype(np.float64)).sum())
-    assert expected_relative_error(stats, scale, format) == pytest.approx(
-        (measured / signal) ** 0.5, rel=allowed
-    )
 
 
 values = npst.arrays(
@@ -117,7 +111,8 @@ values = npst.arrays(
 def test_mse_is_never_predicted_worse_than_amax(x, format):
     stats = stats_of(x)
     amax, mse = (activation_scale(stats, Recipe(format=format, scale=rule)) for rule in ("amax", "mse"))
-    assert expected_noise(stats, mse, format) <= expected_noise(stats, amax, format)
+    of_mse, of_amax = expected_noise(stats, np.array([mse, amax]), format)
+    assert of_mse <= of_amax
 
 
 @pytest.mark.parametrize(
@@ -157,15 +152,6 @@ def test_scales_are_bfloat16_numbers_also_of_dead_and_sparse_tensors(rule):
     sparse = stats_of(np.float32([0] * 99_999 + [2.0]))
     if rule.startswith("percentile"):
         assert activation_scale(sparse, Recipe(scale=rule)) == amax_scale(2.0, Float8.E4M3FN)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_share_of_subnormals(format):
-    x = sample("lognormal")
-    scale = amax_scale(float(x.max()), format)
-    exact = float(((x > 0) & (x < FLOAT8_SPECS[format].min_normal * scale)).mean())
-    # One bin holds at most 2.5 % of these values.
-    assert subnormal_share(stats_of(x).histogram, scale, format) == pytest.approx(exact, abs=0.01)
 
 
 def test_a_profile_without_histogram_knows_amax_only():

@@ -12,12 +12,14 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
 
-from loka_onnx.bundle import BatchRange, BundleContents, BundleEngine, Expectation, write_bundle
+from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec, TensorSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Choice, Evaluation, Latency, OutputEvaluation, Route, TargetChoice
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.manifest import BatchRange
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.pipeline.compare import CompareOptions
 from loka_onnx.pipeline.compare_rows import RowOptions

@@ -17,12 +17,12 @@ from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.core.split import Part
+from loka_onnx.engines.migraphx import api as migraphx_api
 from loka_onnx.engines.migraphx import backend as migraphx_backend
 from loka_onnx.engines.registry import all_backends, get_backend
 from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.splitting import Source
-from loka_onnx.sessions import migraphx_api
 
 Install = Callable[[str, str, str], None]
 
@@ -55,8 +55,8 @@ def test_a_distribution_is_found_by_the_module_that_it_provides(install: Install
 @pytest.mark.parametrize("name", [backend.name for backend in all_backends()])
 def test_every_backend_notices_its_library_under_any_name(install: Install, name: str) -> None:
     backend = get_backend(name)
-    assert backend.modules
-    for module in backend.modules:
+    assert backend.spec.modules
+    for module in backend.spec.modules:
         before = backend.versions()
         install(f"no-such-{module}-cu99", "1.0", module)
         installed = backend.versions()

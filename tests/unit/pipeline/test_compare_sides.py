@@ -21,11 +21,11 @@ from compared_deployments import (
 from rich.console import Console
 from scipy import stats
 
-from loka_onnx.bundle import BatchRange
 from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.cli.compare import raise_for
 from loka_onnx.cli.compare_text import print_comparison
 from loka_onnx.core.artifact import OutputKind
+from loka_onnx.core.manifest import BatchRange
 from loka_onnx.errors import BundleInvalid, ConfigError, DataError, EngineError, EvaluationError
 from loka_onnx.pipeline.compare import compare
 from loka_onnx.pipeline.comparison import Deployment, DeploymentKind

@@ -12,6 +12,7 @@ import pytest
 from test_jobs import written
 
 import loka_onnx
+from loka_onnx.bundle.format.archive import verify_path
 from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
@@ -24,7 +25,6 @@ from loka_onnx.pipeline.directory import OWNED, RECORD, RunDirectory
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.job_results import merge_result, read_result
 from loka_onnx.pipeline.jobs import read_job
-from loka_onnx.sessions.bundle_archive import verify_path
 
 OUTSIDE = (
     "/etc/passwd",

@@ -11,12 +11,13 @@ import pytest
 
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import FUSIONS, Fusions
+from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.pipeline import candidates
 from loka_onnx.pipeline.candidates import Candidate, EngineBuilder
+from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel
 
 RTX, CPU = "tensorrt_rtx", "onnxruntime"
@@ -59,7 +60,7 @@ def test_backends_that_fuse_otherwise_have_models_of_their_own(
     paths = plan_models(builder(tmp_path), first, second, first, second)
     assert paths == [paths[0], paths[1]] * 2
     assert [name for name, _ in written] == ["fp8-all-fp32", f"fp8-all-fp32-{RTX}"]
-    assert [form.fusions for _, form in written] == [FUSIONS[CPU], FUSIONS[RTX]]
+    assert [form.fusions for _, form in written] == [fusions_of(CPU), fusions_of(RTX)]
 
 
 def test_a_plan_without_fp8_is_written_once_for_all(

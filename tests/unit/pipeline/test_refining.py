@@ -25,7 +25,7 @@ from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.refining import Refined, RefineLimits, refine
-from loka_onnx.planning.ladder import GivenBack
+from loka_onnx.planning.ladder import Reverted
 
 SAVED = {"a": 30.0, "b": 10.0, "c": 20.0, "d": -5.0}
 """Microseconds that a site in FP8 saves of 100."""
@@ -130,13 +130,13 @@ class Worst:
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
         return self.proposed
 
-    def give_back(self, of: PrecisionPlan, evaluation: Evaluation, target: str) -> GivenBack | None:
+    def revert_sites(self, of: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
         self.asked.append(of.id)
         order = sorted(of.fp8_sites, key=lambda s: -(UPPER[s] / SAVED[s] if SAVED[s] > 0 else 99))
         left = [site for site in of.fp8_sites if site != order[0]]
         if not left:
             return None
-        return GivenBack(replace(plan(of.id, *left)), (Returned((order[0],), UPPER[order[0]], None),))
+        return Reverted(replace(plan(of.id, *left)), (Returned((order[0],), UPPER[order[0]], None),))
 
 
 LIMITS = RefineLimits(rounds=5, plans=2, seconds=1e9)

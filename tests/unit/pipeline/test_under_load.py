@@ -22,8 +22,8 @@ from loka_onnx.core.evaluation import (
     EvaluationSet,
     InputPlace,
     Latency,
-    Loser,
     OutputEvaluation,
+    Rejection,
     Route,
     TargetChoice,
     TaskMetrics,
@@ -85,7 +85,7 @@ def evidence(**accuracy: str) -> Evidence:
 def choice(main: str, *routes: tuple[int, str]) -> Choice:
     table = tuple(Route(rows, ENGINES[name].id, name) for rows, name in routes)
     taken = {main, *(name for _, name in routes)}
-    losers = tuple(Loser(e.id, Why.SLOWER, "") for e in ENGINES.values() if e.plan not in taken)
+    losers = tuple(Rejection(e.id, Why.SLOWER, "") for e in ENGINES.values() if e.plan not in taken)
     return Choice((TargetChoice("gpu", ENGINES[main].id, main, "", "", losers, table),))
 
 
@@ -125,7 +125,7 @@ def h100s() -> tuple[list[EngineArtifact], Evidence, Choice]:
     """Two engines for an H100, of which the one in FP8 is chosen."""
     made = [replace(engine(of), target="nvidia-h100") for of in ("bf16", "fp8-all")]
     judged = Evidence(EvaluationSet(tuple(evaluation(e, BudgetStatus.WITHIN) for e in made)), PLANS)
-    losers = (Loser(made[0].id, Why.SLOWER, ""),)
+    losers = (Rejection(made[0].id, Why.SLOWER, ""),)
     return made, judged, Choice((TargetChoice("nvidia-h100", made[1].id, "fp8-all", "", "", losers),))
 
 

@@ -12,7 +12,7 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.site import Site
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
-from loka_onnx.planning.judging import Judgement, judge
+from loka_onnx.planning.judging import SiteVerdict, judge
 
 ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)
 
@@ -24,7 +24,7 @@ def judged(
     profile: Profile,
     outputs: tuple[OutputSpec, ...] = (CTR,),
     confidence: float = 0.95,
-) -> dict[str, Judgement]:
+) -> dict[str, SiteVerdict]:
     return judge(sites, (), profile, outputs, confidence)
 
 

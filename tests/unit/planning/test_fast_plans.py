@@ -24,9 +24,10 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.planning import fast
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
+from loka_onnx.planning.expected_latency import expected_us
 from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
 from loka_onnx.planning.search import search
-from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds, expected_us
+from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 from loka_onnx.planning.timings import shipped_timings
 
 ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)

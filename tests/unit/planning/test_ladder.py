@@ -68,7 +68,7 @@ def test_the_worst_goes_first_and_no_more_than_needed(model: ModelArtifact) -> N
     assert ROOM * CTR.budget == pytest.approx(9e-4)
     assert 4e-4 + 8e-4 * sqrt(1 / 3) < 9e-4
     giving = Ladder(model, profile_of(model, KL), (CTR,), ())
-    found = giving.give_back(plan(model, *ALL), evaluation(measured(1.2e-3, 2e-3)), "gpu")
+    found = giving.revert_sites(plan(model, *ALL), evaluation(measured(1.2e-3, 2e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc1",)]
     # 4e-4 of the 5e-4 that are allowed to KL; no times are known.
@@ -85,11 +85,11 @@ def test_the_worst_goes_first_and_no_more_than_needed(model: ModelArtifact) -> N
 def test_more_go_where_more_is_missing(model: ModelArtifact) -> None:
     giving = Ladder(model, profile_of(model, KL), (CTR,), ())
     # Without fc1: 4e-4 + 1.2e-3·√(1/3) = 1.09e-3; without fc0 too: 2e-4 + 1.2e-3·√(1/6) = 6.9e-4.
-    found = giving.give_back(plan(model, *ALL), evaluation(measured(1.2e-3, 2.4e-3)), "gpu")
+    found = giving.revert_sites(plan(model, *ALL), evaluation(measured(1.2e-3, 2.4e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc1",), ("fc0",)]
     # Even a sixth of it is too much: 2e-4 + 1.8e-3·√(1/6) = 9.3e-4, and then nothing would be left.
-    assert giving.give_back(plan(model, *ALL), evaluation(measured(1.2e-3, 3e-3)), "gpu") is None
+    assert giving.revert_sites(plan(model, *ALL), evaluation(measured(1.2e-3, 3e-3)), "gpu") is None
 
 
 def speed(site: str, saved_us: float, tensor: str, quantize_us: float = 0.0) -> SiteSpeed:
@@ -103,12 +103,12 @@ SPEEDS = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 50.0, "n"), speed("fc2", 4.0
 def test_known_times_decide_what_is_worth_its_cost(model: ModelArtifact) -> None:
     # fc0 saves 1 µs beside its quantize step: 1e-4 a µs; fc2 4: 2.5e-5; fc1 50: 8e-6.
     giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
-    found = giving.give_back(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "gpu")
+    found = giving.revert_sites(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc0",)]
     assert found.returned[0].saved_us == pytest.approx(0.1)
     # Times of another device say nothing of this one.
-    other = giving.give_back(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "another")
+    other = giving.revert_sites(plan(model, *ALL), evaluation(measured(1e-3, 1.05e-3)), "another")
     assert other is not None
     assert [each.sites for each in other.returned] == [("fc1",)]
 
@@ -117,7 +117,7 @@ def test_a_site_that_saves_nothing_goes_first(model: ModelArtifact) -> None:
     slow = (speed("fc0", 2.0, "x", 3.0), *SPEEDS[1:])
     little = {**KL, "fc0": kl_of(1e-6), "fc2": kl_of(5e-4)}
     giving = Ladder(model, profile_of(model, little), (CTR,), slow)
-    found = giving.give_back(plan(model, *ALL), evaluation(measured(1e-3, 1.1e-3)), "gpu")
+    found = giving.revert_sites(plan(model, *ALL), evaluation(measured(1e-3, 1.1e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc0",), ("fc2",)]
 
@@ -125,13 +125,13 @@ def test_a_site_that_saves_nothing_goes_first(model: ModelArtifact) -> None:
 def test_the_predicted_time_follows(model: ModelArtifact) -> None:
     giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}, "b": {"10": 7.0}}, device="gpu")
-    found = giving.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
+    found = giving.revert_sites(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
     assert found is not None
     # What fc0 saved is put back, and its quantize step is not needed any more.
     assert found.plan.predicted_us == {"gpu": {"10": pytest.approx(100.0 + 2.0 - 1.0)}}
     shared = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 50.0, "x", 1.0), SPEEDS[2])
     kept = Ladder(model, profile_of(model, KL), (CTR,), shared)
-    still = kept.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
+    still = kept.revert_sites(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
     # Who else reads the tensor still needs the step.
     assert still is not None and still.returned == (Returned(("fc0",), pytest.approx(0.2), 0.2),)
     assert still.plan.predicted_us == {"gpu": {"10": pytest.approx(102.0)}}
@@ -141,7 +141,7 @@ def test_a_cast_that_the_product_in_front_made_free_is_paid_for_without_it(model
     behind = replace(speed("fc1", 50.0, "y", 3.0), made_by="fc0")
     giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, SPEEDS[2]))
     known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}}, device="gpu")
-    found = giving.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
+    found = giving.revert_sites(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc0",)]
     # fc0 saved 2 µs beside a cast of 1; now what fc1 reads is quantized by itself, which takes 3.
@@ -178,7 +178,7 @@ def test_a_site_whose_time_is_not_known_leaves_the_cast_to_who_shares_it(model: 
     giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, unknown))
     known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}}, device="gpu")
     little = evaluation(measured(1e-3, 0.95e-3))
-    found = giving.give_back(known, little, "gpu")
+    found = giving.revert_sites(known, little, "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc2",)]
     # fc1 needs its cast before and after.
@@ -189,7 +189,7 @@ def test_a_kernel_is_whole_again_without_the_site_that_broke_it_up(model: ModelA
     giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     apart = {"gpu": {"fc0": "factorization-norm"}, "b": {"fc0": "a kernel", "fc2": "another"}}
     known = replace(plan(model, *ALL), breaks_up=apart)
-    found = giving.give_back(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
+    found = giving.revert_sites(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc0",)]
     assert found.plan.breaks_up == {"b": {"fc2": "another"}}
@@ -200,7 +200,7 @@ def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:
     quick = (speed("fc0", 2.0, "x", 1.0), speed("fc1", 2.0, "x", 1.0), SPEEDS[2])
     giving = Ladder(model, profile, (CTR,), quick)
     # Together they cost 4.5e-4 of 5.5e-4: 2/11 is left.
-    found = giving.give_back(plan(model, *ALL), evaluation(measured(1.1e-3, 1.5e-3)), "gpu")
+    found = giving.revert_sites(plan(model, *ALL), evaluation(measured(1.1e-3, 1.5e-3)), "gpu")
     assert found is not None
     assert [each.sites for each in found.returned] == [("fc0", "fc1")]
     # Where nothing is timed, no step is shared.
@@ -212,16 +212,16 @@ def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:
 def test_what_the_user_forced_stays(model: ModelArtifact) -> None:
     giving = Ladder(model, profile_of(model, KL), (CTR,), (), forced=("fc1",))
     missed = evaluation(measured(6e-4, 1.05e-3))
-    found = giving.give_back(plan(model, *ALL), missed, "gpu")
+    found = giving.revert_sites(plan(model, *ALL), missed, "gpu")
     assert found is not None
     assert "fc1" in found.plan.fp8_sites
-    assert giving.give_back(plan(model, "fc1"), missed, "gpu") is None
+    assert giving.revert_sites(plan(model, "fc1"), missed, "gpu") is None
 
 
 def test_every_output_must_fit(model: ModelArtifact) -> None:
     giving = Ladder(model, profile_of(model, KL, (CTR, CVR)), (CTR, CVR), ())
     both = evaluation(measured(1e-4, 2e-4), measured(1.2e-3, 2.4e-3, "cvr"))
-    found = giving.give_back(plan(model, *ALL), both, "gpu")
+    found = giving.revert_sites(plan(model, *ALL), both, "gpu")
     assert found is not None
     # The output that is inside alone would need nothing.
     assert [each.sites for each in found.returned] == [("fc1",), ("fc0",)]

@@ -97,7 +97,6 @@ def test_the_error_grows_with_the_distance_from_what_was_measured() -> None:
 def test_too_few_shapes_predict_nothing() -> None:
     few = [timing(WIDE, shape, roofline(shape)) for shape in GRID[: FEWEST - 1]]
     assert KernelModel(few).estimate(Shape(3, 3, 3)) is None
-    assert KernelModel(few).leave_one_out() == ()
     enough = [timing(WIDE, shape, roofline(shape)) for shape in GRID[:FEWEST]]
     assert KernelModel(enough).estimate(Shape(3, 3, 3)) is not None
 
@@ -110,12 +109,23 @@ def test_a_model_is_of_one_kernel() -> None:
 # The shipped records ----------------------------------------------------------------------------------
 
 
+def leave_one_out(model: KernelModel) -> list[float]:
+    """Relative error of each measured time when everything is fitted again without it."""
+    errors = []
+    for shape, known in model._measured.items():
+        rest = KernelModel([other for other in model._measured.values() if other.shape != shape])
+        found = rest.estimate(shape)
+        assert found is not None and not found.is_measured
+        errors.append(found.us / known.us - 1.0)
+    return errors
+
+
 @pytest.mark.parametrize(
     ("name", "most_median", "most"),
     [("mm", 0.1, 0.45), ("scaled_mm", 0.1, 0.45), ("scaled_mm-row_wise", 0.12, 0.75), (QUANTIZE, 0.1, 0.45)],
 )
 def test_leave_one_out_on_the_shipped_records(name: str, most_median: float, most: float) -> None:
-    errors = [abs(error) for error in H100[name].leave_one_out()]
+    errors = [abs(error) for error in leave_one_out(H100[name])]
     assert len(errors) == len(H100[name]._measured)
     assert median(errors) < most_median
     assert max(errors) < most

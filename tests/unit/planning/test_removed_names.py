@@ -19,7 +19,7 @@ from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.planning.loud import errors_to_leave
+from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.sequence import apply_mods

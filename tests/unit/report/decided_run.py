@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, Latency, Loser, TargetChoice, Why
+from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, Latency, Rejection, TargetChoice, Why
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.intervals import Interval
@@ -43,7 +43,9 @@ def decided(base: ReportData) -> ReportData:
     why = {"fp32": Why.SLOWER, "bf16": Why.SLOWER, "fp8-all": Why.BEYOND}
     times = {"fp32": OVER_FP32, "bf16": OVER_BF16, "fp8-all": None}
     losers = tuple(
-        Loser(e.id, why[e.plan], f"{why[e.plan]}", times[e.plan], 0.4) for e in engines if e is not emitted
+        Rejection(e.id, why[e.plan], f"{why[e.plan]}", times[e.plan], 0.4)
+        for e in engines
+        if e is not emitted
     )
     choice = TargetChoice("gpu", emitted.id, "fp8-safe", "fastest inside", "measured on the target", losers)
     return dataclasses.replace(

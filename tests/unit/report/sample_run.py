@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from loka_onnx.bundle import BatchRange, BundleContents, BundleEngine, Expectation
+from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec, Parity, TensorSpec
 from loka_onnx.core.digests import digest_bytes, digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
@@ -22,9 +22,9 @@ from loka_onnx.core.evaluation import (
     Evaluation,
     EvaluationSet,
     Latency,
-    Loser,
     OutputEvaluation,
     PairedDifference,
+    Rejection,
     TargetChoice,
     TaskMetrics,
     Why,
@@ -33,6 +33,7 @@ from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.lineage import StageRecord
+from loka_onnx.core.manifest import BatchRange
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
 from loka_onnx.core.ratio_moments import RatioMoments
@@ -403,7 +404,7 @@ def make_rewrites(sites: tuple[str, ...]) -> RewriteLog:
 
 def make_choice(engines: tuple[EngineArtifact, ...]) -> Choice:
     losers = tuple(
-        Loser(
+        Rejection(
             e.id,
             Why.SIMULATED if e.simulated else Why.DECLINED,
             "its FP8 is simulated" if e.simulated else f"{e.status}: {e.detail}",

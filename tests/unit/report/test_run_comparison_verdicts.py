@@ -14,7 +14,7 @@ from sample_run import SampleRun
 from two_runs import compared, costing, emitting, slower
 
 from loka_onnx.core import serde
-from loka_onnx.core.evaluation import Choice, EvaluationSet, Loser, Route, Why
+from loka_onnx.core.evaluation import Choice, EvaluationSet, Rejection, Route, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.model_changes import Change
 from loka_onnx.core.plan import Verdict
@@ -74,7 +74,7 @@ def on_two(data: ReportData, *plans: str) -> ReportData:
     for architecture, plan in zip(architectures, plans, strict=True):
         mine = [e for e in engines if e.architecture == architecture]
         (emitted,) = [e for e in mine if e.plan == plan]
-        losers = tuple(Loser(e.id, Why.NOT_RUN, "not run") for e in mine if e is not emitted)
+        losers = tuple(Rejection(e.id, Why.NOT_RUN, "not run") for e in mine if e is not emitted)
         choices.append(dataclasses.replace(rtx, engine=emitted.id, plan=plan, losers=losers))
     others = tuple(e for e in data.engines if e.target != "rtx")
     return dataclasses.replace(data, engines=(*others, *engines), choice=Choice((cpu, *choices)))

@@ -16,7 +16,8 @@ import onnx.parser
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import BundleContents, BundleEngine, Expectation, write_bundle
+from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.errors import DataError

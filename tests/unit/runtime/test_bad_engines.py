@@ -17,12 +17,14 @@ import pytest
 from onnx import TensorProto, helper
 from sample_run import SampleRun
 
-from loka_onnx.bundle import BundleContents, write_bundle
+from loka_onnx.bundle.contents import BundleContents
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.evaluation import Choice, Route
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid, ConfigError, EngineError
 from loka_onnx.runtime import Cause, Engine, Serving, load, loading
-from loka_onnx.sessions.bundle_files import verify_bundle
+from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Arrays
 
@@ -106,7 +108,7 @@ def test_whatever_a_library_raises_the_next_engine_serves(
             raise KeyError("what\nis this")
         return OnnxSession(path, *arguments)
 
-    monkeypatch.setattr(loading, "OnnxSession", open_session)
+    monkeypatch.setattr(onnx_session, "OnnxSession", open_session)
     with load(bundle) as engine:
         assert engine.entry.id == sample.contents.engines[FP8].artifact.id
         assert engine.skipped[-1].reason == r"KeyError: 'what\nis this'"
@@ -252,7 +254,7 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, rows: int, folder: str, error: typ
                 raise error(f"no memory for {rows} rows")
             return super().run(inputs, *arguments)
 
-    monkeypatch.setattr(loading, "OnnxSession", Fails)
+    monkeypatch.setattr(onnx_session, "OnnxSession", Fails)
 
 
 @pytest.mark.parametrize("error", [EngineError, RuntimeError])

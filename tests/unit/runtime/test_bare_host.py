@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import pack_bundle, write_bundle
+from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.writer import write_bundle
 
 ABSENT = (
     "torch", "pyarrow", "scipy", "onnx_graphsurgeon", "pandas", "plotly", "rich", "typer", "jinja2", "yaml",

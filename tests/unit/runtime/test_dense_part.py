@@ -15,13 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bundle"))
 
 from cut_models import LOOKED_UP, TABLE, answer, cut_contents, request
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import EngineEntry
 from loka_onnx.core.split import Part
 from loka_onnx.errors import ConfigError, DataError, EngineError
 from loka_onnx.runtime import Engine, load, loading
 from loka_onnx.runtime.health import Cause
+from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 
@@ -40,7 +41,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(path.name)
         return OnnxSession(path, *arguments)
 
-    monkeypatch.setattr(loading, "OnnxSession", open_session)
+    monkeypatch.setattr(onnx_session, "OnnxSession", open_session)
     return seen
 
 
@@ -127,7 +128,7 @@ def test_a_lookup_that_does_not_open_frees_the_engine_and_the_whole_model_serves
         def close(self) -> None:
             closed.append(self.name)
 
-    monkeypatch.setattr(loading, "OnnxSession", Watched)
+    monkeypatch.setattr(onnx_session, "OnnxSession", Watched)
     engine = load(bundle)
     assert engine.health().is_fallback
     assert closed == ["dense.onnx"]

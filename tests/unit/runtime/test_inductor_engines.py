@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from sample_run import SampleRun, expectation
 
-from loka_onnx.bundle import BundleEngine, write_bundle
+from loka_onnx.bundle.contents import BundleEngine
+from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.engines.inductor import spec
 from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.runtime import load, loading
@@ -26,7 +28,7 @@ def test_a_package_is_opened_from_a_trusted_origin_only(
         opened.append((path.name, architecture))
         raise loading.EngineError("the engine was compiled by another version of PyTorch")
 
-    monkeypatch.setattr(loading, "open_inductor", open_engine)
+    monkeypatch.setattr(spec, "open_inductor", open_engine)
     shipped = sample.contents.engines[0]
     artifact = replace(shipped.artifact, backend="inductor")
     contents = replace(sample.contents, engines=(replace(shipped, artifact=artifact),))

@@ -12,13 +12,13 @@ import onnx.parser
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.errors import DataError, EngineError, MissingPackage
 from loka_onnx.runtime import Engine, Metrics, Serving, load, loading
 from loka_onnx.runtime.gate import Gate
 from loka_onnx.runtime.metrics import LATENCY_BOUNDS_S, MOST_SIZES, MOST_TENSORS, EngineSeries
 from loka_onnx.runtime.saturation import Look, Sampler, limits_of_inputs, look_at
-from loka_onnx.sessions.bundle_files import verify_bundle
 
 
 def rows(count: int) -> dict[str, np.ndarray]:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import BundleContents, write_bundle
+from loka_onnx.bundle.contents import BundleContents
 from loka_onnx.bundle.inspection import inspect_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.evaluation import Choice, Route
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid

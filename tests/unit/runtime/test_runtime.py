@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from sample_run import SampleRun, expectation, make_run
 
-from loka_onnx.bundle import BundleContents, write_bundle
+from loka_onnx.bundle.contents import BundleContents
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.seal import seal
+from loka_onnx.engines.tensorrt import spec as tensorrt
 from loka_onnx.errors import BundleInvalid, DataError, EngineError
-from loka_onnx.runtime import Cause, Health, Skipped, Snapshot, load, loading, selection
-from loka_onnx.sessions import host_devices, tensorrt_vendors
+from loka_onnx.runtime import Cause, Health, Skipped, Snapshot, load
+from loka_onnx.sessions import backends, cuda, host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Runner
 
@@ -52,7 +54,7 @@ def test_the_first_engine_that_runs_here_is_loaded(sample, bundle, caplog):
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with an RTX 4090 and the library that the engine was built by."""
     gpu = CudaDevice(0, "NVIDIA GeForce RTX 4090", "sm89")
-    for module in (tensorrt_vendors, host_devices):
+    for module in (cuda, host_devices):
         monkeypatch.setattr(module, "list_cuda_devices", lambda: (gpu,))
     library = SimpleNamespace(__name__="tensorrt_rtx", __version__="1.5", __spec__=object())
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", library)
@@ -75,11 +77,11 @@ def test_a_program_is_loaded_only_from_a_trusted_origin(sample, bundle, monkeypa
     gpu = sample.contents.engines[0]
     opened = []
 
-    def open_engine(path, architecture, version):
+    def open_engine(spec, path, architecture, version, *, is_new):
         opened.append((path.name, architecture, version))
         return Answers(gpu.expectation.outputs["ctr"])
 
-    monkeypatch.setattr(loading, "open_tensorrt_rtx", open_engine)
+    monkeypatch.setattr(tensorrt, "open_engine", open_engine)
     assert load(bundle).entry.backend == "onnxruntime"
     assert opened == []
     with_gpu(monkeypatch)
@@ -96,26 +98,26 @@ def test_a_program_is_loaded_only_from_a_trusted_origin(sample, bundle, monkeypa
 def test_a_program_that_answers_wrong_is_freed(bundle, monkeypatch):
     with_gpu(monkeypatch)
     wrong = Answers(np.full((8, 1), 9.0, np.float32))
-    monkeypatch.setattr(loading, "open_tensorrt_rtx", lambda *arguments: wrong)
+    monkeypatch.setattr(tensorrt, "open_engine", lambda *arguments, is_new: wrong)
     engine = load(bundle, trust=True)
     assert engine.entry.backend == "onnxruntime"
     assert wrong.closed
 
 
 def test_a_trusted_program_without_its_gpu_is_passed_over(bundle, monkeypatch):
-    monkeypatch.setattr(tensorrt_vendors, "list_cuda_devices", lambda: ())
-    monkeypatch.setattr(selection, "_is_installed", lambda module: True)
+    monkeypatch.setattr(cuda, "list_cuda_devices", lambda: ())
+    monkeypatch.setattr(backends, "is_installed", lambda module: True)
     (skipped,) = load(bundle, trust=True).skipped
     assert (skipped.cause, skipped.reason) == (
         Cause.DEVICE,
         "cannot run here: the engine is for sm89 and this host has no NVIDIA GPU",
     )
-    monkeypatch.setattr(selection, "_is_installed", lambda module: False)
+    monkeypatch.setattr(backends, "is_installed", lambda module: False)
     (skipped,) = load(bundle, trust=True).skipped
     assert skipped.cause is Cause.LIBRARY
     # Both at once: who installs the library should know that it will not help.
     assert skipped.reason.startswith(
-        "TensorRT for RTX is not installed; pip install 'loka-onnx[tensorrt-rtx]'; "
+        "TensorRT for RTX is not installed; pip install 'loka-onnx[tensorrt-rtx]' ("
     )
     assert skipped.reason.endswith("this host has no NVIDIA GPU")
 
@@ -283,7 +285,7 @@ def test_the_runtime_imports_nothing_heavy():
         "print(sorted(heavy & set(sys.modules)), sorted(rooms))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "[] ['core', 'errors', 'runtime', 'sessions']"
+    assert said.strip() == "[] ['bundle', 'core', 'errors', 'runtime', 'sessions']"
 
 
 @pytest.mark.parametrize("kind", [Health, Skipped, Snapshot])

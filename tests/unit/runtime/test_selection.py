@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
-from loka_onnx.runtime import Cause, load, selection
+from loka_onnx.engines.onnxruntime import providers
+from loka_onnx.runtime import Cause, load
 from loka_onnx.runtime.selection import in_order, obstacle
-from loka_onnx.sessions import host_devices, providers, tensorrt_vendors
-from loka_onnx.sessions.bundle_files import verify_bundle
+from loka_onnx.sessions import backends, cuda, host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 
 ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
@@ -32,12 +33,12 @@ def manifest(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Man
 def host(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str, str], **libraries: str) -> None:
     """A host with these GPUs, and libraries by module and version."""
     devices = tuple(CudaDevice(index, name, kind) for index, (name, kind) in enumerate(gpus))
-    for module in (tensorrt_vendors, host_devices, providers):
+    for module in (cuda, host_devices, providers):
         monkeypatch.setattr(module, "list_cuda_devices", lambda: devices)
-    monkeypatch.setattr(selection, "_is_installed", lambda module: module in libraries)
+    monkeypatch.setattr(backends, "is_installed", lambda module: module in libraries)
     for name, version in libraries.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__name__=name, __version__=version))
-    monkeypatch.setattr(selection.metadata, "version", lambda name: libraries[name])
+    monkeypatch.setattr(backends.metadata, "version", lambda name: libraries[name])
 
 
 def entry(manifest: Manifest, name: str, **changes: Any) -> EngineEntry:

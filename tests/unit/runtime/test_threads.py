@@ -24,26 +24,26 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bundle"))
 from cut_models import cut_contents, request
 from fake_cuda_driver import FakeDriver
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.format.files import Sample, verify_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.manifest import BatchRange, Manifest
-from loka_onnx.errors import EngineError
-from loka_onnx.runtime import Engine, load
-from loka_onnx.runtime.gate import Gate
-from loka_onnx.sessions import cuda
-from loka_onnx.sessions.bound_session import BoundSession
-from loka_onnx.sessions.bound_settings import BoundSettings
-from loka_onnx.sessions.bundle_files import Sample, verify_bundle
-from loka_onnx.sessions.migraphx_session import (
+from loka_onnx.engines.migraphx.session import (
     MigraphxEngine,
     MigraphxSession,
     ProgramFile,
     ProgramInput,
     ProgramOutput,
 )
+from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
+from loka_onnx.engines.onnxruntime.io_binding_settings import BoundSettings
+from loka_onnx.engines.tensorrt.session import TensorRtSession
+from loka_onnx.errors import EngineError
+from loka_onnx.runtime import Engine, load
+from loka_onnx.runtime.gate import Gate
+from loka_onnx.sessions import cuda
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Runner
-from loka_onnx.sessions.tensorrt_session import TensorRtSession
 
 ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
 
@@ -77,9 +77,9 @@ def on_inductor(folder: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = Fa
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
     from test_inductor_session import StandInGpu
 
-    from loka_onnx.sessions.inductor_lanes import DeviceLane, HostLane
-    from loka_onnx.sessions.inductor_package import InductorEngine, InputPort, OutputPort, Program
-    from loka_onnx.sessions.inductor_session import InductorSession
+    from loka_onnx.engines.inductor.lanes import DeviceLane, HostLane
+    from loka_onnx.engines.inductor.package import InductorEngine, InputPort, OutputPort, Program
+    from loka_onnx.engines.inductor.session import InductorSession
 
     engine = InductorEngine(
         torch=str(torch.__version__),

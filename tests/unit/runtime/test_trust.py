@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import pack_bundle, sign_bundle, write_bundle, write_key_pair
+from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import EngineEntry
+from loka_onnx.engines.tensorrt import spec as tensorrt
 from loka_onnx.errors import BundleInvalid, EngineError
 from loka_onnx.runtime import Cause, load, loading
 from loka_onnx.runtime.selection import Obstacle, obstacle
@@ -34,7 +37,7 @@ def opened(sample: SampleRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def run(self, inputs: Any) -> Arrays:
             return {name: value[np.arange(len(inputs["dense"])) % 8] for name, value in expected.items()}
 
-    def open_program(path: Path, architecture: str, version: str) -> Runner:
+    def open_program(spec: Any, path: Path, architecture: str, version: str, *, is_new: bool) -> Runner:
         seen.append(path.name)
         return Answers()
 
@@ -43,7 +46,7 @@ def opened(sample: SampleRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return found if found is not None and found.cause is Cause.UNTRUSTED else None
 
     monkeypatch.setattr(loading, "obstacle", untrusted_only)
-    monkeypatch.setattr(loading, "open_tensorrt_rtx", open_program)
+    monkeypatch.setattr(tensorrt, "open_engine", open_program)
     monkeypatch.setattr(loading, "in_order", lambda manifest, usable: tuple(usable))
     return seen
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
+from loka_onnx.engines.onnxruntime.io_binding_settings import BoundSettings
 from loka_onnx.errors import DataError, EngineError
-from loka_onnx.runtime import Cause, Serving, load, loading
+from loka_onnx.runtime import Cause, Serving, load
 from loka_onnx.runtime.engine import WARM_UPS
-from loka_onnx.sessions.bound_session import BoundSession
-from loka_onnx.sessions.bound_settings import BoundSettings
+from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Arrays
 
@@ -41,7 +42,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(len(inputs["dense"]))
             return super().run(inputs, *arguments)
 
-    monkeypatch.setattr(loading, "OnnxSession", Watched)
+    monkeypatch.setattr(onnx_session, "OnnxSession", Watched)
     return sizes
 
 
@@ -71,7 +72,7 @@ def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(
                 raise EngineError("no memory for 1024 rows")
             return super().run(inputs, *arguments)
 
-    monkeypatch.setattr(loading, "OnnxSession", Fails)
+    monkeypatch.setattr(onnx_session, "OnnxSession", Fails)
     engine = load(bundle)
     # The next engine was not timed, so that it does not run the size.
     assert engine.entry.id == sample.contents.engines[2].artifact.id
@@ -94,7 +95,7 @@ def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(
         return Watched(path, BoundSettings("cpu", str(ort.__version__), sizes=sizes))
 
     exact = load(bundle)
-    monkeypatch.setattr(loading, "OnnxSession", open_session)
+    monkeypatch.setattr(onnx_session, "OnnxSession", open_session)
     engine = load(bundle)
     health = engine.health()
     assert engine.served_sizes == health.served_sizes == sizes

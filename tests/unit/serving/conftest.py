@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 
 from sample_run import make_run
 
-from loka_onnx.bundle import write_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.runtime import Engine, load
 
 

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.errors import ConfigError, DataError
-from loka_onnx.serving.protocol import Card, InferRequest, Wanted, read_request, write_answer
+from loka_onnx.serving.protocol import Card, InferRequest, read_request, write_answer
 
 NAMES = {
     "bool": "BOOL",
@@ -65,7 +65,7 @@ def test_what_the_client_sends_as_bytes_arrives(dtype: str, data: st.DataObject)
     model = card(TensorSpec("b", dtype, (None, 3)), TensorSpec("a", "uint8", (None, 3)))
     request = read_request(body, length, model)
     assert request.id == "42"
-    assert request.outputs == (Wanted("ctr", True),)
+    assert request.outputs == {"ctr": True}
     assert same(request.inputs["b"], value) and same(request.inputs["a"], other)
     assert request.inputs["b"].flags.aligned and request.inputs["b"].flags.writeable
 
@@ -84,7 +84,7 @@ def test_what_the_client_sends_as_json_arrives(dtype: str, data: st.DataObject) 
     assert length is None
     request = read_request(body, length, card(TensorSpec("a", dtype, (None, 3))))
     assert same(request.inputs["a"], value)
-    assert request.outputs == (Wanted("ctr", False),)
+    assert request.outputs == {"ctr": False}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,7 +96,7 @@ def test_the_client_reads_our_answers(dtype: str, data: st.DataObject, binary: b
         value = np.where(np.isfinite(value), value, 0).astype(dtype)
     first, second = TensorSpec("first", dtype, (None, 3)), TensorSpec("second", "int8", (None,))
     model = Card("m", "1", "p", (), (first, second))
-    request = InferRequest("x", {}, (Wanted("second", True), Wanted("first", binary)))
+    request = InferRequest("x", {}, {"second": True, "first": binary})
     small = np.arange(3, dtype=np.int8)
     answer = write_answer(request, {"first": value, "second": small}, model)
     read = tritonclient.InferenceServerClient.parse_response_body(
@@ -148,7 +148,7 @@ def test_unknown_keys_and_parameters_are_ignored() -> None:
         tensor(parameters={"mine": 1}), model_name="ranker", parameters={"priority": 3, "x": "y"}, outputs=[]
     )
     request = read_request(body, None, card())
-    assert (request.id, request.outputs) == (None, (Wanted("ctr", False),))
+    assert (request.id, request.outputs) == (None, {"ctr": False})
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -158,7 +158,7 @@ def test_an_output_overrides_what_holds_for_all(binary: bool) -> None:
         parameters={"binary_data_output": not binary},
         outputs=[{"name": "ctr", "parameters": {"binary_data": binary}}],
     )
-    assert read_request(body, None, card()).outputs == (Wanted("ctr", binary),)
+    assert read_request(body, None, card()).outputs == {"ctr": binary}
 
 
 BAD = {
@@ -319,17 +319,17 @@ def test_a_bool_byte_is_0_or_1() -> None:
 
 def test_nan_goes_out_as_bytes_and_not_as_json() -> None:
     value = np.array([[np.nan], [1]], np.float32)
-    request = InferRequest(None, {}, (Wanted("ctr", False),))
+    request = InferRequest(None, {}, {"ctr": False})
     with pytest.raises(DataError, match="JSON cannot hold output 'ctr'\n  evidence: 1 of its 2 elements"):
         write_answer(request, {"ctr": value}, card())
-    answer = write_answer(InferRequest(None, {}, (Wanted("ctr", True),)), {"ctr": value}, card())
+    answer = write_answer(InferRequest(None, {}, {"ctr": True}), {"ctr": value}, card())
     assert answer.body.endswith(value.tobytes())
 
 
 def test_bf16_in_json_is_exact() -> None:
     value = np.array([[0.1], [3.0]], ml_dtypes.bfloat16)
     model = Card("m", "1", "p", (), (TensorSpec("y", "bfloat16", (None, 1)),))
-    answer = write_answer(InferRequest(None, {}, (Wanted("y", False),)), {"y": value}, model)
+    answer = write_answer(InferRequest(None, {}, {"y": False}), {"y": value}, model)
     assert json.loads(answer.body)["outputs"][0]["data"] == [0.10009765625, 3.0]
 
 

@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 
-from loka_onnx.sessions.archive_layout import (
+from loka_onnx.bundle.format.archive_layout import (
     Stored,
     central_header,
     ending,

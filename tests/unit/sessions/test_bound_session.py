@@ -13,12 +13,12 @@ import onnx.parser
 import pytest
 
 from loka_onnx.core import serde
+from loka_onnx.engines.onnxruntime import io_binding_session as bound_session
+from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession, _Bound, open_bound
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.provider_session import placed_nodes, session_options
+from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS
 from loka_onnx.errors import EngineError, ModelError, UserError
-from loka_onnx.sessions import bound_session
-from loka_onnx.sessions.bound_session import BoundSession, _Bound, open_bound
-from loka_onnx.sessions.bound_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
-from loka_onnx.sessions.provider_session import placed_nodes, session_options
-from loka_onnx.sessions.providers import CPU, CUDA, PROVIDERS
 
 ort = pytest.importorskip("onnxruntime")
 

@@ -16,14 +16,14 @@ import pytest
 from fake_cuda_driver import FakeDriver
 from test_tensorrt_session import RANGE, FakeEngine, fake_trt
 
+from loka_onnx.engines.onnxruntime.io_binding_session import BoundSession
+from loka_onnx.engines.onnxruntime.providers import PROVIDERS
+from loka_onnx.engines.tensorrt.session import TensorRtSession
 from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions import cuda
-from loka_onnx.sessions.bound_session import BoundSession
 from loka_onnx.sessions.cuda import CudaContext
 from loka_onnx.sessions.dlpack import CUDA, Borrowed, borrow
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.sessions.providers import PROVIDERS
-from loka_onnx.sessions.tensorrt_session import TensorRtSession
 
 
 def on_device(array: np.ndarray) -> Borrowed:

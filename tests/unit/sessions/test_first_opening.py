@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_cuda_driver import FakeDriver
 
+from loka_onnx.engines.tensorrt import first_opening
+from loka_onnx.engines.tensorrt.first_opening import check_opens
+from loka_onnx.engines.tensorrt.session import TensorRtSession, open_engine
+from loka_onnx.engines.tensorrt.spec import TENSORRT, TENSORRT_RTX, TensorRtSpec
 from loka_onnx.errors import EngineError
-from loka_onnx.sessions import cuda, first_opening, tensorrt_session
+from loka_onnx.sessions import cuda
 from loka_onnx.sessions.cuda import CudaDevice
-from loka_onnx.sessions.first_opening import check_opens
-from loka_onnx.sessions.tensorrt_session import TensorRtSession, open_engine
-from loka_onnx.sessions.tensorrt_vendors import Vendor
 
 GPU = CudaDevice(0, "NVIDIA H100 80GB HBM3", "sm90")
 LIBRARY = """
 import os, signal
+from dataclasses import replace
 from pathlib import Path
 from fake_cuda_driver import FakeDriver
 from loka_onnx.sessions import cuda
@@ -84,12 +87,17 @@ def test_one_that_takes_for_ever_is_ended(place: Path, monkeypatch: pytest.Monke
         check_opens(library(place, "signal.pause()"), "11.4.0", place / "engine.trt", GPU)
 
 
+def named(module: str) -> TensorRtSpec:
+    """TensorRT under the name of another module."""
+    return replace(TENSORRT, title="TRT", modules=(module,), package=module)
+
+
 def test_a_refusal_is_left_to_who_opens_it(place: Path) -> None:
     """The library returns no engine: the session says so, with its own words."""
     module = library(place, "return None")
     check_opens(module, "11.4.0", place / "engine.trt", GPU)
     with pytest.raises(EngineError, match="does not load the engine"):
-        open_engine(Vendor(module, "TRT", module, "x"), place / "engine.trt", "sm90", is_new=True)
+        open_engine(named(module), place / "engine.trt", "sm90", is_new=True)
     # Twice in a child, once here.
     assert openings(place) == 3
 
@@ -129,19 +137,19 @@ def test_a_host_that_starts_no_child_opens_it_as_before(
     assert openings(place) == 0
 
 
-@pytest.mark.parametrize("opens", [tensorrt_session.open_tensorrt, tensorrt_session.open_tensorrt_rtx])
-def test_engines_of_bundles_are_tried(place: Path, opens) -> None:
+@pytest.mark.parametrize("spec", [TENSORRT, TENSORRT_RTX], ids=lambda spec: spec.name)
+def test_engines_of_bundles_are_tried(place: Path, spec: TensorRtSpec) -> None:
     """By the functions that the runtime opens engines with; a crash here would end this test."""
     library(place, "os.abort()", "tensorrt")
     library(place, "os.abort()", "tensorrt_rtx")
     with pytest.raises(EngineError, match="SIGABRT"):
-        opens(place / "engine.trt", "sm90", "11.4.0")
+        spec.open(place / "engine.trt", "sm90", "11.4.0", None)
 
 
 def test_the_library_sees_nothing_without_a_driver(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = library(place, "os.abort()")
-    vendor = Vendor(module, "TRT", module, "x")
-    trt = vendor.load()
+    vendor = named(module)
+    trt = vendor.load_library()
 
     def missing() -> None:
         raise EngineError("there is no CUDA driver on this machine")

@@ -6,8 +6,7 @@ import pytest
 
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
-from loka_onnx.sessions.host_devices import device_of_architecture, is_target
-from loka_onnx.sessions.providers import AmdDevice
+from loka_onnx.sessions.host_devices import AmdDevice, device_of_architecture, is_target
 
 H100, H200, L4 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L4"
 

@@ -20,12 +20,9 @@ import numpy as np
 import pytest
 
 from loka_onnx.core import serde
-from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions import inductor_session
-from loka_onnx.sessions.buckets import Piece
-from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
-from loka_onnx.sessions.inductor_lanes import Captured, DeviceLane, Gpu, HostLane, Placement
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor import session as inductor_session
+from loka_onnx.engines.inductor.lanes import Captured, DeviceLane, Gpu, HostLane, Placement
+from loka_onnx.engines.inductor.package import (
     InductorEngine,
     InputPort,
     OutputPort,
@@ -35,7 +32,10 @@ from loka_onnx.sessions.inductor_package import (
     read_engine,
     read_sources,
 )
-from loka_onnx.sessions.inductor_session import InductorSession, open_inductor, placements
+from loka_onnx.engines.inductor.session import InductorSession, open_inductor, placements
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.buckets import Piece
+from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
 
 torch = pytest.importorskip("torch", reason="needs torch")
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loka_onnx.errors import EngineError, MissingPackage, ModelError
-from loka_onnx.sessions.migraphx_api import (
+from loka_onnx.engines.migraphx.api import (
     Compilation,
     compile_program,
     import_migraphx,
@@ -25,6 +24,7 @@ from loka_onnx.sessions.migraphx_api import (
     version_of,
     why_no_target,
 )
+from loka_onnx.errors import EngineError, MissingPackage, ModelError
 
 
 class Shape:

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from loka_onnx.core import serde
-from loka_onnx.errors import EngineError
-from loka_onnx.sessions import migraphx_session
-from loka_onnx.sessions.migraphx_session import (
+from loka_onnx.engines.migraphx import session as migraphx_session
+from loka_onnx.engines.migraphx.session import (
     MigraphxEngine,
     MigraphxSession,
     ProgramFile,
@@ -25,6 +24,7 @@ from loka_onnx.sessions.migraphx_session import (
     target_of,
     why_not_run,
 )
+from loka_onnx.errors import EngineError
 
 DOCUMENT = MigraphxEngine(
     "gfx942",

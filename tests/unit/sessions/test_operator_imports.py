@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from test_inductor_session import DYNAMIC, package
 
-from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions import inductor_session
-from loka_onnx.sessions.inductor_package import (
+from loka_onnx.engines.inductor import session as inductor_session
+from loka_onnx.engines.inductor.package import (
     OPERATOR_MODULES,
     NeededPackage,
     instruction_sets,
     read_called_operators,
     read_engine,
 )
-from loka_onnx.sessions.inductor_session import import_packages, open_inductor
+from loka_onnx.engines.inductor.session import import_packages, open_inductor
+from loka_onnx.errors import EngineError, MissingPackage
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 

@@ -8,24 +8,23 @@ from types import SimpleNamespace
 import pytest
 
 from loka_onnx.core.devices import device_called
-from loka_onnx.errors import ConfigError, EngineError
-from loka_onnx.sessions import providers
-from loka_onnx.sessions.cuda import CudaDevice
-from loka_onnx.sessions.providers import (
+from loka_onnx.engines.onnxruntime import providers
+from loka_onnx.engines.onnxruntime.providers import (
     CPU,
     CUDA,
     MIGRAPHX,
     TENSORRT,
     Provider,
     device_of,
-    list_amd_architectures,
-    list_amd_devices,
     provider_chain,
     provider_for,
     timing_directory,
     why_no_provider,
     why_not_here,
 )
+from loka_onnx.errors import ConfigError, EngineError
+from loka_onnx.sessions.cuda import CudaDevice
+from loka_onnx.sessions.host_devices import list_amd_architectures, list_amd_devices
 
 
 @pytest.fixture

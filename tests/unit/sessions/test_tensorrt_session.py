@@ -17,15 +17,13 @@ import numpy as np
 import pytest
 from fake_cuda_driver import STREAM, FakeDriver
 
-from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions import cuda
-from loka_onnx.sessions.tensorrt_session import (
+from loka_onnx.engines.tensorrt.session import (
     TensorRtSession,
     open_engine,
-    open_tensorrt,
-    open_tensorrt_rtx,
 )
-from loka_onnx.sessions.tensorrt_vendors import TENSORRT, TENSORRT_RTX, Vendor
+from loka_onnx.engines.tensorrt.spec import TENSORRT, TENSORRT_RTX, TensorRtSpec
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions import cuda
 
 RANGE = ((1, 2), (8, 2), (16, 2))
 
@@ -141,7 +139,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 def two_gpus(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
     """A host with a Blackwell GPU, then an Ada one, and the libraries."""
     engine.driver.devices = (("RTX 5090", 12, 0), ("RTX 4090", 8, 9))
-    monkeypatch.setattr(Vendor, "load", lambda self: fake_trt(engine, self.module))
+    monkeypatch.setattr(TensorRtSpec, "load_library", lambda self: fake_trt(engine, self.modules[0]))
 
 
 def rows(count: int, start: float = 0.0) -> dict[str, np.ndarray[Any, Any]]:
@@ -267,28 +265,28 @@ def test_a_type_that_numpy_lacks_is_named(engine: FakeEngine, file: Path) -> Non
 
 @pytest.mark.usefixtures("two_gpus")
 def test_the_gpu_of_the_architecture_is_chosen(engine: FakeEngine, file: Path) -> None:
-    open_tensorrt_rtx(file, "sm89", "1.7.1")
+    TENSORRT_RTX.open(file, "sm89", "1.7.1", None)
     assert engine.driver.calls[0] == "retain 1"
 
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
-    ("vendor", "said"),
+    ("spec", "said"),
     [
         (TENSORRT, "another version of TensorRT\n(?s:.*)install tensorrt 1.5"),
         (TENSORRT_RTX, "another version of TensorRT for RTX\n(?s:.*)install tensorrt-rtx-cu13 1.5"),
     ],
-    ids=lambda value: getattr(value, "module", ""),
+    ids=lambda value: getattr(value, "name", ""),
 )
 def test_another_version_or_architecture_is_refused(
-    engine: FakeEngine, file: Path, vendor: Vendor, said: str
+    engine: FakeEngine, file: Path, spec: TensorRtSpec, said: str
 ) -> None:
     with pytest.raises(EngineError, match=said):
-        open_engine(vendor, file, "sm89", "1.5")
+        open_engine(spec, file, "sm89", "1.5")
     with pytest.raises(
         EngineError, match=r"for sm86 and this host has RTX 5090 \(sm120\), RTX 4090 \(sm89\)"
     ):
-        open_engine(vendor, file, "sm86", "1.7.1")
+        open_engine(spec, file, "sm86", "1.7.1")
     assert not engine.contexts
 
 
@@ -296,11 +294,11 @@ def test_a_missing_library_names_the_package(monkeypatch: pytest.MonkeyPatch, fi
     for module in ("tensorrt", "tensorrt_rtx"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[tensorrt-rtx\]'"):
-        open_tensorrt_rtx(file, "sm89")
+        TENSORRT_RTX.open(file, "sm89", "", None)
     with pytest.raises(
         MissingPackage, match=r"TensorRT is not installed(?s:.*)pip install 'loka-onnx\[tensorrt\]'"
     ):
-        open_tensorrt(file, "sm90")
+        TENSORRT.open(file, "sm90", "", None)
 
 
 @pytest.mark.parametrize("count", [4, 9])
@@ -326,4 +324,4 @@ def test_a_directory_of_that_name_is_not_the_library(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(__import__("sys").modules, "tensorrt", raising=False)
     monkeypatch.setattr(__import__("sys"), "path", [str(tmp_path)])
     with pytest.raises(MissingPackage, match=rf"TensorRT is not installed(?s:.*){tmp_path}/tensorrt"):
-        TENSORRT.load()
+        TENSORRT.load_library()

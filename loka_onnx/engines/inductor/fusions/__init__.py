@@ -1,7 +1,7 @@
-"""What the compiler does not fuse by itself, written into the planned graph as nodes of a domain of our own.
+"""Fusions that the compiler does not find, written into the planned graph as nodes of an own domain.
 
-One fusion per file. Each has a docstring with its algebra, takes a `PlannedGraph`, edits it, and returns what
-it fused and what it declined. `fuse` runs them all.
+One fusion per file; its docstring states the algebra. It edits a `PlannedGraph` and returns what it fused and
+declined. `fuse` runs them all.
 """
 
 from loka_onnx.engines.inductor.fusions.base import DOMAIN, Fused, FusionReport

@@ -1,21 +1,20 @@
-"""Exact attention, as one call of PyTorch's own (FlashAttention, arXiv 2205.14135).
+"""Exact attention as one call of PyTorch's (FlashAttention, arXiv 2205.14135) or of an own kernel.
 
-With queries Q (batch, heads, q, d), Kᵀ (batch, heads, d, k) and V (batch, heads, k, d), without heads too::
+With queries Q (batch, heads, q, d), Kᵀ (batch, heads, d, k) and V (batch, heads, k, d), also without heads::
 
     softmax(s · Q·Kᵀ + mask) · V
 
-The mask is added, or chooses −∞ (Where); a guard that turns the NaN of rows masked throughout into 0 is what
-the kernels do anyway: such a row gives 0, with or without one. Factors of Q and of Kᵀ alone stay with them.
+The mask is added, or selects −∞ (Where). A guard that turns NaN of wholly masked rows into 0 is dropped: the
+kernels give 0 anyway. Constant factors of Q or Kᵀ alone stay with them.
 
-A finite mask that BF16 holds is added all the same, and a row of it is uniform (`kernels.operators`). In
-FP16, where sums of the graph are rounded, such a row is uniform in the graph alone: the kernels add in FP32.
+A finite BF16 mask is added too; a row that is masked by it is uniform (`kernels.operators`). In FP16 the
+graph rounds sums, so that such a row is uniform only there: the kernels add in FP32.
 
-The compiler writes the (batch, heads, q, k) products to memory and reads them again, and so the
-probabilities; a fused kernel keeps them on the chip, and sums in FP32. Where the keys of a head fit one tile,
-it is one of this project's own on a GPU (`is_short`, `kernels.triton_attention`), else one of PyTorch's,
-which chooses itself; on an H100 it took cuDNN's, which pays from `LEAST` products on.
+The compiler writes products and probabilities (batch, heads, q, k) to memory; a fused kernel keeps them on
+the chip and sums in FP32. On a GPU, where the keys of a head fit one tile, it is an own kernel (`is_short`,
+`kernels.triton_attention`), else PyTorch selects one: on an H100 cuDNN's, which pays from `LEAST` products.
 
-Heads of a multiple of 8 numbers, 256 at most, are fused; what PyTorch makes of others was not tried.
+Only heads whose width is a multiple of 8 up to 256 are fused; PyTorch was not tried on others.
 """
 
 from __future__ import annotations
@@ -41,33 +40,30 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tenso
 
 OP = f"{DOMAIN}::Attention"
 MULTIPLE, MOST = 8, 256
-"""What d must be a multiple of, and the most it may be."""
+"""Required divisor of d, and its largest value."""
 LEAST = 3000
-"""Products of queries with keys, of one head, from which on PyTorch's kernels pay, by hand on an H100: with
-1024 examples of 8 heads of 16 numbers 2304 took 165 µs in place of 137, and 3328 took 177 in place of 219."""
+"""Fewest products of queries and keys of a head for which PyTorch's kernels pay, measured on an H100: with
+1024 examples of 8 heads of width 16, 2304 products took 165 µs fused and 137 otherwise, 3328 took 177 and
+219."""
 SHORT_KEYS = range(16, 257)
-"""Keys that one tile of our own kernel holds; fewer would be more than half padding."""
+"""Numbers of keys in a tile of our kernel; fewer would be more than half padding."""
 SHORT_QUERIES, SHORT_WIDTH, SHORT_ELEMENTS = 256, 128, 1 << 14
-"""Most queries and numbers of a head that it takes, and numbers of a tile of keys: 32 KiB, as of values."""
+"""Most queries and head width of our kernel, and elements of its tile of keys (32 KiB; the same for
+values)."""
 _SHAPES = frozenset({"Expand", "Flatten", "Reshape", "Squeeze", "Tile", "Unsqueeze"})
 MOVEMENTS = _SHAPES | {"Concat", "Gather", "Identity", "Slice", "Split", "Transpose"}
-"""Operators through which the lowering hands FP8 values on."""
+"""Operators through which the lowering passes FP8 values."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """An attention, as it stands in the graph.
+    """A matched attention.
 
     Attributes:
-        q: Q.
-        kt: Kᵀ.
-        v: V.
-        out: P · V.
         inside: All other nodes, Q · Kᵀ last.
-        mask: What is added; or what chooses, where one of `keep` and `drop` is set.
+        mask: Added mask, or a condition where `keep` or `drop` is set.
         keep: Whether the mask is true where products stay.
         drop: Whether it is true where they become −∞.
-        scale: s.
     """
 
     q: Tensor
@@ -82,23 +78,18 @@ class _Found:
 
     @property
     def softmax(self) -> Node:
-        """The node that makes probabilities."""
+        """The softmax node."""
         return next(node for node in self.inside if node.op == "Softmax")
 
 
 def is_short(queries: int, keys: int, width: int) -> bool:
-    """Whether a GPU takes our own kernel for an attention (`kernels.triton_attention`), and not PyTorch's.
+    """Tell whether a GPU runs our own kernel for an attention (`kernels.triton_attention`), not PyTorch's.
 
-    This one rule says both what is fused below `LEAST` and what the lowering calls. It follows from sizes:
-    keys of a head are one tile, and with its values, a tile of queries and probabilities two programs and
-    more fit a multiprocessor. On an H100, of 11 shapes of 200 to 10816 products, it took .37 to .97 of the
-    written-out time (`benchmarks/records/attention-times.json`); more than 104 of either were not timed.
-    A CPU has no such kernel: 2 queries of 100 keys took 1.3 times as long there as written out.
-
-    Args:
-        queries: Of a head.
-        keys: Of a head.
-        width: Numbers of a head.
+    The rule decides both which attentions below `LEAST` are fused and which kernel the lowering calls: the
+    keys of a head are one tile, and at least two programs, with values, queries and probabilities, fit a
+    multiprocessor. On an H100, 11 shapes of 200 to 10816 products took .37 to .97 of the unfused time
+    (`benchmarks/records/attention-times.json`); more than 104 queries or keys were not timed. On a CPU, 2
+    queries of 100 keys took 1.3 times the unfused time.
     """
     fits = padded(keys) * padded(width) <= SHORT_ELEMENTS
     return keys in SHORT_KEYS and queries <= SHORT_QUERIES and width <= SHORT_WIDTH and fits
@@ -118,7 +109,7 @@ def _is_product(node: Node | None) -> bool:
 
 
 def _attention(out: Node) -> _Found | None:
-    """The attention that a product ends; None where a softmax of a product is not its first factor."""
+    """Match the attention that a product ends; None where its first factor is no softmax of a product."""
     tensor, inside = _through_casts(out.reads(0), ())
     guard = _node(tensor, "Where")
     if guard is not None:
@@ -134,7 +125,7 @@ def _attention(out: Node) -> _Found | None:
 
 
 def _products(tensor: Tensor, found: _Found) -> Iterator[_Found]:
-    """The product behind the argument of a softmax, with what was done to it; against the flow."""
+    """Yield matches of the product upstream of a softmax, with the scale and mask between them."""
     tensor, inside = _through_casts(tensor, found.inside)
     node = tensor.producer
     if node is None or node.domain:
@@ -145,7 +136,7 @@ def _products(tensor: Tensor, found: _Found) -> Iterator[_Found]:
     elif node.op in {"Mul", "Div"}:
         yield from _scaled(node, found)
     elif found.mask is None and found.scale == 1.0:
-        # A factor behind the mask would be one of the mask as well.
+        # A factor downstream of the mask would scale the mask too.
         yield from _masked(node, found)
 
 
@@ -174,14 +165,14 @@ def _node(tensor: Tensor, op: str) -> Node | None:
 
 
 def _through_casts(tensor: Tensor, inside: tuple[Node, ...]) -> tuple[Tensor, tuple[Node, ...]]:
-    """What a tensor is cast from, and the nodes with the casts among them."""
+    """Follow casts upstream; return the source and the nodes with the casts added."""
     while (node := _node(tensor, "Cast")) is not None:
         tensor, inside = node.reads(0), (*inside, node)
     return tensor, inside
 
 
 def _number(tensor: Tensor) -> float | None:
-    """A constant of one number."""
+    """Value of a constant with one element."""
     if not tensor.is_read or tensor.values.size != 1:
         return None
     return float(tensor.values.reshape(-1)[0])
@@ -221,7 +212,7 @@ def _check_precision(found: _Found) -> None:
 
 
 def _is_float8(tensor: Tensor) -> bool:
-    """Whether a tensor is dequantized, or moved from one that is."""
+    """Tell whether a tensor is dequantized, or moved from one that is."""
     pending = [tensor]
     while pending:
         node = pending.pop().producer
@@ -258,14 +249,14 @@ def _check_shapes(found: _Found) -> None:
 
 
 def _check_axis(graph: PlannedGraph, found: _Found) -> None:
-    # Before operator set 13 softmax is over all axes from its own on, by itself the second one.
+    # Before operator set 13, softmax is over all axes from `axis` on, which is 1 by default.
     default = -1 if graph.opset >= 13 else 1
     if found.softmax.attrs.get("axis", default) not in {-1, len(found.q.shape or ()) - 1}:
         raise DeclinedFusion("its softmax is not over the keys")
 
 
 def _is_mask(mask: Tensor, products: tuple[int | None, ...]) -> bool:
-    """Whether a mask has a number for every key, and its other axes are those of the products or 1."""
+    """Tell whether a mask has an element for every key, and its other axes match or are 1."""
     shape = mask.shape
     if not shape or len(shape) > len(products) or shape[-1] != products[-1]:
         return False
@@ -274,7 +265,7 @@ def _is_mask(mask: Tensor, products: tuple[int | None, ...]) -> bool:
 
 
 def _check_readers(graph: PlannedGraph, found: _Found) -> None:
-    """Nothing else may read what no node computes any more."""
+    """Refuse an attention if anything else reads an intermediate tensor."""
     inner = {id(node) for node in (*found.inside, found.out)}
     for node in found.inside:
         for tensor in node.outputs:

@@ -1,4 +1,4 @@
-"""What fusions share: their domain, their result, and how they look through casts and layouts."""
+"""Common parts of fusions: domain, results, and matching through casts and layouts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ import onnx
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 DOMAIN = "loka"
-"""Of nodes that only the lowering of this backend knows."""
+"""Domain of nodes that only this backend lowers."""
 E4M3FN = onnx.TensorProto.FLOAT8E4M3FN
 HALVES = frozenset({onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT16})
 """Types that the kernels multiply."""
 MOST_ELEMENTS = 1 << 15
-"""Of one operand of a kernel that holds a whole example in registers and shared memory."""
+"""Most elements of an operand in a kernel that keeps a whole example in registers and shared memory."""
 
 
 @dataclass(frozen=True)
 class Fused:
-    """One place that became one kernel.
-
-    Attributes:
-        name: Name of the new node.
-        sites: Sites that the kernel computes.
-    """
+    """A new node, and the sites that its kernel computes."""
 
     name: str
     sites: tuple[str, ...] = ()
@@ -33,19 +28,14 @@ class Fused:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """Places that were fused, and those that looked alike and were not.
-
-    Attributes:
-        fused: By name of the fusion.
-        declined: By name of the fusion, the node and the reason.
-    """
+    """Fused matches by fusion, and declined ones with node and reason by fusion."""
 
     fused: dict[str, tuple[Fused, ...]]
     declined: dict[str, tuple[str, ...]]
 
     @property
     def joined(self) -> dict[str, str]:
-        """The fusion of each site that a kernel computes together with others; FP8 there would part them."""
+        """Fusion of each site that shares a kernel with others; FP8 there would split the kernel."""
         return {
             site: name
             for name, places in self.fused.items()
@@ -56,12 +46,12 @@ class FusionReport:
 
 
 class DeclinedFusion(Exception):
-    """A place that looks alike and cannot be fused; the reason is its message."""
+    """A match that cannot be fused; the message is the reason."""
 
 
 @dataclass
 class Findings:
-    """Results of one fusion, as it goes along."""
+    """Results of one fusion while it runs."""
 
     fused: list[Fused]
     declined: list[str]
@@ -71,11 +61,11 @@ Fusion = Callable[[PlannedGraph], Findings]
 
 
 def fuse_each(places: Iterable[tuple[str, Callable[[], Fused]]]) -> Findings:
-    """Fuse place after place, and note those that are declined.
+    """Fuse match after match and collect the declined ones.
 
     Args:
-        places: Name of each place, and what fuses it; found one by one, because a fusion changes the graph
-            that the next is looked for in.
+        places: Name and fusing function of each match; lazy, because each fusion changes the graph in which
+            the next match is searched.
     """
     found = Findings([], [])
     for name, fuse in places:
@@ -89,7 +79,7 @@ def fuse_each(places: Iterable[tuple[str, Callable[[], Fused]]]) -> Findings:
 def attributes(norm: Node, products: tuple[str, ...]) -> dict[str, object]:
     """Attributes of a node that computes products and the norm behind them.
 
-    ``norm_type`` is what the plan gave the norm, which is computed in FP32 inside the kernel in any case.
+    ``norm_type`` is the planned type of the norm, although the kernel computes it in FP32.
     """
     return {
         "epsilon": float(norm.attrs.get("epsilon", 1e-5)),
@@ -100,18 +90,18 @@ def attributes(norm: Node, products: tuple[str, ...]) -> dict[str, object]:
 
 
 def padded(size: int) -> int:
-    """Length of a tile's side that holds `size`: a power of two, at least 16 as matrix units want."""
+    """Side of a tile that holds `size`: a power of two, at least 16 for matrix units."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def made_by(tensor: Tensor, op: str) -> Node | None:
-    """The node of that kind which computes a tensor, seen through casts to FP32."""
+    """Return the node of operator `op` that computes a tensor, ignoring casts to FP32; or None."""
     node = through_casts(tensor).producer
     return node if node is not None and node.op == op and not node.domain else None
 
 
 def through_casts(tensor: Tensor) -> Tensor:
-    """What a tensor is widened to FP32 from, which kernels do as they load; itself where it is not."""
+    """Return the tensor from which this one is widened to FP32 (kernels widen as they load), or itself."""
     node = tensor.producer
     while node is not None and node.op == "Cast" and node.reads(0).kind in HALVES:
         if tensor.kind != onnx.TensorProto.FLOAT:
@@ -122,13 +112,13 @@ def through_casts(tensor: Tensor) -> Tensor:
 
 
 def only_reader(graph: PlannedGraph, tensor: Tensor) -> Node | None:
-    """The one node that reads a tensor; None when there are several, or the graph hands it out."""
+    """Return the only reader of a tensor; None for several readers or an output of the graph."""
     readers = [node for node in tensor.readers if node.outputs]
     return readers[0] if len(readers) == 1 and not graph.is_output(tensor) else None
 
 
 def static(tensor: Tensor, rank: int) -> tuple[int, ...] | None:
-    """The lengths of all axes but the first; None when one is not known, or the rank is another."""
+    """Return the lengths of all axes but the first; None for an unknown length or another rank."""
     shape = tensor.shape
     if shape is None or len(shape) != rank:
         return None
@@ -137,9 +127,8 @@ def static(tensor: Tensor, rank: int) -> tuple[int, ...] | None:
 
 
 def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
-    """The FP32 values that a tensor is rounded from, in its shape: the kernel rounds as it reads.
-
-    Itself where it is not rounded just before.
+    """Return the FP32 tensor that was just rounded to this one, in its shape, because the kernel rounds on
+    reading; the tensor itself where there is none.
     """
     node = tensor.producer
     if node is None or node.domain or node.op not in {"Cast", "Reshape"} or tensor.kind not in HALVES:
@@ -158,7 +147,7 @@ def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
 
 
 def is_float8_quantize(node: Node) -> bool:
-    """Whether a node is a saturating Q to E4M3FN with one constant scale."""
+    """Tell whether a node is a saturating Q to E4M3FN with one constant scale."""
     return (
         node.op == "QuantizeLinear"
         and bool(node.outputs)
@@ -170,7 +159,7 @@ def is_float8_quantize(node: Node) -> bool:
 
 
 def normalizes_last_axis(norm: Node, shape: tuple[int | None, ...]) -> bool:
-    """Whether a norm is over the last axis of a tensor of that shape (None for the batch), and no more."""
+    """Tell whether a norm is over exactly the last axis of a tensor of that shape (None for the batch)."""
     read = norm.reads(0).shape or ()
     axis = norm.attrs.get("axis", -1)
     return len(norm.outputs) == 1 and read[1:] == shape[1:] and axis in {-1, len(shape) - 1}

@@ -1,6 +1,6 @@
-"""What follows a product and needs no other element of its output, read from the graph.
+"""Epilogue of a product: operators behind it that need no other element of its output.
 
-In this order and each where it stands::
+In this order, each optional::
 
     Z  =  A · W + b
     Z  =  relu(Z)                   or, of a cross layer (arXiv 2008.13535, equation 1),   Z  =  x0 ⊙ Z + x
@@ -17,14 +17,7 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tenso
 
 @dataclass
 class Epilogue:
-    """Operators behind a product, as they are read.
-
-    Attributes:
-        end: The tensor that holds Z.
-        bias: b.
-        relu: Whether negative values become 0.
-        cross: x0 and x, of a cross layer.
-    """
+    """Matched epilogue of a product."""
 
     end: Tensor
     bias: Tensor | None = None
@@ -34,28 +27,25 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Ends:
-    """Results that a kernel computes of Z.
-
-    Attributes:
-        wide: Whether Z itself is read.
-        quantize: The Q whose output it computes; None where there is none.
+    """Outputs of a kernel that computes Z: Z itself if `wide`, and the output of `quantize` if there is
+    one.
     """
 
     wide: bool
     quantize: Node | None
 
     def replaced(self, end: Tensor) -> list[Tensor]:
-        """The tensors that the kernel computes, Z first."""
+        """Tensors that the kernel computes, Z first."""
         return ([end] if self.wide else []) + ([self.quantize.outputs[0]] if self.quantize else [])
 
     @property
     def scale(self) -> Tensor | None:
-        """Of the Q."""
+        """Scale of the Q."""
         return None if self.quantize is None else self.quantize.reads(1)
 
 
 def ends_of(graph: PlannedGraph, end: Tensor) -> Ends:
-    """Who reads Z; several Q of one tensor have different scales, and the kernel writes one of them."""
+    """Find the outputs for Z's readers; of several Q with different scales, the kernel computes none."""
     readers = [reader for reader in end.readers if reader.outputs]
     quantized = [reader for reader in readers if is_float8_quantize(reader)]
     narrow = quantized[0] if len(quantized) == 1 else None
@@ -64,7 +54,7 @@ def ends_of(graph: PlannedGraph, end: Tensor) -> Ends:
 
 
 def is_plain(node: Node) -> bool:
-    """Whether a node is a MatMul, or a Gemm A · W + b or A · Wᵀ + b."""
+    """Tell whether a node is a MatMul, or a Gemm A · W + b or A · Wᵀ + b."""
     if node.op not in {"Gemm", "MatMul"} or node.domain or not node.outputs:
         return False
     attrs = node.attrs
@@ -72,9 +62,10 @@ def is_plain(node: Node) -> bool:
 
 
 def transposed(graph: PlannedGraph, node: Node, stored: Tensor) -> Tensor:
-    """The weight of a product as (N, K), the one layout in which matrix units read FP8 from both factors.
+    """Transpose a product's weight to (N, K), the only layout in which matrix units read FP8 from both
+    factors.
 
-    One that was not read stays as it is: nobody computes with such a graph.
+    A weight that was not loaded is unchanged: such a graph is only analysed.
     """
     if node.attrs.get("transB", 0) or not stored.is_read:
         return stored
@@ -82,10 +73,10 @@ def transposed(graph: PlannedGraph, node: Node, stored: Tensor) -> Tensor:
 
 
 def read_epilogue(graph: PlannedGraph, node: Node) -> Epilogue:
-    """What follows a product.
+    """Match the epilogue of a product.
 
     Raises:
-        DeclinedFusion: A Gemm adds something that is not one number a column.
+        DeclinedFusion: A Gemm adds something other than one number per column.
     """
     found = Epilogue(node.outputs[0])
     if node.op == "Gemm" and node.has(2):
@@ -114,7 +105,7 @@ def read_epilogue(graph: PlannedGraph, node: Node) -> Epilogue:
 
 
 def _other(node: Node, tensor: Tensor) -> Tensor | None:
-    """The other operand of a commutative node of two; None where it is the same tensor twice."""
+    """The other operand of a commutative binary node; None where both operands are the same tensor."""
     others = [each for each in node.inputs if each is not None and each is not tensor]
     return others[0] if len(others) == 1 else None
 
@@ -129,7 +120,7 @@ def _is_bias(tensor: Tensor, end: Tensor) -> bool:
 
 
 def _is_alike(tensor: Tensor, end: Tensor) -> bool:
-    """Whether a tensor surely has the shape and type of another, so that nothing is broadcast."""
+    """Tell whether a tensor certainly has the shape and type of another, so that nothing is broadcast."""
     if tensor.is_constant or tensor.shape is None or end.shape is None or tensor.kind != end.kind:
         return False
     return len(end.shape) == 2 and tensor.shape == end.shape

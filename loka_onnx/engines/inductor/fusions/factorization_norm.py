@@ -1,10 +1,10 @@
-"""The interaction half of a factorization machine block, with the norm behind it and the Q behind that.
+"""The interaction half of a factorization machine block, with its norm and the Q behind it.
 
 With tokens X (batch, n, d) and a learned Y (n, k) (Wukong, arXiv 2403.02545, section 3)::
 
     Q?(LN(flatten(X · (Xᵀ · Y))))   →   one kernel that reads X once
 
-The kernel normalizes in FP32 what the product accumulated in FP32, which the graph rounds in between.
+The kernel keeps the product in FP32 for the norm; the graph rounds it in between.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _places(graph: PlannedGraph) -> Iterator[tuple[str, Callable[[], Fused]]]:
 
 
 def _interaction(norm: Node) -> Node | None:
-    """X · P behind the norm's flattened input."""
+    """Match the product X · P that the norm reads flattened."""
     for op in ("Reshape", "Flatten"):
         flat = made_by(norm.reads(0), op)
         if flat is not None:
@@ -98,7 +98,9 @@ def _fuse(graph: PlannedGraph, norm: Node, product: Node, mix: TokenMix) -> Fuse
 
 
 def _end(graph: PlannedGraph, norm: Node, x: Tensor) -> tuple[Tensor, Node | None]:
-    """What the kernel computes in place of the norm's output: what a Q or a cast makes of it, or itself."""
+    """Return the tensor that replaces the norm's output (of a Q or a cast behind it, or itself), and the
+    Q.
+    """
     out = norm.outputs[0]
     reader = only_reader(graph, out)
     if reader is not None and reader.op == "Cast" and reader.outputs[0].kind == x.kind:

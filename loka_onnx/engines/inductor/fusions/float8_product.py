@@ -1,11 +1,11 @@
-"""An FP8 product with everything that follows it and needs no other element of its output.
+"""An FP8 product with its epilogue.
 
 With A and W in FP8 behind their DQ::
 
     Z  =  DQ(A) · DQ(W) + b,    its epilogue (`epilogue`),    Z, Q(Z)
 
-become one node, of which the lowering makes one kernel, or a library's product and what the compiler fuses,
-whichever was measured to be faster at that shape.
+become one node, which the lowering computes by one kernel, or by a library's product and kernels of the
+compiler, whichever measured faster at that shape.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fuse_float8_product(graph: PlannedGraph) -> Findings:
 
 
 def _operands(node: Node) -> tuple[Node, Node] | None:
-    """The two DQ of a product of an activation and a constant, both in E4M3FN."""
+    """The two DQ of a product of an activation and a constant, both in E4M3FN; or None."""
     if not is_plain(node):
         return None
     activation, weight = (node.reads(position).producer for position in (0, 1))
@@ -40,7 +40,7 @@ def _operands(node: Node) -> tuple[Node, Node] | None:
     values, stored = activation.reads(0), weight.reads(0)
     if values.is_constant or not stored.is_constant or len(stored.shape or ()) != 2:
         return None
-    # The product takes one scale, or one for each of its columns.
+    # The product takes one scale, or one for each column.
     columns = 0 if node.attrs.get("transB", 0) else 1
     is_outer = weight.reads(1).values.size == 1 or weight.attrs.get("axis", 1) % 2 == columns
     if not is_outer or weight.attrs.get("block_size", 0):
@@ -61,13 +61,15 @@ def _fuse(graph: PlannedGraph, node: Node, activation: Node, weight: Node) -> Fu
     inputs += [transposed(graph, node, weight.reads(0)), weight.reads(1), epilogue.bias]
     inputs += [*(epilogue.cross or (None, None)), ends.scale, _column_scale(graph, node, activation, weight)]
     attrs = {"relu": int(epilogue.relu), "wide": int(ends.wide), "base": epilogue.end.kind}
-    # What computes the site carries its name; the node that did computes nothing any more.
+    # The new node takes the site's name; the old node has no outputs left.
     graph.replace(OP, node.name, inputs, ends.replaced(epilogue.end), attrs)
     return Fused(node.name, (node.name,))
 
 
 def _column_scale(graph: PlannedGraph, node: Node, activation: Node, weight: Node) -> Tensor:
-    """Both scales multiplied, one number a column: engines would multiply them in every request."""
+    """Product of both scales for each column, precomputed because engines would compute it in every
+    request.
+    """
     stored = weight.reads(0).values.shape
     columns = stored[0] if node.attrs.get("transB", 0) else stored[1]
     both = [each.reads(1).values.astype(np.float32).reshape(-1) for each in (activation, weight)]

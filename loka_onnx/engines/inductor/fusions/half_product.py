@@ -1,11 +1,11 @@
-"""A product in BF16 or FP16 with everything that follows it and needs no other element of its output.
+"""A product in BF16 or FP16 with its epilogue.
 
 With A and W in one of these types::
 
     Z  =  A · W + b,    its epilogue (`epilogue`),    Z, Q(Z)
 
-become one node, as FP8 products do (`float8_product`), and so does one that nothing follows: which kernel is
-fastest there, a library's or a tile of ours, is measured as well.
+become one node, like FP8 products (`float8_product`), even without an epilogue: measurement selects a
+library's kernel or a tile of ours there too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph
 
 OP = f"{DOMAIN}::HalfProduct"
 MULTIPLE = 16
-"""What K and N must be multiples of in the kernel (`kernels.triton_product`)."""
+"""Required divisor of K and N in the kernel (`kernels.triton_product`)."""
 
 
 def fuse_half_product(graph: PlannedGraph) -> Findings:

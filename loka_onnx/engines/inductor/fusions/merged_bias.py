@@ -1,12 +1,12 @@
-"""Biases behind the Split of a merged product, moved in front of it, where the product takes them along.
+"""Biases behind the Split of a merged product, moved in front of it, into the product's kernel.
 
-Of linears merged into one product (`transforms.linears.merge_parallel_linears`), each with its own bias::
+For linears merged into one product (`transforms.linears.merge_parallel_linears`), each with its own bias::
 
     [Z₁, …, Zₙ] = Split(A · W),   Yᵢ = Zᵢ + bᵢ      =      [Y₁, …, Yₙ] = Split(A · W + concat(b₁, …, bₙ))
 
-The same sums. Behind the Split every part is read and written once more for its bias alone; in front of it
-the parts are views of what the product writes, and `kernels.triton_attention` reads such. Not timed on a GPU
-yet.
+with the same sums. Behind the Split, every part is read and written again only for its bias; in front of it,
+the parts are views of the product's output, which `kernels.triton_attention` reads directly. Not timed on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tenso
 
 
 def fuse_merged_bias(graph: PlannedGraph) -> Findings:
-    """Move the biases of every merged product; see the module. Nothing looks alike and is declined."""
+    """Move the biases of every merged product; see the module. Nothing is declined."""
     found = Findings([], [])
     for node in list(graph.nodes):
         adds = _biased(graph, node) if node.op == "Split" and not node.domain and node.outputs else []
@@ -29,14 +29,14 @@ def fuse_merged_bias(graph: PlannedGraph) -> Findings:
 
 
 def _biased(graph: PlannedGraph, split: Node) -> list[Node]:
-    """What adds a bias to each part of a product without one; empty where it is not so."""
+    """Nodes that add a bias to each part of a product without one; empty unless all parts match."""
     whole = split.reads(0)
     product, shape = whole.producer, whole.shape
     if product is None or shape is None or not is_plain(product) or product.has(2):
         return []
     if only_reader(graph, whole) is not split or split.attrs.get("axis", 0) not in {-1, len(shape) - 1}:
         return []
-    # An output may be left out.
+    # A Split may omit an output.
     widths = [None if part.shape is None else part.shape[-1] for part in split.outputs]
     if None in widths or sum(width or 0 for width in widths) != shape[-1]:
         return []
@@ -48,7 +48,7 @@ def _biased(graph: PlannedGraph, split: Node) -> list[Node]:
 
 
 def _bias(add: Node, part: Tensor) -> Tensor | None:
-    """The constant that is added, where it is one number a column."""
+    """The added constant, if it is one number per column."""
     (bias,) = [each for each in add.inputs if each is not part] or [None]
     if bias is None or not bias.is_read or part.shape is None or bias.kind != part.kind:
         return None
@@ -65,7 +65,7 @@ def _fuse(graph: PlannedGraph, split: Node, adds: list[Node]) -> Fused:
     biased = Tensor(graph.fresh_name(f"{whole.name}.biased"), whole.kind, whole.shape)
     name = graph.fresh_name(f"{split.name}/biased")
     results = [add.outputs[0] for add in adds]
-    # It would count as a reader of the product.
+    # The old Split would count as a reader of the product.
     split.outputs = []
     graph.replace("::Add", graph.fresh_name(f"{split.name}/bias"), [whole, bias], [biased], {})
     graph.replace("::Split", name, [biased, *split.inputs[1:]], results, split.attrs)

@@ -1,7 +1,7 @@
 """A planned graph that fusions edit.
 
-`graph.GraphModel` is for FP32 graphs: what it edits with has no BF16 and no FP8, and would widen them. Here
-tensors keep their ONNX types, and constants their bytes.
+`graph.GraphModel` edits FP32 graphs: its library has no BF16 and FP8 and would widen them. Here tensors keep
+their ONNX types, and constants their bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from loka_onnx.graph.tensor_values import read_array
 
 Array = npt.NDArray[Any]
 MOST_READ = 1 << 22
-"""Elements of an external constant that is read where the graph is only looked at: tables are not."""
+"""Most elements of an external constant that is loaded for analysis; tables are larger."""
 
 
 @dataclass(eq=False)
@@ -39,12 +39,11 @@ class Tensor:
     """A tensor of the graph.
 
     Attributes:
-        name: Its name.
-        kind: Element type, as ONNX numbers it; 0 where it is not known.
-        shape: Lengths of its axes, None for one that is not fixed; None where the rank is not known.
+        kind: ONNX element type; 0 where unknown.
+        shape: Lengths of its axes, None for a dynamic one; None where the rank is unknown.
         producer: The node that computes it; None for inputs and constants.
-        consumers: The nodes that read it, one entry for each of their inputs.
-        stored: Its initializer; None for what is computed, and for inputs.
+        consumers: Its readers, one entry for each input that reads it.
+        stored: Its initializer; None for inputs and computed tensors.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Tensor:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is an initializer."""
+        """Tell whether it is an initializer."""
         return self.stored is not None
 
     @property
@@ -64,7 +63,7 @@ class Tensor:
         """Values of an initializer, in its own type.
 
         Raises:
-            InternalError: It is none.
+            InternalError: It is no initializer.
         """
         if self.stored is None:
             raise InternalError(f"tensor '{self.name}' is not constant")
@@ -72,14 +71,14 @@ class Tensor:
 
     @property
     def is_read(self) -> bool:
-        """Whether it is an initializer whose values are here: of a graph that is only looked at, large ones
-        are not (`PlannedGraph.load`).
+        """Tell whether it is an initializer with loaded values: for analysis, large ones are not loaded
+        (`PlannedGraph.load`).
         """
         return self.stored is not None and not uses_external_data(self.stored)
 
     @property
     def readers(self) -> list[Node]:
-        """The nodes that read it, each once."""
+        """Its distinct readers."""
         return list({id(node): node for node in self.consumers}.values())
 
 
@@ -88,13 +87,9 @@ class Node:
     """A node of the graph.
 
     Attributes:
-        op: Operator.
-        name: Its name.
-        domain: Its domain; empty for ONNX's own.
-        attrs: Attributes as Python values.
-        inputs: What it reads; None for an optional input that is left out.
-        outputs: What it computes; empty once another node computes it.
-        source: The node as it was read; None for a new one.
+        inputs: Input tensors; None for an omitted optional one.
+        outputs: Output tensors; empty once another node computes them.
+        source: The original node; None for a new one.
     """
 
     op: str
@@ -106,10 +101,10 @@ class Node:
     source: onnx.NodeProto | None = None
 
     def reads(self, position: int) -> Tensor:
-        """An input that is there.
+        """Return a required input.
 
         Raises:
-            InternalError: It is left out.
+            InternalError: It is omitted.
         """
         tensor = self.inputs[position] if position < len(self.inputs) else None
         if tensor is None:
@@ -117,17 +112,17 @@ class Node:
         return tensor
 
     def has(self, position: int) -> bool:
-        """Whether an optional input is there."""
+        """Tell whether an optional input is given."""
         return position < len(self.inputs) and self.inputs[position] is not None
 
 
 class PlannedGraph:
     """The main graph of a planned model.
 
-    What the branches and bodies of its nodes read is kept like an output: no fusion takes it away.
+    Tensors that subgraphs read are kept like outputs: no fusion removes them.
 
     Args:
-        proto: The model, with its constants inside; not changed.
+        proto: The model with embedded constants; not changed.
     """
 
     def __init__(self, proto: onnx.ModelProto) -> None:
@@ -148,15 +143,15 @@ class PlannedGraph:
 
     @classmethod
     def load(cls, path: Path, base: int | None = None) -> PlannedGraph:
-        """Read a model; types and shapes are inferred.
+        """Read a model and infer types and shapes.
 
         Args:
             path: The model file.
-            base: Type that everything in FP32 is taken to have, as if a plan had given it; what is found then
-                is true of that plan, and cannot be saved. None to take types as they are.
+            base: For analysis of a plan with this base precision: every FP32 tensor is assumed to have this
+                type, and the graph cannot be saved. None keeps types.
 
         Raises:
-            ModelError: The file is missing, truncated or not an ONNX model, or its external data are.
+            ModelError: The file or its external data are missing, truncated or invalid.
         """
         proto = read_proto(path)
         for stored in all_initializers(proto.graph):
@@ -170,7 +165,7 @@ class PlannedGraph:
         return graph
 
     def save(self, path: Path) -> None:
-        """Write the graph without what nothing reads, producers before consumers."""
+        """Write the live graph, producers before consumers."""
         order = self.live_nodes()
         model = onnx.ModelProto()
         model.CopyFrom(onnx.ModelProto(ir_version=self._proto.ir_version, producer_name="loka-onnx"))
@@ -196,11 +191,11 @@ class PlannedGraph:
         return max(versions, default=1)
 
     def is_output(self, tensor: Tensor) -> bool:
-        """Whether the graph hands a tensor out, or to the branches of a node."""
+        """Tell whether a tensor is an output of the graph, or read by a subgraph."""
         return tensor.name in self._outputs
 
     def fresh_name(self, base: str) -> str:
-        """A name that no tensor and no node has."""
+        """Return an unused name."""
         name, count = base, 0
         while name in self._names:
             count += 1
@@ -209,12 +204,12 @@ class PlannedGraph:
         return name
 
     def constant(self, base: str, values: Array) -> Tensor:
-        """A new initializer."""
+        """Create an initializer."""
         stored = numpy_helper.from_array(np.ascontiguousarray(values), self.fresh_name(base))
         return Tensor(stored.name, stored.data_type, tuple(stored.dims), stored=stored)
 
     def transposed(self, stored: Tensor) -> Tensor:
-        """The transpose of an initializer: one for all products that share the weight."""
+        """Transpose an initializer, once for all products that share the weight."""
         if stored.name not in self._transposed:
             self._transposed[stored.name] = self.constant(f"{stored.name}.transposed", stored.values.T)
         return self._transposed[stored.name]
@@ -227,14 +222,11 @@ class PlannedGraph:
         outputs: Sequence[Tensor],
         attrs: Mapping[str, Any],
     ) -> Node:
-        """Let one new node compute tensors in place of the nodes that do.
+        """Add a node that computes tensors in place of their producers.
 
         Args:
             op: ``domain::operator``.
-            name: Name of the node.
-            inputs: What it reads.
-            outputs: What it computes; their names, types and readers stay.
-            attrs: Attributes.
+            outputs: Its outputs; their names, types and readers stay.
         """
         domain, _, kind = op.partition("::")
         node = Node(kind, name, domain, dict(attrs), list(inputs), list(outputs))
@@ -250,7 +242,7 @@ class PlannedGraph:
         return node
 
     def live_nodes(self) -> list[Node]:
-        """Nodes that outputs depend on, producers first: without those whose place a fusion has taken."""
+        """Nodes that outputs depend on, producers first; fused nodes are gone."""
         order: list[Node] = []
         done: set[int] = set()
         pending = [

@@ -1,4 +1,4 @@
-"""All fusions in the order in which they are tried."""
+"""All fusions in their order."""
 
 from __future__ import annotations
 
@@ -25,16 +25,12 @@ FUSIONS: Mapping[str, Fusion] = {
     "float8-product": fuse_float8_product,
     "half-product": fuse_half_product,
 }
-"""By name. Products come last, behind what gives them their bias: a Q that a norm takes along is not theirs.
-Mixes of tokens that no norm follows come after those with one."""
+"""Fusions by name. Products come last, after the fusions that move biases to them or give a Q to a norm.
+Token mixers without a norm come after those with one."""
 
 
 def fuse(graph: PlannedGraph) -> FusionReport:
-    """Fuse whatever can be fused; edits the graph.
-
-    Args:
-        graph: A planned model, in the precision that it runs in.
-    """
+    """Run all fusions on a planned graph, which is edited."""
     found: dict[str, Findings] = {name: fusion(graph) for name, fusion in FUSIONS.items()}
     return FusionReport(
         {name: tuple(each.fused) for name, each in found.items() if each.fused},

@@ -1,11 +1,11 @@
-"""A residual block over tokens: the block's own tokens beside a learned mix, plus the tokens, normalized.
+"""A residual block over tokens: LayerNorm of the block's own tokens and a token mixer, plus the tokens.
 
 With tokens X (batch, n, d), F (batch, n_F, d) and a learned W (n_L, n), n_F + n_L = n (Wukong, arXiv
 2403.02545, section 3)::
 
     LN(concat(F, W · X) + X)   →   one kernel that reads X and F once
 
-Sums stay in FP32 until the norm is done, where the graph rounds them in between.
+The kernel keeps the sums in FP32 for the norm; the graph rounds them in between.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OP = f"{DOMAIN}::TokenResidualNorm"
 
 @dataclass(frozen=True)
 class _Block:
-    """Where such a block stands."""
+    """A matched residual block."""
 
     norm: Node
     own: Tensor

@@ -1,13 +1,13 @@
-"""Products of tokens with a learned matrix, as they stand in a graph.
+"""Matching of token mixers: products of tokens with a learned matrix.
 
-X (batch, n, d) holds tokens. Exporters write a learned mix of tokens as Xᵀ · W, with W (n, m), and mods merge
-several that read the same Xᵀ into one product with a Split behind it.
+X (batch, n, d) holds tokens. Exporters write a mixer as Xᵀ · W, with W (n, m), and mods merge several that
+read the same Xᵀ into one product with a Split behind it.
 
-A kernel that takes a mix holds its operands as a whole, 2 bytes an element, in registers and shared memory.
-How many they may have, `base.MOST_ELEMENTS`, is one number, set for the H100: two operands of 2¹⁵ are
-128 KiB, and a block has at most 227 KB there (CUDA C++ Programming Guide, "Technical Specifications per
-Compute Capability": 163 KB on sm80, 227 KB on sm90 and sm100, 99 KB on sm89 and sm120). Where that is too
-much, Triton refuses the kernel and the build of the candidate fails; sm89 and sm120 were not tried.
+A kernel for a mixer holds whole operands, 2 bytes an element, in registers and shared memory. Their limit
+`base.MOST_ELEMENTS` is set for the H100: two operands of 2¹⁵ are 128 KiB, and a block has at most 227 KB
+(CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": 163 KB on sm80, 227 KB on sm90
+and sm100, 99 KB on sm89 and sm120). Where that is too much, Triton refuses the kernel and the build of the
+candidate fails; sm89 and sm120 were not tried.
 """
 
 from __future__ import annotations
@@ -24,12 +24,8 @@ from loka_onnx.engines.inductor.fusions.planned import Node, Tensor
 
 @dataclass(frozen=True)
 class TokenMix:
-    """Xᵀ · W.
-
-    Attributes:
-        x: X.
-        weight: W, (n, m).
-        product: The node that computes it, perhaps together with others.
+    """Xᵀ · W: the tensor X, the weight W (n, m), and the node that computes it, perhaps merged with
+    others.
     """
 
     x: Tensor
@@ -38,7 +34,7 @@ class TokenMix:
 
 
 def token_mix(tensor: Tensor) -> TokenMix | None:
-    """How a tensor (batch, d, m) is Xᵀ · W; None when it is not."""
+    """Match a tensor (batch, d, m) as Xᵀ · W; or None."""
     tensor = through_casts(tensor)
     node, columns = tensor.producer, slice(None)
     if node is not None and node.op == "Split":
@@ -56,18 +52,18 @@ def token_mix(tensor: Tensor) -> TokenMix | None:
 
 
 def transposed(tensor: Tensor) -> Tensor | None:
-    """What a tensor of rank 3 is the transpose of, in its last two axes; None when it is none."""
+    """Return the tensor of rank 3 whose last two axes this one transposes; None where it is no transpose."""
     node = made_by(tensor, "Transpose")
     return None if node is None or not swaps_tokens(node) else through_casts(node.reads(0))
 
 
 def swaps_tokens(node: Node) -> bool:
-    """Whether a node is the transpose of (batch, n, d) to (batch, d, n)."""
+    """Tell whether a node transposes (batch, n, d) to (batch, d, n)."""
     return node.op == "Transpose" and list(node.attrs.get("perm", ())) == [0, 2, 1]
 
 
 def _part(split: Node, tensor: Tensor) -> slice | None:
-    """The columns that one output of a Split along the last axis holds."""
+    """Columns that one output of a Split along the last axis holds; or None."""
     if split.attrs.get("axis", 0) not in {-1, 2} or not split.has(1) or not split.reads(1).is_constant:
         return None
     if len(split.reads(1).values) != len(split.outputs):

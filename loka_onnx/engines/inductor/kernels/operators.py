@@ -1,6 +1,6 @@
-"""How the nodes that fusions write are lowered: to a kernel on CUDA, to the same arithmetic elsewhere.
+"""Lowering of the nodes that fusions write: to a kernel on CUDA, to the same arithmetic elsewhere.
 
-Importing this module registers them (`lowering.registry`).
+Importing this module registers the lowerings (`lowering.registry`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, short_name
 from loka_onnx.engines.inductor.lowering.values import Constant, Value
 
 LOWEST = -1e38
-"""Least finite number of a mask: times log2(e) it is still finite. With the least of BF16 a row that is
-masked throughout came out as zeros on an H100, where the graph has the mean of V."""
+"""Least finite mask value: still finite after multiplication by log2(e). With BF16's least number, a row that
+is wholly masked gave zeros on an H100, where the graph gives the mean of V."""
 
 
 def _record(node: Node, kind: torch.dtype) -> None:
-    """Note what became of the sites that a kernel computes together, from factors of a type."""
+    """Record the sites that one kernel computes together, with factors of a type."""
     kernel = f"fused {node.op_type}"
     names: list[str] = node.get("products", [])
     for name in names:
@@ -39,7 +39,7 @@ def _record(node: Node, kind: torch.dtype) -> None:
     if not norm:
         return
     read = short_name(TORCH_TYPES[int(node.get("norm_type", 1))])
-    # Whatever its tensors are, the norm is computed in FP32.
+    # The norm computes in FP32 whatever the type of its tensors.
     node.scope.sites[norm] = LoweredSite(norm, node.op_type, kernel, (read,), engaged=False)
 
 
@@ -47,7 +47,7 @@ def _record(node: Node, kind: torch.dtype) -> None:
 def factorization_norm(
     node: Node, x: Value, y: Value, gamma: Value, beta: Value, scale: Value = None
 ) -> Tensor:
-    """`triton_factorization`."""
+    """Lower to `triton_factorization`."""
     tokens, weight, factor, shift = (node.tensor(each) for each in (x, y, gamma, beta))
     epsilon = float(node.get("epsilon", 1e-5))
     _record(node, tokens.dtype)
@@ -71,7 +71,7 @@ def factorization_norm(
 
 @OPERATORS.operator("TokenResidualNorm", domain=DOMAIN)
 def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    """`triton_token_norm`."""
+    """Lower to `triton_token_norm`."""
     epsilon = float(node.get("epsilon", 1e-5))
     _record(node, x.dtype)
     if x.is_cuda:
@@ -86,7 +86,7 @@ def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tens
 
 @OPERATORS.operator("Attention", domain=DOMAIN)
 def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Exact attention (`fusions.attention`): by our own kernel where keys are few, else by PyTorch's."""
+    """Lower exact attention (`fusions.attention`): to our kernel where keys are few, else to PyTorch's."""
     _record(node, q.dtype)
     if mask is not None:
         mask = mask.reshape((1,) * (q.dim() - mask.dim()) + mask.shape)
@@ -110,7 +110,7 @@ def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None 
 
 
 def _is_short(q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether our own kernel takes an attention: its sizes are numbers, and only a mask may be broadcast."""
+    """Tell whether our kernel computes this attention: its sizes are static, and only a mask is broadcast."""
     sizes = (q.shape[2], kt.shape[3], q.shape[3])
     if not all(isinstance(size, int) for size in sizes) or not is_short(*sizes):
         return False
@@ -124,9 +124,10 @@ def _is_short(q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """A tensor whose strides our own kernel can have compiled in: numbers that fit 32 bits within an example.
+    """Copy a tensor unless our kernel can compile its strides in: static ones that fit 32 bits within an
+    example.
 
-    Others are copied: models have such that keep the batch on another axis than the first.
+    Some models keep the batch on another axis than the first.
     """
     steps = list(zip(tensor.stride(), tensor.shape, strict=True))
     fits = all(isinstance(stride, int) for stride, _ in steps)
@@ -145,7 +146,7 @@ def _attention_mask(node: Node, mask: Tensor) -> Tensor:
 
 @OPERATORS.operator("ConcatQuantize", domain=DOMAIN, raw=True)
 def concat_quantize(node: Node, a: Value, b: Value, scale: Value) -> tuple[Tensor, ...]:
-    """`triton_concat`."""
+    """Lower to `triton_concat`."""
     left, right = node.tensor(a), node.tensor(b)
     half, wide = TORCH_TYPES[int(node.get("base", 1))], bool(node.get("wide", 1))
     if left.is_cuda:
@@ -160,7 +161,7 @@ def concat_quantize(node: Node, a: Value, b: Value, scale: Value) -> tuple[Tenso
 
 @OPERATORS.operator("TokenConcat", domain=DOMAIN, raw=True)
 def token_concat(node: Node, x: Value, w: Value, f: Value = None, scale: Value = None) -> tuple[Tensor, ...]:
-    """`triton_token_concat`."""
+    """Lower to `triton_token_concat`."""
     tokens, weight = node.tensor(x), node.tensor(w)
     others = None if f is None else node.tensor(f)
     half, wide = TORCH_TYPES[int(node.get("base", 1))], bool(node.get("wide", 1))
@@ -188,7 +189,7 @@ def token_concat(node: Node, x: Value, w: Value, f: Value = None, scale: Value =
 
 @OPERATORS.operator("Float8Product", "HalfProduct", domain=DOMAIN, raw=True)
 def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
-    """A product and what follows it (`fusions.float8_product`, `fusions.half_product`)."""
+    """Lower a product with its epilogue (`fusions.float8_product`, `fusions.half_product`)."""
     missing: list[Value] = [None] * (9 - len(inputs))
     a, scale_a, b, scale_b, bias, x0, x, out_scale, scale = [*inputs, *missing]
     parts = Epilogue(
@@ -224,7 +225,7 @@ def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
         if isinstance(strategy, EpilogueStrategy)
         else library_with(strategy, factors, parts)
     )
-    # One name for the product in the plan, in the graph and here.
+    # The plan and the graph use the same name.
     node.scope.sites[factors.site] = LoweredSite(
         factors.site, node.op_type, done.kernel, done.operands, done.engaged, done.reason
     )
@@ -232,24 +233,20 @@ def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
 
 
 def _scale(node: Node, value: Value, factor: Tensor) -> Tensor:
-    """Scale of a factor in FP32; 1 for one that is not quantized."""
+    """Scale of a factor in FP32; 1 for a factor that is not quantized."""
     if value is None:
         return torch.ones((), dtype=torch.float32, device=factor.device)
     return node.tensor(value).to(torch.float32)
 
 
 def _number(node: Node, value: Value) -> float:
-    """A constant scale as a number.
-
-    Raises:
-        EngineError: It is computed, so that no kernel could be compiled for it.
-    """
+    """Return a constant scale as a number."""
     if isinstance(value, Constant) and value.array is not None and value.array.size == 1:
         return float(value.array.reshape(())[()])
     raise node.error("a scale is not a constant number", f"it is {type(value).__name__}")
 
 
-# Scales are multiplied in FP32; in a BF16 graph they would be converted in every run.
+# Scales are multiplied in FP32; a BF16 graph would convert them in every run.
 OPERATORS.store_in_float32("Float8Product", "HalfProduct", domain=DOMAIN, positions=(1, 3, 7, 8))
 OPERATORS.store_in_float32("ConcatQuantize", domain=DOMAIN, positions=(2,))
 OPERATORS.store_in_float32("TokenConcat", domain=DOMAIN, positions=(3,))

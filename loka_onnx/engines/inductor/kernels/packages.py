@@ -22,7 +22,8 @@ from loka_onnx.engines.inductor.lowering.types import short_name
 from loka_onnx.engines.inductor.operator_packages import FoundPackage, PackageOperator
 
 DEPTHS, COLUMNS = 16, 8
-"""What K and N are multiples of: the kernels read 16 bytes of FP8 along K, and write 16 of BF16 along N."""
+"""Required divisors of K and N: the kernels read 16 bytes of FP8 along K and write 16 bytes of BF16 along
+N."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,7 @@ class PackageProduct(ProductStrategy):
     """An operator of a package.
 
     Attributes:
-        found: The package.
-        operator: Which of its operators.
-        fast_accumulation: Whether Hopper may keep its partial sums in fewer bits than FP32.
-        otherwise: What computes a product that the operator does not take.
+        otherwise: Strategy for products that the operator does not take.
     """
 
     found: FoundPackage
@@ -43,7 +41,7 @@ class PackageProduct(ProductStrategy):
 
     @property
     def name(self) -> str:
-        """As PyTorch calls the operator."""
+        """PyTorch's name of the operator."""
         return f"{self.found.package.namespace}::{self.operator.name}"
 
     def multiply(self, product: FloatProduct) -> Multiplied:
@@ -63,7 +61,7 @@ class PackageProduct(ProductStrategy):
         if not self.operator.per_channel:
             values: Tensor = operator(rows, weight, product.scale_a * product.scale_b, fast)
             return values if bias is None else values + bias
-        # The kernels read a scale for each row and column, one after the other, and a bias in FP32.
+        # The kernels read contiguous scales for rows and columns, and a bias in FP32.
         row_scales = product.scale_a.expand(rows.shape[0]).contiguous()
         column_scales = product.scale_b.expand(weight.shape[0]).contiguous()
         wide = None if bias is None else bias.to(torch.float32)
@@ -71,7 +69,7 @@ class PackageProduct(ProductStrategy):
         return made
 
     def why_not(self, product: FloatProduct) -> str:
-        """Why the operator does not compute a product; empty when it does."""
+        """Reason why the operator does not take a product; empty when it does."""
         if self.found.obstacle:
             return self.found.obstacle
         if product.b.dim() != 2 or product.a.dim() < 2:

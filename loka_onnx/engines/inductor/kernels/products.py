@@ -1,4 +1,4 @@
-"""Products together with what follows them: by a library and the compiler, or in one kernel."""
+"""Products with their epilogues: by a library and the compiler, or in one kernel."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def to_float8(value: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """What follows a product and needs no other element of it.
+    """Elementwise operators behind a product.
 
     Attributes:
-        bias: Added first; part of the product where a library computes that.
-        cross: x0 and x of a cross layer, of the shape of the product; none otherwise. In the first layer they
-            are one tensor.
+        bias: Added first; a library adds it within the product.
+        cross: x0 and x of a cross layer, with the shape of the product, or empty. Both are one tensor in the
+            first layer.
         relu: Whether negative values become 0.
-        scale: Of the quantized output; None where there is none.
-        is_wide: Whether there is an output that is not quantized.
+        scale: Scale of the quantized output; None: there is none.
+        is_wide: Whether there is an output in the base precision.
     """
 
     bias: Tensor | None = None
@@ -47,7 +47,7 @@ class Epilogue:
     is_wide: bool = True
 
     def apply(self, value: Tensor) -> tuple[Tensor, ...]:
-        """All of it but the bias, for the compiler to fuse; the output that is not quantized comes first."""
+        """Apply all but the bias, for the compiler to fuse; the output in the base precision comes first."""
         if self.relu:
             value = torch.relu(value)
         if self.cross:
@@ -57,16 +57,16 @@ class Epilogue:
 
     @property
     def is_first(self) -> bool:
-        """Whether x is x0."""
+        """Tell whether x is x0."""
         return len(self.cross) > 0 and self.cross[0] is self.cross[1]
 
     @property
     def follows(self) -> bool:
-        """Whether anything follows but the bias."""
+        """Tell whether there is more than the bias."""
         return self.relu or bool(self.cross) or self.scale is not None
 
     def describe(self) -> str:
-        """What it does, for a log; alike for alike kernels."""
+        """Return a name for logs; equal for equal kernels."""
         parts = [
             "bias" if self.bias is not None else "",
             "relu" if self.relu else "",
@@ -79,15 +79,7 @@ class Epilogue:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A product and what follows it, computed.
-
-    Attributes:
-        outputs: As of `Epilogue.apply`.
-        kernel: What computed it (`LoweredSite.kernel`).
-        operands: Element types that were multiplied.
-        engaged: Whether these are FP8.
-        reason: Why not.
-    """
+    """A computed product with its epilogue."""
 
     outputs: tuple[Tensor, ...]
     kernel: str
@@ -97,15 +89,15 @@ class Finished:
 
 
 class EpilogueStrategy(ProductStrategy):
-    """A strategy that takes what follows a product along."""
+    """A strategy that computes the epilogue as well."""
 
     @abstractmethod
     def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Finished:
-        """Compute a product and what follows it."""
+        """Compute a product and its epilogue."""
 
 
 def library_with(library: ProductStrategy, product: FloatProduct, epilogue: Epilogue) -> Finished:
-    """A product by a library, and what follows it as operators of PyTorch."""
+    """Multiply by a library and apply the epilogue as PyTorch operators."""
     done = library.multiply(product)
     return Finished(
         epilogue.apply(done.values), done.kernel, done.operands, engaged=done.engaged, reason=done.reason
@@ -117,14 +109,11 @@ class Tile:
     """Division of a matrix product into programs.
 
     Attributes:
-        rows: Rows of the output in one program.
-        columns: Columns likewise.
         depth: Part of K in one step.
         stages: Steps that are loaded ahead.
-        warps: Warps of one program.
-        is_exact: Whether sums of FP8 products move to FP32 registers after each step: Hopper's tensor cores
-            keep fewer bits of them.
-        split: Parts of K that programs of their own multiply.
+        is_exact: Whether FP8 sums move to FP32 registers after each step: Hopper's tensor cores keep fewer
+            bits.
+        split: Parts of K, each multiplied by its own program.
     """
 
     rows: int
@@ -141,25 +130,22 @@ class Tile:
         return f"{size}-exact" if self.is_exact else size
 
     def numbers(self) -> list[int]:
-        """As the kernel takes it."""
+        """Return the numbers that the kernel takes."""
         how = [int(self.is_exact), self.split]
         return [self.rows, self.columns, self.depth, self.stages, self.warps, *how]
 
 
 @dataclass(frozen=True)
 class TiledProduct(EpilogueStrategy):
-    """The Triton kernel with the epilogue inside (`triton_product`); for CUDA.
-
-    Attributes:
-        tile: How it is cut.
-        otherwise: What computes a product that the kernel does not take.
+    """The Triton kernel with the epilogue inside (`triton_product`), for CUDA; `otherwise` computes products
+    that it does not take.
     """
 
     tile: Tile
     otherwise: ProductStrategy = field(default_factory=ScaledMatMul)
 
     def multiply(self, product: FloatProduct) -> Multiplied:
-        """A product with nothing behind it that could be taken along: the library's."""
+        """Multiply by the library: there is no epilogue."""
         return self.otherwise.multiply(product)
 
     def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Finished:
@@ -174,7 +160,7 @@ class TiledProduct(EpilogueStrategy):
         x0, x = (*(each.reshape(-1, n).contiguous() for each in read), None, None)[:2]
         made = kernel.product(
             product.a.reshape(-1, k).contiguous(),
-            # A tied weight may be stored the other way round; else this is free.
+            # Free, unless a tied weight is stored in the other layout.
             product.b.t().contiguous(),
             product.column_scale() if product.is_float8 else None,
             epilogue.bias,

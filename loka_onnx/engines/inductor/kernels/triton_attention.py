@@ -1,14 +1,14 @@
-"""Attention whose keys fit one tile, from and to tensors of any strides.
+"""Attention whose keys fit one tile, with tensors of any strides.
 
-softmax(s · Q·Kᵀ + mask) · V of each example and head, with all its keys at once: there is no running maximum,
-and nothing is rescaled. In FP32 but for the factors of both products, which are rounded as the graph rounds
-them: probabilities after their sum has divided them. A row that is masked throughout by −∞ is 0.
+softmax(s · Q·Kᵀ + mask) · V of each example and head, with all keys at once: no running maximum, no
+rescaling. Computed in FP32 except the factors of both products, which are rounded as in the graph
+(probabilities after division by their sum). A row that −∞ masks throughout gives 0.
 
-A program holds a tile of queries of one head. In memory, heads of a token are beside each other, and so are
-the programs of them: what one of them leaves of a line of the cache, the next ones read. A head of 16 numbers
-is a sector of 32 bytes, the least that is read at all; a loop over heads in one program would read no less.
-Strides are constants of the kernel, so that loads of views of one merged product are as wide as those of
-tensors of their own, and no copy is made in front of it. Rows of the result are those of the next product.
+A program holds a tile of queries of one head. Heads of a token are adjacent in memory, and so are their
+programs, so that neighbours use the rest of a cache line. A head of 16 numbers is one sector of 32 bytes, the
+least that is read; a loop over heads in one program would read no less. Strides are constants of the kernel,
+so that views of one merged product load as wide as separate tensors, without a copy. The result's rows are
+those of the next product.
 """
 
 from __future__ import annotations
@@ -22,23 +22,17 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 MOST_QUERIES = 64
-"""Of a program: rows of one instruction of four warps on Hopper."""
+"""Most queries of a program: rows of one instruction of four warps on Hopper."""
 MOST_PRODUCTS = 1 << 13
-"""Of a program. Compiled for Hopper, 64 queries of 256 keys took 193 registers of each of eight warps."""
+"""Most products of a program. On Hopper, 64 queries of 256 keys took 193 registers in each of eight warps."""
 MOST_WARPS = 4
 PRODUCTS, LOADED = 64, 128
-"""Numbers of a thread, where there are warps enough: of FP32, and of keys, each half a register."""
+"""Values of a thread where there are enough warps: FP32 products, and keys of half a register each."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tile of a program, each side a power of two of at least 16.
-
-    Attributes:
-        queries: Rows of it.
-        keys: All of a head.
-        width: Numbers of a head.
-    """
+    """Tile of a program; each side is a power of two of at least 16."""
 
     queries: int
     keys: int
@@ -46,13 +40,13 @@ class Shape:
 
     @classmethod
     def of(cls, queries: int, keys: int, width: int) -> Shape:
-        """Tile for a number of queries, keys, and numbers of a head."""
+        """Tile for a number of queries, keys, and values of a head."""
         rows, columns, depth = (max(16, triton.next_power_of_2(size)) for size in (queries, keys, width))
         return cls(max(16, min(rows, MOST_QUERIES, MOST_PRODUCTS // columns)), columns, depth)
 
     @property
     def warps(self) -> int:
-        """As few as hold it in registers: one needs no barriers."""
+        """The fewest warps that hold it in registers: one warp needs no barriers."""
         made = self.queries * max(self.keys, self.width) // PRODUCTS
         lanes = max(made, self.keys * self.width // LOADED)
         return min(max(lanes // 32, 1), MOST_WARPS)
@@ -115,8 +109,8 @@ def _loka_short_attention_kernel(  # type: ignore[no-untyped-def]
         mask=in_keys[:, None] & in_d[None, :],
         other=0.0,
     )
-    # Powers of two are what the hardware has. The least numbers of BF16, as a mask, times log2(e) would be −∞
-    # and no longer equal: with an added mask it comes after the subtraction.
+    # The hardware has exp2. BF16's least number, as a mask, times log2(e) would be −∞ and no longer equal:
+    # with an added mask, log2(e) is multiplied after the subtraction.
     factor = tl.cast(scale, tl.float32) * (1.0 if ADDED else LOG2E)
     scores = tl.dot(q, kt) * factor + tl.where(in_keys, 0.0, float("-inf"))[None, :]
     if ADDED or KEEP or DROP:
@@ -133,7 +127,7 @@ def _loka_short_attention_kernel(  # type: ignore[no-untyped-def]
         else:
             scores = tl.where(mask, float("-inf"), scores)
     peak = tl.max(scores, 1)
-    # ∞ − ∞ would be NaN where all of a row is masked.
+    # Prevent ∞ − ∞ = NaN in a row that is masked throughout.
     scores -= tl.where(peak == float("-inf"), 0.0, peak)[:, None]
     shares = tl.exp2(scores * LOG2E if ADDED else scores)
     total = tl.sum(shares, 1)
@@ -147,17 +141,17 @@ def _loka_short_attention_kernel(  # type: ignore[no-untyped-def]
 def short_attention(
     q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None, scale: float, drop: bool
 ) -> Tensor:
-    """Launch it.
+    """Compute attention.
 
     Args:
-        q: (batch, heads, queries, d), BF16 or FP16. Strides of all tensors are numbers, even where the batch
-            is none yet.
+        q: (batch, heads, queries, d), BF16 or FP16. Strides of all tensors are static, even with a symbolic
+            batch.
         kt: (batch, heads, d, keys) of the same type.
         v: (batch, heads, keys, d) of the same type.
-        mask: Of the rank of q, axes (batch, heads, queries, keys), all but the last one of that length or 1:
-            what is added, or, where it is boolean, chooses which products become −∞.
-        scale: Of the products; positive.
-        drop: Whether a boolean mask is true where products become −∞, and not where they stay.
+        mask: (batch, heads, queries, keys); every axis but the last may have length 1. It is added, or, where
+            it is boolean, selects products that become −∞.
+        scale: Positive factor of the products.
+        drop: Whether a boolean mask is true where products become −∞, rather than where they stay.
 
     Returns:
         (batch, queries, heads, d), of the type of q, contiguous.
@@ -175,7 +169,7 @@ def short_attention(
         q,
         kt,
         v,
-        # A pointer that is not used still has to point somewhere; of q the compiler may write a copy for it.
+        # An unused pointer must be valid; q itself could make the compiler write a copy.
         q.new_empty(1) if mask is None else mask,
         out,
         scale,
@@ -211,8 +205,8 @@ def short_attention(
 
 
 def broadcast_strides(tensor: Tensor) -> list[int]:
-    """Strides with which a tensor is read along axes that it has once, and that others have more often."""
-    # A batch that is not known yet is not 1.
+    """Strides for reading a tensor as broadcast: 0 along axes of length 1."""
+    # A symbolic batch is not 1.
     return [
         0 if isinstance(length, int) and length == 1 else stride
         for length, stride in zip(tensor.shape, tensor.stride(), strict=True)

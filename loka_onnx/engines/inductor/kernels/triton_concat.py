@@ -1,12 +1,11 @@
-"""Two matrices side by side, in a narrower type and quantized, in one pass.
+"""Concatenation of two matrices, rounded to BF16 or FP16 and quantized, in one pass.
 
 With A (M, a) and B (M, b)::
 
     X    =  concat(A, B)     rounded to BF16 or FP16, (M, a + b)
-    out  =  X, X / s in E4M3FN, or the latter alone
+    out  =  X and X / s in E4M3FN, or only the latter
 
-A program computes a tile of X. Where a is a multiple of its columns, all of the tile comes from one of the
-two, and no element asks from which.
+A program computes a tile of X. Where a is a multiple of its columns, the whole tile comes from one operand.
 """
 
 from __future__ import annotations
@@ -65,17 +64,17 @@ def _loka_concat_quantize_kernel(  # type: ignore[no-untyped-def]
 def concat_quantize(
     a: Tensor, b: Tensor, inverse_scale: float, half: torch.dtype, wide: bool
 ) -> list[Tensor]:
-    """Launch it.
+    """Concatenate and quantize.
 
     Args:
         a: (M, a) in FP32, BF16 or FP16, contiguous.
         b: (M, b), likewise.
         inverse_scale: One over the scale of the quantized output.
-        half: Type that both are rounded to, BF16 or FP16.
-        wide: Whether there is an output of that type.
+        half: BF16 or FP16, to which both are rounded.
+        wide: Whether X itself is an output.
 
     Returns:
-        (M, a + b) of type `half` where it is asked for, then (M, a + b) in E4M3FN.
+        X (M, a + b) where it is asked for, then (M, a + b) in E4M3FN.
     """
     (m, first), second = a.shape, b.shape[1]
     n = first + second
@@ -84,7 +83,7 @@ def concat_quantize(
     wrap_triton(_loka_concat_quantize_kernel)[(triton.cdiv(m, ROWS), triton.cdiv(n, COLUMNS))](
         a,
         b,
-        # A pointer that is not used still has to point somewhere.
+        # An unused pointer must be valid.
         low if high is None else high,
         low,
         m,

@@ -1,12 +1,12 @@
 """The interaction half of a factorization machine block, in one pass over the tokens.
 
-Of each example, with tokens X (n, d), learned Y (n, k), and γ, β of n·k::
+For each example, with tokens X (n, d), learned Y (n, k), and γ, β of n·k::
 
     S   =   X · (Xᵀ · Y)                                (n, k)
     out =   (S − mean S) / √(var S + ε) · γ + β         over all n·k values of the example
 
-A compiler makes three batched products, a transposed copy of X for two of them and a reduction; here X is
-read once and only `out` is written, quantized where Q follows. A program holds one example.
+A compiler makes three batched products, a transposed copy of X for two of them and a reduction; this kernel
+reads X once and writes only `out`, quantized where Q follows. A program holds one example.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _loka_factorization_norm_kernel(  # type: ignore[no-untyped-def]
     flat = tokens[:, None] * K + ranks[None, :]
     x = tl.load(x_ptr + example * N * D + tokens[:, None] * D + columns[None, :], mask=in_x, other=0.0)
     y = tl.load(y_ptr + flat, mask=in_s, other=0.0)
-    # The product of the graph is rounded to the type of its operands, too.
+    # The graph also rounds this product to the type of its operands.
     p = tl.dot(tl.trans(x), y).to(x.dtype)
     s = tl.dot(x, p)
     centred = tl.where(in_s, s - tl.sum(s) / (N * K), 0.0)
@@ -65,7 +65,7 @@ def _loka_factorization_norm_kernel(  # type: ignore[no-untyped-def]
 def factorization_norm(
     x: Tensor, y: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, inverse_scale: float, float8: bool
 ) -> Tensor:
-    """Launch it.
+    """Compute the interaction and its norm.
 
     Args:
         x: (batch, n, d), BF16 or FP16, contiguous.

@@ -1,4 +1,4 @@
-"""Products whose epilogue does what follows: bias, ReLU, a cross layer's sum, the next Q.
+"""Products with their epilogue: bias, ReLU, a cross layer's sum, the next Q.
 
 With A (M, K) and B (N, K) in E4M3FN and a scale for each output column, or in BF16 or FP16 without one::
 
@@ -6,13 +6,13 @@ With A (M, K) and B (N, K) in E4M3FN and a scale for each output column, or in B
     Z    =   x0 ⊙ Z + x                      of a cross layer (arXiv 2008.13535, equation 1)
     out  =   Z in the base precision, Z / s in E4M3FN, or both
 
-cuBLASLt writes Z in the base precision, and another kernel reads it to quantize; here Z never leaves the
-registers. Tiles in L2 order as in Triton's matrix multiplication tutorial. Which tile is fastest depends on
-the shape and is measured (`choosing`).
+cuBLASLt writes Z in the base precision and another kernel reads it to quantize; here Z stays in registers.
+Tiles run in L2 order as in Triton's matrix multiplication tutorial. The fastest tile depends on the shape and
+is measured (`choosing`).
 
-Few rows and columns make fewer tiles than a GPU has processors, and with a long K each takes long. A tile may
-be split: several programs multiply a part of K each, and a second kernel adds up what they wrote, in one
-order, and does what follows.
+Few rows and columns make fewer tiles than a GPU has processors, and a long K makes each slow. K of a tile may
+be split: several programs multiply a part of K each, and a second kernel adds their results in a fixed order
+and applies the epilogue.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.library import triton_op, wrap_triton
 from loka_onnx.engines.inductor.kernels.triton_common import to_float8
 
 MULTIPLE = 16
-"""What N and K must be multiples of."""
+"""Required divisor of N and K."""
 GROUP = 8
-"""Rows of tiles that are computed together, so that what they share stays in L2."""
+"""Rows of tiles that are computed together, so that shared operands stay in L2."""
 SUM_ROWS, SUM_COLUMNS = 8, 128
-"""What one program adds up of a product whose K was split."""
+"""Tile of the second kernel where K is split."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -63,7 +63,7 @@ def _loka_product_kernel(  # type: ignore[no-untyped-def]
     WHOLE_K: tl.constexpr,
     IMPRECISE: tl.constexpr,
 ):
-    # Sixteens, so that the compiler knows that rows begin at multiples of 16 bytes.
+    # Counts of 16, so that the compiler knows that rows start at multiples of 16 bytes.
     N, K = N16 * 16, K16 * 16
     program = tl.program_id(0)
     rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -77,7 +77,7 @@ def _loka_product_kernel(  # type: ignore[no-untyped-def]
     part = tl.program_id(1)
     steps = tl.cdiv(tl.cdiv(K, BK), SPLIT)
     first = part * steps * BK
-    # Rows and columns past the end wrap around: their values are never stored.
+    # Rows and columns past the end wrap around; their values are not stored.
     a = a_ptr + (m % M).to(tl.int64)[:, None] * K + first + k[None, :]
     b = b_ptr + (n % N).to(tl.int64)[None, :] * K + first + k[:, None]
     z = tl.zeros((BM, BN), dtype=tl.float32)
@@ -112,7 +112,7 @@ def _finish(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, CROSS: tl.constexpr, FIRST: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Everything that follows a sum over K, and the stores."""
+    """Apply the epilogue to a sum over K and store."""
     if SCALED:
         z *= tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
     if BIAS:
@@ -136,7 +136,7 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, CROSS: tl.constexpr, FIRST: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """The sum of what the parts of K made, and everything that follows."""
+    """Add the sums of the parts of K and apply the epilogue."""
     N = N16 * 16
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -166,20 +166,20 @@ def product(
     wide: torch.dtype | None,
     tile: list[int],
 ) -> list[Tensor]:
-    """Launch it.
+    """Multiply and apply the epilogue.
 
     Args:
         a: (M, K) in E4M3FN, BF16 or FP16, contiguous; K a multiple of 16.
         b: (N, K) in the same type, contiguous: the transposed weight; N a multiple of 16.
-        scale: (N,) FP32, of a times that of each column of the weight; None where they are not quantized.
+        scale: (N,) FP32, scale of a times those of the weight's columns; None: not quantized.
         bias: (N,), or None.
-        x0: (M, N), of a cross layer, or None.
+        x0: (M, N) of a cross layer, or None.
         x: (M, N), likewise; None where it is x0, as in the first layer.
-        inverse_scale: One over the scale of the quantized output; 0 where nothing is quantized.
+        inverse_scale: One over the scale of the quantized output; 0: there is none.
         relu: Whether negative values become 0.
-        wide: Type of the output that is not quantized; None where there is none.
-        tile: Rows, columns and depth of a tile, pipeline stages, warps, whether sums of FP8 products move to
-            FP32 registers after each step (1) or stay in the tensor core's bits (0), and parts of K.
+        wide: Type of the output that is not quantized; None: there is none.
+        tile: `Tile.numbers`: rows, columns, depth, stages, warps, whether FP8 sums move to FP32 registers
+            after each step, and parts of K.
 
     Returns:
         (M, N) not quantized, then (M, N) in E4M3FN; each only where it is asked for.
@@ -189,7 +189,7 @@ def product(
     low = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.device) if inverse_scale else None
     bm, bn, bk, stages, warps, exact, split = tile
     parts = torch.empty((split, m, n), dtype=torch.float32, device=a.device) if split > 1 else None
-    # A pointer that is not used still has to point somewhere.
+    # An unused pointer must be valid.
     read = [a if each is None else each for each in (scale, bias, x0, x, high, low)]
     follows = {
         "SCALED": scale is not None,
@@ -216,7 +216,7 @@ def product(
         SPLIT=split,
         **follows,
         WHOLE_K=k % bk == 0,
-        # None is what Triton does by itself: on Hopper, all of K in the tensor core's bits.
+        # None is Triton's default: on Hopper, the whole sum in the tensor core's precision.
         IMPRECISE=bk if exact and scale is not None else None,
         num_stages=stages,
         num_warps=warps,

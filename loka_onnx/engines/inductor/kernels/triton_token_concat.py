@@ -1,11 +1,11 @@
-"""A learned mix of tokens, beside other tokens, in a narrower type and quantized, in one pass.
+"""A learned mix of tokens, concatenated with other tokens, rounded and quantized in one pass.
 
-Of each example, with tokens X (n, d), F (n_F, d) and W (m, n)::
+For each example, with tokens X (n, d), F (n_F, d) and W (m, n)::
 
     Z    =   concat(F, W · X)  or  concat(W · X, F), rounded to BF16 or FP16        (n_F + m, d)
     out  =   Z, Z / s in E4M3FN, or one of them
 
-X and F are read once, in whatever type they come in, and Z is written once. A program holds one example.
+X and F are read once, in their own types, and Z is written once. A program holds one example.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.library import triton_op, wrap_triton
 from loka_onnx.engines.inductor.kernels.triton_common import to_float8
 
 WARPS, LARGE = 4, 1 << 14
-"""Of a program, and numbers of a tile from which on it has twice as many: four would keep some in memory."""
+"""Warps of a program, and the tile size from which it has twice as many: four warps would spill registers."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -85,17 +85,17 @@ def token_concat(
     wide: bool,
     narrow: bool,
 ) -> list[Tensor]:
-    """Launch it.
+    """Mix, concatenate and quantize.
 
     Args:
         x: (batch, n, d) in FP32, BF16 or FP16, contiguous.
         w: (m, n) of type `half`, contiguous.
-        f: (batch, n_F, d), as x; None for the mix alone.
+        f: (batch, n_F, d), as x; None: the mix alone.
         inverse_scale: One over the scale of the quantized output.
-        half: Type that x, f and the mix are rounded to, BF16 or FP16.
-        mix_first: Whether the mix stands in front of f.
-        wide: Whether there is an output of that type.
-        narrow: Whether there is a quantized one.
+        half: BF16 or FP16, to which x, f and the mix are rounded.
+        mix_first: Whether the mix comes before f.
+        wide: Whether there is an output of type `half`.
+        narrow: Whether there is a quantized output.
 
     Returns:
         (batch, n_F + m, d) of type `half`, then in E4M3FN, where they are asked for.
@@ -111,7 +111,7 @@ def token_concat(
     wrap_triton(_loka_token_concat_kernel)[(batch,)](
         x,
         w,
-        # A pointer that is not used still has to point somewhere.
+        # An unused pointer must be valid.
         x if f is None else f,
         made[0],
         made[-1],

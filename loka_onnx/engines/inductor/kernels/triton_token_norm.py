@@ -1,13 +1,13 @@
-"""A residual block over tokens, in one pass over them.
+"""A residual block over tokens, in one pass.
 
-Of each example, with tokens X (n, d), the block's own tokens F (n_F, d), a learned mix W (n_L, n) with
+For each example, with tokens X (n, d), the block's own tokens F (n_F, d), a learned mix W (n_L, n) with
 n_F + n_L = n, and γ, β of d::
 
     Z    =   concat(F, W · X) + X                            (n, d)
     out  =   (Z − mean Z) / √(var Z + ε) · γ + β             over the d values of each token
 
-A compiler writes the concatenation, and X once more transposed for W · X. Here X and F are read once and
-`out` is written once: what the memory limit allows. A program holds one example.
+A compiler writes the concatenation, and a transposed X for W · X. This kernel reads X and F once and writes
+`out` once, the least memory traffic. A program holds one example.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _loka_token_residual_norm_kernel(  # type: ignore[no-untyped-def]
     beta = tl.load(beta_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     in_later = (later[:, None] < NL) & in_d
     place = (NF + later)[:, None] * D + columns[None, :]
-    # The product of the graph is rounded to the type of its operands, too.
+    # The graph also rounds this product to the type of its operands.
     z = tl.dot(w, x).to(x.dtype).to(tl.float32) + tl.load(x_ptr + place, mask=in_later, other=0.0)
     tl.store(out_ptr + place, _normalized(z, in_later, gamma, beta, epsilon, D).to(x.dtype), mask=in_later)
     in_first = (first[:, None] < NF) & in_d
@@ -76,7 +76,7 @@ def _loka_token_residual_norm_kernel(  # type: ignore[no-untyped-def]
 def token_residual_norm(
     x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
 ) -> Tensor:
-    """Launch it.
+    """Compute the block.
 
     Args:
         x: (batch, n, d), BF16 or FP16, contiguous.

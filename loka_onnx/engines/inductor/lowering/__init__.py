@@ -1,4 +1,4 @@
-"""ONNX graphs as PyTorch modules: `lowering.model.lower`, and one function an operator.
+"""Lowering of ONNX graphs to PyTorch modules (`lowering.model.lower`), with one function for each operator.
 
-Importing any module of this package but this one imports torch.
+Importing any other module of this package imports torch.
 """

@@ -33,25 +33,25 @@ _register_pairs()
 
 @OPERATORS.operator("Not")
 def logical_not(node: Node, x: Tensor) -> Tensor:
-    """The opposite."""
+    """Logical complement."""
     return torch.logical_not(x)
 
 
 @OPERATORS.operator("Where")
 def where(node: Node, condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-    """One tensor or the other, element by element."""
+    """Select from two tensors by element."""
     return torch.where(condition, yes, no)
 
 
 @OPERATORS.operator("IsNaN")
 def is_nan(node: Node, x: Tensor) -> Tensor:
-    """Whether elements are NaN."""
+    """Mark NaN."""
     return torch.isnan(x)
 
 
 @OPERATORS.operator("IsInf")
 def is_inf(node: Node, x: Tensor) -> Tensor:
-    """Whether elements are infinite, of the signs that are asked for."""
+    """Mark infinities of the requested signs."""
     found = torch.isinf(x)
     if not node.get("detect_positive", 1):
         found = found & (x < 0)

@@ -1,4 +1,4 @@
-"""Operators on each element alone: arithmetic, transcendental functions, activations, casts."""
+"""Elementwise operators: arithmetic, transcendental functions, activations, casts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ VARIADIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Sum": torch.add,
 }
 _SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
-"""Of Klambauer et al., "Self-Normalizing Neural Networks", in FP32, as ONNX defines Selu."""
+"""Klambauer et al., "Self-Normalizing Neural Networks", in FP32, as ONNX defines Selu."""
 
 
 def _register_tables() -> None:
@@ -97,8 +97,8 @@ def mod(node: Node, a: Tensor, b: Tensor) -> Tensor:
 
 @OPERATORS.operator("Pow", scalars=(1,))
 def power(node: Node, base: Tensor, exponent: Value) -> Tensor:
-    """A power, of the type of its base."""
-    # A plain number lets the compiler turn x² into x·x.
+    """A power, in the type of its base."""
+    # With a plain number the compiler can turn x² into x·x.
     value: Any = exponent.entries[0] if isinstance(exponent, ShapeValue) else exponent
     is_float = value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
     wide = base.to(torch.float64) if is_float and not base.is_floating_point() else base
@@ -189,7 +189,7 @@ def swish(node: Node, x: Tensor) -> Tensor:
 
 @OPERATORS.operator("Dropout", numbers=(1, 2))
 def dropout(node: Node, x: Tensor, ratio: Value = None, training: Value = None) -> Any:
-    """Nothing, at inference; the mask keeps everything."""
+    """Identity at inference; the mask keeps every element."""
     return (x, torch.ones_like(x, dtype=torch.bool)) if node.wants(1) else x
 
 

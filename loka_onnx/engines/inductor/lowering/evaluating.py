@@ -1,4 +1,4 @@
-"""Runs one node on the values of its inputs."""
+"""Evaluation of one node on the values of its inputs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ from loka_onnx.errors import LokaError
 
 @dataclass(frozen=True)
 class Step:
-    """A node and its function.
-
-    Attributes:
-        node: The node.
-        operator: How it is lowered.
-        last_uses: Tensors that nothing reads after it.
-    """
+    """A node and its lowering; nothing reads the tensors of `last_uses` after it."""
 
     node: Node
     operator: Operator
@@ -66,7 +60,7 @@ def _apply(node: Node, operator: Operator, inputs: Sequence[Value]) -> Any:
 
 
 def _numbers(inputs: Sequence[Value]) -> list[ShapeValue | None] | None:
-    """All inputs as numbers, if one of them comes from a shape and the others can be."""
+    """Inputs as numbers if at least one comes from a shape and all others can be numbers."""
     if not any(isinstance(value, ShapeValue) for value in inputs):
         return None
     numbers = [numbers_of(value) if isinstance(value, Constant) else value for value in inputs]
@@ -77,7 +71,7 @@ def _numbers(inputs: Sequence[Value]) -> list[ShapeValue | None] | None:
 
 
 def _given(node: Node, operator: Operator, inputs: Sequence[Value]) -> list[Value]:
-    """Values as the function of an operator takes them."""
+    """Convert inputs to the kinds of values that an operator's function takes."""
     if operator.raw:
         return list(inputs)
     given: list[Value] = []

@@ -1,8 +1,8 @@
-"""What is done before a graph runs: constant nodes are computed, and constants become buffers.
+"""Constant folding and the layout of constants in buffers.
 
-A buffer is laid out as its reader takes it. An FP8 weight that a product reads as its right factor (K, N) is
-stored as (N, K) and read transposed: cuBLASLt multiplies by columns that are contiguous. The scale of a Q/DQ
-pair is stored in FP32, which it is computed with in a BF16 graph too: no kernel converts it at run time.
+An FP8 weight that a product reads as its right factor (K, N) is stored as (N, K) and read transposed, because
+cuBLASLt needs contiguous columns. The scale of a Q/DQ pair is stored in FP32, in which a BF16 graph computes
+too: no kernel converts it at run time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ from loka_onnx.engines.inductor.lowering.types import FLOAT8, to_numpy, to_torch
 from loka_onnx.engines.inductor.lowering.values import Constant, numbers_of
 
 _LARGEST_GROWTH = 4
-"""Elements of a folded result over those of its inputs, beyond which it is computed at run time."""
+"""Largest ratio of a folded result's elements to those of its inputs; larger results are computed at run
+time."""
 _SMALL = 1 << 14
-"""Elements that are folded however small the inputs."""
+"""Number of elements up to which a result is always folded."""
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _SHAPES = frozenset({"Shape", "Size"})
 
 
 def fold(nodes: Iterable[tuple[Node, Operator]], constants: dict[str, Constant]) -> list[Step]:
-    """Compute the nodes that read nothing but constants; edits `constants`, to which their results go.
-
-    Returns:
-        The other nodes.
-    """
+    """Fold nodes with constant inputs into `constants`, which is edited, and return the other nodes."""
     steps = []
     for node, operator in nodes:
         results = _folded(node, operator, constants)
@@ -48,7 +45,7 @@ def _folded(node: Node, operator: Operator, constants: Mapping[str, Constant]) -
     if node.op_type == "Constant" and not node.domain:
         held = constant_of(node)
         return None if held is None else {node.outputs[0]: held}
-    # Dequantized weights stay FP8; operators of other domains may be kernels of one device.
+    # Dequantized weights stay FP8; operators of other domains may have kernels for one device only.
     if node.domain or node.op_type == "DequantizeLinear":
         return None
     inputs = [constants.get(name) if name else None for name in node.inputs]
@@ -72,12 +69,7 @@ def _folded(node: Node, operator: Operator, constants: Mapping[str, Constant]) -
 
 @dataclass(frozen=True)
 class Stored:
-    """Form in which a constant is stored.
-
-    Attributes:
-        tensor: Its buffer.
-        columns: Whether that holds the transpose.
-    """
+    """Stored form of a constant; `columns` says that the buffer holds the transpose."""
 
     tensor: torch.Tensor
     columns: bool
@@ -86,7 +78,7 @@ class Stored:
 def store(
     steps: Sequence[Step], constants: Mapping[str, Constant], outputs: Sequence[str]
 ) -> dict[str, Stored]:
-    """A tensor for each constant that is read as one, by the name of the constant."""
+    """Return the buffer of each constant that is read as a tensor, by its name."""
     readers: dict[str, list[tuple[Step, int]]] = defaultdict(list)
     for step, position, constant in _reads(steps, constants):
         readers[constant.name].append((step, position))
@@ -114,7 +106,7 @@ def store(
 
 
 def _reads(steps: Sequence[Step], constants: Mapping[str, Constant]) -> Iterable[tuple[Step, int, Constant]]:
-    """Every place where a node reads the elements of a constant."""
+    """Yield every read of a constant's elements."""
     shapes: set[str] = set()
     for step in steps:
         node, operator = step.node, step.operator
@@ -139,7 +131,7 @@ def _reads(steps: Sequence[Step], constants: Mapping[str, Constant]) -> Iterable
 
 
 def _right_factors(steps: Sequence[Step]) -> set[str]:
-    """Tensors that a product reads as its right factor, as they are."""
+    """Tensors that a product reads as an untransposed right factor."""
     return {
         step.node.inputs[1]
         for step in steps

@@ -1,7 +1,7 @@
 """Operators that read or write elements at computed positions.
 
-ONNX counts negative positions from the end everywhere here. torch's indexing does so too, gather and
-scatter do not.
+ONNX counts negative positions from the end in all of them. So does torch's indexing, but not gather or
+scatter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REDUCTIONS = {"add": "sum", "mul": "prod", "min": "amin", "max": "amax"}
 
 @OPERATORS.operator("Gather", scalars=(1,), moves=True)
 def gather(node: Node, data: Tensor, indices: Value) -> Tensor:
-    """Slices along an axis, in the shape of the positions."""
+    """Slices along an axis; the indices' shape replaces the axis."""
     axis = node.get("axis", 0) % data.dim()
     if isinstance(indices, ShapeValue):
         position: Any = indices.entries[0]
@@ -31,14 +31,14 @@ def gather(node: Node, data: Tensor, indices: Value) -> Tensor:
 
 @OPERATORS.operator("GatherElements")
 def gather_elements(node: Node, data: Tensor, indices: Tensor) -> Tensor:
-    """An element for each position, the other axes being equal."""
+    """One element for each index along an axis; other coordinates are kept."""
     axis = node.get("axis", 0) % data.dim()
     return torch.gather(data, axis, _from_start(indices, data.shape[axis]))
 
 
 @OPERATORS.operator("GatherND")
 def gather_nd(node: Node, data: Tensor, indices: Tensor) -> Tensor:
-    """Slices at tuples of positions, behind axes that both share."""
+    """Slices at index tuples, behind shared batch axes."""
     shared = node.get("batch_dims", 0)
     parts: list[Tensor] = []
     for axis in range(shared):
@@ -50,7 +50,7 @@ def gather_nd(node: Node, data: Tensor, indices: Tensor) -> Tensor:
 
 @OPERATORS.operator("ScatterElements", "Scatter")
 def scatter_elements(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """A copy with elements set, or combined with others."""
+    """Copy with elements replaced, or combined by a reduction."""
     axis = node.get("axis", 0) % data.dim()
     positions = _from_start(indices, data.shape[axis])
     reduction = node.get("reduction", "none")
@@ -61,7 +61,7 @@ def scatter_elements(node: Node, data: Tensor, indices: Tensor, updates: Tensor)
 
 @OPERATORS.operator("ScatterND")
 def scatter_nd(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """A copy with slices set, or combined with others, at tuples of positions."""
+    """Copy with slices replaced, or combined by a reduction, at index tuples."""
     depth = indices.shape[-1]
     rows: Any = 0
     for axis, part in enumerate(indices.to(torch.int64).unbind(-1)):
@@ -79,7 +79,7 @@ def scatter_nd(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Te
 
 @OPERATORS.operator("OneHot", numbers=(1,))
 def one_hot(node: Node, indices: Tensor, depth: Value, values: Tensor) -> Tensor:
-    """``values[1]`` at each position of a new axis, ``values[0]`` elsewhere and for positions beyond it."""
+    """``values[1]`` at each index on a new axis, ``values[0]`` elsewhere and for indices out of range."""
     length = int(node.number(depth, "depth"))
     rank = indices.dim() + 1
     axis = node.get("axis", -1) % rank

@@ -1,7 +1,7 @@
 """A model file as a PyTorch module.
 
-The graph is interpreted: `forward` runs one function per node. Traced by `torch.export`, the loop is gone and
-what is left is the operations of those functions, with the batch as a symbol where it is dynamic.
+`forward` interprets the graph, one function per node. `torch.export` traces it, which leaves the operations
+of those functions, with a symbolic batch where it is dynamic.
 """
 
 from __future__ import annotations
@@ -30,12 +30,7 @@ from loka_onnx.errors import EngineError
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """Options of lowering a model.
-
-    Attributes:
-        products: How its FP8 products are computed.
-        operators: What is lowered, and by which function.
-    """
+    """Strategy of FP8 products, and the registry of lowerings."""
 
     products: ProductStrategy = field(default_factory=ScaledMatMul)
     operators: Registry = field(default_factory=lambda: OPERATORS)
@@ -43,16 +38,12 @@ class LoweringOptions:
 
 @dataclass(frozen=True)
 class _Program:
-    """What a module runs.
+    """Contents of a module.
 
     Attributes:
-        inputs: Names of the graph's inputs.
-        batched: Those with a batch on axis 0.
-        outputs: Names of its outputs.
-        steps: Its nodes, but for those that were folded.
-        constants: What the steps read that no step computes, by name of the tensor.
-        stored: The constants that are read as tensors, by name of the constant.
-        scope: What the nodes share.
+        steps: Its nodes that were not folded.
+        constants: Constants that the steps read, by name of the tensor.
+        stored: Their buffers, by name of the constant.
     """
 
     inputs: tuple[str, ...]
@@ -70,7 +61,7 @@ class LoweredModel(nn.Module):
     Attributes:
         input_names: Names of the graph's inputs, in the order of `forward`.
         output_names: Names of its outputs, in the order of the results.
-        batched: Inputs whose first axis, the batch, has no fixed length in the graph.
+        batched: Inputs with a dynamic batch on axis 0.
     """
 
     def __init__(self, program: _Program) -> None:
@@ -92,25 +83,18 @@ class LoweredModel(nn.Module):
 
     @property
     def sites(self) -> Mapping[str, LoweredSite]:
-        """What each product became, by node name; known once the module has run or has been traced."""
+        """Lowered products by node name; filled when the module runs or is traced."""
         return MappingProxyType(self._scope.sites)
 
     def dynamic_shapes(self, batch: Any) -> tuple[tuple[dict[int, Any], ...]]:
-        """What `torch.export.export` takes for one dynamic batch on axis 0 of every batched input.
-
-        Args:
-            batch: A `torch.export.Dim`.
+        """Argument of `torch.export.export` for a dynamic batch (`torch.export.Dim`) on axis 0 of batched
+        inputs.
         """
         return (tuple({0: batch} if name in self.batched else {} for name in self.input_names),)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the graph.
-
-        Args:
-            inputs: One tensor per graph input, in the order of `input_names`.
-
-        Returns:
-            One tensor per graph output, in the order of `output_names`.
+        """Run the graph on one tensor per input, in the order of `input_names`; results are in
+        `output_names`'s.
 
         Raises:
             EngineError: The number of inputs is wrong, a node cannot be lowered, or torch refuses it.
@@ -140,15 +124,11 @@ class LoweredModel(nn.Module):
 
 
 def lower(model: Path, options: LoweringOptions | None = None) -> LoweredModel:
-    """Turn an ONNX model into a module, on the CPU.
-
-    Args:
-        model: The model file; its weights may be beside it.
-        options: How it is lowered.
+    """Lower an ONNX model to a module, on the CPU.
 
     Raises:
-        ModelError: The file is missing, truncated or not an ONNX model, or its external data are.
-        EngineError: An operator or a type of the model is not lowered.
+        ModelError: The file or its external data are missing, truncated or invalid.
+        EngineError: An operator or a type of the model has no lowering.
     """
     options = options or LoweringOptions()
     scope = Scope(options.products)
@@ -186,7 +166,7 @@ def _operator(node: Node, registry: Registry) -> Operator:
 def _with_last_uses(
     steps: list[Step], outputs: tuple[str, ...], constants: Mapping[str, Constant]
 ) -> tuple[Step, ...]:
-    """Steps that say which tensors they are the last to read."""
+    """Add to each step the tensors that it is the last to read."""
     seen, timed = {*outputs, *constants}, []
     for step in reversed(steps):
         touched = dict.fromkeys(name for name in (*step.node.inputs, *step.node.outputs) if name)
@@ -196,7 +176,7 @@ def _with_last_uses(
 
 
 def _attribute_name(holder: nn.Module, name: str) -> str:
-    """The name of a tensor as that of a buffer, which must be an attribute and have no dots."""
+    """Turn a tensor's name into a buffer's, which must be a unique attribute without dots."""
     readable = re.sub(r"\W+", "_", name).strip("_") or "constant"
     unique, count = readable, 0
     while hasattr(holder, unique):
@@ -206,7 +186,7 @@ def _attribute_name(holder: nn.Module, name: str) -> str:
 
 
 def _without_array(constant: Constant) -> Constant:
-    """The constant without its values, unless they are few: the buffer holds them."""
+    """Drop the values of a long constant: its buffer holds them."""
     if constant.array is None or constant.array.size <= MOST_NUMBERS:
         return constant
     return replace(constant, array=None)

@@ -16,13 +16,13 @@ Tensor = torch.Tensor
 
 @OPERATORS.operator("Identity", raw=True)
 def identity(node: Node, x: Value) -> Value:
-    """The same value, whatever its kind."""
+    """The same value, of any kind."""
     return x
 
 
 @OPERATORS.operator("Constant")
 def constant(node: Node) -> Any:
-    """A tensor that is an attribute."""
+    """Refuse a Constant that could not be folded."""
     raise node.error(
         "a constant of this kind is not lowered", f"its attributes are {sorted(node.attributes)}"
     )
@@ -30,7 +30,7 @@ def constant(node: Node) -> Any:
 
 @OPERATORS.operator("Reshape", numbers=(1,), moves=True)
 def reshape(node: Node, x: Tensor, shape: Value = None) -> Tensor:
-    """Another shape; 0 stands for the length before unless ``allowzero``, one -1 for the rest."""
+    """New shape; 0 keeps a length unless ``allowzero``, and one -1 takes the rest."""
     target = node.attributes["shape"] if shape is None else node.numbers(shape, "shape")
     if not node.get("allowzero", 0):
         target = [x.shape[i] if isinstance(n, int) and n == 0 else n for i, n in enumerate(target)]
@@ -55,7 +55,7 @@ def flatten(node: Node, x: Tensor) -> Tensor:
 
 @OPERATORS.operator("Transpose", raw=True)
 def transpose(node: Node, x: Value) -> Value:
-    """Axes in another order; the channel axis of FP8 values moves along."""
+    """Permute axes, including the channel axis of FP8 values."""
     if isinstance(x, Dequantized):
         order = _order(node, x.values.dim())
         axis = None if x.axis is None else order.index(x.axis)
@@ -90,7 +90,7 @@ def unsqueeze(node: Node, x: Tensor, axes: Value = None) -> Tensor:
 
 @OPERATORS.operator("Concat", raw=True)
 def concat(node: Node, *parts: Value) -> Value:
-    """Tensors side by side; FP8 values of one scale stay FP8."""
+    """Concatenate; FP8 values of one scale stay FP8."""
     axis = node.get("axis", 1)
     narrow = [part for part in parts if isinstance(part, Dequantized)]
     first = narrow[0] if narrow else None
@@ -101,7 +101,7 @@ def concat(node: Node, *parts: Value) -> Value:
 
 @OPERATORS.operator("Split", numbers=(1,), moves=True)
 def split(node: Node, x: Tensor, sizes: Value = None) -> tuple[Tensor, ...]:
-    """Parts along an axis, of given sizes or of equal ones with a smaller last one."""
+    """Split an axis into the given sizes, or into equal ones with a smaller last."""
     axis = node.get("axis", 0)
     if sizes is not None:
         return torch.split(x, node.numbers(sizes, "split"), axis)
@@ -120,7 +120,7 @@ def slice_(
     axes: Value = None,
     steps: Value = None,
 ) -> Tensor:
-    """Every n-th element between two positions, along some axes."""
+    """Every n-th element between two positions of some axes."""
     first = node.attributes["starts"] if starts is None else node.numbers(starts, "starts")
     last = node.attributes["ends"] if ends is None else node.numbers(ends, "ends")
     chosen = node.axes(axes)
@@ -146,7 +146,7 @@ def _backwards(x: Tensor, axis: int, bounds: tuple[Any, Any, Any]) -> Tensor:
 
 @OPERATORS.operator("Expand", numbers=(1,), moves=True)
 def expand(node: Node, x: Tensor, shape: Value) -> Tensor:
-    """Axes of length 1 repeated; a target length of 1 keeps the length of the tensor."""
+    """Broadcast axes of length 1; a target length of 1 keeps the tensor's length."""
     target = node.numbers(shape, "shape")
     rank = max(len(target), x.dim())
     target = [1] * (rank - len(target)) + target
@@ -183,14 +183,14 @@ def depth_to_space(node: Node, x: Tensor) -> Tensor:
 
 @OPERATORS.operator("Shape", raw=True)
 def shape_of(node: Node, x: Value) -> ShapeValue:
-    """The lengths of a tensor, as numbers."""
+    """Lengths of a tensor, as numbers."""
     lengths = _lengths(node, x)
     return ShapeValue(tuple(lengths[node.get("start", 0) : node.get("end", len(lengths))]))
 
 
 @OPERATORS.operator("Size", raw=True)
 def size_of(node: Node, x: Value) -> ShapeValue:
-    """The number of elements of a tensor, as a number."""
+    """Number of elements, as a number."""
     product: Any = 1
     for length in _lengths(node, x):
         product = product * length
@@ -206,12 +206,12 @@ def _lengths(node: Node, x: Value) -> list[Any]:
 
 
 _MOST_NUMBERS = 64
-"""Elements of a filled vector that may itself be a shape; more are data."""
+"""Most elements of a filled vector that may be a shape; longer ones are data."""
 
 
 @OPERATORS.operator("ConstantOfShape", numbers=(0,))
 def constant_of_shape(node: Node, shape: Value) -> Value:
-    """A tensor of one value; a short vector of integers stays numbers, for it may be a shape."""
+    """A filled tensor; a short integer vector stays numbers, because it may be a shape."""
     lengths = node.numbers(shape, "shape")
     fill = node.attributes.get("value")
     known = None if fill is None else numbers_of(fill)
@@ -224,7 +224,7 @@ def constant_of_shape(node: Node, shape: Value) -> Value:
 
 @OPERATORS.operator("Range", numbers=(0, 1, 2))
 def range_(node: Node, start: Value, limit: Value, delta: Value) -> Tensor:
-    """Numbers from a start up to a limit that is left out."""
+    """Numbers from a start up to, excluding, a limit."""
     begin, end = node.number(start, "start"), node.number(limit, "limit")
     dtype = start.dtype if isinstance(start, ShapeValue) else torch.int64
     return torch.arange(begin, end, node.number(delta, "delta"), dtype=dtype, device=node.scope.device)

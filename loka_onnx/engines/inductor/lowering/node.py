@@ -1,4 +1,4 @@
-"""A node as its lowering sees it."""
+"""A graph node during lowering."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ def load_directly(constant: Constant) -> torch.Tensor:
 
 @dataclass
 class Scope:
-    """Values that the nodes of one module share.
+    """State that the nodes of one module share.
 
     Attributes:
-        products: How FP8 products are computed.
-        load: Finds the tensor of a constant.
-        device: Where tensors are made that depend on no other.
-        sites: What each product became, by node name; filled as the module runs or is traced.
+        device: Device of tensors that depend on no other.
+        sites: Lowered products by node name; filled when the module runs or is traced.
     """
 
     products: ProductStrategy
@@ -41,7 +39,7 @@ class Scope:
     sites: dict[str, LoweredSite] = field(default_factory=dict)
 
     def tensor(self, value: Value) -> torch.Tensor:
-        """The tensor that a value stands for."""
+        """Convert a value to its tensor."""
         if isinstance(value, torch.Tensor):
             return value
         if isinstance(value, Constant):
@@ -58,14 +56,12 @@ class Node:
     """One node of the graph.
 
     Attributes:
-        op_type: Operator.
         domain: Its domain; empty for ONNX's own.
         name: Name of the node, or of its first output where it has none.
-        attributes: Attributes as Python values; text is `str`, tensors are arrays.
-        opset: Version of its domain that the model imports.
-        inputs: Names of the tensors it reads; empty for an optional one that is left out.
-        outputs: Names of the tensors it makes; empty for one that nothing reads.
-        scope: What it shares with the other nodes.
+        attributes: Attributes as Python values: text as `str`, tensors as arrays.
+        opset: Version of the domain that the model imports.
+        inputs: Names of input tensors; empty for an omitted optional one.
+        outputs: Names of output tensors; empty for an unused one.
     """
 
     op_type: str
@@ -78,28 +74,28 @@ class Node:
     scope: Scope
 
     def get(self, name: str, default: T) -> T:
-        """An attribute, or what stands for it where it is left out."""
+        """Return an attribute or its default."""
         value: T = self.attributes.get(name, default)
         return value
 
     def tensor(self, value: Value) -> torch.Tensor:
-        """The tensor that a value stands for."""
+        """Convert a value to its tensor."""
         return self.scope.tensor(value)
 
     def wants(self, output: int) -> bool:
-        """Whether something may read an output."""
+        """Tell whether an output has a name, so that something may read it."""
         return output < len(self.outputs) and bool(self.outputs[output])
 
     def error(self, what: str, evidence: str, remedy: str = REMEDY) -> EngineError:
-        """An error about this node."""
+        """Build an error about this node."""
         op = f"{self.domain}.{self.op_type}" if self.domain else self.op_type
         return EngineError(what, where=f"node '{self.name}' ({op})", evidence=evidence, remedy=remedy)
 
     def numbers(self, value: Value, what: str) -> list[Any]:
-        """Numbers, plain or symbolic, of an input that must be known before the module runs.
+        """Return the numbers, plain or symbolic, of an input that must be known before the module runs.
 
         Raises:
-            EngineError: They are computed from the elements of tensors.
+            EngineError: They depend on the elements of tensors.
         """
         if isinstance(value, ShapeValue):
             return list(value.entries)
@@ -110,10 +106,10 @@ class Node:
         )
 
     def number(self, value: Value, what: str) -> Any:
-        """The one number of such an input.
+        """Return the only number of such an input.
 
         Raises:
-            EngineError: It is computed from the elements of tensors, or is not one number.
+            EngineError: It depends on the elements of tensors, or is not one number.
         """
         entries = self.numbers(value, what)
         if len(entries) != 1:
@@ -121,7 +117,7 @@ class Node:
         return entries[0]
 
     def axes(self, value: Value, what: str = "axes") -> list[int] | None:
-        """Axes from the attribute of that name or, in newer operator sets, an input; None where left out."""
+        """Axes from the attribute `what` or, in newer operator sets, an input; None where omitted."""
         if what in self.attributes:
             return [int(axis) for axis in self.attributes[what]]
         return None if value is None else [int(axis) for axis in self.numbers(value, what)]

@@ -1,7 +1,7 @@
 """Normalizations.
 
-torch's own functions take the statistics of BF16 and FP16 tensors in FP32, and round once, behind the affine
-step: ``stash_type`` asks for no less.
+torch computes the statistics of BF16 and FP16 tensors in FP32 and rounds once, after the affine step, which
+meets ``stash_type``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 @OPERATORS.operator("LayerNormalization")
 def layer_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Any:
-    """(x − mean) / √(variance + ε) · scale + bias over the axes from ``axis`` on; mean and 1/σ on demand."""
+    """(x − mean) / √(variance + ε) · scale + bias over the axes from ``axis``; mean and 1/σ if requested."""
     axis, epsilon = node.get("axis", -1) % x.dim(), node.get("epsilon", 1e-5)
     lengths = list(x.shape[axis:])
     is_whole = list(scale.shape) == lengths and (bias is None or list(bias.shape) == lengths)
@@ -36,7 +36,7 @@ def layer_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor | Non
 
 @OPERATORS.operator("RMSNormalization")
 def rms_normalization(node: Node, x: Tensor, scale: Tensor) -> Tensor:
-    """Gives x / √(mean(x²) + ε) · scale over the axes from ``axis`` on."""
+    """Compute x / √(mean(x²) + ε) · scale over the axes from ``axis``."""
     axis, epsilon = node.get("axis", -1) % x.dim(), node.get("epsilon", 1e-5)
     lengths = list(x.shape[axis:])
     if list(scale.shape) == lengths:
@@ -46,7 +46,7 @@ def rms_normalization(node: Node, x: Tensor, scale: Tensor) -> Tensor:
 
 @OPERATORS.operator("GroupNormalization")
 def group_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """Groups of channels normalized; before operator set 21 scale and bias are given per group."""
+    """Normalize groups of channels; before operator set 21 scale and bias are per group."""
     groups, epsilon = node.attributes["num_groups"], node.get("epsilon", 1e-5)
     channels = x.shape[1]
     if scale.shape[0] != channels:
@@ -57,7 +57,7 @@ def group_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor) -> T
 
 @OPERATORS.operator("InstanceNormalization")
 def instance_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """Each channel normalized by itself."""
+    """Normalize each channel of each example."""
     return torch.group_norm(x, x.shape[1], scale, bias, node.get("epsilon", 1e-5))
 
 
@@ -65,7 +65,7 @@ def instance_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor) -
 def batch_normalization(
     node: Node, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
 ) -> Tensor:
-    """Channels normalized by stored statistics."""
+    """Normalize channels by stored statistics."""
     if node.get("training_mode", 0):
         raise node.error("BatchNormalization in training mode is not lowered", "training_mode is 1")
     return functional.batch_norm(x, mean, variance, scale, bias, False, 0.0, node.get("epsilon", 1e-5))
@@ -73,7 +73,7 @@ def batch_normalization(
 
 @OPERATORS.operator("LpNormalization")
 def lp_normalization(node: Node, x: Tensor) -> Tensor:
-    """Divides x by its L1 or L2 norm along an axis; gives 0 where that is 0."""
+    """Divide x by its L1 or L2 norm along an axis; 0 where the norm is 0."""
     axis = node.get("axis", -1)
     absolute = x.abs() if node.get("p", 2) == 1 else x * x
     norm = absolute.sum(axis, keepdim=True)

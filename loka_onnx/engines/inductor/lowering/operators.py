@@ -1,4 +1,4 @@
-"""Every operator that is lowered: the modules that register them, and why some are not."""
+"""All lowered operators: importing the modules registers them; others are declined with a reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODULES = (
     reductions,
     shape_arithmetic,
 )
-"""They have registered their functions once they are imported."""
+"""Modules that register their functions on import."""
 
 OPERATORS.decline(
     "If", "Loop", "Scan", "SequenceMap", reason="control flow that depends on the elements of tensors"

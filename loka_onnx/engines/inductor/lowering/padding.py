@@ -42,7 +42,7 @@ def conv_padding(
 
 @OPERATORS.operator("Pad", numbers=(1, 2, 3))
 def pad(node: Node, x: Tensor, pads: Value = None, value: Value = None, axes: Value = None) -> Tensor:
-    """Rows added, or taken away by negative numbers, at both ends of axes."""
+    """Pad both ends of axes; negative amounts crop."""
     amounts = node.attributes["pads"] if pads is None else node.numbers(pads, "pads")
     chosen = list(range(x.dim())) if axes is None else [a % x.dim() for a in node.numbers(axes, "axes")]
     before, after = [0] * x.dim(), [0] * x.dim()
@@ -64,7 +64,7 @@ def pad(node: Node, x: Tensor, pads: Value = None, value: Value = None, axes: Va
 
 
 def _padded_positions(x: Tensor, axis: int, amounts: tuple[int, int], mode: str) -> Tensor:
-    """Positions along an axis of which the padded axis consists."""
+    """Source positions of the elements of a padded axis."""
     length = x.shape[axis]
     positions = torch.arange(-amounts[0], length + amounts[1], device=x.device)
     if mode == "edge":

@@ -27,7 +27,7 @@ def max_pool(node: Node, x: Tensor) -> Tensor:
 
 @OPERATORS.operator("AveragePool")
 def average_pool(node: Node, x: Tensor) -> Tensor:
-    """The mean of each window, padding counted on demand."""
+    """The mean of each window; ``count_include_pad`` counts padding."""
     kernel, strides, dilations = _window(node)
     if node.get("ceil_mode", 0) or any(d != 1 for d in dilations):
         raise node.error("this AveragePool is not lowered", "ceil_mode, or dilations")
@@ -41,7 +41,7 @@ def average_pool(node: Node, x: Tensor) -> Tensor:
 
 
 def _window(node: Node) -> tuple[list[int], list[int], list[int]]:
-    """Lengths, strides and dilations of the window of a pool."""
+    """Lengths, strides and dilations of a pool's window."""
     kernel: list[int] = node.attributes["kernel_shape"]
     strides: list[int] = node.get("strides", [1] * len(kernel))
     dilations: list[int] = node.get("dilations", [1] * len(kernel))

@@ -1,7 +1,7 @@
 """Products: MatMul, Gemm, Einsum and convolutions.
 
-A MatMul or Gemm of two FP8 factors goes to the strategy of the module (`strategies`), with what it became in
-`Scope.sites`; every other product is torch's own, in the type of its factors.
+The module's strategy (`strategies`) multiplies two FP8 factors of a MatMul or Gemm and is recorded in
+`Scope.sites`; all other products are torch's, in the type of their factors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def matmul(node: Node, a: Value, b: Value) -> Tensor:
 
 @OPERATORS.operator("Gemm", raw=True)
 def gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
-    """alpha·A·B + beta·C of matrices, each of the factors transposed on demand."""
+    """alpha·A·B + beta·C of matrices, with optionally transposed factors."""
     alpha, beta = node.get("alpha", 1.0), node.get("beta", 1.0)
     addend = None if c is None or beta == 0 else node.tensor(c)
     if isinstance(a, Dequantized) and isinstance(b, Dequantized):
@@ -62,7 +62,7 @@ def _finish(product: Tensor, addend: Tensor | None, alpha: float, beta: float) -
 
 
 def _bias(addend: Tensor | None, columns: int) -> Tensor | None:
-    """The addend of a Gemm as a vector (columns,); None where it is not one."""
+    """The addend of a Gemm as a vector (columns,); None for any other shape."""
     if addend is None or not addend.dim() or addend.shape[-1] != columns:
         return None
     if addend.dim() == 1:
@@ -92,7 +92,7 @@ def _multiply_float8(node: Node, a: Dequantized, b: Dequantized, bias: Tensor | 
 
 
 def _are_outer(a: Dequantized, b: Dequantized) -> bool:
-    """Whether the scales of two factors are along the axes that the product keeps."""
+    """Tell whether the scales of both factors are along axes that the product keeps."""
     rows, columns = a.values.dim() - 2, b.values.dim() - 1
     return a.axis in (None, rows) and b.axis in (None, columns)
 

@@ -2,11 +2,11 @@
 
 Source: ONNX operators, `QuantizeLinear-23` and `DequantizeLinear-23`::
 
-    Q(x)  = saturate(round(x / s) + z)      rounding half to even, saturating at the format's largest numbers
+    Q(x)  = saturate(round(x / s) + z)      rounding half to even, saturating at the type's limits
     DQ(q) = (q − z) · s
 
-FP8 saturates infinities as well, NaN stays NaN, and z is 0. The quotient is taken in FP32 in a BF16 or FP16
-graph too: that is the ``precision`` that FP8 plans are measured with.
+FP8 saturates infinities too, keeps NaN, and has z = 0. The quotient is computed in FP32 in a BF16 or FP16
+graph too, the ``precision`` with which FP8 plans are measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16}
 
 @OPERATORS.operator("QuantizeLinear", raw=True)
 def quantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Tensor:
-    """Values of a narrow type, rounded half to even and saturated."""
+    """Quantize: round half to even and saturate."""
     values, factor = node.tensor(x), _scale(node, scale)
     target = _target(node, zero_point)
     spread = _spread(node, factor, values)
@@ -39,22 +39,21 @@ def quantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None
     _check_zero(node, zero_point)
     wide = values.to(torch.float32)
     if values.is_cuda and isinstance(scale, Constant) and scale.array is not None and scale.array.size == 1:
-        # By 1/s, as the kernels of `kernels` quantize: a tensor has one Q, fused or not. The product is
-        # within a rounding of FP32 of the quotient: only what lies that near to a boundary of FP8 may
-        # cross it.
+        # Multiply by 1/s like the kernels of `kernels`, so that fused and unfused Q agree. The product is
+        # within one FP32 rounding of the quotient: only values that near to an FP8 boundary may cross it.
         return saturated(wide * (1.0 / float(scale.array.astype("float32").reshape(()))), target)
     return saturated(wide / spread, target)
 
 
 def saturated(values: Tensor, target: torch.dtype) -> Tensor:
-    """Values rounded to an FP8 type, with everything beyond its range at its largest numbers; NaN is kept."""
+    """Round to an FP8 type; values beyond its range become its largest numbers, NaN is kept."""
     limit = torch.finfo(target).max
     return values.clamp(-limit, limit).to(target)
 
 
 @OPERATORS.operator("DequantizeLinear", raw=True)
 def dequantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Value:
-    """FP8 values with their scale, which a product may take as they are; integers become floats at once."""
+    """Keep FP8 values with their scale, which a product can take directly; convert integers to floats."""
     values, factor = node.tensor(x), _scale(node, scale)
     wide = TORCH_TYPES[node.attributes["output_dtype"]] if node.get("output_dtype", 0) else _type_of(scale)
     if values.dtype in FLOAT8:
@@ -98,7 +97,7 @@ def _check_zero(node: Node, zero_point: Value) -> None:
 
 
 def _type_of(value: Value) -> torch.dtype:
-    """Element type in the graph: the buffer of a scale is wider."""
+    """Element type in the graph; the buffer of a scale is wider."""
     if isinstance(value, Constant | torch.Tensor):
         return value.dtype
     raise TypeError(f"{type(value).__name__} has no element type of its own")
@@ -109,7 +108,7 @@ def _scale(node: Node, scale: Value) -> Tensor:
 
 
 def _spread(node: Node, scale: Tensor, values: Tensor) -> Tensor:
-    """A scale or zero point as it is broadcast: one for all, for each index of an axis, or for blocks."""
+    """Broadcast a scale or zero point: one for all, one for each index of an axis, or one for each block."""
     if scale.numel() == 1:
         return scale.reshape(())
     axis = node.get("axis", 1) % values.dim()

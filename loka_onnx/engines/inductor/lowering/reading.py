@@ -1,4 +1,4 @@
-"""What a model file holds, as values: constants, nodes, the names of inputs and outputs."""
+"""Contents of a model file: constants, nodes, the names of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ class SourceGraph:
     """The main graph of a model.
 
     Attributes:
-        inputs: Names of its inputs.
-        batched: Those whose first axis has no fixed length.
-        outputs: Names of its outputs.
+        batched: Inputs with a dynamic first axis.
         constants: Its initializers, by name.
         nodes: Its nodes, producers before consumers.
     """
@@ -40,11 +38,11 @@ class SourceGraph:
 
 
 def read_graph(model: Path, scope: Scope) -> SourceGraph:
-    """Read a model and what it keeps outside.
+    """Read a model with its external data.
 
     Raises:
-        ModelError: The file is missing, truncated or not an ONNX model, or its external data are.
-        EngineError: A tensor is of a type that is not lowered.
+        ModelError: The file or its external data are missing, truncated or invalid.
+        EngineError: A tensor has a type without a lowering.
     """
     proto = read_proto(model)
     if proto.functions:
@@ -74,7 +72,7 @@ def _is_batched(info: onnx.ValueInfoProto) -> bool:
 def _nodes(protos: Sequence[onnx.NodeProto], opsets: dict[str, int], scope: Scope) -> tuple[Node, ...]:
     nodes, names = [], set[str]()
     for proto in protos:
-        # Two nodes of one name are legal; what became of a product is kept by name.
+        # Two nodes may have the same name, but products are recorded by name.
         name = proto.name if proto.name and proto.name not in names else proto.output[0]
         names.add(name)
         domain = _domain(proto.domain)
@@ -86,7 +84,7 @@ def _nodes(protos: Sequence[onnx.NodeProto], opsets: dict[str, int], scope: Scop
 
 
 def constant_of(node: Node) -> Constant | None:
-    """What a node of type Constant holds; None for text and sparse tensors."""
+    """Value of a Constant node; None for text and sparse tensors."""
     name = node.outputs[0]
     for key, value in node.attributes.items():
         if isinstance(value, Constant):

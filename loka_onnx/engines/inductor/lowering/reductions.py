@@ -35,7 +35,7 @@ def _prod(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 def _in_float(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """A function of floats, rounded back to the type of its input, as ONNX types it."""
+    """Compute in floating point and round back to the input's type, as ONNX types it."""
     return function(x) if x.is_floating_point() else function(x.to(torch.float64)).to(x.dtype)
 
 
@@ -79,7 +79,7 @@ def _register_reductions() -> None:
 
 
 def _elementwise_part(op_type: str, x: Tensor) -> Tensor:
-    """What a reduction over no axis does: it reduces each element alone."""
+    """Result of a reduction over no axes: each element alone."""
     if op_type in {"ReduceL1", "ReduceL2"}:
         return x.abs()
     if op_type == "ReduceSumSquare":
@@ -92,7 +92,9 @@ _register_reductions()
 
 @OPERATORS.operator("ArgMax", "ArgMin")
 def arg_extreme(node: Node, x: Tensor) -> Tensor:
-    """Position of the largest or smallest element along an axis: the first of equals, or the last."""
+    """Position of the largest or smallest element along an axis: the first or, on request, the last of
+    equals.
+    """
     axis, keep = node.get("axis", 0) % x.dim(), bool(node.get("keepdims", 1))
     find = torch.argmax if node.op_type == "ArgMax" else torch.argmin
     if not node.get("select_last_index", 0):
@@ -102,7 +104,7 @@ def arg_extreme(node: Node, x: Tensor) -> Tensor:
 
 @OPERATORS.operator("Softmax", "LogSoftmax")
 def softmax(node: Node, x: Tensor) -> Tensor:
-    """Softmax along an axis; over all axes from it on before operator set 13."""
+    """Softmax along an axis; before operator set 13, over all axes from it on."""
     function = torch.softmax if node.op_type == "Softmax" else torch.log_softmax
     if node.opset >= 13:
         return function(x, node.get("axis", -1))

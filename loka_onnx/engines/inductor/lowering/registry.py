@@ -1,15 +1,15 @@
-"""Which function lowers which operator.
+"""Registry of operators and their lowering functions.
 
-A function takes the node and one value per input and returns the outputs: a value, or a tuple of them. What
-it is given is up to how it is registered:
+A function takes the node and one value per input and returns a value or a tuple of values. Its inputs depend
+on the registration:
 
-- by default tensors, whatever kind of value the input was;
-- at the positions `numbers`, a `ShapeValue` where the input is a constant or comes from shapes, and the
-  tensor otherwise (`Node.numbers` then says what is wrong);
-- at the positions `scalars`, a `ShapeValue` where the input is a constant of rank 0, otherwise a tensor;
-- `moves`: the operator moves the elements of its first input and changes none, so a `Dequantized` with one
-  scale for all passes through as FP8;
-- `raw`: every value as it is.
+- by default, tensors;
+- at the positions `numbers`, a `ShapeValue` where the input is a constant or comes from shapes, else the
+  tensor (`Node.numbers` then reports the error);
+- at the positions `scalars`, a `ShapeValue` where the input is a constant of rank 0, else a tensor;
+- `moves`: the operator only moves elements of its first input, so that a `Dequantized` with a single scale
+  stays FP8;
+- `raw`: every value unchanged.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ class Operator:
     """Lowering of an operator.
 
     Attributes:
-        lower: Its function.
         numbers: Positions of inputs that are read as numbers.
-        scalars: Positions of inputs that are read as a number where they are one.
+        scalars: Positions of inputs that are read as a number where they are scalar constants.
         moves: Whether it only moves the elements of its first input.
         raw: Whether it takes every kind of value.
-        on_shapes: Its function on `ShapeValue`, which may return NotImplemented; None where it has none.
-        wide: Positions of constants that it computes with in FP32, whatever their type in the graph.
+        on_shapes: Its function on `ShapeValue`, which may return NotImplemented; or None.
+        wide: Positions of constants that it reads in FP32, whatever their type in the graph.
     """
 
     lower: Lowering
@@ -46,7 +45,7 @@ class Operator:
 
 @dataclass
 class Registry:
-    """Operators by domain and type, functions on shapes and reasons by type."""
+    """Lowerings by domain and type; functions on shapes and reasons for refusal by type."""
 
     operators: dict[tuple[str, str], Operator] = field(default_factory=dict)
     shapes: dict[str, Lowering] = field(default_factory=dict)
@@ -73,7 +72,7 @@ class Registry:
         return register
 
     def on_shapes(self, *op_types: str) -> Callable[[Lowering], Lowering]:
-        """Register the decorated function for ONNX operators where all inputs are numbers."""
+        """Register the decorated function for ONNX operators whose inputs are all numbers."""
 
         def register(function: Lowering) -> Lowering:
             for op_type in op_types:
@@ -83,15 +82,15 @@ class Registry:
         return register
 
     def store_in_float32(self, *op_types: str, positions: Collection[int], domain: str = "") -> None:
-        """Have constants at these positions, such as scales, stored in FP32: no kernel then widens them."""
+        """Store constants at these positions, such as scales, in FP32, so that no kernel converts them."""
         self.wide |= {(domain, op_type): frozenset(positions) for op_type in op_types}
 
     def decline(self, *op_types: str, reason: str) -> None:
-        """Say why ONNX operators are not lowered."""
+        """Record the reason why ONNX operators have no lowering."""
         self.declined |= dict.fromkeys(op_types, reason)
 
     def find(self, domain: str, op_type: str) -> Operator | None:
-        """How an operator is lowered; None when it is not."""
+        """Return the lowering of an operator; None where there is none."""
         found = self.operators.get((domain, op_type))
         if found is None:
             return None
@@ -99,9 +98,9 @@ class Registry:
         return replace(found, on_shapes=on_shapes, wide=self.wide.get((domain, op_type), frozenset()))
 
     def copy(self) -> Registry:
-        """A registry to add to, which leaves this one as it is."""
+        """Return a copy that can be extended on its own."""
         return Registry(dict(self.operators), dict(self.shapes), dict(self.wide), dict(self.declined))
 
 
 OPERATORS = Registry()
-"""What this package lowers, once `lowering.operators` is imported."""
+"""Lowerings of this package, complete once `lowering.operators` is imported."""

@@ -1,8 +1,8 @@
-"""Operators on the numbers that come from shapes.
+"""Operators on numbers that come from shapes.
 
-They are computed while the module is traced, on Python's numbers and torch's symbols, and leave no operation
-in the compiled graph. A function returns NotImplemented where the result is neither one number nor a vector
-of them; the numbers then become tensors.
+They run while the module is traced, on Python's numbers and torch's symbols, and add no operation to the
+compiled graph. A function returns NotImplemented where the result is neither a number nor a vector; the
+numbers then become tensors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from loka_onnx.engines.inductor.lowering.types import FLOAT8, TORCH_TYPES
 from loka_onnx.engines.inductor.lowering.values import ShapeValue
 
 _SYMBOLS: Any = torch
-"""Its functions of symbols, which carry no types."""
+"""torch, whose functions of symbols carry no types."""
 
 
 def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of plain or symbolic numbers as one of `ShapeValue`, broadcast as tensors are."""
+    """Lift a function of plain or symbolic numbers to `ShapeValue`, with broadcasting."""
 
     def combined(node: Node, *values: ShapeValue) -> Any:
         length = max(len(value.entries) for value in values)
@@ -44,7 +44,7 @@ def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 def _quotient(a: Any, b: Any) -> Any:
     if isinstance(a, float | torch.SymFloat) or isinstance(b, float | torch.SymFloat):
         return a / b
-    # Lengths are not negative, where rounding down and toward zero are the same.
+    # Lengths are not negative, so that floor and truncation agree.
     return a // b if not isinstance(a, int) or not isinstance(b, int) else math.trunc(a / b)
 
 

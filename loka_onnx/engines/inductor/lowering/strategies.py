@@ -1,12 +1,11 @@
-"""How the FP8 products of a lowered graph, and those that were fused, are computed.
+"""Strategies that compute the FP8 products and the fused products of a lowered graph.
 
-A product of two dequantized factors, with one activation scale sₐ and a weight scale s_b for all
-columns or for each::
+With one activation scale sₐ, and a weight scale s_b for all columns or for each::
 
     (A·sₐ)(B·s_b) + c = (A B)·sₐ·s_b + c
 
-so that a matrix product of the FP8 values, summed in FP32, followed by a multiplication gives what Q/DQ
-around a product of floats stands for; only the order of sums differs.
+A product of the FP8 values, summed in FP32 and multiplied by the scales, therefore equals the product of the
+dequantized factors; only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from loka_onnx.engines.inductor.lowering.types import short_name
 from loka_onnx.engines.inductor.lowering.values import along_axis
 
 MULTIPLE = 16
-"""cuBLASLt takes FP8 matrices of which K and N are multiples of it (`torch._scaled_mm`)."""
+"""Required divisor of K and N of cuBLASLt's FP8 products (`torch._scaled_mm`)."""
 _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,13 +30,10 @@ class LoweredSite:
     """Lowered form of a product of the graph.
 
     Attributes:
-        name: Node, which is also the site.
-        op_type: Its operator.
-        kernel: ``scaled_mm`` or what a strategy calls its own, ``dequantized`` for FP8 factors that are
-            multiplied as floats, ``dense`` for factors that are floats.
-        operands: Element types that the kernel multiplies.
+        kernel: ``scaled_mm`` or a strategy's own name; ``dequantized`` for FP8 factors multiplied as floats,
+            ``dense`` for float factors.
         engaged: Whether it multiplies FP8.
-        reason: Why it does not though a factor is FP8; how it does where that is not plain.
+        reason: Reason why it does not although a factor is FP8, or a remark on how it does.
     """
 
     name: str
@@ -55,12 +51,12 @@ class FloatProduct:
     Attributes:
         site: Name of the node.
         a: Left factor (…, M, K).
-        scale_a: Its scale in FP32, of rank 0 or, one for each row, (M,); 1 for a factor that is not FP8.
-        b: Right factor (…, K, N); a weight has its columns contiguous, as cuBLASLt takes it.
-        scale_b: Its scale in FP32, of rank 0 or, one for each column, (N,).
-        bias: Added to the result, (N,); None for nothing.
-        dtype: Element type of the result, and of the bias.
-        scale: Product of both scales for each column, (N,), where it is known beforehand.
+        scale_a: Its FP32 scale, of rank 0 or (M,) for each row; 1 for a factor that is not FP8.
+        b: Right factor (…, K, N); a weight has contiguous columns, as cuBLASLt needs.
+        scale_b: Its FP32 scale, of rank 0 or (N,) for each column.
+        bias: Added to the result, (N,); or None.
+        dtype: Element type of the result and the bias.
+        scale: Product of both scales for each column, (N,), where it is precomputed.
     """
 
     site: str
@@ -73,32 +69,31 @@ class FloatProduct:
     scale: torch.Tensor | None = None
 
     def column_scale(self) -> torch.Tensor:
-        """Product of both scales for each column, (N,) contiguous; of a left factor with one scale."""
+        """Product of both scales for each column, (N,) contiguous; the left factor must have one scale."""
         if self.scale is not None:
             return self.scale
         return (self.scale_a * self.scale_b).expand(self.b.shape[1]).contiguous()
 
     @property
     def is_float8(self) -> bool:
-        """Whether both factors are FP8."""
+        """Tell whether both factors are FP8."""
         return self.a.element_size() == self.b.element_size() == 1
 
     def swapped(self) -> FloatProduct:
-        """(Bᵀ Aᵀ), the transpose of the product; without its bias, which then belongs to the rows."""
+        """Transposed product Bᵀ Aᵀ, without the bias, which would belong to the rows."""
         a, b = self.b.transpose(-1, -2), self.a.transpose(-1, -2)
         return replace(self, a=a, scale_a=self.scale_b, b=b, scale_b=self.scale_a, bias=None, scale=None)
 
 
 @dataclass(frozen=True, eq=False)
 class Multiplied:
-    """A product, computed.
+    """A computed product.
 
     Attributes:
         values: The result, (…, M, N).
-        kernel: What computed it, as in `LoweredSite.kernel`.
-        operands: Element types that were multiplied.
+        kernel: See `LoweredSite.kernel`.
         engaged: Whether these are FP8.
-        reason: Why not, or what is particular about it.
+        reason: Reason why not, or a remark.
     """
 
     values: torch.Tensor
@@ -109,7 +104,7 @@ class Multiplied:
 
 
 class ProductStrategy(ABC):
-    """Computes products of FP8 factors; runs while the module is traced, so it must not read elements."""
+    """Computes products of FP8 factors; runs during tracing, so it must not read elements."""
 
     @abstractmethod
     def multiply(self, product: FloatProduct) -> Multiplied:
@@ -118,12 +113,7 @@ class ProductStrategy(ABC):
 
 @dataclass(frozen=True)
 class PerSite(ProductStrategy):
-    """A strategy of its own for some sites.
-
-    Attributes:
-        choices: Strategies by site.
-        otherwise: The strategy of every other site.
-    """
+    """Strategies of single sites, and one for all others."""
 
     choices: Mapping[str, ProductStrategy]
     otherwise: ProductStrategy
@@ -149,16 +139,16 @@ class ScaledMatMul(ProductStrategy):
     """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; `multiply_floats` where nothing is FP8.
 
     Attributes:
-        fast_accumulation: Whether Hopper may keep its partial sums in fewer bits than FP32
-            (``use_fast_accum``): faster, and less exact than the simulation that the plan was judged by.
-        channel_scales: Where the scales of a per-channel weight are multiplied in.
+        fast_accumulation: Whether Hopper may keep fewer bits than FP32 of partial sums (``use_fast_accum``):
+            faster, but less exact than the simulation that judged the plan.
+        channel_scales: Place where the scales of a per-channel weight are multiplied in.
     """
 
     fast_accumulation: bool = False
     channel_scales: ChannelScales = field(default=ChannelScales.AUTO)
 
     def multiply(self, product: FloatProduct) -> Multiplied:
-        """Compute a product; that of a weight on the left as its transpose, (Bᵀ Aᵀ)ᵀ."""
+        """Compute a product; with the weight on the left, as its transpose (Bᵀ Aᵀ)ᵀ."""
         if not product.is_float8:
             return multiply_floats(product)
         turned = (
@@ -182,10 +172,10 @@ class ScaledMatMul(ProductStrategy):
         return Multiplied(values, "scaled_mm", operands, engaged=True, reason=how)
 
     def _multiply_matrices(self, product: FloatProduct) -> torch.Tensor:
-        """Product of (M, K) and (K, N) under its scales, with its bias, (M, N)."""
+        """Product of (M, K) and (K, N) with scales and bias, (M, N)."""
         bias, dtype = product.bias, product.dtype
         if product.scale_b.dim() == 0:
-            # cuBLASLt adds a bias of the type of its result, if that is not FP32.
+            # cuBLASLt adds a bias of the result's type, unless that is FP32.
             fused = bias if dtype is not torch.float32 else None
             values = self._scaled_mm(product, dtype, fused)
             return values if bias is None or fused is not None else values + bias
@@ -193,7 +183,7 @@ class ScaledMatMul(ProductStrategy):
             m, n = product.a.shape[0], product.b.shape[1]
             spread = replace(
                 product,
-                # Inductor makes a constant of rank 0 a number, which it expands but does not reshape.
+                # Inductor turns a constant of rank 0 into a number, which it expands but does not reshape.
                 scale_a=product.scale_a.expand(m, 1).contiguous(),
                 scale_b=product.scale_b.reshape(1, n),
             )
@@ -210,7 +200,7 @@ class ScaledMatMul(ProductStrategy):
     def _scaled_mm(
         self, product: FloatProduct, dtype: torch.dtype, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        # The CPU sums in FP32 and refuses nothing; the flag is cuBLASLt's.
+        # Only cuBLASLt reads the flag; the CPU sums in FP32.
         fast = self.fast_accumulation and product.a.device.type == "cuda"
         return torch._scaled_mm(
             product.a,
@@ -224,7 +214,7 @@ class ScaledMatMul(ProductStrategy):
 
 
 def multiply_floats(product: FloatProduct) -> Multiplied:
-    """Multiply factors of the result's type, as an operator of PyTorch that has a bias does."""
+    """Multiply factors of the result's type and add the bias."""
     values = torch.nn.functional.linear(product.a, product.b.transpose(-1, -2), product.bias)
     operands = (short_name(product.a.dtype), short_name(product.b.dtype))
     return Multiplied(values, "dense", operands, engaged=False)
@@ -245,12 +235,12 @@ def _beside(scale: torch.Tensor, factor: torch.Tensor, axis: int) -> torch.Tenso
 
 
 def _column_major(matrix: torch.Tensor) -> torch.Tensor:
-    """The same (K, N) with K contiguous; weights are stored so, nothing is copied then."""
+    """Make K of (K, N) contiguous; weights are stored so, and are not copied."""
     return matrix.t().contiguous().t()
 
 
 def _why_not(product: FloatProduct) -> str:
-    """Why `torch._scaled_mm` does not compute a product; empty when it does."""
+    """Reason why `torch._scaled_mm` cannot compute a product; empty when it can."""
     if product.b.dim() != 2 or product.a.dim() < 2:
         ranks = f"ranks {product.a.dim()} and {product.b.dim()}"
         return f"torch._scaled_mm multiplies by a matrix, these factors have {ranks}"

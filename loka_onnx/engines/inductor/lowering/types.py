@@ -28,11 +28,11 @@ TORCH_TYPES: dict[int, torch.dtype] = {
     TensorProto.UINT32: torch.uint32,
     TensorProto.UINT64: torch.uint64,
     TensorProto.BOOL: torch.bool,
-    # Torch computes with whole bytes only.
+    # Torch has no 4-bit integers.
     TensorProto.INT4: torch.int8,
     TensorProto.UINT4: torch.uint8,
 }
-"""The torch type of each ONNX element type; the others are not lowered."""
+"""Torch type of each ONNX element type that is lowered."""
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -68,7 +68,7 @@ def to_torch(array: Array) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """A tensor on the CPU as an array of the same type."""
+    """Convert a CPU tensor to an array of the same type."""
     tensor = tensor.contiguous()
     for numpy_type, (bits, torch_type) in _BITS.items():
         if tensor.dtype == torch_type:

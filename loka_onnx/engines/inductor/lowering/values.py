@@ -1,12 +1,12 @@
-"""What stands for an ONNX tensor while a graph is lowered.
+"""Values that represent ONNX tensors during lowering.
 
-Most tensors are torch tensors. Three kinds are kept back for as long as no operator asks for their elements:
+Most are torch tensors. Three other kinds last until an operator needs their elements:
 
-- a `Constant` is known before anything runs; most are buffers of the module;
-- a `ShapeValue` is a handful of numbers that come from shapes. Under `torch.export` they are symbols, so that
-  a Reshape to a computed shape follows the batch;
-- a `Dequantized` is FP8 values and their scale. A matrix product of two of them multiplies the FP8 values;
-  everything else gets ``values · scale``.
+- a `Constant` is known before the module runs; most become buffers;
+- a `ShapeValue` is a few numbers that come from shapes. `torch.export` makes them symbols, so that a Reshape
+  to a computed shape follows the batch;
+- a `Dequantized` is FP8 values with their scale. A matrix product of two of them multiplies the FP8 values;
+  every other operator reads ``values · scale``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ import torch
 from loka_onnx.engines.inductor.lowering.types import Array
 
 MOST_NUMBERS = 4096
-"""Elements of a constant whose values are kept beside its buffer: the sizes of a Split may be hundreds."""
+"""Most elements of a constant that are kept beside its buffer: a Split may have hundreds of sizes."""
 Number = int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool
 
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """An initializer, or what was folded from some.
+    """An initializer or a folded result.
 
     Attributes:
-        name: Tensor of the graph.
         dtype: Its element type in the graph; its buffer may be wider.
-        shape: Its shape in the graph.
-        array: Its values; None where they are many and live in a buffer alone.
+        array: Its values; None where only the buffer holds them.
     """
 
     name: str
@@ -43,18 +41,17 @@ class Constant:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is one number of rank 0, the value of which is known."""
+        """Tell whether it is a known number of rank 0."""
         return not self.shape and self.array is not None
 
 
 @dataclass(frozen=True)
 class ShapeValue:
-    """A few numbers, each of them plain or a symbol.
+    """A few numbers, plain or symbolic.
 
     Attributes:
-        entries: The numbers.
-        dtype: Element type of the tensor they stand for.
-        scalar: Whether that tensor has rank 0; its shape is (len(entries),) otherwise.
+        dtype: Element type of the tensor that they represent.
+        scalar: Whether that tensor has rank 0; otherwise its shape is (len(entries),).
     """
 
     entries: tuple[Number, ...]
@@ -62,8 +59,8 @@ class ShapeValue:
     scalar: bool = False
 
     def materialize(self, device: torch.device) -> torch.Tensor:
-        """The tensor that the numbers stand for."""
-        # full, unlike tensor, takes symbols and leaves no constant of another device in an exported program.
+        """Convert the numbers to a tensor."""
+        # Unlike tensor, full takes symbols and leaves no constant of another device in an exported program.
         entries: tuple[Any, ...] = self.entries
         parts = [torch.full((), entry, dtype=self.dtype, device=device) for entry in entries]
         if self.scalar:
@@ -73,11 +70,11 @@ class ShapeValue:
 
 @dataclass(frozen=True, eq=False)
 class Dequantized:
-    """FP8 values that stand for ``values · scale``.
+    """FP8 values that represent ``values · scale``.
 
     Attributes:
         values: FP8 tensor.
-        scale: In FP32; of rank 0, or (channels,) for one scale per index of `axis`.
+        scale: FP32, of rank 0, or (channels,) for one scale per index of `axis`.
         dtype: Element type of the product in the graph.
         axis: Channel axis, counted from 0; None for one scale.
         origin: The scale as a constant of the graph; None where it is computed.
@@ -90,14 +87,14 @@ class Dequantized:
     origin: Constant | None
 
     def materialize(self) -> torch.Tensor:
-        """``values · scale``, rounded once to `dtype`: FP8 values are exact in FP32."""
+        """Compute ``values · scale``, rounded once to `dtype`: FP8 values are exact in FP32."""
         scale = self.scale
         if self.axis is not None:
             scale = along_axis(scale, self.axis, self.values.dim())
         return (self.values.to(torch.float32) * scale).to(self.dtype)
 
     def has_scale_of(self, other: Dequantized) -> bool:
-        """Whether both have one and the same constant scale, for all of their elements."""
+        """Tell whether both have the same constant scale for all of their elements."""
         mine, theirs = self.origin, other.origin
         if self.axis is not None or other.axis is not None or mine is None or theirs is None:
             return False
@@ -107,17 +104,17 @@ class Dequantized:
 
 
 Value = torch.Tensor | Constant | ShapeValue | Dequantized | None
-"""None is an optional input or output that is left out."""
+"""None stands for an omitted optional input or output."""
 Loader = Callable[[Constant], torch.Tensor]
 
 
 def along_axis(vector: torch.Tensor, axis: int, rank: int) -> torch.Tensor:
-    """A vector (n,) as a tensor of a rank with n on one axis and 1 on the others."""
+    """Reshape a vector (n,) to a rank, with n on one axis and 1 on the others."""
     return vector.reshape([-1 if position == axis else 1 for position in range(rank)])
 
 
 def numbers_of(constant: Constant) -> ShapeValue | None:
-    """A short constant of rank 0 or 1 as numbers; None for any other."""
+    """Numbers of a short constant of rank 0 or 1; None for any other."""
     array = constant.array
     if array is None or array.ndim > 1 or array.size > MOST_NUMBERS:
         return None

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from loka_onnx.engines.inductor.operator_packages import PACKAGES, FoundPackage
-from loka_onnx.sessions.inductor_package import release
+from loka_onnx.sessions.backends import release
 
 FBGEMM = PACKAGES[0]
 FITTING = next(version for version, built in FBGEMM.built_for.items() if built == release(torch.__version__))

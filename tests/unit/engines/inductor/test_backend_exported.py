@@ -21,8 +21,8 @@ from loka_onnx.engines.inductor.exported import (
     output_types,
     products_of,
 )
+from loka_onnx.engines.inductor.package import CompiledSite, InductorEngine, Product, Program
 from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions
-from loka_onnx.sessions.inductor_package import CompiledSite, InductorEngine, Product, Program
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 

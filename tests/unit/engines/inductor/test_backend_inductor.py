@@ -25,11 +25,11 @@ from loka_onnx.engines.inductor.compile import (
     output_ports,
     torch_device,
 )
+from loka_onnx.engines.inductor.package import InputPort, OutputPort, Program
 from loka_onnx.engines.inductor.toolchain import Compilers, build_environment, find_compilers
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, ModelError
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
-from loka_onnx.sessions.inductor_package import InputPort, OutputPort, Program
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
@@ -57,7 +57,7 @@ def test_plans_that_no_device_of_an_architecture_runs_are_declined() -> None:
     for base in (Precision.FP32, Precision.BF16, Precision.FP16):
         assert backend.decline(plan(False, base), "sm80") is None
     e5m2 = plan(True, recipe=Recipe(format=Float8.E5M2))
-    assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; this backend multiplies E4M3FN only"
+    assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; inductor multiplies E4M3FN only"
 
 
 def test_every_nvidia_device_and_the_cpu_can_be_named() -> None:

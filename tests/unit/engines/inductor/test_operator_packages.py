@@ -34,14 +34,14 @@ from loka_onnx.engines.inductor.operator_packages import (  # noqa: E402
     find_packages,
     needed_packages,
 )
-from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions  # noqa: E402
-from loka_onnx.sessions.inductor_package import (  # noqa: E402
+from loka_onnx.engines.inductor.package import (  # noqa: E402
     CompiledSite,
     InductorEngine,
     NeededPackage,
     Product,
     Program,
 )
+from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions  # noqa: E402
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 ROWS, TENSOR = FBGEMM.operators

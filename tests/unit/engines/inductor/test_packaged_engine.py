@@ -23,10 +23,10 @@ from tiny_models import TinyModel  # noqa: E402
 from loka_onnx.core.formats import Precision  # noqa: E402
 from loka_onnx.engines.inductor.kernels.packages import PackageProduct  # noqa: E402
 from loka_onnx.engines.inductor.operator_packages import find_packages  # noqa: E402
+from loka_onnx.engines.inductor.package import NeededPackage, read_engine  # noqa: E402
+from loka_onnx.engines.inductor.session import open_inductor  # noqa: E402
 from loka_onnx.engines.inductor.site_precision import read_site_precisions  # noqa: E402
 from loka_onnx.errors import MissingPackage  # noqa: E402
-from loka_onnx.sessions.inductor_package import NeededPackage, read_engine  # noqa: E402
-from loka_onnx.sessions.inductor_session import open_inductor  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

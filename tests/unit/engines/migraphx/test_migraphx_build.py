@@ -18,12 +18,12 @@ from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
 from loka_onnx.engines.migraphx import backend as backend_module
 from loka_onnx.engines.migraphx import build as build_module
+from loka_onnx.engines.migraphx import session as migraphx_session
 from loka_onnx.engines.migraphx.backend import MigraphxBackend
 from loka_onnx.engines.migraphx.build import BuildSettings, build_engine, inputs_of, outputs_of, save_dialect
+from loka_onnx.engines.migraphx.session import ProgramInput, ProgramOutput, read_engine
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.errors import MissingPackage, ModelError
-from loka_onnx.sessions import migraphx_session
-from loka_onnx.sessions.migraphx_session import ProgramInput, ProgramOutput, read_engine
 
 BATCH = BatchRange(1, 8, 32, (2, 8))
 
@@ -173,7 +173,7 @@ class TestBackend:
     def test_formats_that_it_cannot_be_given_are_declined(self) -> None:
         for format in (Float8.E5M2, Float8.E4M3FNUZ):
             reason = MigraphxBackend().decline(plan(Recipe(format=format)), "gfx942")
-            assert reason == f"site 'fc' asks for {format}; MIGraphX is given E4M3FN only"
+            assert reason == f"site 'fc' asks for {format}; migraphx multiplies E4M3FN only"
 
     def test_architectures_without_fp8_are_declined_for_fp8_only(self) -> None:
         backend = MigraphxBackend()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from loka_onnx.engines.migraphx import api as migraphx_api
 from loka_onnx.engines.migraphx import backend, build
-from loka_onnx.sessions import migraphx_api, migraphx_session
+from loka_onnx.engines.migraphx import session as migraphx_session
 
 NAMES = Path(__file__).parent / "migraphx-names.txt"
 VENDOR_VALUES = {

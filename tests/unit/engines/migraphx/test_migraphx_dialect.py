@@ -15,7 +15,6 @@ from planned_graphs import NUMPY, Array, Planned, evaluate, reread
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.devices import AMD, CPU
 from loka_onnx.core.formats import Float8, Precision
-from loka_onnx.core.fusions import fusions_of
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import SiteKind
@@ -27,6 +26,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.numerics.float8 import fake_quantize, float8_dtype
 from loka_onnx.numerics.scales import weight_scales
+from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 

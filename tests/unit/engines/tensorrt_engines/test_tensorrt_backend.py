@@ -16,10 +16,10 @@ from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt import backend as module
 from loka_onnx.engines.tensorrt.backend import TensorRtBackend
 from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
+from loka_onnx.engines.tensorrt.spec import TensorRtSpec
 from loka_onnx.errors import ConfigError
-from loka_onnx.sessions import tensorrt_vendors
+from loka_onnx.sessions import cuda
 from loka_onnx.sessions.cuda import CudaDevice
-from loka_onnx.sessions.tensorrt_vendors import Vendor
 
 H100 = CudaDevice(1, "NVIDIA H100 80GB HBM3", "sm90")
 OLD = CudaDevice(0, "Tesla P100", "sm60")
@@ -30,10 +30,10 @@ def host(monkeypatch: pytest.MonkeyPatch):
     """Call it with the GPUs that this machine is to have; TensorRT 10.16 is installed."""
 
     def make(*gpus: CudaDevice) -> TensorRtBackend:
-        for place in (module, tensorrt_vendors):
+        for place in (module, cuda):
             monkeypatch.setattr(place, "list_cuda_devices", lambda: gpus)
         trt = SimpleNamespace(__name__="tensorrt", __version__="10.16.1")
-        monkeypatch.setattr(Vendor, "load", lambda self: trt)
+        monkeypatch.setattr(TensorRtSpec, "load_library", lambda self: trt)
         return TensorRtBackend()
 
     return make
@@ -121,7 +121,7 @@ def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
     monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
     backend = host(OLD, H100)
     asked = request(tmp_path, optimization_level=4, workspace_mib=100, max_tactics=9, tiling_level=3)
-    settings = backend.settings(backend.vendor.load(), asked)
+    settings = backend.settings(backend.spec.load_library(), asked)
     assert settings.timing_cache == (
         tmp_path / "timing" / "tensorrt-10.16.1" / "NVIDIA-H100-80GB-HBM3-sm90.cache"
     )

@@ -28,9 +28,9 @@ FILES = (
     "engines/tensorrt/inspector.py",
     "engines/tensorrt/rtx_backend.py",
     "engines/tensorrt/timing_cache.py",
-    "sessions/first_opening.py",
-    "sessions/tensorrt_session.py",
-    "sessions/tensorrt_vendors.py",
+    "engines/tensorrt/first_opening.py",
+    "engines/tensorrt/session.py",
+    "engines/tensorrt/spec.py",
 )
 """The files that talk to TensorRT."""
 LIBRARIES = {"tensorrt 10.16", "tensorrt 11.4", "tensorrt_rtx 1.7"}
@@ -111,7 +111,7 @@ def configure(trt: Any, config: Any) -> None:
             "        _, c = b.create_builder_config()\n        c.wrong(1)",
             ["wrong: in no library"],
         ),
-        ("def f(self):\n    trt = self.vendor.load()\n    return trt.Wrong", ["Wrong: in no library"]),
+        ("def f(self):\n    trt = self.spec.load_library()\n    return trt.Wrong", ["Wrong: in no library"]),
     ],
 )
 def test_the_check_finds_what_it_should(source: str, expected: list[str]) -> None:

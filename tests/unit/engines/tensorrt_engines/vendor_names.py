@@ -1,7 +1,8 @@
 """Finds, without running it, every name that a source file takes of TensorRT's values.
 
-A value is the vendor's when it is a parameter or a field annotated `Any`, what `Vendor.load` returns, or
-what is taken of or returned by such a value; the files that talk to TensorRT annotate nothing else `Any`.
+A value is the vendor's when it is a parameter or a field annotated `Any`, what `load_library` of the spec
+returns, or what is taken of or returned by such a value; the files that talk to TensorRT annotate nothing
+else `Any`.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class _Function(ast.NodeVisitor):
                 return name in self.attributes or self._is_vendor(value)
             case ast.Call(func=ast.Name(id="getattr"), args=[value, *_]) | ast.Subscript(value=value):
                 return self._is_vendor(value)
-            case ast.Call(func=ast.Attribute(attr="load", value=value)) if "vendor" in ast.unparse(value):
+            case ast.Call(func=ast.Attribute(attr="load_library")):
                 return True
             case ast.Call(func=value):
                 return self._is_vendor(value)

@@ -11,7 +11,7 @@ from drift_models import BATCH, LIVE_ROWS, PROFILE_ROWS, baseline, drift_of, liv
 from small_models import LOGIT, columns_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.instruments.batch_spread import without_columns
+from loka_onnx.calibration.observers.batch_spread import without_columns
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.core import serde
 from loka_onnx.core.drift import DriftReport, Measure, Relevance

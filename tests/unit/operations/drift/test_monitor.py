@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loka_onnx.core import serde
 from loka_onnx.core.drift import DriftReport, Measure
-from loka_onnx.errors import ConfigError, DataError
+from loka_onnx.errors import ConfigError, DataError, MissingPackage
 from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
 
 ALL = MonitorOptions(sample_rate=1.0, window=16, pending=100, seed=1)
@@ -33,7 +34,7 @@ def feed_in_calls(monitor: Monitor, x: np.ndarray, rows: int = 37) -> None:
 
 
 def metrics(monitor: Monitor) -> dict[tuple[str, ...], float]:
-    """Value of each sample by its name and label values; what the text says, by an independent parser."""
+    """Value of each sample by its name and its labels' values, in the order of their names."""
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(monitor.text()):
         for sample in family.samples:
@@ -76,13 +77,13 @@ def test_the_metrics_of_a_change(monitor: Monitor) -> None:
     assert found["loka_onnx_monitor_cpu_seconds_total",] > 0
     assert found["loka_onnx_window_judged",] == 1
     assert found["loka_onnx_drift_alarms",] == len(report.alarms) > 3
-    assert found["loka_onnx_drift_alarm", "x", "column"] > 1
+    assert found["loka_onnx_drift_alarm", "column", "x"] > 1
     assert found["loka_onnx_tensor_rms_ratio", "x"] == pytest.approx(1 + tensor.effect("rms"))
     assert found["loka_onnx_tensor_range_ratio", "x"] == tensor.range.growth > 1.25
     assert found["loka_onnx_tensor_stability_index", "x"] == tensor.stability_index
     assert found["loka_onnx_tensor_batches_beyond_total", "x"] == tensor.range.beyond > 0
-    assert found["loka_onnx_column_rms_ratio", "x", NAMES[3]] == pytest.approx(2.8, rel=0.1)
-    assert found["loka_onnx_column_mean_shift", "x", NAMES[4]] == pytest.approx(0, abs=0.2)
+    assert found["loka_onnx_column_rms_ratio", NAMES[3], "x"] == pytest.approx(2.8, rel=0.1)
+    assert found["loka_onnx_column_mean_shift", NAMES[4], "x"] == pytest.approx(0, abs=0.2)
     assert found["loka_onnx_site_saturated_share", "left"] == site.live_saturated > 0
     assert found["loka_onnx_site_noise_ratio", "left"] == site.live_noise / site.profile_noise
     elements = found["loka_onnx_site_activation_elements_total", "left"]
@@ -258,6 +259,14 @@ def test_the_file_for_the_collector_is_whole(monitor: Monitor, tmp_path: Path) -
     monitor.write(target)
     assert target.read_text(encoding="utf-8") == monitor.text()
     assert [path.name for path in target.parent.iterdir()] == ["loka.prom"]
+
+
+def test_without_prometheus_client_the_extra_is_named(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingPackage, match=r"remedy: pip install 'loka-onnx\[serve\]'"):
+        monitor.text()
 
 
 @pytest.mark.parametrize("wrong", [{"sample_rate": 0.0}, {"sample_rate": 1.5}, {"window": 3}, {"pending": 0}])

@@ -15,7 +15,7 @@ from rewrite_models import Arrays, artifact
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import FUSIONS, Fusions
+from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, Granularity
 from loka_onnx.core.rewrite import RewriteRecord
@@ -23,9 +23,10 @@ from loka_onnx.core.site import Site
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.scales import weight_scales
+from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
-RTX = FUSIONS["tensorrt_rtx"]
+RTX = fusions_of("tensorrt_rtx")
 Scales = Mapping[str, float | tuple[float, float]]
 """By site, the scale of the activation, or of both operands of an interaction."""
 

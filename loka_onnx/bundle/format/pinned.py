@@ -1,0 +1,102 @@
+"""Access to a directory that another may replace meanwhile.
+
+Bundles are replaced by exchanging directories, so that two files opened by path in turn may belong to two
+bundles. Linux resolves paths below an open directory through ``/proc/self/fd`` whatever its current name:
+everything read through a pin is of one directory. Elsewhere, the directory of that name is compared with the
+opened one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka_onnx.bundle.format.documents import printable, refuse
+from loka_onnx.errors import LokaError
+
+DESCRIPTORS = Path("/proc/self/fd")
+"""Linux's links to the open files of a process, followed without their names."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A directory that stays open.
+
+    Attributes:
+        path: Path for opening its files, valid in this process and its forks until the pin ends.
+        name: Path that it was opened by, used in messages.
+    """
+
+    path: Path
+    name: Path
+    status: os.stat_result
+
+    @property
+    def is_held(self) -> bool:
+        """Tell whether `path` always means this directory, whatever replaces it."""
+        return self.path != self.name
+
+    @property
+    def is_current(self) -> bool:
+        """Tell whether the directory still has its name."""
+        return _is_at(self.name, self.status)
+
+    def check(self) -> None:
+        """Fail where `path` may already mean another directory.
+
+        Raises:
+            BundleInvalid: Another directory replaced it.
+        """
+        if not self.is_held and not self.is_current:
+            refuse(self.name, "the bundle was replaced while it was read", "another directory", "try again")
+
+    def worded(self, text: str) -> str:
+        """Replace the pin's path in a text by its name."""
+        if not self.is_held:
+            return text
+        return re.sub(re.escape(str(self.path)) + r"(?!\d)", lambda _: printable(str(self.name)), text)
+
+
+@contextlib.contextmanager
+def pinned(directory: Path) -> Iterator[Pin]:
+    """Pin a directory for a block.
+
+    Yields:
+        The pin. Errors of this package that leave the block show the name in place of the pin's path.
+
+    Raises:
+        BundleInvalid: There is no directory, or it cannot be read.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except (OSError, ValueError) as error:
+        evidence = str(error) if directory.is_dir() else "not a directory"
+        refuse(directory, "there is no bundle here", evidence, "name the directory of a bundle")
+    try:
+        status = os.fstat(descriptor)
+        path = DESCRIPTORS / str(descriptor)
+        pin = Pin(path if _is_at(path, status) else directory, directory, status)
+        try:
+            yield pin
+        except LokaError as error:
+            LokaError.__init__(
+                error,
+                pin.worded(error.what),
+                where=pin.worded(error.where),
+                evidence=pin.worded(error.evidence),
+                remedy=pin.worded(error.remedy),
+            )
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(path: Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), status)  # noqa: PTH116 — status of whatever is there
+    except OSError:
+        return False

@@ -1,1 +1,0 @@
-"""What is added to a graph so that it measures itself."""

@@ -1,0 +1,1 @@
+"""Observers: graph outputs that measure the graph itself."""

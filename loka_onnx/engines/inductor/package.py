@@ -1,0 +1,236 @@
+"""Manifest of an Inductor engine; reading it loads no code.
+
+The engine is one ``.pt2`` package of AOTInductor: a zip archive of shared libraries, GPU kernels and weights
+(`torch.export.pt2_archive`). `engine.json` is one of its extra files, so that a bundle ships one file under
+one digest. A host reads the manifest first and refuses an engine that it cannot run, before it loads any
+library. Libraries are programs: load them only from someone who may run code here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from loka_onnx.core import serde
+from loka_onnx.core.serde import STRICT
+from loka_onnx.errors import EngineError, UserError
+from loka_onnx.sessions.backends import release
+
+RECORD = "engine.json"
+"""Name of the manifest among the extra files of a package."""
+MAX_DOCUMENT_BYTES = 64 << 20
+FBGEMM, MSLK = "fbgemm_gpu.experimental.gen_ai", "mslk.gemm"
+OPERATOR_MODULES: Mapping[str, tuple[str, ...]] = {
+    FBGEMM: ("fbgemm-gpu-genai", "fbgemm-gpu-genai-nightly"),
+    MSLK: ("mslk-cuda", "mslk", "mslk-cuda-nightly"),
+}
+"""Modules that an engine may import, and the distributions that provide each, the recommended one first: a
+manifest must not name arbitrary code."""
+CPU_INFO = Path("/proc/cpuinfo")
+_VECTOR_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmul", "sve", "asimd")
+
+
+@dataclass(frozen=True)
+class InputPort:
+    """An input with the batch on axis 0."""
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OutputPort:
+    """An output; `batched` says that its axis 0 is the batch."""
+
+    name: str
+    batched: bool
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a compiled program.
+
+    Attributes:
+        node: ONNX node that it computes; empty where unknown.
+        operator: Operator of the exported program, for example ``aten._scaled_mm.default``.
+        operands: PyTorch element types of its two factors.
+        fast_accumulation: Whether its sums may keep fewer bits (`_scaled_mm`, ``use_fast_accum``).
+    """
+
+    node: str
+    operator: str
+    operands: tuple[str, ...]
+    fast_accumulation: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """One compiled program of a package.
+
+    Attributes:
+        minimum: Fewest rows.
+        maximum: Most rows; `minimum` for a single size.
+        entering: PyTorch element types of the floating tensors that enter each site's node.
+    """
+
+    name: str
+    minimum: int
+    maximum: int
+    products: tuple[Product, ...] = ()
+    entering: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CompiledSite:
+    """Lowered form of a product of the ONNX graph (`engines.inductor.lowering`)."""
+
+    site: str
+    kernel: str
+    operands: tuple[str, ...]
+    engaged: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class NeededPackage:
+    """A package whose operators the programs call.
+
+    Attributes:
+        version: Version that the programs were compiled and timed with.
+        module: Module that registers the operators on import.
+    """
+
+    distribution: str
+    version: str
+    module: str
+
+
+@dataclass(frozen=True)
+class InductorEngine:
+    """Manifest of an engine.
+
+    Attributes:
+        torch: Version of PyTorch that compiled it.
+        architecture: Target: ``cpu``, or an NVIDIA architecture.
+        instruction_sets: Vector instruction sets of the build host; the host part of every program is
+            compiled for them.
+        sizes: Served batch sizes, ascending: CUDA graphs are captured for them.
+        programs: One for every batch size, or one for each of `sizes`.
+        packages: Packages to import before the programs are loaded.
+    """
+
+    SCHEMA: ClassVar[str] = "inductor-engine/1"
+    __pydantic_config__ = STRICT
+
+    torch: str
+    architecture: str
+    instruction_sets: tuple[str, ...]
+    inputs: tuple[InputPort, ...]
+    outputs: tuple[OutputPort, ...]
+    minimum: int
+    maximum: int
+    sizes: tuple[int, ...]
+    programs: tuple[Program, ...]
+    sites: tuple[CompiledSite, ...] = ()
+    options: dict[str, int] = field(default_factory=dict)
+    packages: tuple[NeededPackage, ...] = ()
+
+    @property
+    def is_static(self) -> bool:
+        """Tell whether each program takes a single batch size."""
+        return all(program.minimum == program.maximum for program in self.programs)
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes with CUDA graphs, ascending."""
+        return tuple(p.maximum for p in self.programs) if self.is_static else self.sizes
+
+
+def read_engine(package: Path) -> InductorEngine:
+    """Read the manifest of a package.
+
+    Raises:
+        EngineError: The file is no package, or none of this project.
+    """
+    try:
+        with zipfile.ZipFile(package) as archive:
+            name = _record(archive)
+            if archive.getinfo(name).file_size > MAX_DOCUMENT_BYTES:
+                raise UserError(f"'{name}' is larger than {MAX_DOCUMENT_BYTES} bytes")
+            return serde.loads(InductorEngine, archive.read(name).decode("utf-8"), where=name)
+    except (OSError, zipfile.BadZipFile, UnicodeDecodeError, UserError) as error:
+        raise EngineError(
+            "not an engine of the inductor backend",
+            where=str(package),
+            evidence=str(error),
+            remedy="build the engine again",
+        ) from error
+
+
+def read_sources(package: Path, program: str) -> tuple[str, ...]:
+    """Generated C++ of a program in a ``.pt2`` package."""
+    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+\.cpp$")
+    with zipfile.ZipFile(package) as archive:
+        return tuple(
+            archive.read(name).decode("utf-8", "replace")
+            for name in archive.namelist()
+            if inside.search(name)
+        )
+
+
+def read_called_operators(package: Path, program: str) -> tuple[str, ...]:
+    """Operators that a program calls by name, ``namespace::name``; its code contains their positions in this
+    tuple.
+    """
+    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+(?<!_metadata)\.json$")
+    with zipfile.ZipFile(package) as archive:
+        lists = [json.loads(archive.read(name)) for name in archive.namelist() if inside.search(name)]
+    return tuple(str(call["node"]["target"]) for each in lists for call in each.get("nodes", ()))
+
+
+def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:
+    """Vector instruction sets of this processor, sorted; empty where Linux does not list them."""
+    try:
+        text = cpu_info.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    line = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    flags = line.group(1).split() if line else []
+    return tuple(sorted({flag for flag in flags if flag.startswith(_VECTOR_SETS)}))
+
+
+def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], package: Path) -> None:
+    """Refuse an engine that would crash with this host's PyTorch or processor.
+
+    Raises:
+        EngineError: PyTorch has another major or minor version, or the processor lacks an instruction set of
+            the build.
+    """
+    if release(engine.torch) != release(torch_version):
+        raise EngineError(
+            "the engine was compiled by another version of PyTorch",
+            where=str(package),
+            evidence=f"compiled by {engine.torch}, this host has {torch_version}",
+            remedy=f"install PyTorch {release(engine.torch)}, or build the engine again",
+        )
+    missing = sorted({*engine.instruction_sets} - {*host})
+    if missing:
+        raise EngineError(
+            "the engine was compiled for another processor",
+            where=str(package),
+            evidence=f"this host lacks {', '.join(missing)}",
+            remedy="build the engine on a host with this processor",
+        )
+
+
+def _record(archive: zipfile.ZipFile) -> str:
+    for name in archive.namelist():
+        if name == f"extra/{RECORD}" or name.endswith(f"/extra/{RECORD}"):
+            return name
+    raise UserError(f"it has no '{RECORD}' among its extra files")

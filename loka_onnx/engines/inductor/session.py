@@ -1,0 +1,296 @@
+"""Session of an Inductor engine: a package of AOTInductor.
+
+An engine is a program: its shared libraries run with this process's rights on loading. Load one only from
+someone who may run code on the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.devices import CPU
+from loka_onnx.engines.inductor.lanes import Call, DeviceLane, Gpu, HostLane, Lane, Placement
+from loka_onnx.engines.inductor.package import (
+    OPERATOR_MODULES,
+    InductorEngine,
+    check_host,
+    instruction_sets,
+    read_engine,
+)
+from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.sessions.backends import release
+from loka_onnx.sessions.buckets import Piece, pieces_of, rows_of
+from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
+from loka_onnx.sessions.dlpack import Borrowed
+from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
+
+MOST_PADDING = 2
+"""Largest ratio of a captured batch size to the rows that are padded to it."""
+
+
+INSTALL = "pip install 'loka-onnx[inductor]'"
+
+
+def import_torch() -> Any:
+    """Import `torch`.
+
+    Raises:
+        MissingPackage: It is not installed, or its libraries do not load.
+    """
+    try:
+        return importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        raise MissingPackage("PyTorch is not installed", evidence=str(error), remedy=INSTALL) from error
+
+
+def open_inductor(package: Path, architecture: str) -> InductorSession:
+    """Load a package on the CPU, or on the first GPU of its architecture, after checking that the host fits.
+
+    Args:
+        architecture: Target of the build: ``cpu``, or for example ``sm90``.
+
+    Raises:
+        MissingPackage: PyTorch is not installed, or a package whose operators the programs call.
+        EngineError: The file is no engine of this backend or is for another architecture, this host has no
+            such GPU, another version of PyTorch or another processor, or the programs do not load.
+    """
+    engine = read_engine(package)
+    if engine.architecture != architecture:
+        raise EngineError(
+            "the engine is for another architecture",
+            where=str(package),
+            evidence=f"asked for {architecture}, it is for {engine.architecture}",
+        )
+    torch = import_torch()
+    check_host(engine, str(torch.__version__), instruction_sets(), package)
+    if architecture == CPU:
+        return InductorSession(engine, HostLane(torch, engine, _load(torch, package, engine, -1)))
+    reason = why_no_gpu(architecture)
+    if reason:
+        raise EngineError(f"cannot run here: {reason}", where=str(package))
+    if not torch.cuda.is_available():
+        raise EngineError(
+            "this PyTorch does not use the GPU",
+            where=str(package),
+            evidence=f"version {torch.__version__}, built for CUDA {torch.version.cuda}",
+            remedy=f"install PyTorch {engine.torch}",
+        )
+    index = next(device.index for device in list_cuda_devices() if device.architecture == architecture)
+    calls = _load(torch, package, engine, index)
+    return InductorSession(engine, DeviceLane(torch, engine, calls, Gpu(torch, index)))
+
+
+def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict[str, Call]:
+    """Load the programs of a package; `index` is the number of the GPU, or -1 for the CPU.
+
+    Calls the loader below `torch._inductor.aoti_load_package`, which imports the whole compiler, parses a
+    description of its arguments in every call, and loads all programs for each one. The loader runs
+    single-threaded: its locks for several threads do not fit into a CUDA graph ("operation not permitted when
+    stream is capturing").
+    """
+    import_packages(engine, package)
+    try:
+        loader = torch._C._aoti.AOTIModelPackageLoader
+        # Parameters: package, program, single-threaded, runners, device.
+        return {p.name: loader(str(package), p.name, True, 1, index).boxed_run for p in engine.programs}
+    except Exception as error:
+        # Errors come from the dynamic linker, CUDA and the archive reader.
+        raise EngineError(
+            "PyTorch does not load the engine",
+            where=str(package),
+            evidence=str(error).splitlines()[0][:400] if str(error) else repr(error),
+            remedy="an engine belongs to one PyTorch version, one processor and one GPU architecture",
+        ) from error
+
+
+def import_packages(engine: InductorEngine, package: Path) -> None:
+    """Register the operators that the programs of an engine call; `package` is its file, for messages.
+
+    Raises:
+        MissingPackage: A package is not installed, or does not import.
+        EngineError: It has another release, whose kernels were not compared with the exact product; or it is
+            unknown (`OPERATOR_MODULES`).
+    """
+    for needed in engine.packages:
+        if needed.distribution not in OPERATOR_MODULES.get(needed.module, ()):
+            known = ", ".join(OPERATOR_MODULES)
+            raise EngineError(
+                "the engine asks for a module that no engine needs",
+                where=str(package),
+                evidence=f"'{needed.module}' of {needed.distribution}; known are {known}",
+                remedy="build the engine again, and find out who changed this one",
+            )
+        said = f"{needed.distribution} {needed.version}"
+        remedy = f"pip install {needed.distribution}=={needed.version}, or build the engine again without it"
+        try:
+            here = metadata.version(needed.distribution)
+        except metadata.PackageNotFoundError as error:
+            raise MissingPackage(
+                "the engine calls operators of a package that is not installed",
+                where=str(package),
+                evidence=f"compiled with {said}",
+                remedy=remedy,
+            ) from error
+        if release(here) != release(needed.version):
+            raise EngineError(
+                "the engine was compiled with another release of a package",
+                where=str(package),
+                evidence=f"compiled with {said}, this host has {here}",
+                remedy=remedy,
+            )
+        try:
+            importlib.import_module(needed.module)
+        except Exception as error:
+            # Errors come from the dynamic linker, CUDA and PyTorch's registry.
+            raise MissingPackage(
+                "the engine calls operators of a package that does not import",
+                where=str(package),
+                evidence=f"'{needed.module}' of {needed.distribution} {here}: {str(error)[:400]}",
+                remedy=remedy,
+            ) from error
+
+
+def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Placement, ...]:
+    """Assign programs to the rows of a request.
+
+    With programs of fixed sizes: the smallest that holds the rows, or several. With one program for all
+    sizes: the CUDA graph of the smallest size that holds the rows and is at most `MOST_PADDING` times as
+        large; else the program
+    itself, kernel by kernel.
+
+    Raises:
+        EngineError: The engine was not built for that many rows.
+    """
+    if not engine.minimum <= rows <= engine.maximum:
+        raise EngineError(
+            "the batch is not one that the engine was built for",
+            evidence=f"{rows} rows; it takes {engine.minimum} to {engine.maximum}",
+            remedy="keep requests between batch.min and batch.max, or build for a wider range",
+        )
+    if engine.is_static:
+        names = {program.maximum: program.name for program in engine.programs}
+        return tuple(Placement(names[p.size], p, captures) for p in pieces_of(rows, sorted(names)))
+    name = engine.programs[0].name
+    size = next((size for size in engine.graph_sizes if size >= rows), None) if captures else None
+    if size is not None and size <= MOST_PADDING * rows:
+        return (Placement(name, Piece(0, rows, size), True),)
+    return (Placement(name, Piece(0, rows, rows), False),)
+
+
+class InductorSession(Runner):
+    """A loaded package; calls from several threads run one after the other. `lane` is closed with the
+    session.
+    """
+
+    def __init__(self, engine: InductorEngine, lane: Lane) -> None:
+        self.engine = engine
+        self._lane: Lane | None = lane
+        self._lock = threading.Lock()
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Run one batch.
+
+        Raises:
+            EngineError: An input is missing or has another shape, the engine was not built for that many
+                rows, it fails, or the session is closed.
+        """
+        feeds = self._feeds(inputs)
+        with self._lock:
+            lane = self._open_lane()
+            pieces = placements(self.engine, rows_of(feeds), captures=lane.captures)
+            try:
+                answers = [(placement.piece, lane.run(placement, feeds)) for placement in pieces]
+            except RuntimeError as error:
+                raise EngineError(
+                    "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
+                ) from error
+        return {port.name: _joined(port.name, answers, batched=port.batched) for port in self.engine.outputs}
+
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Batch sizes with a CUDA graph or a program of their own."""
+        captures = self._lane is not None and self._lane.captures
+        return self.engine.graph_sizes if captures or self.engine.is_static else ()
+
+    @property
+    def device(self) -> int | None:
+        """Number of the GPU; None on the CPU, and after closing."""
+        return None if self._lane is None else self._lane.device
+
+    @property
+    def stream(self) -> int:
+        """Handle of its stream."""
+        return self._open_lane().stream
+
+    def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
+        """Run one batch on the device.
+
+        Raises:
+            EngineError: See `run`.
+        """
+        with self._lock:
+            lane = self._open_lane()
+            rows = next(iter(inputs.values())).shape[0]
+            pieces = placements(self.engine, rows, captures=lane.captures)
+            try:
+                return lane.run_on_device(pieces, inputs, allocate)
+            except RuntimeError as error:
+                raise EngineError(
+                    "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
+                ) from error
+
+    def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
+        """Put a batch into device memory.
+
+        Raises:
+            EngineError: See `run`.
+        """
+        feeds = self._feeds(inputs)
+        with self._lock:
+            lane = self._open_lane()
+            pieces = placements(self.engine, rows_of(feeds), captures=lane.captures)
+            # Pieces share the buffers of a graph, so that only a single one can stay.
+            return lane.resident(pieces[0], feeds) if len(pieces) == 1 else super().resident(feeds)
+
+    def close(self) -> None:
+        """Free graphs, buffers and programs; a second call does nothing."""
+        with self._lock:
+            if self._lane is not None:
+                self._lane.close()
+            self._lane = None
+
+    def _open_lane(self) -> Lane:
+        if self._lane is None:
+            raise EngineError("the engine is closed", remedy="open it again")
+        return self._lane
+
+    def _feeds(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        feeds: Arrays = {}
+        for port in self.engine.inputs:
+            value = inputs.get(port.name)
+            if value is None or value.shape[1:] != port.row_shape or value.ndim == 0:
+                raise EngineError(
+                    f"input '{port.name}' is missing or has another shape",
+                    evidence=f"{None if value is None else value.shape}, the engine takes "
+                    f"(rows, {', '.join(map(str, port.row_shape))})",
+                    remedy="send every input of the model, the batch on axis 0",
+                )
+            feeds[port.name] = value.astype(port.dtype, copy=False)
+        return feeds
+
+
+def _joined(name: str, answers: list[tuple[Piece, Arrays]], *, batched: bool) -> npt.NDArray[Any]:
+    first = answers[0][1][name]
+    if not batched:
+        return first
+    if len(answers) == 1:
+        return first[: answers[0][0].rows]
+    return np.concatenate([answer[name][: piece.rows] for piece, answer in answers])

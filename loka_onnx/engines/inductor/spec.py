@@ -1,0 +1,57 @@
+"""Inductor as a backend declares itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from loka_onnx.core.devices import CPU, NVIDIA
+from loka_onnx.core.formats import Float8
+from loka_onnx.core.fusions import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
+from loka_onnx.core.manifest import Need
+from loka_onnx.engines.inductor.package import OPERATOR_MODULES
+from loka_onnx.engines.inductor.session import INSTALL, import_torch, open_inductor
+from loka_onnx.sessions import cuda
+from loka_onnx.sessions.backends import BackendSpec, installed_version
+from loka_onnx.sessions.onnx_session import SessionOptions
+from loka_onnx.sessions.runner import Runner
+
+
+class InductorSpec(BackendSpec):
+    """Packages of AOTInductor."""
+
+    def open(self, engine: Path, architecture: str, version: str, options: SessionOptions | None) -> Runner:
+        """See `BackendSpec.open`; the package itself says which versions it needs."""
+        return open_inductor(engine, architecture)
+
+    def device_obstacle(self, architecture: str) -> str:
+        """See `BackendSpec.device_obstacle`."""
+        return "" if architecture == CPU else cuda.why_no_gpu(architecture)
+
+    def load_library(self) -> Any:
+        """See `BackendSpec.load_library`."""
+        return import_torch()
+
+    def version(self) -> str:
+        """See `BackendSpec.version`; PyTorch, which takes seconds, is not imported for it."""
+        return installed_version("torch", self.title)
+
+
+INDUCTOR = InductorSpec(
+    name="inductor",
+    title="PyTorch",
+    modules=("torch", "triton", *(module.partition(".")[0] for module in OPERATOR_MODULES)),
+    install=INSTALL,
+    use="models given as PyTorch, engines of inductor, the demo",
+    maker="loka_onnx.engines.inductor.backend:InductorBackend",
+    triton="loka_onnx.engines.inductor.triton:triton_form",
+    devices={CPU: (CPU,), **NVIDIA},
+    formats=(Float8.E4M3FN,),
+    need=Need.RELEASE,
+    fusions=Fusions(
+        frozenset({*ACTIVATIONS, *ARITHMETIC, "LayerNormalization", "RMSNormalization"}),
+        frozenset({"LayerNormalization", "RMSNormalization"}),
+        frozenset(MOVEMENTS),
+        "read from code that Inductor of PyTorch 2.13 generates (tests/contract/test_inductor.py)",
+    ),
+)

@@ -1,0 +1,306 @@
+"""Every call of MIGraphX's Python module.
+
+The module is a parameter of each function, which makes the calls testable without it. Sources: MIGraphX
+Python reference, and ``src/py/migraphx_py.cpp`` of ROCm/AMDMIGraphX for what the reference omits (walking a
+module, pointers to literals). Releases 2.15 and 2.16.
+
+The PyPI packages `migraphx` and `migraphx-libs` are placeholders: the library comes with ROCm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.digests import digest_file
+from loka_onnx.errors import EngineError, MissingPackage, ModelError
+
+GPU, REFERENCE = "gpu", "ref"
+PROBLEM_CACHE = "MIGRAPHX_PROBLEM_CACHE"
+"""Environment variable with the file in which exhaustive tuning keeps its results."""
+MAPS = Path("/proc/self/maps")
+"""Linux's list of the files that a process has mapped."""
+DEBUG_SYMBOLS = "use_debug_symbols"
+_SYMBOLS = "debug_symbols"
+_CONTROL_FLOW = frozenset({"if", "loop", "select_module", "run_on_target", "group"})
+_PARAMETER = re.compile(r"^\s*\S+ = @param:(?P<name>.+?) -> ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Options of compiling a program.
+
+    Attributes:
+        exhaustive_tune: Whether to time every kernel for each product, which takes minutes.
+        fast_math: Whether functions may be approximated (the library's default).
+    """
+
+    target: str
+    exhaustive_tune: bool = False
+    fast_math: bool = True
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Parameter of a compiled program; `type` is MIGraphX's name, for example ``float_type``."""
+
+    type: str
+    shape: tuple[int, ...]
+
+
+INSTALL = "install ROCm with its package `migraphx`"
+
+
+def import_migraphx() -> Any:
+    """Import `migraphx`.
+
+    Raises:
+        MissingPackage: It is not installed, or is the placeholder without content.
+    """
+    try:
+        module = importlib.import_module("migraphx")
+    except (ImportError, OSError) as error:
+        raise MissingPackage(
+            "MIGraphX is not installed",
+            evidence=str(error),
+            remedy=INSTALL,
+        ) from error
+    if not hasattr(module, "parse_onnx"):
+        raise MissingPackage(
+            "MIGraphX is not installed",
+            evidence=f"'{getattr(module, '__file__', 'migraphx')}' is the placeholder of that name on PyPI",
+            remedy=f"pip uninstall migraphx migraphx-libs, and {INSTALL}",
+        )
+    return module
+
+
+def version_of(migraphx: Any) -> str:
+    """Version of the library; unreleased builds, which all report ``dev``, also get the digest of their
+    library.
+    """
+    told = str(getattr(migraphx, "__version__", "") or "unknown")
+    if told not in {"dev", "unknown"}:
+        return told
+    library = _library_file(migraphx)
+    return told if library is None else f"{told}+{digest_file(library)[:12]}"
+
+
+def _library_file(migraphx: Any) -> Path | None:
+    """Return the shared library that the process has loaded; elsewhere, the module's own file."""
+    with suppress(OSError):
+        mapped = (line.split(maxsplit=5)[5:] for line in MAPS.read_text(encoding="utf-8").splitlines())
+        for path in (Path(path) for (path,) in filter(None, mapped)):
+            if path.name.startswith("libmigraphx.so") and path.is_file():
+                return path
+    file = Path(getattr(migraphx, "__file__", None) or "")
+    return file if file.is_file() else None
+
+
+def why_no_target(migraphx: Any, target: str) -> str:
+    """Reason why the module cannot compile for a target; empty when it can."""
+    try:
+        migraphx.get_target(target)
+    except RuntimeError as error:
+        return f"MIGraphX has no target '{target}': {_first_line(error)}"
+    return ""
+
+
+def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) -> Any:
+    """Parse a model for one batch size.
+
+    All dimensions are given: a range fails at the parse of LayerNormalization and Q/DQ, and a dynamic one
+    silently becomes 1.
+
+    Args:
+        model: ONNX file in the dialect; external data is read from beside it.
+        dims: Every axis of every input.
+
+    Returns:
+        The program. Its instructions carry the names of ONNX nodes where this release supports that.
+
+    Raises:
+        ModelError: The parser refuses the model.
+    """
+    options: dict[str, Any] = {}
+    if DEBUG_SYMBOLS in (migraphx.parse_onnx.__doc__ or ""):
+        options[DEBUG_SYMBOLS] = True
+    try:
+        return migraphx.parse_onnx(
+            os.fspath(model), map_input_dims={name: list(shape) for name, shape in dims.items()}, **options
+        )
+    except RuntimeError as error:
+        raise ModelError(
+            "MIGraphX refuses the model",
+            where=str(model),
+            evidence=_first_line(error),
+            remedy="keep the site in the base precision, or choose another backend",
+        ) from error
+
+
+def reread_float8(migraphx: Any, program: Any) -> Any:
+    """Rebuild a program with FP8 constants retyped from E4M3FNUZ to E4M3FN, bits unchanged.
+
+    All other types follow from the inputs'; a Q takes its type from its zero point. Names of ONNX nodes are
+    lost in releases whose `add_instruction` does not take them.
+
+    Args:
+        program: Program of a model whose E4M3FN bits are typed as E4M3FNUZ.
+
+    Raises:
+        EngineError: This release cannot walk programs, or the program has control flow.
+    """
+    source = program.get_main_module()
+    instructions = list(source)
+    _check_walkable(instructions)
+    # Release 2.15 only prints the names of parameters, in the order of the instructions.
+    names = iter(match["name"] for match in _PARAMETER.finditer(str(source)))
+    result = migraphx.program()
+    main = result.get_main_module()
+    made: dict[Any, Any] = {}
+    for instruction in instructions:
+        kind, inputs = instruction.name(), [made[each] for each in instruction.inputs()]
+        if kind == "@literal":
+            made[instruction] = _add_literal(migraphx, main, instruction)
+        elif kind == "@param":
+            made[instruction] = main.add_parameter(next(names), instruction.shape())
+        elif kind == "@return":
+            made[instruction] = main.add_return(inputs)
+        else:
+            made[instruction] = main.add_instruction(
+                instruction.op(), inputs, **_node_names(main, instruction)
+            )
+    return result
+
+
+def _node_names(main: Any, instruction: Any) -> dict[str, Any]:
+    """Names of an instruction's ONNX nodes, where this release can pass them on."""
+    if not hasattr(instruction, "get_debug_symbols") or _SYMBOLS not in (main.add_instruction.__doc__ or ""):
+        return {}
+    return {_SYMBOLS: sorted(instruction.get_debug_symbols())}
+
+
+def _add_literal(migraphx: Any, main: Any, instruction: Any) -> Any:
+    value, shape = instruction.get_literal(), instruction.shape()
+    if shape.type_string() == "fp8e4m3fnuz_type":
+        like = migraphx.shape(type="fp8e4m3fn_type", lens=shape.lens(), strides=shape.strides())
+        # The pointer is into `value`, which lives until the literal is copied.
+        return main.add_literal(migraphx.argument_from_pointer(like, value.data_ptr()))
+    return main.add_literal(value)
+
+
+def _check_walkable(instructions: Sequence[Any]) -> None:
+    needed = ("name", "inputs", "shape", "op", "get_literal")
+    missing = [name for name in needed if instructions and not hasattr(instructions[0], name)]
+    if missing:
+        raise EngineError(
+            "this release of MIGraphX cannot take E4M3FN: its programs cannot be walked",
+            evidence=f"an instruction has no {', '.join(missing)}",
+            remedy="install MIGraphX 2.16 or later, or plan this device without FP8",
+        )
+    inner = sorted({each.name() for each in instructions} & _CONTROL_FLOW)
+    if inner:
+        raise EngineError(
+            "a program with control flow cannot take E4M3FN", evidence=f"it has {', '.join(inner)}"
+        )
+
+
+def compile_program(migraphx: Any, program: Any, how: Compilation) -> None:
+    """Compile a program in place; target ``gpu`` requires a GPU here.
+
+    Raises:
+        EngineError: It cannot be compiled.
+    """
+    try:
+        program.compile(
+            migraphx.get_target(how.target),
+            offload_copy=True,
+            fast_math=how.fast_math,
+            exhaustive_tune=how.exhaustive_tune,
+        )
+    except RuntimeError as error:
+        raise EngineError(
+            "MIGraphX could not compile the program",
+            where=f"target '{how.target}'",
+            evidence=_first_line(error),
+            remedy="the log of the build has every message",
+        ) from error
+
+
+def save_program(migraphx: Any, program: Any, path: Path) -> None:
+    """Write a compiled program."""
+    migraphx.save(program, os.fspath(path))
+
+
+def load_program(migraphx: Any, path: Path) -> Any:
+    """Read a compiled program.
+
+    Raises:
+        EngineError: Another version wrote it, or it is not a compiled program.
+    """
+    try:
+        program = migraphx.load(os.fspath(path))
+    except RuntimeError as error:
+        raise EngineError(
+            "MIGraphX does not load the program",
+            where=str(path),
+            evidence=_first_line(error),
+            remedy="build it again: a program belongs to one version of MIGraphX and one GPU architecture",
+        ) from error
+    if not program.is_compiled():
+        raise EngineError("the program was never compiled", where=str(path), remedy="build the engine again")
+    return program
+
+
+def text_of(program: Any) -> str:
+    """The program as MIGraphX prints it."""
+    return str(program)
+
+
+def parameters_of(program: Any) -> dict[str, Parameter]:
+    """Parameters of a program by name."""
+    shapes = program.get_parameter_shapes()
+    return {
+        name: Parameter(str(shape.type_string()), tuple(int(n) for n in shape.lens()))
+        for name, shape in shapes.items()
+    }
+
+
+def run_program(
+    migraphx: Any, program: Any, inputs: Mapping[str, npt.NDArray[Any]]
+) -> list[npt.NDArray[Any]]:
+    """Run a compiled program.
+
+    Args:
+        program: Program compiled with ``offload_copy``, which uses host memory.
+        inputs: Every parameter, in its type and shape. They are referenced during the run, which
+            `migraphx.argument` does not do.
+
+    Returns:
+        Copies of the outputs, in the model's order.
+
+    Raises:
+        EngineError: It fails.
+    """
+    held = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
+    arguments = {name: migraphx.argument(value) for name, value in held.items()}
+    try:
+        results = program.run(arguments)
+        return [np.array(result) for result in results]
+    except RuntimeError as error:
+        raise EngineError("MIGraphX failed on a batch", evidence=_first_line(error)) from error
+    finally:
+        del arguments, held
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:400] if lines else type(error).__name__

@@ -1,0 +1,433 @@
+"""ONNX Runtime on a GPU with io-binding: fixed buffers and a CUDA graph for every served batch size.
+
+A CUDA graph replays recorded work on the addresses of its recording. Each served size therefore has inputs
+and outputs of its own, bound once. A request is copied into the buffers of the smallest size that holds it,
+and the run names that size's graph (`gpu_graph_id`; 0 is ONNX Runtime's own, -1 runs without one). Source:
+onnxruntime.ai, CUDA Execution Provider, section Using CUDA Graphs.
+
+A request that would need too much padding, or is larger than any size, runs unpadded without a graph.
+Providers that compile (TensorRT, MIGraphX) would compile within such a request, so that they cut and pad
+every request to the sizes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core import serde
+from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, BoundSettings
+from loka_onnx.engines.onnxruntime.provider_session import (
+    PlacedNode,
+    placed_nodes,
+    session_options,
+    start_session,
+)
+from loka_onnx.engines.onnxruntime.providers import (
+    PROVIDERS,
+    TENSORRT,
+    device_of,
+    provider_chain,
+    provider_for,
+    timing_directory,
+    why_not_here,
+)
+from loka_onnx.errors import EngineError, ModelError
+from loka_onnx.sessions.buckets import padded, pieces_of, rows_of, run_in_buckets
+from loka_onnx.sessions.cuda import CudaContext
+from loka_onnx.sessions.dlpack import Borrowed
+from loka_onnx.sessions.onnx_session import import_onnxruntime
+from loka_onnx.sessions.runner import Allocate, Arrays, Names, Resident, Runner
+
+MOST_PADDING = 2
+"""Largest ratio of padded to actual rows where a request could run unpadded."""
+
+_NO_GRAPH, _FIRST_GRAPH = -1, 1
+
+T = TypeVar("T")
+
+_NUMPY_TYPES: dict[str, Any] = {
+    "tensor(bool)": np.bool_,
+    "tensor(double)": np.float64,
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int16)": np.int16,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(int8)": np.int8,
+    "tensor(uint16)": np.uint16,
+    "tensor(uint32)": np.uint32,
+    "tensor(uint64)": np.uint64,
+    "tensor(uint8)": np.uint8,
+}
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """Buffers of one batch size, which its graph reads and writes."""
+
+    binding: Any
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    run_options: Any
+
+
+class BoundSession(Runner):
+    """A model on a provider, with fixed buffers where its settings name batch sizes.
+
+    Opening runs every size once on zeros: that allocates its memory, lets a provider compile for it, and
+    records its CUDA graph. Calls from several threads run one after the other.
+
+    Args:
+        writes: Whether the provider keeps its programs beside the engine, as during a build; otherwise it
+            gets a copy to write into, because an engine's files do not change.
+        threads: CPU threads of one operator; 0 lets ONNX Runtime choose.
+
+    Raises:
+        ModelError: ONNX Runtime refuses the model, or an axis other than the batch is dynamic.
+        EngineError: The provider does not start, or the model fails on a batch.
+    """
+
+    def __init__(
+        self,
+        engine: Path,
+        settings: BoundSettings,
+        *,
+        device: int = 0,
+        writes: bool = False,
+        threads: int = 0,
+    ) -> None:
+        self._ort = import_onnxruntime()
+        self._provider, self._device = PROVIDERS[settings.provider], device
+        self._lock = threading.Lock()
+        self._cuda: CudaContext | None = None
+        self._remove_copy: weakref.finalize[..., Any] | None = None
+        programs = engine.parent / PROGRAMS if settings.programs else None
+        if programs is not None and not writes:
+            copied = tempfile.mkdtemp(prefix="loka-onnx-programs-")
+            self._remove_copy = weakref.finalize(self, shutil.rmtree, copied, True)
+            # A provider that keeps nothing leaves no directory in a bundle.
+            programs = _copy_directory(programs, Path(copied) / PROGRAMS)
+        timing = None
+        if writes and self._provider.key == TENSORRT.key:
+            timing = timing_directory(settings.version)
+            timing.mkdir(parents=True, exist_ok=True)
+        chain = provider_chain(self._provider, settings.options, device, programs, timing)
+        options = session_options(engine, self._provider)
+        options.intra_op_num_threads = threads
+        self._session = start_session(engine, options, chain)
+        self._types = {i.name: _numpy_type(i.name, i.type) for i in self._session.get_inputs()}
+        self.output_names: tuple[str, ...] = tuple(o.name for o in self._session.get_outputs())
+        self._batched = frozenset(
+            o.name for o in self._session.get_outputs() if o.shape and not isinstance(o.shape[0], int)
+        )
+        self._bound: dict[int, _Bound] = {}
+        for number, size in enumerate(settings.sizes, _FIRST_GRAPH):
+            zeros = {
+                described.name: np.zeros(_fixed_shape(described, size), self._types[described.name])
+                for described in self._session.get_inputs()
+            }
+            self._bound[size] = self._bind(zeros, number)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the graph's inputs."""
+        return tuple(self._types)
+
+    @property
+    def names(self) -> Names:
+        """Names of the graph."""
+        return Names(self.input_names, self.output_names)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes with fixed buffers, ascending."""
+        return tuple(self._bound)
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Run one batch.
+
+        Raises:
+            EngineError: ONNX Runtime fails on this batch, or its inputs have different numbers of rows.
+        """
+        feeds = self._feeds(inputs)
+        with self._lock:
+            if self._fits(feeds):
+                return run_in_buckets(self._run_bound, feeds, self.sizes, self._batched)
+            contiguous = {name: np.ascontiguousarray(value) for name, value in feeds.items()}
+            options = self._run_options(_NO_GRAPH)
+            values = self._try(lambda: self._session.run(list(self.output_names), contiguous, options))
+            return dict(zip(self.output_names, values, strict=True))
+
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Batch sizes with fixed buffers, ascending."""
+        return self.sizes
+
+    @property
+    def device(self) -> int | None:
+        """Number of the GPU whose memory inputs and outputs lie in; None for a provider that copies."""
+        return self._device if self._provider.memory == "cuda" else None
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream that copies to and from the buffers are queued on."""
+        with self._lock:
+            return self._copies().stream
+
+    def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
+        """Run one batch on the device, copying into and out of fixed buffers; one that fits no size is bound
+        directly.
+
+        Raises:
+            EngineError: See `run`; or an input has another type than the model's.
+        """
+        for name, kind in self._types.items():
+            if inputs[name].dtype != kind:
+                raise EngineError(
+                    f"input '{name}' has another type than the engine",
+                    evidence=f"{inputs[name].dtype} on the device, the engine takes {np.dtype(kind)}",
+                    remedy="send these rows from the host, where they are converted",
+                )
+        with self._lock:
+            cuda = self._copies()
+            cuda.activate()
+            rows = inputs[self.input_names[0]].shape[0]
+            if not self._fits_rows(rows):
+                return self._run_where_it_lies(cuda, inputs, allocate)
+            return self._run_pieces(cuda, rows, inputs, allocate)
+
+    def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
+        """Put the batch into the buffers of its size, or into its own where it fits no size."""
+        feeds = self._feeds(inputs)
+        if not self._fits(feeds):
+            own = self._bind(feeds, _NO_GRAPH)
+            return Resident(lambda: self._launch(own), lambda: None)
+        pieces = pieces_of(rows_of(feeds), self.sizes)
+        if len(pieces) > 1:
+            return super().resident(inputs)
+        bound = self._bound[pieces[0].size]
+        self._fill(bound, {name: padded(value, pieces[0]) for name, value in feeds.items()})
+        return Resident(lambda: self._launch(bound), lambda: None)
+
+    def placement(self) -> tuple[PlacedNode, ...]:
+        """Provider of each node; a compiled subgraph is listed by its original nodes.
+
+        Raises:
+            EngineError: This version of ONNX Runtime does not report it.
+        """
+        return placed_nodes(self._session)
+
+    def close(self) -> None:
+        """Free buffers, graphs, the session, and its temporary copies."""
+        self._bound.clear()
+        self._session = None
+        if self._cuda is not None:
+            self._cuda.close()
+        self._cuda = None
+        if self._remove_copy is not None:
+            self._remove_copy()
+
+    def _feeds(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        return {n: np.asarray(inputs[n]).astype(kind, copy=False) for n, kind in self._types.items()}
+
+    def _fits(self, feeds: Arrays) -> bool:
+        """Tell whether a request is served from fixed buffers."""
+        return self._fits_rows(0 if self._provider.compiles or not self._bound else rows_of(feeds))
+
+    def _fits_rows(self, rows: int) -> bool:
+        if self._provider.compiles or not self._bound:
+            return bool(self._bound)
+        return any(rows <= size <= MOST_PADDING * rows for size in self._bound)
+
+    def _copies(self) -> CudaContext:
+        """Stream for copies on the device; opened by the first request that needs it."""
+        if self._cuda is None:
+            self._cuda = CudaContext(self._device)
+        return self._cuda
+
+    def _run_pieces(
+        self, cuda: CudaContext, rows: int, inputs: Mapping[str, Borrowed], allocate: Allocate
+    ) -> dict[str, Borrowed]:
+        answer: dict[str, Borrowed] = {}
+        for piece in pieces_of(rows, self.sizes):
+            bound = self._bound[piece.size]
+            for name, value in bound.inputs.items():
+                row_bytes = inputs[name].nbytes // rows
+                source = inputs[name].address + piece.start * row_bytes
+                cuda.copy_padded(value.data_ptr(), source, row_bytes, piece.rows, piece.size)
+            # ONNX Runtime runs on its own stream, which does not wait for this one.
+            cuda.synchronize()
+            self._launch(bound)
+            for name, value in bound.outputs.items():
+                shape = tuple(value.shape())
+                batched = name in self._batched
+                if name not in answer:
+                    answer[name] = allocate((rows, *shape[1:]) if batched else shape, _type_of(value))
+                elif not batched:
+                    continue
+                made = answer[name]
+                row_bytes = made.nbytes // rows if batched else 0
+                size = piece.rows * row_bytes if batched else made.nbytes
+                cuda.copy(made.address + piece.start * row_bytes, value.data_ptr(), size)
+            # The next piece or request overwrites the buffers.
+            cuda.synchronize()
+        return answer
+
+    def _run_where_it_lies(
+        self, cuda: CudaContext, inputs: Mapping[str, Borrowed], allocate: Allocate
+    ) -> dict[str, Borrowed]:
+        cuda.synchronize()
+        memory, binding = self._provider.memory, self._session.io_binding()
+        for name, kind in self._types.items():
+            value = inputs[name]
+            binding.bind_input(name, memory, self._device, kind, list(value.shape), value.address)
+        for name in self.output_names:
+            binding.bind_output(name, memory, self._device)
+        self._try(lambda: self._session.run_with_iobinding(binding, self._run_options(_NO_GRAPH)))
+        answer = {}
+        for name, value in zip(self.output_names, binding.get_outputs(), strict=True):
+            answer[name] = made = allocate(tuple(value.shape()), _type_of(value))
+            cuda.copy(made.address, value.data_ptr(), made.nbytes)
+        cuda.synchronize()
+        return answer
+
+    def _bind(self, arrays: Arrays, graph: int) -> _Bound:
+        memory, value_of = self._provider.memory, self._ort.OrtValue.ortvalue_from_numpy
+        inputs = {
+            # Copied, because on the CPU the value shares the array's memory.
+            name: self._try(partial(value_of, np.array(value, order="C"), memory, self._device))
+            for name, value in arrays.items()
+        }
+        trial, binding = self._session.io_binding(), self._session.io_binding()
+        for name, value in inputs.items():
+            trial.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_input(name, value)
+        for name in self.output_names:
+            trial.bind_output(name, memory, self._device)
+        # The first run gives the shapes of outputs that inference does not.
+        self._try(lambda: self._session.run_with_iobinding(trial, self._run_options(_NO_GRAPH)))
+        outputs = dict(zip(self.output_names, trial.get_outputs(), strict=True))
+        for name, value in outputs.items():
+            binding.bind_ortvalue_output(name, value)
+        bound = _Bound(binding, inputs, outputs, self._run_options(graph))
+        self._launch(bound)
+        return bound
+
+    def _run_options(self, graph: int) -> Any:
+        options = self._ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(graph))
+        return options
+
+    def _run_bound(self, size: int, inputs: Arrays) -> Arrays:
+        bound = self._bound[size]
+        self._fill(bound, inputs)
+        self._launch(bound)
+        # The next run overwrites the buffers.
+        return {name: np.array(self._try(value.numpy)) for name, value in bound.outputs.items()}
+
+    def _fill(self, bound: _Bound, inputs: Arrays) -> None:
+        for name, value in inputs.items():
+            held = tuple(bound.inputs[name].shape())
+            if value.shape != held:
+                raise EngineError(
+                    f"input '{name}' has another shape than the engine",
+                    evidence=f"a row of {list(value.shape[1:])}, not {list(held[1:])}",
+                    remedy="send what the model's input takes",
+                )
+            self._try(partial(bound.inputs[name].update_inplace, value))
+
+    def _launch(self, bound: _Bound) -> None:
+        self._try(lambda: self._session.run_with_iobinding(bound.binding, bound.run_options))
+
+    def _try(self, run: Callable[[], T]) -> T:
+        try:
+            return run()
+        except Exception as error:
+            # onnxruntime raises errors of unrelated types.
+            raise EngineError(
+                f"{self._provider.name} failed on a batch", evidence=str(error)[:400]
+            ) from error
+
+
+def open_bound(
+    engine: Path, backend: str, architecture: str, version: str = "", threads: int = 0
+) -> BoundSession:
+    """Load an engine with the settings beside it, on the first GPU of its architecture.
+
+    Args:
+        version: Expected version of ONNX Runtime; not checked when empty.
+        threads: CPU threads of one operator; 0 lets ONNX Runtime choose.
+
+    Raises:
+        UserError: There are no settings.
+        EngineError: The settings are of another provider, compiled programs of another version, or this host
+            cannot run the engine.
+        ModelError: ONNX Runtime refuses the model.
+    """
+    settings = serde.read(BoundSettings, engine.with_name(SETTINGS_FILE))
+    provider = provider_for(backend, architecture)
+    if settings.provider != provider.key or version not in {"", settings.version}:
+        raise EngineError(
+            "the settings beside the engine are not its own",
+            where=str(engine),
+            evidence=f"provider '{settings.provider}' of ONNX Runtime {settings.version}; "
+            f"{backend} on {architecture} is '{provider.key}'{f' of {version}' if version else ''}",
+            remedy="build the engine again",
+        )
+    reason = why_not_here(provider, architecture)
+    if reason:
+        raise EngineError(f"cannot run here: {reason}", where=str(engine))
+    here = str(import_onnxruntime().__version__)
+    if provider.compiles and settings.version != here:
+        raise EngineError(
+            f"the engine holds programs that {provider.name} compiled for another version",
+            where=str(engine),
+            evidence=f"built by ONNX Runtime {settings.version}, this host has {here}",
+            remedy="build the engine again",
+        )
+    return BoundSession(engine, settings, device=device_of(provider, architecture), threads=threads)
+
+
+def _type_of(value: Any) -> np.dtype[Any]:
+    """NumPy type of an `OrtValue`."""
+    kind: np.dtype[Any] = np.dtype(_numpy_type("output", value.data_type()))
+    return kind
+
+
+def _copy_directory(source: Path, target: Path) -> Path:
+    target.mkdir()
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    return target
+
+
+def _fixed_shape(described: Any, size: int) -> tuple[int, ...]:
+    tail = tuple(described.shape[1:])
+    if not described.shape or not all(isinstance(extent, int) for extent in tail):
+        raise ModelError(
+            f"input '{described.name}' has no fixed shape for a batch of {size} rows",
+            evidence=f"its shape is {list(described.shape)}",
+            remedy="export the model with the batch on axis 0 of every input and the other axes fixed",
+        )
+    return (size, *tail)
+
+
+def _numpy_type(name: str, kind: str) -> Any:
+    if kind not in _NUMPY_TYPES:
+        raise ModelError(
+            f"input '{name}' cannot be bound to a buffer",
+            evidence=f"its type is {kind}",
+            remedy="let the model take FP32, and cast inside it",
+        )
+    return _NUMPY_TYPES[kind]

@@ -1,0 +1,425 @@
+"""Session of a serialized engine, through the TensorRT API and the CUDA driver.
+
+The vendor module is a parameter of `TensorRtSession`: the calls are equal in `tensorrt_rtx` and `tensorrt` 10
+and 11.
+
+A batch is copied into page-locked memory, to the device, run, and copied back, all queued on one stream. The
+second time that a tuned batch size comes, this work is captured into a CUDA graph, and is a single launch
+from then on. A smaller request is padded to the next tuned size of at most `MOST_PADDING` times its rows.
+TensorRT's rules for graphs (developer guide, "CUDA Graphs"): a graph belongs to the shapes, buffers and
+execution context of its capture; the context must have run with them before, and must not be changed
+afterwards. Each tuned size therefore has its own execution context, at the cost of its activations' memory,
+and a graph is dropped when a buffer moves.
+
+An engine is a program: TensorRT for RTX compiles the kernel sources in it on loading, and TensorRT's holds
+machine code. Load one only from someone who may run code on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.engines.tensorrt.first_opening import check_opens
+from loka_onnx.errors import EngineError
+from loka_onnx.sessions.cuda import CudaContext, CudaGraph, first_gpu, why_no_gpu
+from loka_onnx.sessions.dlpack import Borrowed
+from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
+
+if TYPE_CHECKING:
+    from loka_onnx.engines.tensorrt.spec import TensorRtSpec
+
+_LOG = logging.getLogger("loka_onnx.sessions")
+MOST_PADDING = 2
+"""Largest ratio of padded to actual rows where a request could run unpadded."""
+
+NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
+    "FLOAT": np.float32,
+    "HALF": np.float16,
+    "INT8": np.int8,
+    "UINT8": np.uint8,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "BOOL": np.bool_,
+}
+"""NumPy type of each member of `DataType` that has one."""
+
+
+def open_engine(
+    spec: TensorRtSpec, engine: Path, architecture: str, version: str = "", *, is_new: bool = False
+) -> TensorRtSession:
+    """Deserialize an engine on the first GPU of its architecture, after the driver has answered.
+
+    Args:
+        spec: Backend that built it.
+        engine: Serialized engine.
+        architecture: What it was built for, for example ``sm89``.
+        version: Version of the library that built it; not checked when empty.
+        is_new: Whether it may never have been opened on this host, so that a child process opens it first.
+
+    Raises:
+        MissingPackage: The library is not installed.
+        EngineError: There is no such GPU, or the library has another version, refuses the engine or crashes.
+    """
+    trt = spec.load_library()
+    here = str(trt.__version__)
+    if version not in {"", here}:
+        raise EngineError(
+            f"the engine was built by another version of {spec.title}",
+            where=str(engine),
+            evidence=f"built by {version}, this host has {here}",
+            remedy=f"install {spec.package} {version}, or build the engine again",
+        )
+    reason = why_no_gpu(architecture)
+    if reason:
+        raise EngineError(f"cannot run here: {reason}", where=str(engine))
+    device = first_gpu(architecture)
+    if is_new:
+        check_opens(spec.modules[0], here, engine, device)
+    return TensorRtSession(trt, engine, device.index)
+
+
+@dataclass
+class _Lane:
+    """An execution context with its CUDA graphs and current state.
+
+    Attributes:
+        is_captured: Whether its work becomes a CUDA graph: it serves a single batch size.
+        moves: `CudaContext.moves` when its buffers were set.
+        is_warm: Whether it has run with these shapes and buffers.
+        graph: Graph of a batch: copies to the device, the engine, copies back.
+        engine_graph: Graph of the engine alone.
+    """
+
+    context: Any
+    is_captured: bool
+    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    moves: int = -1
+    is_warm: bool = False
+    graph: CudaGraph | None = None
+    engine_graph: CudaGraph | None = None
+
+    def drop_graphs(self) -> None:
+        """Free the captured graphs."""
+        for graph in (self.graph, self.engine_graph):
+            if graph is not None:
+                graph.close()
+        self.graph = self.engine_graph = None
+        self.is_warm = False
+
+
+class TensorRtSession(Runner):
+    """A deserialized engine with its execution contexts, buffers and CUDA graphs.
+
+    Calls from several threads run one after the other.
+
+    Args:
+        cuda_graphs: Whether tuned batch sizes are captured into CUDA graphs.
+
+    Raises:
+        EngineError: The engine does not load on this machine.
+    """
+
+    def __init__(self, trt: Any, engine: Path, device: int = 0, *, cuda_graphs: bool = True) -> None:
+        self._trt, self._index, self._cuda_graphs = trt, device, cuda_graphs
+        self._lock = threading.Lock()
+        self._lanes: dict[int, _Lane] = {}
+        self._cuda = CudaContext(device)
+        self._logger = trt.Logger(trt.Logger.WARNING)
+        self._runtime = trt.Runtime(self._logger)
+        self._engine = self._runtime.deserialize_cuda_engine(engine.read_bytes())
+        context = self._engine.create_execution_context() if self._engine is not None else None
+        if context is None:
+            del self._engine, self._runtime
+            self._cuda.close()
+            raise EngineError(
+                f"{trt.__name__} does not load the engine",
+                where=str(engine),
+                remedy="an engine belongs to one GPU architecture, one TensorRT version and one OS",
+            )
+        self._general = _Lane(context, is_captured=False)
+        try:
+            self._describe()
+        except BaseException:
+            self.close()
+            raise
+
+    def _describe(self) -> None:
+        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
+        is_input = {
+            name: self._engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT for name in names
+        }
+        self._inputs = tuple(name for name in names if is_input[name])
+        self._outputs = tuple(name for name in names if not is_input[name])
+        self._types = {name: self._numpy_type(name) for name in names}
+        self._batched = tuple(name for name in self._inputs if self._is_batched(name))
+        self._follows = frozenset(name for name in self._outputs if self._is_batched(name))
+        self._profiles = self._served_sizes()
+
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that the engine is tuned for, ascending."""
+        return tuple(sorted(self._profiles))
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Run one batch.
+
+        Raises:
+            EngineError: A shape lies outside the optimization profile, or the execution fails.
+        """
+        with self._lock:
+            lane = self._hand_over(inputs)
+            self._execute(lane)
+            given = {name: inputs[name].shape for name in self._inputs}
+            answer = {}
+            for name, shape in lane.outputs.items():
+                staged = self._cuda.staging(name, shape, self._types[name])
+                answer[name] = staged[tuple(map(slice, self._cut(name, shape, given)))].copy()
+            return answer
+
+    @property
+    def device(self) -> int | None:
+        """Number of the GPU."""
+        return self._index
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream."""
+        return self._cuda.stream
+
+    def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
+        """Run one batch on the device, copying into and out of the engine's buffers.
+
+        CUDA graphs use fixed addresses, so that the engine cannot use the caller's.
+
+        Raises:
+            EngineError: See `run`; or an input has another type than the engine's.
+        """
+        for name in self._inputs:
+            if inputs[name].dtype != self._types[name]:
+                raise EngineError(
+                    f"input '{name}' has another type than the engine",
+                    evidence=f"{inputs[name].dtype} on the device, the engine takes {self._types[name]}",
+                    remedy="send these rows from the host, where they are converted",
+                )
+        with self._lock:
+            self._cuda.activate()
+            shapes = {name: inputs[name].shape for name in self._inputs}
+            size = self._padded_rows(shapes)
+            lane = self._lane(size)
+            self._bind(lane, {name: self._of_size(name, shape, size) for name, shape in shapes.items()})
+            for name, shape in lane.inputs.items():
+                address = self._cuda.reserve(name, self._size(name, shape))
+                given = inputs[name]
+                if shape == given.shape:
+                    self._cuda.copy(address, given.address, given.nbytes)
+                else:
+                    given_rows, row_bytes = given.shape[0], given.nbytes // given.shape[0]
+                    self._cuda.copy_padded(address, given.address, row_bytes, given_rows, shape[0])
+            self._compute_or_replay(lane)
+            answer = {}
+            for name, shape in lane.outputs.items():
+                kept = self._cut(name, shape, shapes)
+                answer[name] = made = allocate(kept, self._types[name])
+                self._cuda.copy(made.address, self._cuda.reserve(name, 0), made.nbytes)
+            self._cuda.synchronize()
+            lane.is_warm = True
+            return answer
+
+    def _compute_or_replay(self, lane: _Lane) -> None:
+        """Queue the engine alone, as a graph from the second time on."""
+        if lane.is_warm and lane.is_captured and lane.engine_graph is None:
+            self._cuda.synchronize()
+            lane.engine_graph = self._captured(lane, lambda: self._compute(lane))
+        if lane.engine_graph is not None:
+            lane.engine_graph.launch()
+        else:
+            self._compute(lane)
+
+    def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
+        """Put a batch on the device; launching it runs the engine, as a CUDA graph for a tuned size.
+
+        Raises:
+            EngineError: See `run`.
+        """
+        with self._lock:
+            lane = self._hand_over(inputs)
+            self._queue(lane)
+            self._cuda.synchronize()
+            lane.is_warm = True
+            if lane.engine_graph is None:
+                lane.engine_graph = self._captured(lane, lambda: self._compute(lane))
+
+        def launch() -> None:
+            self._cuda.activate()
+            if lane.engine_graph is not None:
+                lane.engine_graph.launch()
+            else:
+                self._compute(lane)
+
+        return Resident(launch, self._cuda.synchronize)
+
+    def close(self) -> None:
+        """Free graphs and engine before their device context."""
+        self._cuda.activate()
+        for lane in (self._general, *self._lanes.values()):
+            lane.drop_graphs()
+        self._lanes.clear()
+        del self._general, self._engine, self._runtime
+        self._cuda.close()
+
+    def _hand_over(self, inputs: Mapping[str, npt.NDArray[Any]]) -> _Lane:
+        """Stage a batch in page-locked memory and return its execution context."""
+        self._cuda.activate()
+        values = {name: inputs[name].astype(self._types[name], copy=False) for name in self._inputs}
+        shapes = {name: value.shape for name, value in values.items()}
+        size = self._padded_rows(shapes)
+        lane = self._lane(size)
+        self._bind(lane, {name: self._of_size(name, shape, size) for name, shape in shapes.items()})
+        for name, value in values.items():
+            staged = self._cuda.staging(name, lane.inputs[name], value.dtype)
+            if staged.shape == value.shape:
+                np.copyto(staged, value)
+            else:
+                staged[: len(value)], staged[len(value) :] = value, value[-1:]
+        return lane
+
+    def _rows(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        """Rows of a request; None where its inputs disagree, which the engine refuses."""
+        counts = {shapes[name][:1] for name in self._batched}
+        return next(iter(counts.pop()), None) if len(counts) == 1 else None
+
+    def _padded_rows(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        """Rows that the engine runs for a request: the next tuned size, unless that is too far."""
+        rows = self._rows(shapes)
+        if not rows:
+            return rows
+        size = next((size for size in self.served_sizes if size >= rows), rows)
+        return size if size <= MOST_PADDING * rows else rows
+
+    def _of_size(self, name: str, shape: tuple[int, ...], size: int | None) -> tuple[int, ...]:
+        return (size, *shape[1:]) if size is not None and name in self._batched else shape
+
+    def _cut(
+        self, name: str, shape: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """Shape of an output without padding rows."""
+        rows = self._rows(inputs)
+        return (rows, *shape[1:]) if rows is not None and name in self._follows else shape
+
+    def _lane(self, size: int | None) -> _Lane:
+        """Return the execution context of a batch; each tuned size has its own."""
+        if size is None or size not in self._profiles:
+            return self._general
+        if size not in self._lanes:
+            context = self._engine.create_execution_context()
+            if context is None or not self._choose_profile(context, self._profiles[size]):
+                raise EngineError(
+                    f"{self._trt.__name__} makes no execution context for batches of {size}",
+                    evidence=f"optimization profile {self._profiles[size]}; the device may lack memory",
+                )
+            self._lanes[size] = _Lane(context, is_captured=self._cuda_graphs)
+        return self._lanes[size]
+
+    def _choose_profile(self, context: Any, profile: int) -> bool:
+        if profile == 0:
+            return True
+        chosen = bool(context.set_optimization_profile_async(profile, self._cuda.stream))
+        self._cuda.synchronize()
+        return chosen
+
+    def _bind(self, lane: _Lane, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Set shapes and buffers that differ from the context's."""
+        context = lane.context
+        if lane.inputs != shapes:
+            lane.drop_graphs()
+            lane.inputs, lane.moves = {}, -1
+            for name, shape in shapes.items():
+                if not context.set_input_shape(name, shape):
+                    raise EngineError(
+                        f"input '{name}' is outside the engine's optimization profile",
+                        evidence=f"shape {shape}",
+                        remedy="keep requests between batch.min and batch.max, or build for a wider range",
+                    )
+            lane.outputs = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
+            lane.inputs = shapes
+        everything = {**lane.inputs, **lane.outputs}
+        addresses = {name: self._reserve(name, shape) for name, shape in everything.items()}
+        if lane.moves != self._cuda.moves:
+            lane.drop_graphs()
+            for name, address in addresses.items():
+                context.set_tensor_address(name, address)
+            lane.moves = self._cuda.moves
+
+    def _reserve(self, name: str, shape: tuple[int, ...]) -> int:
+        self._cuda.staging(name, shape, self._types[name])
+        return self._cuda.reserve(name, self._size(name, shape))
+
+    def _execute(self, lane: _Lane) -> None:
+        if lane.is_warm and lane.graph is None:
+            lane.graph = self._captured(lane, lambda: self._queue(lane))
+        if lane.graph is not None:
+            lane.graph.launch()
+        else:
+            self._queue(lane)
+        self._cuda.synchronize()
+        lane.is_warm = True
+
+    def _captured(self, lane: _Lane, work: Callable[[], None]) -> CudaGraph | None:
+        """Capture the work of a warm context as a graph; None where that is not wanted or not possible."""
+        if not lane.is_captured:
+            return None
+        try:
+            return self._cuda.capture(work)
+        except EngineError as error:
+            # Some operators synchronize with the host: such an engine is launched without a graph.
+            lane.is_captured = False
+            _LOG.warning("batches of shape %s run without a CUDA graph: %s", lane.inputs, error)
+            return None
+
+    def _queue(self, lane: _Lane) -> None:
+        for name, shape in lane.inputs.items():
+            self._cuda.upload(name, self._size(name, shape))
+        self._compute(lane)
+        for name, shape in lane.outputs.items():
+            self._cuda.download(name, self._size(name, shape))
+
+    def _compute(self, lane: _Lane) -> None:
+        if not lane.context.execute_async_v3(self._cuda.stream):
+            raise EngineError("the engine failed on a batch", evidence=f"output shapes {lane.outputs}")
+
+    def _size(self, name: str, shape: tuple[int, ...]) -> int:
+        return int(np.prod(shape, dtype=np.int64)) * self._types[name].itemsize
+
+    def _is_batched(self, name: str) -> bool:
+        shape = tuple(self._engine.get_tensor_shape(name))
+        return bool(shape) and shape[0] < 0
+
+    def _served_sizes(self) -> dict[int, int]:
+        """Optimization profile of each tuned batch size; the narrowest where there are several.
+
+        The builder adds the profile for all sizes first, then one for each single size.
+        """
+        found: dict[int, int] = {}
+        if self._batched:
+            for profile in range(self._engine.num_optimization_profiles):
+                _, tuned, _ = self._engine.get_tensor_profile_shape(self._batched[0], profile)
+                found[int(tuned[0])] = profile
+        return found
+
+    def _numpy_type(self, name: str) -> np.dtype[Any]:
+        kind = self._engine.get_tensor_dtype(name)
+        if kind.name not in NUMPY_TYPES:
+            raise EngineError(
+                f"input or output '{name}' has type {kind.name}, which NumPy lacks",
+                remedy="cast it to FP32 inside the model",
+            )
+        return np.dtype(NUMPY_TYPES[kind.name])

@@ -1,0 +1,145 @@
+"""Which backend of Triton serves an engine, and what that backend is told.
+
+Every form is one function, in `triton.py` of its backend: an engine of the bundle in, a model or a reason why
+there is none out. What Triton does not pass on to a library cannot be asked for; each form says what was left
+out.
+
+Sources, all of github.com/triton-inference-server: `onnxruntime_backend` (README, and `src/onnxruntime.cc`
+for what it parses), `tensorrt_backend` (`src/tensorrt_model.cc`, `src/instance_state.cc`), `pytorch_backend`
+(`src/pt2/`), `python_backend` (README).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.devices import CPU
+from loka_onnx.core.manifest import EngineEntry
+from loka_onnx.engines.triton.models import PARAMETER, VERSION, WARMUP, BackendModel, ModelFile
+from loka_onnx.engines.triton.ports import ports_of
+from loka_onnx.sessions.backends import get_spec, resolve
+
+ON_CPU, ON_GPU, BY_MODEL = "KIND_CPU", "KIND_GPU", "KIND_MODEL"
+
+
+@dataclass(frozen=True)
+class Source:
+    """An engine of a bundle, as a form takes it.
+
+    Attributes:
+        bundle: Directory of the verified bundle.
+        entry: The engine.
+        name: Name of the model to make.
+        inputs: What the engine takes.
+        outputs: What it gives.
+        sample: One array per input.
+        parameters: Where it comes from.
+        instances: Instances of the model on each device.
+    """
+
+    bundle: Path
+    entry: EngineEntry
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    sample: Mapping[str, npt.NDArray[Any]]
+    parameters: Mapping[str, str]
+    instances: int
+
+    @property
+    def path(self) -> Path:
+        """The engine file."""
+        return self.bundle / self.entry.path
+
+    @property
+    def folder(self) -> str:
+        """Directory of the engine file, relative to the bundle."""
+        return self.entry.path.rpartition("/")[0]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form in which Triton serves an engine.
+
+    Attributes:
+        model: The model.
+        remarks: What Triton does otherwise than this project's own loader, and what the host must have.
+    """
+
+    model: BackendModel
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Reason why Triton does not serve an engine.
+
+    Attributes:
+        reason: Why, and what serves it instead.
+    """
+
+    reason: str
+
+
+def form_of(source: Source) -> Form | Refusal:
+    """The model that serves an engine, or why there is none.
+
+    Raises:
+        BundleError: An input or output is of a kind that Triton cannot have.
+        LokaError: A document of the engine cannot be read.
+    """
+    spec = get_spec(source.entry.backend)
+    if not spec.triton:
+        return Refusal(f"{spec.no_triton}: serve it with `loka-onnx bundle serve`")
+    made: Form | Refusal = resolve(spec.triton)(source)
+    return made
+
+
+def model_of(
+    source: Source,
+    served_by: tuple[str, str, str],
+    sizes: Sequence[int],
+    names: Mapping[str, str] | None = None,
+) -> BackendModel:
+    """What every form begins with.
+
+    Args:
+        source: The engine.
+        served_by: Backend, platform and name of the model file.
+        sizes: Batch sizes that it was built for; those that it was measured at where there are none.
+        names: Names of inputs and outputs in Triton, by those in the bundle; the same when None.
+    """
+    backend, platform, file = served_by
+    entry = source.entry
+    inputs, outputs = ports_of(source.inputs, names), ports_of(source.outputs, names)
+    measured = () if entry.evaluation is None else (each.batch for each in entry.evaluation.latencies)
+    low, high = entry.batch.min, entry.batch.max
+    rows = {port.name: np.ascontiguousarray(source.sample[port.tensor][0]) for port in inputs}
+    # Random rows would hold ids that no table has.
+    warmup = {port.name: f"input{index}.bin" for index, port in enumerate(inputs)}
+    return BackendModel(
+        name=source.name,
+        backend=backend,
+        platform=platform,
+        file=file,
+        kind=ON_CPU if entry.architecture == CPU else ON_GPU,
+        inputs=inputs,
+        outputs=outputs,
+        minimum=low,
+        maximum=high,
+        sizes=tuple(size for size in sorted({*(sizes or measured)}) if low <= size <= high),
+        files=(
+            ModelFile(f"{VERSION}/{file}", entry.path),
+            *(ModelFile(f"{WARMUP}/{warmup[name]}", content=row.tobytes()) for name, row in rows.items()),
+        ),
+        warmup=warmup,
+        warmup_dims={name: row.shape or (1,) for name, row in rows.items()},
+        parameters={**source.parameters, f"{PARAMETER}architecture": entry.architecture},
+    )

@@ -1,0 +1,225 @@
+"""Models of a Triton repository as values, and their `config.pbtxt`.
+
+Source: `model_config.proto` of triton-inference-server/common, and what the server checks of it
+(`model_config_utils.cc`, `ensemble_utils.cc` of triton-inference-server/core).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from loka_onnx.engines.triton.ports import Port
+from loka_onnx.engines.triton.text_format import Fields, Symbol, entries, render
+from loka_onnx.errors import ConfigError
+
+VERSION = "1"
+"""Directory of the only version of each model."""
+WARMUP = "warmup"
+"""Directory of the rows that a model is warmed up with; the server looks for them there."""
+PARAMETER = "loka_onnx."
+"""What the names of parameters that say where a model comes from begin with."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+@dataclass(frozen=True)
+class TritonOptions:
+    """Options of a repository.
+
+    Attributes:
+        name: Name of the model that clients call; every other model's name begins with it.
+        engines: Ids of the engines to serve; all that Triton can serve when empty. The FP32 model is always
+            among the models.
+        instances: Instances of each model on each device.
+        queue_delay_us: Longest time that a request waits for others to share its batch, microseconds.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    name: str
+    engines: tuple[str, ...] = ()
+    instances: int = 1
+    queue_delay_us: int = 100
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"'{self.name}' cannot be the name of a model in Triton",
+                evidence="it becomes a directory, and a part of the addresses that clients call",
+                remedy="use up to 100 letters, digits and ._- with `--name`",
+            )
+        if not 1 <= self.instances <= 1024:
+            raise ConfigError(
+                f"{self.instances} instances of a model cannot be served",
+                evidence="a model has 1 to 1024 instances on a device",
+                remedy="choose `--instances` in that range",
+            )
+        if not 0 <= self.queue_delay_us <= 10_000_000:
+            raise ConfigError(
+                f"requests cannot wait {self.queue_delay_us} µs",
+                evidence="they wait 0 to 10,000,000 µs",
+                remedy="choose `--queue-delay-us` in that range",
+            )
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """One file of a model.
+
+    Attributes:
+        path: Where it goes, relative to the directory of the model.
+        source: File of the bundle that is copied, relative to the bundle; empty for one that is written.
+        content: What is written.
+        program: Program of a package of AOTInductor that is renamed as it is copied; empty for other files.
+    """
+
+    path: str
+    source: str = ""
+    content: bytes = b""
+    program: str = ""
+
+
+@dataclass(frozen=True)
+class BackendModel:
+    """A model that a backend of Triton runs.
+
+    Attributes:
+        name: Its name.
+        backend: Triton's name of the backend.
+        platform: Triton's name of the kind of file; empty where the backend has one kind only.
+        file: Name of the model file within the version.
+        kind: Where its instances run, ``KIND_CPU``, ``KIND_GPU`` or ``KIND_MODEL``.
+        inputs: What it takes.
+        outputs: What it gives.
+        minimum: Fewest rows of a batch; the server knows no such bound.
+        maximum: Most rows of a batch.
+        sizes: Batch sizes that it is served at, ascending.
+        files: Its files.
+        warmup: Name of the file that holds the first row of an input, by the input's name.
+        warmup_dims: Shape of that row, by the input's name.
+        optimization: Fields of `ModelOptimizationPolicy`.
+        parameters: What its backend is told, and where it comes from.
+        queues: Whether requests wait for others; those of a step in front of another do not.
+    """
+
+    name: str
+    backend: str
+    platform: str
+    file: str
+    kind: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    minimum: int
+    maximum: int
+    sizes: tuple[int, ...]
+    files: tuple[ModelFile, ...]
+    warmup: Mapping[str, str] = field(default_factory=dict)
+    warmup_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    optimization: Fields = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    queues: bool = True
+
+    def config(self, options: TritonOptions) -> str:
+        """Its `config.pbtxt`."""
+        platform: Fields = (("platform", self.platform),) if self.platform else ()
+        optimization: Fields = (("optimization", self.optimization),) if self.optimization else ()
+        return render(
+            (
+                ("name", self.name),
+                *platform,
+                ("backend", self.backend),
+                ("default_model_filename", self.file),
+                ("version_policy", (("specific", (("versions", int(VERSION)),)),)),
+                ("max_batch_size", self.maximum),
+                *(("input", port.declared()) for port in self.inputs),
+                *(("output", port.declared()) for port in self.outputs),
+                ("dynamic_batching", self._batching(options)),
+                ("instance_group", (("count", options.instances), ("kind", Symbol(self.kind)))),
+                *optimization,
+                *(("model_warmup", self._warmup(size)) for size in sorted({self.minimum, *self.sizes})),
+                *_parameters(self.parameters),
+            )
+        )
+
+    def _batching(self, options: TritonOptions) -> Fields:
+        sizes: Fields = tuple(("preferred_batch_size", size) for size in self.sizes)
+        delay = options.queue_delay_us if self.queues else 0
+        return (*sizes, ("max_queue_delay_microseconds", delay))
+
+    def _warmup(self, size: int) -> Fields:
+        rows = {
+            port.name: (
+                ("data_type", port.declared()[1][1]),
+                *(("dims", length) for length in self.warmup_dims[port.name]),
+                ("input_data_file", self.warmup[port.name]),
+            )
+            for port in self.inputs
+        }
+        return (("name", f"rows{size}"), ("batch_size", size), *entries("inputs", rows), ("count", 1))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One model of an ensemble.
+
+    Attributes:
+        model: Its name.
+        inputs: Tensor of the ensemble that it reads, by its input.
+        outputs: Tensor of the ensemble that it writes, by its output.
+    """
+
+    model: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+    def fields(self) -> Fields:
+        """Fields of `ModelEnsembling.Step`; of whichever version is served."""
+        return (
+            ("model_name", self.model),
+            ("model_version", -1),
+            *entries("input_map", self.inputs),
+            *entries("output_map", self.outputs),
+        )
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Models one after the other, under one name; the server passes tensors on.
+
+    Attributes:
+        name: Its name.
+        inputs: What it takes; each is read by a step, because the server refuses one that is not.
+        outputs: What it gives.
+        maximum: Most rows of a request: no step takes fewer.
+        steps: Its models.
+        parameters: Where it comes from.
+    """
+
+    name: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    maximum: int
+    steps: tuple[Step, ...]
+    parameters: Mapping[str, str]
+
+    def config(self) -> str:
+        """Its `config.pbtxt`."""
+        return render(
+            (
+                ("name", self.name),
+                ("platform", "ensemble"),
+                ("version_policy", (("specific", (("versions", int(VERSION)),)),)),
+                ("max_batch_size", self.maximum),
+                *(("input", port.seen_by_clients()) for port in self.inputs),
+                *(("output", port.seen_by_clients()) for port in self.outputs),
+                ("ensemble_scheduling", tuple(("step", step.fields()) for step in self.steps)),
+                *_parameters(self.parameters),
+            )
+        )
+
+
+def _parameters(values: Mapping[str, str]) -> Fields:
+    return entries("parameters", {key: (("string_value", value),) for key, value in values.items()})

@@ -1,0 +1,87 @@
+"""Expected latency of a plan, from the measured engine whose plan is most like it.
+
+Common parts of two plans take the same time and cancel; the difference is predicted by single kernel times,
+which show neither an engine's fusions nor concurrency. The fewer sites differ, the less the prediction rests
+on them. Nothing is predicted across a kernel that only one of two plans breaks up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from loka_onnx.core.plan import PrecisionPlan
+
+
+@dataclass(frozen=True)
+class Known:
+    """A measured engine: its id, its plan, and its latency by batch size in microseconds."""
+
+    engine: str
+    plan: PrecisionPlan
+    us: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Expected latency by batch size in microseconds, from the measured engine `start`; empty where
+    `why_not`.
+    """
+
+    start: str
+    us: Mapping[int, float]
+    why_not: str = ""
+
+
+def predict(plan: PrecisionPlan, known: Iterable[Known], device: str) -> Prediction | None:
+    """Return the latency of a plan's engine before it is measured, from engines of its backend and
+    architecture.
+
+    With a reason instead of times where every measured plan has other kernels; None where no plan in the same
+    base precision was measured, or no product time is known.
+    """
+    obstacles = []
+    alike = (each for each in known if each.plan.base is plan.base)
+    for each in sorted(alike, key=lambda other: len({*plan.fp8_sites} ^ {*other.plan.fp8_sites})):
+        us = expected_us(plan, each.plan, each.us, device)
+        if us:
+            return Prediction(each.engine, us)
+        obstacles.append(why_not_expected(plan, each.plan, device))
+    why_not = next((reason for reason in obstacles if reason), "")
+    return Prediction("", {}, why_not) if why_not else None
+
+
+def expected_us(
+    plan: PrecisionPlan, reference: PrecisionPlan, measured_us: Mapping[int, float], device: str
+) -> dict[int, float]:
+    """Return the latency by batch size of a plan's engine, from that of a `reference` plan's engine.
+
+    Empty where only one of them breaks up a kernel (`why_not_expected`); batch sizes are those that both
+    plans have a prediction for.
+    """
+    if why_not_expected(plan, reference, device):
+        return {}
+    ours, theirs = (p.predicted_us.get(device, {}) for p in (plan, reference))
+    return {
+        batch: us + ours[str(batch)] - theirs[str(batch)]
+        for batch, us in measured_us.items()
+        if str(batch) in ours and str(batch) in theirs
+    }
+
+
+def why_not_expected(plan: PrecisionPlan, reference: PrecisionPlan, device: str) -> str:
+    """Return why kernel times do not compare two plans: only one breaks up some
+    kernel; empty where they may.
+    """
+    ours, theirs = (p.breaks_up.get(device, {}) for p in (plan, reference))
+    apart = {**ours, **theirs}
+    unlike = sorted(ours.keys() ^ theirs.keys())
+    if not unlike:
+        return ""
+    kernels = sorted({apart[site] for site in unlike})
+    named = f"kernel{'s' if len(kernels) > 1 else ''} " + " and ".join(f"'{kernel}'" for kernel in kernels)
+    others = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+    whose = "" if unlike[0] in ours else f" of plan '{reference.id}'"
+    return (
+        f"FP8 at '{unlike[0]}'{others}{whose} breaks up the {named}, and what the parts take was not measured"
+    )

@@ -1,0 +1,191 @@
+"""What a backend declares of itself: everything that is known of it without importing its compiler."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from loka_onnx.core.backends import spec_paths
+from loka_onnx.core.formats import Float8
+from loka_onnx.core.fusions import NOTHING_KNOWN, Fusions
+from loka_onnx.core.manifest import Need
+from loka_onnx.errors import ConfigError, MissingPackage
+from loka_onnx.sessions.onnx_session import SessionOptions
+from loka_onnx.sessions.runner import Runner
+
+
+@dataclass(frozen=True)
+class BackendSpec(ABC):
+    """Declaration of a backend, in ``engines/<name>/spec.py``.
+
+    It imports neither torch nor any graph library: loaders on fleet hosts read it.
+
+    Attributes:
+        name: As run files name it.
+        title: Name of its library, as its makers write it.
+        modules: Modules whose distributions decide what it builds; the first is its library.
+        install: How its library is installed.
+        use: What the library is for, for `doctor`; empty where it is no package.
+        maker: Import path (``module:class``) of the `engines.base.Backend` that builds.
+        triton: Import path of the function that makes an engine's form for Triton; empty where that does not
+            serve it.
+        no_triton: Why Triton does not serve it, where that is so.
+        devices: Architectures of each device that a run file can name.
+        formats: FP8 formats that it multiplies.
+        need: Which versions of the library load an engine.
+        fusions: What it computes in one kernel.
+    """
+
+    name: str
+    title: str
+    modules: tuple[str, ...]
+    install: str
+    use: str
+    maker: str
+    devices: Mapping[str, tuple[str, ...]]
+    triton: str = ""
+    no_triton: str = "Triton has no backend for it"
+    formats: tuple[Float8, ...] = tuple(Float8)
+    need: Need = Need.EXACTLY
+    fusions: Fusions = NOTHING_KNOWN
+
+    @abstractmethod
+    def open(self, engine: Path, architecture: str, version: str, options: SessionOptions | None) -> Runner:
+        """Load an engine that comes from elsewhere.
+
+        Args:
+            engine: Its main file.
+            architecture: What it was built for.
+            version: Version of the library that built it; not checked when empty.
+            options: How an ONNX Runtime session runs.
+
+        Raises:
+            LokaError: It does not load.
+        """
+
+    @abstractmethod
+    def device_obstacle(self, architecture: str) -> str:
+        """Why this host has no device for an architecture; empty when it has."""
+
+    def knows(self, architecture: str) -> bool:
+        """Whether it has engines for an architecture."""
+        return True
+
+    def is_program(self, architecture: str) -> bool:
+        """Whether loading an engine runs code that came with it."""
+        return True
+
+    def files_beside(self, engine: Path) -> tuple[str, ...]:
+        """Names of the files that belong to an engine beside its main file, but external data."""
+        return ()
+
+    def load_library(self) -> Any:
+        """Import the library.
+
+        Raises:
+            MissingPackage: It is not installed, or does not load.
+        """
+        try:
+            return importlib.import_module(self.modules[0])
+        except (ImportError, OSError) as error:
+            raise MissingPackage(
+                f"{self.title} is not installed", evidence=str(error), remedy=self.install
+            ) from error
+
+    def library_obstacle(self) -> str:
+        """Why the library is not there, found out without importing it; empty when it is."""
+        return "" if is_installed(self.modules[0]) else f"{self.title} is not installed; {self.install}"
+
+    def version(self) -> str:
+        """Version of the library on this host.
+
+        Raises:
+            MissingPackage: It is not installed.
+        """
+        return str(self.load_library().__version__)
+
+    def requirement(self, version: str, architecture: str) -> tuple[Need, str]:
+        """Which versions of the library load an engine, and the version as it is shown.
+
+        Args:
+            version: Version that built it.
+            architecture: What it was built for.
+        """
+        if self.need is Need.NOT_STATED or not version:
+            return Need.NOT_STATED, ""
+        return self.need, release(version) if self.need is Need.RELEASE else version
+
+    def loads(self, built_by: str, here: str) -> bool:
+        """Whether version `here` of the library loads a program that `built_by` made."""
+        return here == built_by or (self.need is Need.RELEASE and release(here) == release(built_by))
+
+
+def in_line(error: MissingPackage) -> str:
+    """A missing package and its remedy, as one phrase."""
+    return f"{error.what}; {error.remedy}" if error.remedy else error.what
+
+
+def release(version: str) -> str:
+    """Major and minor version, for example ``2.13`` of ``2.13.0+cpu``."""
+    return ".".join(version.partition("+")[0].split(".")[:2])
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def installed_version(distribution: str, title: str) -> str:
+    """Version of a distribution, without importing it.
+
+    Raises:
+        MissingPackage: It is not installed.
+    """
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError as error:
+        raise MissingPackage(f"{title} is not installed", evidence=str(error)) from error
+
+
+def has_spec(name: str) -> bool:
+    """Whether there is a backend of that name."""
+    return name in spec_paths()
+
+
+def get_spec(name: str) -> BackendSpec:
+    """The declaration of a backend.
+
+    Raises:
+        ConfigError: There is no backend of that name.
+    """
+    paths = spec_paths()
+    if name not in paths:
+        near = difflib.get_close_matches(name, paths, n=1)
+        raise ConfigError(
+            f"there is no backend '{name}'",
+            evidence=f"known backends: {', '.join(sorted(paths))}",
+            remedy=f"did you mean '{near[0]}'?" if near else "name one of these",
+        )
+    found: BackendSpec = resolve(paths[name])
+    return found
+
+
+def fusions_of(backend: str) -> Fusions:
+    """What a backend computes in one kernel; nothing where there is no such backend."""
+    return get_spec(backend).fusions if has_spec(backend) else NOTHING_KNOWN
+
+
+def resolve(path: str) -> Any:
+    """The value at an import path, ``module:value``."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

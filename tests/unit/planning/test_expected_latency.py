@@ -1,0 +1,102 @@
+"""From which measured engine a latency is predicted, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.planning.expected_latency import Known, predict, why_not_expected
+
+SAVED = {"a": 30.0, "b": 10.0, "c": 20.0}
+
+
+def plan(*fp8: str, base: Precision = Precision.BF16) -> PrecisionPlan:
+    """Products take 60 µs at 10 rows and twice that at 20, less what FP8 saves."""
+    decisions = tuple(
+        Decision(site, Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
+        if site in fp8
+        else Decision(site, base, None, Verdict.NOT_JUDGED, "")
+        for site in SAVED
+    )
+    us = 60.0 - sum(SAVED[site] for site in fp8)
+    return PrecisionPlan("p", "d", base, decisions, {}, 0.0, predicted_us={"gpu": {"10": us, "20": 2 * us}})
+
+
+BF16 = Known("bf16", plan(), {10: 100.0, 20: 180.0})
+# FP8 at a and b saves 10 µs less in the engine than kernel times say.
+BOTH = Known("both", plan("a", "b"), {10: 70.0, 20: 130.0})
+
+
+def test_the_difference_between_plans_is_added_to_what_was_measured() -> None:
+    found = predict(plan("a"), (BF16,), "gpu")
+    assert found is not None
+    assert (found.start, dict(found.us)) == ("bf16", {10: pytest.approx(70.0), 20: pytest.approx(120.0)})
+
+
+def test_it_starts_from_the_plan_that_differs_in_fewest_sites() -> None:
+    # Two sites differ from BF16, one from the other.
+    found = predict(plan("a", "b", "c"), (BF16, BOTH), "gpu")
+    assert found is not None
+    assert (found.start, found.us[10]) == ("both", pytest.approx(50.0))
+    nearer = predict(plan("c"), (BF16, BOTH), "gpu")
+    assert nearer is not None and nearer.start == "bf16"
+
+
+def test_sizes_that_were_not_measured_are_left_out() -> None:
+    found = predict(plan("a"), (replace(BF16, us={10: 100.0, 30: 1.0}),), "gpu")
+    assert found is not None and set(found.us) == {10}
+
+
+def test_nothing_is_predicted_without_a_like_engine_or_kernel_times() -> None:
+    other = Known("fp16", plan(base=Precision.FP16), {10: 90.0})
+    assert predict(plan("a"), (other,), "gpu") is None
+    assert predict(plan("a"), (BF16,), "another") is None
+    unknown = Known("near", replace(plan("a"), predicted_us={}), {10: 1.0})
+    found = predict(plan("a"), (unknown, BF16), "gpu")
+    assert found is not None and found.start == "bf16"
+
+
+def broken(known: PrecisionPlan, **sites: str) -> PrecisionPlan:
+    return replace(known, breaks_up={"gpu": sites})
+
+
+def test_nothing_is_predicted_across_a_kernel_that_one_plan_breaks_up() -> None:
+    alone = broken(plan("a"), a="token-residual-norm")
+    found = predict(alone, (BF16,), "gpu")
+    assert found is not None
+    assert (found.start, found.us) == ("", {})
+    assert found.why_not == (
+        "FP8 at 'a' breaks up the kernel 'token-residual-norm', and what the parts take was not measured"
+    )
+    # On another device it is no kernel.
+    assert why_not_expected(alone, BF16.plan, "another") == ""
+    # The other way round as well.
+    measured = Known("parted", alone, {10: 90.0})
+    found = predict(plan("b"), (measured,), "gpu")
+    assert found is not None and found.us == {}
+    assert found.why_not.startswith("FP8 at 'a' of plan 'p' breaks up the kernel 'token-residual-norm'")
+    # An engine that differs in more sites, and not by a kernel, is what it starts from.
+    further = predict(plan("a", "b"), (Known("near", alone, {10: 1.0}), BF16), "gpu")
+    assert further is not None
+    assert (further.start, further.why_not) == ("bf16", "")
+
+
+def test_a_kernel_that_both_plans_break_up_cancels() -> None:
+    ours = broken(plan("a", "b"), a="token-residual-norm")
+    measured = Known("parted", broken(plan("a"), a="token-residual-norm"), {10: 90.0})
+    found = predict(ours, (BF16, measured), "gpu")
+    assert found is not None
+    assert (found.start, found.us) == ("parted", {10: pytest.approx(80.0)})
+
+
+def test_the_reason_names_every_kernel_once() -> None:
+    many = broken(
+        plan("a", "b", "c"), a="factorization-norm", b="factorization-norm", c="token-residual-norm"
+    )
+    assert why_not_expected(many, plan(), "gpu").startswith(
+        "FP8 at 'a' and 2 more breaks up the kernels 'factorization-norm' and 'token-residual-norm', and"
+    )
