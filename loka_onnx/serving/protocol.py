@@ -11,7 +11,8 @@ Parameters that we do not know are ignored, as the protocol has it. Those that w
 (shared memory, classification) are refused: ignoring them would answer another question.
 
 Sources: kserve/open-inference-protocol, `specification/protocol/inference_rest.md`;
-triton-inference-server/server, `docs/protocol/extension_binary_data.md`.
+triton-inference-server/server, `docs/protocol/extension_binary_data.md`: bytes are little-endian, row-major,
+without padding, and a BOOL is a byte of 0 or 1.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
+import ml_dtypes
+import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import TensorSpec
-from loka_onnx.errors import DataError
-from loka_onnx.serving.tensors import datatype_of, from_bytes, from_json, item_bytes, to_bytes, to_json
+from loka_onnx.errors import ConfigError, DataError
 from loka_onnx.sessions.runner import Arrays
 
 _SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
@@ -42,6 +45,16 @@ MAX_ID = 1024
 
 MAX_ELEMENTS = 1 << 48
 """Most elements of a tensor, a size of 0 counted as 1: NumPy cannot have `[0, 2**62]`, though it is empty."""
+
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_TYPES: dict[str, np.dtype[Any]] = {
+    name.upper().replace("FLOAT", "FP"): np.dtype(name)
+    for name in ("bool", *_INTEGERS, "float16", "float32", "float64")
+} | {"BF16": np.dtype(ml_dtypes.bfloat16)}
+"""NumPy's types by their names in the protocol."""
+_NAMES = {dtype.name: name for name, dtype in _TYPES.items()}
+_ELEMENTS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
+"""Types of JSON elements by kind of the array; both kinds of number where none is listed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ class Card:
 
     def __post_init__(self) -> None:
         for spec in (*self.inputs, *self.outputs):
-            datatype_of(spec)
+            _datatype_of(spec)
 
     def metadata(self) -> dict[str, Any]:
         """Return the model metadata object of the protocol."""
@@ -127,14 +140,14 @@ def write_answer(request: InferRequest, values: Mapping[str, npt.NDArray[Any]], 
         value = values[name]
         output: dict[str, Any] = {
             "name": name,
-            "datatype": datatype_of(specs[name]),
+            "datatype": _datatype_of(specs[name]),
             "shape": list(value.shape),
         }
         if is_binary:
-            payload.append(to_bytes(value))
+            payload.append(_to_bytes(value))
             output["parameters"] = {_SIZE: len(payload[-1])}
         else:
-            output["data"] = to_json(value, name)
+            output["data"] = _to_json(value, name)
         outputs.append(output)
     document: dict[str, Any] = {"model_name": card.name, "model_version": card.version, "outputs": outputs}
     if request.id is not None:
@@ -150,7 +163,7 @@ def to_text(document: Any) -> bytes:
 
 def _metadata(spec: TensorSpec) -> dict[str, Any]:
     shape = [-1 if size is None else size for size in spec.shape]
-    return {"name": spec.name, "datatype": datatype_of(spec), "shape": shape}
+    return {"name": spec.name, "datatype": _datatype_of(spec), "shape": shape}
 
 
 def _parsed(raw: memoryview) -> Any:
@@ -191,7 +204,7 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
             shape = _shape(tensor, specs[name])
             size = _binary_size(tensor, shape, specs[name])
             if size is None:
-                found[name] = from_json(tensor.get("data"), datatype_of(specs[name]), shape)
+                found[name] = _from_json(tensor.get("data"), _datatype_of(specs[name]), shape)
                 continue
             if start + size > len(payload):
                 raise DataError(
@@ -199,7 +212,7 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
                     evidence=f"it needs {start + size} bytes behind the JSON, there are {len(payload)}",
                     remedy="give the length of the JSON in Inference-Header-Content-Length",
                 )
-            found[name] = from_bytes(payload[start : start + size], datatype_of(specs[name]), shape)
+            found[name] = _from_bytes(payload[start : start + size], _datatype_of(specs[name]), shape)
             start += size
         except DataError as error:
             where = f"input '{name}'"
@@ -218,7 +231,7 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
 
 def _shape(tensor: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
     """Return the shape of a tensor after checking that shape and type fit the model."""
-    wanted, datatype = datatype_of(spec), tensor.get("datatype")
+    wanted, datatype = _datatype_of(spec), tensor.get("datatype")
     if datatype != wanted:
         raise DataError(
             "it has another datatype", evidence=f"{reprlib.repr(datatype)}, the model takes {wanted}"
@@ -246,7 +259,7 @@ def _binary_size(tensor: Mapping[str, Any], shape: tuple[int, ...], spec: Tensor
         if "data" not in tensor:
             raise DataError("it has no data", remedy=f"send `data`, or `{_SIZE}` and the bytes")
         return None
-    needed = math.prod(shape) * item_bytes(datatype_of(spec))
+    needed = math.prod(shape) * _TYPES[_datatype_of(spec)].itemsize
     if type(size) is not int or size != needed:
         raise DataError(
             f"`{_SIZE}` does not fit the shape",
@@ -304,3 +317,116 @@ def _object(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{what} is not an object", evidence=f"it is {reprlib.repr(value)}")
     return value
+
+
+def _datatype_of(spec: TensorSpec) -> str:
+    """Return the name of a tensor's type in the protocol, ``FP32`` for example.
+
+    Raises:
+        ConfigError: The protocol has none.
+    """
+    try:
+        return _NAMES[spec.dtype]
+    except KeyError:
+        raise ConfigError(
+            f"the open inference protocol cannot carry '{spec.name}'",
+            evidence=f"its type is {spec.dtype}, the protocol has {', '.join(_TYPES)}",
+            remedy="call the bundle through `loka_onnx.load`",
+        ) from None
+
+
+def _from_bytes(raw: memoryview, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Return a tensor of the binary extension; a copy, because its bytes in a request are not aligned.
+
+    Raises:
+        DataError: A BOOL is neither 0 nor 1.
+    """
+    dtype = _TYPES[datatype]
+    stored = np.frombuffer(raw, f"<u{dtype.itemsize}").astype(f"=u{dtype.itemsize}")
+    if dtype == np.bool_ and stored.size and stored.max() > 1:
+        raise DataError("a BOOL is a byte of 0 or 1", evidence=f"a byte is {stored.max()}")
+    return stored.view(dtype).reshape(shape)
+
+
+def _to_bytes(value: npt.NDArray[Any]) -> bytes:
+    """Return the bytes of a tensor in the binary extension."""
+    size = value.dtype.itemsize
+    return np.ascontiguousarray(value).view(f"=u{size}").astype(f"<u{size}", copy=False).tobytes()
+
+
+def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Return a tensor of a JSON array, flat or nested as its shape.
+
+    Raises:
+        DataError: Another number of elements, another nesting, or an element that the type cannot hold.
+    """
+    if datatype == "BF16":
+        raise DataError("JSON cannot hold BF16 exactly", remedy="send it as binary data")
+    elements = _flattened(data, shape)
+    dtype = _TYPES[datatype]
+    allowed = _ELEMENTS.get(dtype.kind, (int, float))
+    # By their types, because a bool is an int to isinstance.
+    wrong = {type(element) for element in elements} - set(allowed)
+    if wrong:
+        found = next(e for e in elements if type(e) in wrong)
+        raise DataError(f"an element is no {datatype}", evidence=f"it is {reprlib.repr(found)}")
+    if dtype.kind in "iu" and elements:
+        # NumPy 1 wraps around instead.
+        limits = np.iinfo(dtype)
+        for found in (min(elements), max(elements)):
+            if not limits.min <= found <= limits.max:
+                raise _too_large(datatype, f"it is {reprlib.repr(found)}")
+    try:
+        with np.errstate(over="ignore"):
+            value = np.array(elements, dtype)
+    except OverflowError as error:
+        raise _too_large(datatype, str(error)) from error
+    if dtype.kind == "f" and not np.isfinite(value).all():
+        raise _too_large(datatype, "it would become infinite")
+    return value.reshape(shape)
+
+
+def _to_json(value: npt.NDArray[Any], name: str) -> list[Any]:
+    """Return the elements of a tensor for JSON, flat; they read back as the same bits.
+
+    Raises:
+        DataError: An element is NaN or infinite, which JSON cannot hold.
+    """
+    # ml_dtypes gives its own scalars; every BF16 is an FP32.
+    plain = value.astype(np.float32) if value.dtype == _TYPES["BF16"] else value
+    if plain.dtype.kind == "f" and not np.isfinite(plain).all():
+        count = int((~np.isfinite(plain)).sum())
+        raise DataError(
+            f"JSON cannot hold output '{name}'",
+            evidence=f"{count} of its {plain.size} elements are NaN or infinite",
+            remedy="ask for it as binary data: `binary_data` of the output, or `binary_data_output`",
+        )
+    elements: list[Any] = plain.ravel().tolist()
+    return elements
+
+
+def _flattened(data: Any, shape: tuple[int, ...]) -> list[Any]:
+    if not isinstance(data, list):
+        raise DataError("`data` is not an array", evidence=f"it is {reprlib.repr(data)}")
+    level = data
+    if data and isinstance(data[0], list):
+        if (len(data),) != shape[:1]:
+            raise _nesting(shape)
+        for size in shape[1:]:
+            if not all(isinstance(row, list) and len(row) == size for row in level):
+                raise _nesting(shape)
+            level = list(chain.from_iterable(level))
+    if len(level) != math.prod(shape):
+        raise DataError(
+            "`data` does not fill the shape",
+            evidence=f"{len(level)} elements, the shape {list(shape)} has {math.prod(shape)}",
+        )
+    return level
+
+
+def _too_large(datatype: str, evidence: str) -> DataError:
+    return DataError(f"an element is too large for {datatype}", evidence=evidence)
+
+
+def _nesting(shape: tuple[int, ...]) -> DataError:
+    return DataError("`data` is not nested as its shape", evidence=f"the shape is {list(shape)}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,15 +31,7 @@ KEEP_ALIVE_SECONDS = 75
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of serving a bundle; see `loka-onnx bundle serve --help`.
-
-    Attributes:
-        port: Port; 0 for any that is free.
-        trust: Whether the bundle's programs may run on this host.
-        keys: Public keys; a bundle signed with one of them is trusted.
-        threads: Requests that run at once; 0 for one a core.
-        name: Name of the model in URLs; the bundle's own where empty.
-    """
+    """Options of serving a bundle, as in `loka-onnx bundle serve --help`; `trust` and `keys` as in `load`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -86,20 +77,22 @@ def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[str, str], No
         load(bundle, trust=options.trust, keys=options.keys) as engine,
         ThreadPoolExecutor(stream_count(options.threads), thread_name_prefix="infer") as workers,
     ):
-        server = make_server(make_app(engine, name, workers, options.limits), options.access_log)
-        listener.listen(server.config.backlog)
-        with _handled_signals(server):
-            port = listener.getsockname()[1]
-            host = f"[{options.host}]" if ":" in options.host else options.host
-            on_ready(f"http://{host}:{port}/v2/models/{quote(name)}", engine.entry.id)
-            server.run(sockets=[listener])
+        app = make_app(engine, name, workers, options.limits)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        url = f"http://{host}:{listener.getsockname()[1]}/v2/models/{quote(name)}"
+        server = make_server(app, lambda: on_ready(url, engine.entry.id), access_log=options.access_log)
+        server.run(sockets=[listener])
 
 
-def make_server(app: Starlette, access_log: bool) -> uvicorn.Server:
+def make_server(app: Starlette, on_ready: Callable[[], None], *, access_log: bool) -> uvicorn.Server:
     """Return a server of the application; its shutdown does not wait for bodies that stand still."""
     import uvicorn
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            on_ready()
+
         def handle_exit(self, sig: int, frame: object) -> None:
             # A second one does not abandon requests, and none is raised again: the exit code is 0.
             self.should_exit = True
@@ -146,14 +139,3 @@ def _bound(host: str, port: int) -> socket.socket:
             evidence=str(error),
             remedy="choose another --port (0 for any that is free) or --host",
         ) from error
-
-
-@contextmanager
-def _handled_signals(server: uvicorn.Server) -> Iterator[None]:
-    """Let the server also handle signals that come before it runs or after."""
-    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,50 +1,42 @@
-"""A bundle as a single file: a zip archive with the files of the directory, in one determined form.
+"""A bundle as a single file: a zip archive that holds what the directory holds, in one determined form.
 
-Entries are the manifest, the signature if there is one, and the files in the order of their paths,
-uncompressed; of files with equal content only the first is stored. The archive follows byte for byte from the
-bundle. A reader parses the manifest first, which gives all headers with their offsets and sizes
-(`archive_layout`), and compares them: it trusts no offset, count or size in the archive. All headers
-are checked before anything is written; contents are checked against their digests while they are copied to a
-staged directory, which is moved into place last.
+Entries are the manifest, the signature where there is one, and the files in the order of their paths; of
+files with one content only the first is there. Entries are stored uncompressed and dated 1980-01-01, so an
+archive follows byte for byte from the bundle. A reader checks that: the entries must be those that the
+manifest lists, with its sizes and digests, and `zipfile`, which writes them again, must give every byte of
+the archive. Contents are copied to a staged directory, which takes its place last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import shutil
 import stat
+import struct
 import tempfile
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import IO, Any
 
 import onnx
 
-from loka_onnx.bundle.format.archive_layout import (
-    MAX_HEADER_BYTES,
-    Header,
-    Stored,
-    central_header,
-    ending,
-    local_header,
-    parse_central,
-    parse_local,
-)
 from loka_onnx.bundle.format.documents import refuse
 from loka_onnx.bundle.format.files import Verified, check_models, verify_directory
 from loka_onnx.bundle.format.manifest import parse_manifest
 from loka_onnx.bundle.format.pinned import pinned
-from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
+from loka_onnx.bundle.format.replace import begins_as_archive, check_replaceable, staged_directory
 from loka_onnx.bundle.format.signature import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,
     check_signature,
     parse_signature,
 )
-from loka_onnx.core.digests import CHUNK_BYTES
+from loka_onnx.core.digests import CHUNK_BYTES, digest_bytes
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -57,28 +49,25 @@ from loka_onnx.errors import ModelError, OutputError
 from loka_onnx.sessions.model_files import read_model
 
 _NOT_OURS = "an archive of a bundle is written by `loka-onnx bundle pack` and by nothing else"
+_MODE = 0o100644 << 16
+_MAX_READ_BYTES = 16 << 20
+"""More than the directory of entries of a bundle with the most files, and less than a memory."""
+_BROKEN = (zipfile.BadZipFile, struct.error, OSError, EOFError, ValueError, ArithmeticError, RuntimeError)
+"""Errors that zipfile raises for an altered archive."""
 
 
 def is_archive(path: Path) -> bool:
-    """Tell whether a path is a file, and so can only be a single-file bundle."""
+    """Return True for a file, which can only be a bundle in its single-file form."""
     return path.is_file()
 
 
 def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
-    """Verify a bundle in either form.
-
-    Args:
-        keys: Accepted public keys; without keys, no signature is required.
-
-    Raises:
-        BundleInvalid: It does not verify, or no accepted key signed it.
-        ConfigError: A key is not an Ed25519 public key.
-        MissingPackage: There are keys, but `cryptography` is not installed.
-    """
+    """Check a bundle in either form; arguments and errors as `verify_directory`."""
     if is_archive(path):
         with _opened(path) as archive:
-            archive.check_contents(progress)
-            signer = archive.signer(keys) if keys else None
+            _copy(archive, None, progress)
+            check_models(archive.manifest, path, archive.model)
+            signer = check_signature(archive.signature, archive.text, keys, path) if keys else None
             return Verified(archive.manifest, archive.claimed, signer)
     return verify_directory(path, keys, progress)
 
@@ -86,43 +75,33 @@ def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = sile
 def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
     """Write the bundle of an archive as a directory, atomically.
 
-    Args:
-        directory: Destination; a bundle there is replaced as a whole.
-
-    Returns:
-        The directory, with links resolved.
+    An old bundle there is replaced as a whole. Returns the directory, with links resolved.
 
     Raises:
-        BundleInvalid: The archive does not verify; nothing written remains.
-        OutputError: The destination cannot be written, has no room, or holds something that is not a bundle.
+        BundleInvalid: The archive does not verify; nothing is left of what was written.
+        OutputError: The place cannot be written, has no room, or holds something that is not a bundle.
     """
     destination = Path(os.path.realpath(directory))
     check_replaceable(destination)
     with _opened(archive) as opened, staged_directory(destination) as stage:
-        opened.extract(stage, progress)
+        _extract(opened, stage, progress)
     return destination
 
 
 @contextlib.contextmanager
 def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
-    """Unpack an archive into a temporary directory for a block.
-
-    Args:
-        parent: Directory for it; None for the system's temporary directory.
-
-    Yields:
-        A verified directory; it is removed afterwards.
+    """Yield the bundle of an archive as a verified directory in `parent`, and remove it afterwards.
 
     Raises:
         BundleInvalid: The archive does not verify.
-        OutputError: There is no room for it, or `parent` is missing.
+        OutputError: There is no room for it, or no such place.
     """
     with _opened(archive) as opened, contextlib.ExitStack() as stack:
         try:
             made = tempfile.TemporaryDirectory(prefix="loka-onnx-", dir=parent)
             directory = Path(stack.enter_context(made)) / "bundle"
             directory.mkdir()
-            opened.extract(directory)
+            _extract(opened, directory)
         except OSError as error:
             raise OutputError(
                 f"cannot unpack '{archive}'",
@@ -133,7 +112,7 @@ def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
 
 
 def distinct_files(manifest: Manifest) -> tuple[BundleFile, ...]:
-    """Files whose content an archive stores: of equal contents the first, in the order of paths."""
+    """Files whose content an archive holds: of those with one content the first, in the order of paths."""
     first: dict[str, BundleFile] = {}
     for file in sorted(manifest.files, key=lambda f: f.path):
         first.setdefault(file.sha256, file)
@@ -141,40 +120,82 @@ def distinct_files(manifest: Manifest) -> tuple[BundleFile, ...]:
 
 
 def write_archive(directory: Path, target: Path, progress: Progress = silent) -> None:
-    """Write a verified bundle as an archive, not atomically.
-
-    Raises:
-        OSError: It cannot be read or written.
-    """
+    """Write a bundle, which is verified first, as an archive, not atomically; raises `OSError`."""
     with pinned(directory) as pin:
         manifest = verify_directory(pin.path, progress=progress).manifest
-        total = sum(file.bytes for file in distinct_files(manifest))
+        files, done = distinct_files(manifest), 0
+        total = sum(file.bytes for file in files)
         names = [MANIFEST_NAME, *([SIGNATURE_NAME] if (pin.path / SIGNATURE_NAME).exists() else [])]
-        written: list[Stored] = []
-        with target.open("xb") as out:
-            for path in (*names, *(file.path for file in distinct_files(manifest))):
+        with zipfile.ZipFile(target, "x") as out:
+            for path in (*names, *(file.path for file in files)):
                 with (pin.path / path).open("rb") as source:
-                    written.append(_write_entry(out, path, source))
-                progress("write", min(out.tell(), total), total)
-            offset = out.tell()
-            for entry in written:
-                out.write(central_header(entry))
-            out.write(ending(len(written), out.tell() - offset, offset))
+                    size = os.fstat(source.fileno()).st_size
+                    with _entry(out, path, size) as entry:
+                        shutil.copyfileobj(source, entry, CHUNK_BYTES)
+                done += size
+                progress("write", min(done, total), total)
 
 
-def _write_entry(out: BinaryIO, path: str, source: BinaryIO) -> Stored:
-    offset, crc, size = out.tell(), 0, os.fstat(source.fileno()).st_size
-    # The checksum precedes the content, and is known only after it.
-    out.write(local_header(Stored(path, size, 0, offset)))
-    copied = 0
-    while chunk := source.read(CHUNK_BYTES):
-        out.write(chunk)
-        crc, copied = zlib.crc32(chunk, crc), copied + len(chunk)
-    entry = Stored(path, copied, crc, offset)
-    out.seek(offset)
-    out.write(local_header(entry))
-    out.seek(entry.end)
-    return entry
+def _entry(archive: zipfile.ZipFile, path: str, size: int) -> IO[bytes]:
+    """A new entry, to be written; everything that zip archives leave open is fixed here."""
+    info = zipfile.ZipInfo(path)
+    info.create_system, info.external_attr = 3, _MODE
+    return archive.open(info, "w", force_zip64=size > zipfile.ZIP64_LIMIT)
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """An archive with the entries that its manifest lists; headers and contents are checked by `_copy`."""
+
+    path: Path
+    stream: io.FileIO
+    zip: zipfile.ZipFile
+    manifest: Manifest
+    text: bytes
+    signature: bytes | None
+    claimed: tuple[str, ...]
+
+    def model(self, path: str) -> onnx.ModelProto:
+        digest = self.manifest.file(path).sha256
+        held = next(file.path for file in distinct_files(self.manifest) if file.sha256 == digest)
+        data = b"".join(_chunks(self.path, self.zip, self.zip.getinfo(held)))
+        try:
+            return onnx.load_model_from_string(data)
+        except Exception as error:
+            # google.protobuf's DecodeError has no stable import path across its implementations.
+            raise ModelError(f"'{path}' is not an ONNX model", evidence=str(error)[:200]) from error
+
+
+class _Bounded(io.FileIO):
+    """A file of which no large piece is read at once, whatever sizes it states."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size > _MAX_READ_BYTES:
+            raise zipfile.BadZipFile(f"it states a directory of {size} bytes")
+        return super().read(size) or b""
+
+
+class _Compared(io.RawIOBase):
+    """A file that is not written but compared; `wrong` holds the places of the pieces that differ."""
+
+    def __init__(self, stream: io.FileIO) -> None:
+        self._stream, self._place = stream, 0
+        self.wrong: set[int] = set()
+
+    def write(self, data: Any, /) -> int:
+        self._stream.seek(self._place)
+        # A header is written twice: without the checksum first, and with it behind the content.
+        change = self.wrong.discard if self._stream.read(len(data)) == data else self.wrong.add
+        change(self._place)
+        self._place += len(data)
+        return len(data)
+
+    def seek(self, place: int, whence: int = 0, /) -> int:
+        self._place = place
+        return place
+
+    def tell(self) -> int:
+        return self._place
 
 
 @contextlib.contextmanager
@@ -183,238 +204,153 @@ def _opened(path: Path) -> Iterator[_Archive]:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         refuse(path, "the archive cannot be read", str(error), "name a single-file bundle")
-    with os.fdopen(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
+    with _Bounded(descriptor) as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             refuse(path, "there is no bundle here", "not a file", "name a single-file bundle")
-        yield _Archive(path, stream, status.st_size)
-
-
-class _Archive:
-    """An archive whose layout is checked: all bytes except the contents."""
-
-    def __init__(self, path: Path, stream: BinaryIO, size: int) -> None:
-        self._path, self._stream, self._size = path, stream, size
-        self._entries: dict[str, Stored] = {}
-        # Offset behind the entries read so far.
-        self._end = 0
-        first = self._header(0)
-        if first is None or first.path != MANIFEST_NAME:
-            found = (
-                "it does not begin as a zip archive" if first is None else f"it begins with {first.path!r}"
-            )
-            refuse(path, "this is not a single-file bundle", found, f"name one; {_NOT_OURS}")
-        self._manifest_data = self._document(MANIFEST_NAME, first, MAX_MANIFEST_BYTES)
-        self.manifest = parse_manifest(self._manifest_data, path)
-        second = self._header(self._end)
-        self._signature_data = None
-        self.claimed: tuple[str, ...] = ()
-        if second is not None and second.path == SIGNATURE_NAME:
-            self._signature_data = self._document(SIGNATURE_NAME, second, MAX_SIGNATURE_BYTES)
-            self.claimed = parse_signature(self._signature_data, self._manifest_data, path).keys
-        for file in distinct_files(self.manifest):
-            self._add(file.path, file.bytes)
-        self._check_directory()
-
-    def signer(self, keys: Sequence[Path]) -> str:
-        """Fingerprint of the key that signed it; see `check_signature`."""
-        return check_signature(self._signature_data, self._manifest_data, keys, self._path)
-
-    def check_contents(self, progress: Progress = silent) -> None:
-        """Check every file against its digest, and the external data of models.
-
-        Raises:
-            BundleInvalid: A file was altered.
-        """
-        files, done = distinct_files(self.manifest), 0
-        total = sum(file.bytes for file in files)
-        for file in files:
-            for chunk in self._content(file):
-                done += len(chunk)
-                progress("verify", done, total)
-        by_digest = {file.sha256: file for file in files}
-        check_models(
-            self.manifest,
-            self._path,
-            lambda path: self._model(by_digest[self.manifest.file(path).sha256]),
-        )
-
-    def extract(self, directory: Path, progress: Progress = silent) -> None:
-        """Write the bundle to an empty directory and check every file against its digest.
-
-        Raises:
-            BundleInvalid: A file was altered.
-            OSError: The directory cannot be written or has no room.
-        """
-        files, done = distinct_files(self.manifest), 0
-        total = sum(file.bytes for file in files)
-        _check_room(directory, total)
-        (directory / MANIFEST_NAME).write_bytes(self._manifest_data)
-        if self._signature_data is not None:
-            (directory / SIGNATURE_NAME).write_bytes(self._signature_data)
-        for file in files:
-            with _new_file(directory, file.path) as out:
-                for chunk in self._content(file):
-                    out.write(chunk)
-                    done += len(chunk)
-                    progress("unpack", done, total)
-        _add_names(directory, _other_names(self.manifest))
-        for folder, _, names in os.walk(directory):
-            Path(folder).chmod(0o755)
-            for name in names:
-                (Path(folder) / name).chmod(0o644)
-        check_models(
-            self.manifest,
-            self._path,
-            lambda path: read_model(directory / path),
-        )
-
-    def _read(self, offset: int, size: int) -> bytes:
         try:
-            self._stream.seek(offset)
-            return self._stream.read(size)
-        except OSError as error:
-            refuse(self._path, "the archive cannot be read", str(error))
+            opened = zipfile.ZipFile(stream)
+        except _BROKEN as error:
+            if begins_as_archive(path):
+                refuse(path, "the archive is cut short, or its end is damaged", str(error))
+            refuse(path, "this is not a single-file bundle", str(error), f"name one; {_NOT_OURS}")
+        entries = opened.infolist()
+        if not entries or entries[0].orig_filename != MANIFEST_NAME or entries[0].header_offset:
+            evidence = f"it begins with {entries[0].orig_filename!r}" if entries else "it is empty"
+            refuse(path, "this is not a single-file bundle", evidence, f"name one; {_NOT_OURS}")
+        _check_entries(path, entries)
+        text = _document(path, opened, entries[0], MAX_MANIFEST_BYTES)
+        manifest, signature = parse_manifest(text, path), None
+        claimed: tuple[str, ...] = ()
+        expected = [(MANIFEST_NAME, len(text)), *((f.path, f.bytes) for f in distinct_files(manifest))]
+        if len(entries) > 1 and entries[1].orig_filename == SIGNATURE_NAME:
+            signature = _document(path, opened, entries[1], MAX_SIGNATURE_BYTES)
+            claimed = parse_signature(signature, text, path).keys
+            expected.insert(1, (SIGNATURE_NAME, len(signature)))
+        _check_listing(path, entries, expected)
+        size = sum(entry.file_size for entry in entries)
+        if size > os.fstat(descriptor).st_size:
+            refuse(path, "the archive is cut short", f"its entries have {size} bytes")
+        yield _Archive(path, stream, opened, manifest, text, signature, claimed)
 
-    def _header(self, offset: int) -> Header | None:
-        return parse_local(self._read(offset, MAX_HEADER_BYTES))
 
-    def _document(self, name: str, header: Header, limit: int) -> bytes:
-        if header.bytes > limit:
-            kind = Path(name).stem
-            refuse(self._path, f"the {kind} is too large", f"{header.bytes} bytes, the limit is {limit}")
-        self._add(name, header.bytes)
-        entry = self._entries[name]
-        data = self._read(entry.content, entry.bytes)
-        if zlib.crc32(data) != entry.crc:
-            refuse(self._path, f"file '{name}' was altered", "its checksum in the archive is another")
-        return data
-
-    def _add(self, path: str, size: int) -> None:
-        """Check and record the entry that must come next."""
-        offset = self._end
-        found = self._header(offset)
-        if found is None:
-            refuse(self._path, f"file {path!r} is missing", f"no entry begins at byte {offset}")
-        entry = Stored(path, size, found.crc, offset)
-        expected = local_header(entry)
-        if self._read(offset, len(expected)) != expected:
-            self._explain(found, entry)
-        if entry.end > self._size:
-            refuse(
-                self._path,
-                "the archive is cut short",
-                f"'{path}' ends at {entry.end}, the file at {self._size}",
-            )
-        self._entries[path] = entry
-        self._end = entry.end
-
-    def _check_directory(self) -> None:
-        """Compare everything after the last entry with the expected bytes."""
-        start = offset = self._end
-        extra = self._header(offset)
-        if extra is not None:
-            self._explain_extra(extra)
-        for entry in self._entries.values():
-            expected = central_header(entry)
-            if self._read(offset, len(expected)) != expected:
-                found = parse_central(self._read(offset, MAX_HEADER_BYTES))
-                if found is None:
-                    refuse(
-                        self._path,
-                        "the archive has no whole directory of its entries",
-                        f"none for '{entry.path}' at byte {offset}",
-                    )
-                self._explain(found, entry)
-            offset += len(expected)
-        more = parse_central(self._read(offset, MAX_HEADER_BYTES))
-        if more is not None:
-            self._explain_extra(more)
-        expected = ending(len(self._entries), offset - start, start)
-        found_end = self._read(offset, len(expected))
-        if self._size < offset + len(expected):
-            refuse(self._path, "the archive is cut short", f"{self._size} bytes")
-        if found_end != expected:
-            refuse(
-                self._path,
-                "the end of the archive is not that of its entries",
-                f"{len(self._entries)} entries, their directory is at byte {start}",
-                f"{_NOT_OURS}: it has no comment and is in one piece",
-            )
-        after = self._size - offset - len(expected)
-        if after:
-            refuse(self._path, "the archive goes on after its end", f"{after} bytes", _NOT_OURS)
-
-    def _explain_extra(self, found: Header) -> NoReturn:
-        if found.path in self._entries:
-            refuse(self._path, f"file {found.path!r} is in the archive twice", "a name stands for one file")
-        problem = path_problem(found.path)
+def _check_entries(path: Path, entries: Sequence[zipfile.ZipInfo]) -> None:
+    """Refuse entries that no bundle has, whatever its manifest lists."""
+    seen: set[str] = set()
+    for entry in entries:
+        name, mode = entry.orig_filename, entry.external_attr >> 16
+        problem = path_problem(name)
         if problem is not None:
-            refuse(self._path, f"the archive holds a forbidden path: {found.path!r} {problem}", _NOT_OURS)
-        count = len(self._entries)
-        what = f"file {found.path!r} is not listed in the manifest, or is there under another name"
-        refuse(self._path, what, f"{count} entries are expected")
+            refuse(path, f"the archive holds a forbidden path: {name!r} {problem}", _NOT_OURS)
+        if name in seen:
+            refuse(path, f"file {name!r} is in the archive twice", "a name stands for one file")
+        if entry.flag_bits & 0x41:
+            refuse(path, f"entry {name!r} is encrypted", f"flags {entry.flag_bits:x}", _NOT_OURS)
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            refuse(path, f"entry {name!r} is compressed", f"method {entry.compress_type}", _NOT_OURS)
+        if stat.S_IFMT(mode) not in {0, stat.S_IFREG}:
+            kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+            refuse(path, f"entry {name!r} is {kind}", f"mode {mode:o}", _NOT_OURS)
+        seen.add(name)
 
-    def _explain(self, found: Header, entry: Stored) -> NoReturn:
-        """Refuse an unexpected header with a specific reason."""
-        path = found.path
-        if path != entry.path:
-            if path in self._entries or path_problem(path) is not None or not self._is_listed(path):
-                self._explain_extra(found)
-            refuse(
-                self._path, f"file {entry.path!r} is missing, or out of order", f"{path!r} is in its place"
-            )
-        evidence = f"its header at or after byte {entry.offset}"
-        if found.flags & 0x41:
-            refuse(self._path, f"entry {path!r} is encrypted", evidence, _NOT_OURS)
-        if found.method != 0:
-            refuse(self._path, f"entry {path!r} is compressed", f"method {found.method}", _NOT_OURS)
-        if found.mode and stat.S_IFMT(found.mode) not in {0, stat.S_IFREG}:
-            kind = "a symbolic link" if stat.S_ISLNK(found.mode) else "not a regular file"
-            refuse(self._path, f"entry {path!r} is {kind}", f"mode {found.mode:o}", _NOT_OURS)
-        if found.bytes != entry.bytes:
-            refuse(
-                self._path,
-                f"file '{path}' has another size",
-                f"{found.bytes} bytes, the manifest says {entry.bytes}",
-            )
-        if found.mode and found.offset != entry.offset:
-            refuse(
-                self._path,
-                f"entry {path!r} lies elsewhere: entries overlap, or there is room between them",
-                f"byte {found.offset}, it must be {entry.offset}",
-            )
-        refuse(self._path, f"the header of entry {path!r} was altered", evidence, _NOT_OURS)
 
-    def _is_listed(self, path: str) -> bool:
-        return any(file.path == path for file in self.manifest.files)
+def _check_listing(path: Path, entries: Sequence[zipfile.ZipInfo], expected: list[tuple[str, int]]) -> None:
+    """Refuse entries that are not those of the manifest, in their order and sizes."""
+    listed = {name for name, _ in expected}
+    extra = next((entry.filename for entry in entries if entry.filename not in listed), None)
+    if extra is not None:
+        what = f"file {extra!r} is not listed in the manifest, or is there under another name"
+        refuse(path, what, f"{len(expected)} entries are expected")
+    for number, (name, size) in enumerate(expected):
+        if number == len(entries) or entries[number].filename != name:
+            found = repr(entries[number].filename) if number < len(entries) else "nothing"
+            refuse(path, f"file {name!r} is missing, or out of order", f"{found} is in its place")
+        if entries[number].file_size != size:
+            evidence = f"{entries[number].file_size} bytes, the manifest says {size}"
+            refuse(path, f"file '{name}' has another size", evidence)
 
-    def _content(self, file: BundleFile) -> Iterator[bytes]:
-        """Yield a file's content in chunks; it is verified after the last one."""
-        entry = self._entries[file.path]
-        state, crc, done, start = hashlib.sha256(), 0, 0, entry.content
-        while done < entry.bytes:
-            chunk = self._read(start + done, min(CHUNK_BYTES, entry.bytes - done))
-            if not chunk:
-                refuse(self._path, "the archive is cut short", f"'{file.path}' ends after {done} bytes")
-            state.update(chunk)
-            crc, done = zlib.crc32(chunk, crc), done + len(chunk)
-            yield chunk
-        if state.hexdigest() != file.sha256:
-            refuse(
-                self._path,
-                f"file '{file.path}' was altered",
-                f"sha256 {state.hexdigest()[:16]}…, the manifest says {file.sha256[:16]}…",
-            )
-        if crc != entry.crc:
-            refuse(self._path, f"the checksum of entry '{file.path}' was altered", "its content was not")
 
-    def _model(self, file: BundleFile) -> onnx.ModelProto:
+def _document(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo, limit: int) -> bytes:
+    if entry.file_size > limit:
+        kind = Path(entry.filename).stem
+        refuse(path, f"the {kind} is too large", f"{entry.file_size} bytes, the limit is {limit}")
+    return b"".join(_chunks(path, archive, entry))
+
+
+def _chunks(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[bytes]:
+    try:
+        with archive.open(entry) as content:
+            while chunk := content.read(CHUNK_BYTES):
+                yield chunk
+    except _BROKEN as error:
+        refuse(path, f"file '{entry.filename}' was altered", str(error))
+
+
+def _copy(archive: _Archive, target: Path | None, progress: Progress) -> None:
+    """Check every byte of an archive, and write its files to a directory where one is given.
+
+    Raises:
+        BundleInvalid: It was altered.
+        OSError: The directory cannot be written or has no room.
+    """
+    digests = {file.path: file.sha256 for file in archive.manifest.files}
+    digests |= {
+        MANIFEST_NAME: digest_bytes(archive.text),
+        SIGNATURE_NAME: digest_bytes(archive.signature or b""),
+    }
+    total, done = sum(entry.file_size for entry in archive.zip.infolist()), 0
+    compared = _Compared(archive.stream)
+    with zipfile.ZipFile(compared, "w") as again:
+        for entry in archive.zip.infolist():
+            state, name = hashlib.sha256(), entry.filename
+            with contextlib.ExitStack() as stack:
+                copies = [stack.enter_context(_entry(again, name, entry.file_size))]
+                if target is not None:
+                    (target / name).parent.mkdir(parents=True, exist_ok=True)
+                    copies.append(stack.enter_context((target / name).open("xb")))
+                for chunk in _chunks(archive.path, archive.zip, entry):
+                    state.update(chunk)
+                    for copy in copies:
+                        copy.write(chunk)
+                    done += len(chunk)
+                    progress("verify" if target is None else "unpack", done, total)
+            if state.hexdigest() != digests[name]:
+                evidence = f"sha256 {state.hexdigest()[:16]}…, the manifest says {digests[name][:16]}…"
+                refuse(archive.path, f"file '{name}' was altered", evidence)
+    if compared.wrong:
+        what, place = "the archive is not as it was packed", min(compared.wrong)
+        refuse(archive.path, what, f"a header at or after byte {place}, or the room around it", _NOT_OURS)
+    after = os.fstat(archive.stream.fileno()).st_size - compared.tell()
+    if after:
+        refuse(archive.path, "the archive goes on after its end", f"{after} bytes", _NOT_OURS)
+
+
+def _extract(archive: _Archive, directory: Path, progress: Progress = silent) -> None:
+    """Write the bundle to an empty directory; raises as `_copy`."""
+    _check_room(directory, sum(file.bytes for file in distinct_files(archive.manifest)))
+    _copy(archive, directory, progress)
+    _add_names(directory, archive.manifest)
+    for folder, _, names in os.walk(directory):
+        Path(folder).chmod(0o755)
+        for name in names:
+            (Path(folder) / name).chmod(0o644)
+    check_models(archive.manifest, archive.path, lambda path: read_model(directory / path))
+
+
+def _add_names(directory: Path, manifest: Manifest) -> None:
+    """Link files to their further names; copies where the file system has no links, or no more of them."""
+    sources = {file.sha256: directory / file.path for file in distinct_files(manifest)}
+    further = [file for file in manifest.files if directory / file.path != sources[file.sha256]]
+    left = sum(file.bytes for file in further)
+    for file in further:
+        target = directory / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            return onnx.load_model_from_string(b"".join(self._content(file)))
-        except Exception as error:
-            # The import path of google.protobuf's DecodeError depends on its implementation.
-            raise ModelError(f"'{file.path}' is not an ONNX model", evidence=str(error)[:200]) from error
+            target.hardlink_to(sources[file.sha256])
+        except OSError:
+            _check_room(directory, left)
+            shutil.copyfile(sources[file.sha256], target)
+            sources[file.sha256] = target
+        left -= file.bytes
 
 
 def _check_room(directory: Path, needed: int) -> None:
@@ -425,55 +361,3 @@ def _check_room(directory: Path, needed: int) -> None:
             evidence=f"{needed:,} bytes, {free:,} are free",
             remedy="choose a place that has room",
         )
-
-
-@contextlib.contextmanager
-def _new_file(directory: Path, path: str) -> Iterator[BinaryIO]:
-    target = directory / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("xb") as stream:
-        yield stream
-
-
-def _other_names(manifest: Manifest) -> dict[str, list[BundleFile]]:
-    """Files that the archive stores under another path, by that path."""
-    first = {file.sha256: file.path for file in distinct_files(manifest)}
-    names: dict[str, list[BundleFile]] = {}
-    for file in manifest.files:
-        if first[file.sha256] != file.path:
-            names.setdefault(first[file.sha256], []).append(file)
-    return names
-
-
-def _add_names(directory: Path, names: Mapping[str, Sequence[BundleFile]]) -> None:
-    """Link files under more names; copy where the file system refuses links.
-
-    Raises:
-        OutputError: There is no room for the copies; none was made.
-        OSError: The directory cannot be written.
-    """
-    later = sum(file.bytes for files in names.values() for file in files)
-    for first, files in names.items():
-        later -= sum(file.bytes for file in files)
-        source, links, is_checked = first, 0, False
-        for number, file in enumerate(files):
-            (directory / file.path).parent.mkdir(parents=True, exist_ok=True)
-            if _linked(directory / source, directory / file.path):
-                links += 1
-                continue
-            if not is_checked:
-                left = len(files) - number
-                # Each copy takes as many links as this one did; if none, other files take none either.
-                needed = -(-left // (links + 1)) * file.bytes + (0 if links else later)
-                _check_room(directory, needed)
-                is_checked = True
-            shutil.copyfile(directory / source, directory / file.path)
-            source = file.path
-
-
-def _linked(file: Path, name: Path) -> bool:
-    try:
-        name.hardlink_to(file)
-    except OSError:
-        return False
-    return True

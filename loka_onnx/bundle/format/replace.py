@@ -17,17 +17,19 @@ import errno
 import fcntl
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from loka_onnx.bundle.format.archive_layout import MAX_HEADER_BYTES, parse_local
 from loka_onnx.bundle.format.documents import read_document, states_manifest
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from loka_onnx.errors import BundleInvalid, OutputError
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_ZIP_ENTRY = struct.Struct("<4s18xIHH")
+"""Start of an entry of a zip archive: signature, size, bytes of its name and of its extra fields."""
 
 
 @contextlib.contextmanager
@@ -101,7 +103,7 @@ def check_replaceable_file(destination: Path) -> None:
     Raises:
         OutputError: The path does not begin with the manifest of a bundle.
     """
-    if not os.path.lexists(destination) or (destination.is_file() and _is_archive(destination)):
+    if not os.path.lexists(destination) or (destination.is_file() and begins_as_archive(destination)):
         return
     raise OutputError(
         f"'{destination}' is in the way",
@@ -124,14 +126,18 @@ def _is_bundle(directory: Path) -> bool:
         return False
 
 
-def _is_archive(file: Path) -> bool:
+def begins_as_archive(file: Path) -> bool:
+    """Return True for a zip archive whose first entry is a manifest, also if the rest is cut off."""
+    name = MANIFEST_NAME.encode()
     try:
         with file.open("rb") as stream:
-            header = parse_local(stream.read(MAX_HEADER_BYTES))
-            if header is None or header.path != MANIFEST_NAME or header.bytes > MAX_MANIFEST_BYTES:
+            head = stream.read(_ZIP_ENTRY.size)
+            if len(head) < _ZIP_ENTRY.size or stream.read(len(name)) != name:
                 return False
-            stream.seek(header.size)
-            return states_manifest(stream.read(header.bytes))
+            signature, size, name_bytes, extra_bytes = _ZIP_ENTRY.unpack(head)
+            if (signature, name_bytes, extra_bytes) != (b"PK\x03\x04", len(name), 0):
+                return False
+            return size <= MAX_MANIFEST_BYTES and states_manifest(stream.read(size))
     except OSError:
         return False
 

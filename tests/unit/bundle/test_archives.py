@@ -88,6 +88,20 @@ def test_it_is_a_zip_archive_for_other_tools(bundle: Path, tmp_path: Path) -> No
     assert set(held.values()) == set(tree(bundle).values())
 
 
+def test_sizes_and_places_that_need_64_bits(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = pack_bundle(bundle, tmp_path / "plain.loka")
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 5000)
+    archive = pack_bundle(bundle, tmp_path / "large.loka")
+    with zipfile.ZipFile(archive) as read:
+        assert {entry.extract_version for entry in read.infolist()} == {45}
+    assert tree(unpack(archive, tmp_path / "back")) == tree(bundle)
+    # One form: where a number needs no 64 bits, it has none.
+    with pytest.raises(BundleInvalid, match="not as it was packed"):
+        verify_path(plain)
+
+
 def test_a_file_with_two_names_is_in_the_archive_once(linked: Path, tmp_path: Path) -> None:
     archive = pack_bundle(linked, tmp_path / "b.loka")
     with zipfile.ZipFile(archive) as read:
@@ -150,7 +164,7 @@ def test_a_file_that_takes_few_links_is_copied_once_for_as_many(
     size = (place / "sample.npz").stat().st_size
     copies = {path.stat().st_ino for path in [place / "sample.npz", *place.glob("z*/again.npz")]}
     assert len(copies) == 3  # 11 names, 4 each
-    assert needed[1:] == [2 * size]  # asked for at once, before the first of them
+    assert needed[1:] == [7 * size, 3 * size]  # before each copy, for all names that are left
     assert verify_bundle(place)
 
 

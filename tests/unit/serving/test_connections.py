@@ -44,7 +44,7 @@ class Running:
 @contextmanager
 def running(engine: Engine, limits: Limits) -> Iterator[Running]:
     with ThreadPoolExecutor(2) as workers, socket.create_server(("127.0.0.1", 0)) as listener:
-        server = make_server(make_app(engine, "ranker", workers, limits), access_log=False)
+        server = make_server(make_app(engine, "ranker", workers, limits), lambda: None, access_log=False)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
