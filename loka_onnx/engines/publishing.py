@@ -6,10 +6,13 @@ import glob
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
+from loka_onnx.engines.isolation import interrupts_held
 from loka_onnx.errors import OutputError
 
 
@@ -49,3 +52,21 @@ def replace_directory(source: Path, target: Path, staging: Path) -> None:
             raise
     except OSError as error:
         raise OutputError(f"cannot write '{target}'", evidence=str(error)) from error
+
+
+@contextmanager
+def staged(output: Path) -> Iterator[Path]:
+    """Give a staging directory for an output, and remove it afterwards.
+
+    Raises:
+        OutputError: The place cannot be written.
+    """
+    staging: Path | None = None
+    try:
+        with interrupts_held():
+            staging = make_staging(output)
+        yield staging
+    finally:
+        if staging is not None:
+            with interrupts_held():
+                shutil.rmtree(staging, ignore_errors=True)

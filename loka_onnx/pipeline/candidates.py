@@ -37,15 +37,7 @@ from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel, ap
 
 @dataclass(frozen=True)
 class Candidate:
-    """One engine to build.
-
-    Attributes:
-        backend: Its maker.
-        target: Device, as the run file names it.
-        architecture: What it is compiled for.
-        plan: Its plan.
-        options: Settings of the maker.
-    """
+    """One engine to build; the target is a device, as the run file names it."""
 
     backend: Backend
     target: str
@@ -82,14 +74,7 @@ BUILD = Stage("build", {"engines": "engines.json", "rewrites": "rewrites.json"},
 
 @dataclass(frozen=True)
 class WrittenJob:
-    """A candidate that another host is to build.
-
-    Attributes:
-        candidate: The candidate.
-        job: What is asked of the other host.
-        directory: Where it is written.
-        reason: Why it is not built here.
-    """
+    """A candidate that another host is to build, with the reason why this one does not."""
 
     candidate: Candidate
     job: BuildJob
@@ -213,7 +198,7 @@ class EngineBuilder:
         )
 
     def _execute_jobs(self) -> dict[Path, str]:
-        """Hand jobs without a result to the cluster, where there is one; says why some still have none."""
+        """Hand jobs without a result to the cluster, if there is one; return why some still have none."""
         settings = self.config.build
         if settings.executor is not Executor.RAY:
             return {}
@@ -229,7 +214,7 @@ class EngineBuilder:
             return dict.fromkeys(missing, str(error))
 
     def _merged(self, written: WrittenJob, failures: dict[Path, str]) -> EngineArtifact:
-        """The engine that came back for a job, or that it is waited for.
+        """Return the engine of a job's result, or one that waits.
 
         Raises:
             ModelError: What came back is of another job, or not whole.
@@ -259,7 +244,7 @@ class EngineBuilder:
                 shutil.rmtree(place)
 
     def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> PlannedModel:
-        """The model file that carries the plan in the form that the backend asks for; once for each form."""
+        """Write the plan into a model in the form that the backend asks for; once for each form."""
         plan, fusions = candidate.plan, candidate.fusions
         key = (plan.id, candidate.base, fusions)
         if key not in self._planned:
@@ -274,7 +259,7 @@ class EngineBuilder:
         return self._planned[key]
 
     def files(self, built: Built) -> tuple[Path, ...]:
-        """Files of what was built, where `only` names the candidates: engines, and their planned models."""
+        """Return the files of the engines in `only`, and of their planned models."""
         root = self.directory.path
         places = [root / "engines" / name for name in sorted(self.only or ())]
         places += [root / "planned" / name for name in sorted(built.rewrites.logs)]
@@ -282,7 +267,7 @@ class EngineBuilder:
 
 
 def engine_cache(settings: BuildConfig) -> EngineCache:
-    """The engines that were built before."""
+    """Return the cache of engines."""
     directory = settings.cache or cache_directory() / "engines"
     return EngineCache(directory, int(settings.cache_gb * 1e9))
 

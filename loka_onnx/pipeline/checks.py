@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from loka_onnx.errors import BudgetMissed
 from loka_onnx.report import ReportData
 
@@ -23,25 +21,18 @@ def require_fp8(data: ReportData) -> None:
     judged = [e for e in data.evaluations.evaluations if e.split == SPLIT and e.plan in fp8]
     if any(evaluation.is_within_budget for evaluation in judged):
         return
+    bounds = [
+        f"{evaluation.engine}, {output.output}: upper bound of {output.difference.judged_name} "
+        f"{output.difference.judged.upper:+.3%} "
+        f"against {output.budget:.3%}{''.join(f', {remark}' for remark in output.remarks)}"
+        for evaluation in judged
+        for output in evaluation.outputs
+        if output.difference is not None
+    ]
     raise BudgetMissed(
         "no FP8 plan is inside the budget",
         where=data.title,
-        evidence="; ".join(_upper_bounds(data)) or "no FP8 engine could be evaluated here",
+        evidence="; ".join(bounds) or "no FP8 engine could be evaluated here",
         remedy="raise `outputs.budget`, give more certification rows, or run without --require-fp8 to take "
         "the high-precision engine",
     )
-
-
-def _upper_bounds(data: ReportData) -> Iterator[str]:
-    for evaluation in data.evaluations.evaluations:
-        plan = data.plan(evaluation.plan)
-        if evaluation.split != SPLIT or plan is None or not plan.fp8_sites:
-            continue
-        for output in evaluation.outputs:
-            if output.difference is not None:
-                upper = output.difference.judged.upper
-                yield (
-                    f"{evaluation.engine}, {output.output}: upper bound of {output.difference.judged_name} "
-                    f"{upper:+.3%} "
-                    f"against {output.budget:.3%}{''.join(f', {remark}' for remark in output.remarks)}"
-                )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from loka_onnx.config import PlanId, RunConfig, TargetConfig
+from loka_onnx.config import PlanId, RunConfig
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.registry import get_backend
@@ -25,10 +25,9 @@ def check_options(config: RunConfig) -> None:
 
 
 def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[PlanId, ...]:
-    """The plans of a run, in the order they compete.
+    """Return the plans of a run, in the order they compete: those that the run file lists, if it lists any.
 
     Args:
-        config: The run file; plans that it lists are the answer.
         timed: Devices that kernel times are known of: `fp8-fast` is made by them.
     """
     if config.plan.plans is not None:
@@ -43,17 +42,10 @@ def runs(config: RunConfig, precision: Precision) -> bool:
 
     CPUs are left out: they gain no time by FP16, which takes a pass of calibration to make safe.
     """
+    plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
     return any(
-        architecture != CPU and get_backend(name).decline(_plan(precision), architecture) is None
+        architecture != CPU and backend.decline(plan, architecture) is None
         for target in config.targets
-        for name in target.backends
-        for architecture in _architectures(target, name)
+        for backend in map(get_backend, target.backends)
+        for architecture in target.architectures or backend.architectures(target.device)
     )
-
-
-def _architectures(target: TargetConfig, backend: str) -> tuple[str, ...]:
-    return tuple(target.architectures) or get_backend(backend).architectures(target.device)
-
-
-def _plan(precision: Precision) -> PrecisionPlan:
-    return PrecisionPlan(str(precision), "", precision, (), {}, 0.0)

@@ -21,8 +21,8 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import BiasCorrection, Corrections, CorrectionSet, PlanCorrections
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.core.progress import Progress
-from loka_onnx.data import Splits
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.data import Dataset, Splits
 from loka_onnx.errors import StageError
 from loka_onnx.evaluation.corrections import Simulated, try_corrections
 from loka_onnx.evaluation.engines import Reference, Split, predict_reference
@@ -44,13 +44,7 @@ SCRATCH = "calibration/instrumented"
 
 @dataclass(frozen=True)
 class CorrectionInputs:
-    """Inputs that corrections are fitted to.
-
-    Attributes:
-        exported: The FP32 model that plans are judged against.
-        modified: The model that they are written into.
-        plans: The plans.
-    """
+    """The FP32 model that plans are judged against, the one that they are written into, and the plans."""
 
     exported: ModelArtifact
     modified: ModelArtifact
@@ -62,51 +56,41 @@ class CorrectionInputs:
         return tuple(plan for plan in self.plans.plans if plan.fp8_sites)
 
 
+def mean_rows(
+    config: RunConfig, data: Dataset, progress: Progress = silent, most: int | None = None
+) -> MeanRows:
+    """Return the calibration rows that constants are fitted to, at most `most` of them."""
+    settings, limit = config.calibration, FITTED_ROWS if most is None else min(most, FITTED_ROWS)
+    executor = LocalExecutor(config.threads or 0)
+    return MeanRows(data, limit, settings.batch_size, settings.seed, executor, progress, settings.rows)
+
+
 class Correcting:
     """The stage that fits and judges corrections.
 
-    Attributes:
-        reference: Gives what the FP32 model says on selection, where it was asked before.
+    Args:
+        reference: Gives the outputs of the FP32 model on selection, if they are known.
+        most: Rows that constants are fitted to, and that decide, at most; None for as many as a run takes.
     """
 
     def __init__(
         self,
         config: RunConfig,
         directory: RunDirectory,
-        calibration: MeanRows,
-        selection: Split,
+        splits: Splits,
         progress: Progress,
+        reference: Callable[[ModelArtifact], Reference] | None = None,
+        *,
+        most: int | None = None,
     ) -> None:
         self.directory, self.progress = directory, progress
-        self.calibration, self.selection = calibration, selection
-        self.reference: Callable[[ModelArtifact], Reference] = self._predicted
+        self.calibration = mean_rows(config, splits.calibration, progress, most)
+        self.selection = Split("selection", splits.selection, config.columns, config.data.group, most=most)
+        self.reference = reference or self._predicted
         self.specs = config.output_specs
         self.threads = config.threads or 0
         self.is_asked_for = config.plan.corrections
         self._outputs = config.outputs
-
-    @classmethod
-    def of(
-        cls,
-        config: RunConfig,
-        directory: RunDirectory,
-        splits: Splits,
-        progress: Progress,
-        most: int | None = None,
-    ) -> Correcting:
-        """Over the splits of a run; `most` limits the rows that constants are fitted to, and that decide."""
-        settings = config.calibration
-        rows = MeanRows(
-            splits.calibration,
-            FITTED_ROWS if most is None else min(most, FITTED_ROWS),
-            settings.batch_size,
-            settings.seed,
-            LocalExecutor(config.threads or 0),
-            progress,
-            settings.rows,
-        )
-        selection = Split("selection", splits.selection, config.columns, config.data.group, most=most)
-        return cls(config, directory, rows, selection, progress)
 
     def correct(self, inputs: CorrectionInputs) -> CorrectionSet:
         """Fit, try and decide, for every plan with FP8 → `corrections.json`."""
@@ -194,7 +178,7 @@ class Correcting:
 
 @dataclass(frozen=True)
 class _Trials:
-    """Tries what was fitted, plan by plan."""
+    """Tries fitted constants, plan by plan."""
 
     stage: Correcting
     model: ModelArtifact

@@ -1,4 +1,4 @@
-"""The run directory: where stages leave their files, and how a run resumes.
+"""The run directory: files of the stages, and resuming.
 
 A stage is finished when its record is in `run.json`. The record holds the key of everything that the stage
 depends on and the digest of every file that it wrote; a stage is reused only when its key is unchanged and

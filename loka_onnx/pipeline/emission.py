@@ -31,7 +31,6 @@ from loka_onnx.core.refined_run import RefinedRun
 from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.throughput import ThroughputSet
-from loka_onnx.data import Dataset
 from loka_onnx.graph.model_graph import read_model_graph
 from loka_onnx.pipeline.directory import Stage, keyed
 from loka_onnx.pipeline.job_results import choosable
@@ -88,13 +87,13 @@ class Results:
 
 
 def choice_options(steps: Steps) -> ChoiceOptions:
-    """Options of the choice, from the run file."""
+    """Return the options of the choice."""
     serving = steps.config.serving
     return ChoiceOptions(serving.by_batch, serving.margin)
 
 
 def choose_engines(steps: Steps, results: Results) -> Choice:
-    """One engine per target, or several by batch size → `choice.json`."""
+    """Choose one engine per target, or several by batch size → `choice.json`."""
     options = choice_options(steps)
     reads = {
         "engines": results.engines,
@@ -110,7 +109,7 @@ def choose_engines(steps: Steps, results: Results) -> Choice:
 
 
 def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str) -> ReportData:
-    """The facts of the report."""
+    """Collect the facts of the report."""
     rule = split_rule(steps.config)
     splits = steps.splits
     named = {
@@ -133,7 +132,7 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
         refinement=results.refinement,
         throughput=results.throughput,
         data=DataDescription(
-            tuple(_describe_split(name, data, rule) for name, data in named.items()),
+            tuple(SplitDescription(name, d.name, d.rows, d.digest, rule) for name, d in named.items()),
             label_rule or ", ".join(_label_rule(spec) for spec in steps.specs),
             steps.config.data.synthetic,
         ),
@@ -167,7 +166,7 @@ def _label_rule(spec: OutputSpec) -> str:
 
 
 def write_report(steps: Steps, data: ReportData) -> tuple[Path, ...]:
-    """The facts → `report.json`, `report.md`, `report.html`."""
+    """Write the report → `report.json`, `report.md`, `report.html`."""
     root = steps.directory.path
     files = tuple(root / name for name in (JSON_NAME, MARKDOWN_NAME, HTML_NAME))
     # Of another schema it is written anew, from equal facts too.
@@ -176,7 +175,7 @@ def write_report(steps: Steps, data: ReportData) -> tuple[Path, ...]:
 
 
 def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
-    """The chosen engine of every target, the exact model and a sample → `bundle/`."""
+    """Write the chosen engines, the exact model and a sample → `bundle/`."""
     bundle = steps.directory.path / "bundle"
 
     def produce() -> Sequence[Path]:
@@ -260,13 +259,13 @@ def _bundled(
 
 
 def _without_slices(evaluation: Evaluation) -> Evaluation:
-    """A loader reads the manifest at every start; slices, which may be thousands, are in the report."""
+    """Drop slices, which may be thousands: a loader reads the manifest at every start."""
     outputs = (replace(output, slices=(), slices_left_out={}) for output in evaluation.outputs)
     return replace(evaluation, outputs=tuple(outputs))
 
 
 def _simulated_change(results: Results, plan: str) -> dict[str, float]:
-    """Largest change of each output that the simulation of a plan showed."""
+    """Return the largest change of each output in the simulation of a plan."""
     return {
         output.output: output.difference.delta_max
         for evaluation in results.evaluations.evaluations
@@ -274,7 +273,3 @@ def _simulated_change(results: Results, plan: str) -> dict[str, float]:
         for output in evaluation.outputs
         if output.difference is not None
     }
-
-
-def _describe_split(name: str, data: Dataset, rule: str) -> SplitDescription:
-    return SplitDescription(name, data.name, data.rows, data.digest, rule)

@@ -19,7 +19,6 @@ from loka_onnx.evaluation.latency import (
     Interleaved,
     LatencyOptions,
     MakeInputs,
-    Prepare,
     from_host,
     measure_interleaved,
     over_loads,
@@ -41,8 +40,6 @@ class TimingBench:
     """Means to time the engines of a run.
 
     Attributes:
-        config: The run file.
-        progress: Called as batch sizes are done.
         open_engine: Loads an engine without the lookup before it.
         open_lookup: Loads the lookup of a model that was cut.
         generated: Generated inputs of the model for a number of rows, others at every call.
@@ -55,7 +52,7 @@ class TimingBench:
     generated: Callable[[int], Arrays]
 
     def time(self, engines: Sequence[EngineArtifact]) -> Interleaved:
-        """Latency of every engine that runs here, in turns with the others of its kind.
+        """Measure the latency of every engine that runs here, in turns with the others of its kind.
 
         Where the model was cut, each engine is timed alone, on looked-up rows, and the lookup beside them.
         On another device of the target's architecture it is timed as well, and that does not count.
@@ -78,7 +75,7 @@ class TimingBench:
     def _time_kind(
         self, engines: Sequence[EngineArtifact], kind: _Kind, options: LatencyOptions
     ) -> Interleaved:
-        """All engines in the first loads, and in the others those that these do not tell from the fastest."""
+        """Time all engines in the first loads, and then those that may still be the fastest."""
         loads: dict[str, list[tuple[Latency, ...]]] = {}
         failures: dict[str, str] = {}
         left = list(engines)
@@ -116,20 +113,15 @@ class TimingBench:
                     return Interleaved({}, {**opened.failures, **dict.fromkeys(subjects, failure)})
                 subjects[LOOKUP] = from_host(lookup.run)
                 make_inputs = partial(self._generated_and_looked_up, lookup)
-            timed = self._in_turns(subjects, make_inputs, kind, options)
+            timed = measure_interleaved(
+                subjects,
+                make_inputs,
+                self.config.batch.serve,
+                options,
+                device=kind.device,
+                counts_for_choice=kind.counts,
+            )
         return Interleaved(timed.latencies, {**opened.failures, **_with_lookups(timed.failures, subjects)})
-
-    def _in_turns(
-        self, subjects: Mapping[str, Prepare], make_inputs: MakeInputs, kind: _Kind, options: LatencyOptions
-    ) -> Interleaved:
-        return measure_interleaved(
-            subjects,
-            make_inputs,
-            self.config.batch.serve,
-            options,
-            device=kind.device,
-            counts_for_choice=kind.counts,
-        )
 
     def _generated_and_looked_up(self, lookup: Runner, rows: int) -> Arrays:
         inputs = self.generated(rows)

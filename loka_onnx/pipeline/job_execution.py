@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,8 +20,7 @@ from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Batch
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.device_lock import device_alone
-from loka_onnx.engines.isolation import interrupts_held
-from loka_onnx.engines.publishing import make_staging, replace_directory
+from loka_onnx.engines.publishing import replace_directory, staged
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import EngineError, StageError
 from loka_onnx.evaluation.latency import LatencyOptions, measure_latency, prepared
@@ -62,25 +60,18 @@ def execute_job(directory: Path, progress: Progress = silent) -> JobResult:
             remedy=f"copy the directory to a host with '{job.target}' and run `loka-onnx build --job` there",
         )
     result = directory / RESULT
-    staging: Path | None = None
-    try:
-        with interrupts_held():
-            staging = make_staging(result)
+    with staged(result) as staging:
         new = staging / RESULT
         new.mkdir()
         progress(f"build {job.candidate}", 0, 0)
         artifact = backend.build(request_of(job, directory, new / ENGINE))
-        # What is told of the log must be true of the place where the result will be.
+        # Paths in the log must be those of the place where the result will be.
         artifact = replace(artifact, part=job.part, detail=artifact.detail.replace(str(new), str(result)))
-        found = _Execution(job, directory, new, backend, progress).run(artifact)
-        found = replace(found, files=list_files(new, RESULT_DOCUMENT))
-        serde.write(found, new / RESULT_DOCUMENT)
+        executed = _Execution(job, directory, new, backend, progress).run(artifact)
+        executed = replace(executed, files=list_files(new, RESULT_DOCUMENT))
+        serde.write(executed, new / RESULT_DOCUMENT)
         replace_directory(new, result, staging)
-        return found
-    finally:
-        if staging is not None:
-            with interrupts_held():
-                shutil.rmtree(staging, ignore_errors=True)
+        return executed
 
 
 @dataclass(frozen=True)

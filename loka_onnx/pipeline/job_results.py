@@ -16,8 +16,7 @@ from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.job import BuildJob, JobResult
-from loka_onnx.engines.isolation import interrupts_held
-from loka_onnx.engines.publishing import make_staging, replace_directory
+from loka_onnx.engines.publishing import replace_directory, staged
 from loka_onnx.errors import EngineError, EvaluationError, ModelError
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.pipeline.closed_world import verify_files
@@ -28,7 +27,7 @@ SPLITS = ("selection", "certification")
 
 
 def read_result(directory: Path, job: BuildJob) -> JobResult | None:
-    """The result of a job; None where there is none yet.
+    """Return the result of a job; None if there is none yet.
 
     Raises:
         ModelError: The result is of another job, or a file is missing, extra or altered.
@@ -89,12 +88,7 @@ def _read_document(document: Path) -> JobResult:
 
 
 def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -> EngineArtifact:
-    """Bring a result's engine into the run, as a candidate of it.
-
-    Args:
-        result: What `read_result` returned.
-        output: Where the engine goes.
-        root: The run directory, which the artifact's path is relative to.
+    """Move a result's engine to `output` in the run directory `root`, as a candidate of the run.
 
     Raises:
         OutputError: The place cannot be written.
@@ -107,16 +101,9 @@ def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -
         detail = f"built {where}, where it failed behind its first batches: {result.failure}"
         return replace(artifact, path=None, bytes=0, digest="", status=BuildStatus.FAILED, detail=detail)
     inner = artifact.path.relative_to(artifact.path.parts[0])
-    staging: Path | None = None
-    try:
-        with interrupts_held():
-            staging = make_staging(output)
+    with staged(output) as staging:
         shutil.copytree(directory / RESULT / artifact.path.parts[0], staging / "engine")
         replace_directory(staging / "engine", output, staging)
-    finally:
-        if staging is not None:
-            with interrupts_held():
-                shutil.rmtree(staging, ignore_errors=True)
     path = (output / inner).relative_to(root)
     if artifact.status is BuildStatus.BUILT_NOT_RUN:
         return replace(artifact, path=path, detail=f"built {where}; {artifact.detail}")
@@ -156,21 +143,19 @@ class ElsewhereRuns:
         return lambda: Replay.load(file).run
 
     def latencies(self, engines: Iterable[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
-        """Latencies that were measured elsewhere, by engine id, each with the job that it was measured in."""
-        results = {engine.id: self._result(engine) for engine in engines}
+        """Return latencies that were measured elsewhere, by engine id, each with its job."""
         return {
-            engine: tuple(replace(latency, job=result.candidate) for latency in result.latencies)
-            for engine, result in results.items()
-            if result is not None
+            engine.id: tuple(replace(latency, job=result.candidate) for latency in result.latencies)
+            for engine in engines
+            if (result := self._result(engine)) is not None
         }
 
     def key(self, engines: Iterable[EngineArtifact]) -> dict[str, str]:
-        """Digest of the result of each engine that has one."""
-        results = {engine.id: self._result(engine) for engine in engines}
+        """Return the digest of the result of each engine that has one."""
         return {
-            engine: digest_file(self._jobs / engine / RESULT / RESULT_DOCUMENT)
-            for engine, result in results.items()
-            if result is not None
+            engine.id: digest_file(self._jobs / engine.id / RESULT / RESULT_DOCUMENT)
+            for engine in engines
+            if self._result(engine) is not None
         }
 
     def _result(self, engine: EngineArtifact) -> JobResult | None:
@@ -184,11 +169,7 @@ class ElsewhereRuns:
 
 
 class Replay:
-    """Outputs that an engine gave before, in place of the engine: for the same rows, in the same order.
-
-    Args:
-        outputs: (rows, …) by output name.
-    """
+    """Recorded outputs, (rows, …) by name, in place of an engine: for the same rows, in the same order."""
 
     def __init__(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
         self._outputs, self._done = dict(outputs), 0
@@ -200,7 +181,7 @@ class Replay:
             return cls({name: np.asarray(arrays[name]) for name in arrays.files})
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """The outputs of the next rows; as many as the inputs have.
+        """Return the outputs of the next rows, as many as the inputs have.
 
         Raises:
             EvaluationError: There are not as many left.
@@ -219,7 +200,7 @@ class Replay:
 
 
 def choosable(engines: Iterable[EngineArtifact], command: str = "run --resume") -> list[EngineArtifact]:
-    """Engines among which is chosen now: those of targets that have one, or that never will.
+    """Return the engines to choose from now: those of targets that have one, or that never will.
 
     One that was run elsewhere was run. A target whose engines all wait for their jobs gets its choice when
     the run goes on with their results.

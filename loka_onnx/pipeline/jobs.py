@@ -21,8 +21,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.core.job import BuildJob, JobBatch, JobRows
 from loka_onnx.core.split import Part
-from loka_onnx.engines.isolation import interrupts_held
-from loka_onnx.engines.publishing import make_staging, replace_directory
+from loka_onnx.engines.publishing import replace_directory, staged
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import ModelError, UserError
 from loka_onnx.graph.storage import link_or_copy, model_files, read_proto
@@ -42,8 +41,6 @@ class SplitRows:
     """The rows of a split, as an engine takes them.
 
     Attributes:
-        split: ``selection`` or ``certification``.
-        rows: How many.
         batch_size: Rows of each batch but the last.
         batches: Reads them, in order; every call starts anew.
         digest: Of the split, and of the columns that inputs are made of.
@@ -61,10 +58,7 @@ class JobOrigin:
     """Origin of a job.
 
     Attributes:
-        run: Name of the run.
         candidate: Name of the candidate's directory.
-        backend: Name of the backend.
-        part: What is built.
         outputs: Names of the judged outputs.
         rows: Rows that the job carries; empty for none.
         timed: Generated rows that the requests of latencies are drawn from; None for those of the sample.
@@ -87,16 +81,12 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
     A job that asked for something else is replaced, and its result goes with it.
 
     Args:
-        request: What is to be built; its limits and options go along, its places do not.
-        origin: Where it comes from.
+        request: Its limits and options go along, its places do not.
 
     Raises:
         OutputError: The place cannot be written.
     """
-    staging: Path | None = None
-    try:
-        with interrupts_held():
-            staging = make_staging(directory)
+    with staged(directory) as staging:
         new = staging / "job"
         (new / _MODEL).mkdir(parents=True)
         for file in model_files(request.model):
@@ -107,15 +97,10 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
         rows = tuple(_write_rows(new, split) for split in origin.rows)
         timed = None if origin.timed is None else _write_rows(new, origin.timed)
         job = replace(_describe(new, request, origin, rows), timed=timed, inputs=origin.inputs)
-        if _is_there(directory, job):
-            return job
-        serde.write(job, new / JOB)
-        replace_directory(new, directory, staging)
+        if not _is_there(directory, job):
+            serde.write(job, new / JOB)
+            replace_directory(new, directory, staging)
         return job
-    finally:
-        if staging is not None:
-            with interrupts_held():
-                shutil.rmtree(staging, ignore_errors=True)
 
 
 def read_job(directory: Path) -> BuildJob:
@@ -138,18 +123,12 @@ def read_job(directory: Path) -> BuildJob:
     for path in (job.model, job.sample, *(Path(name) for rows in carried for name in rows.inputs.values())):
         if path.as_posix() not in job.files:
             raise ModelError(f"'{JOB}' names '{path}', which is no file of the job", where=str(directory))
-    model = directory / job.model
-    read_proto(model)
+    read_proto(directory / job.model)
     return job
 
 
 def request_of(job: BuildJob, directory: Path, output: Path) -> BuildRequest:
-    """Build request of a job.
-
-    Args:
-        directory: Where it is.
-        output: Where the engine goes; the artifact's path is relative to the directory around it.
-    """
+    """Return the build request of a job; the artifact's path is relative to the parent of `output`."""
     batch = job.batch
     return BuildRequest(
         model=directory / job.model,
@@ -167,7 +146,7 @@ def request_of(job: BuildJob, directory: Path, output: Path) -> BuildRequest:
 
 
 def find_jobs(place: Path) -> list[Path]:
-    """The job at a place, or all jobs in it, in order of their names.
+    """Return the job at a place, or all jobs in it, in order of their names.
 
     Raises:
         ModelError: There is none.

@@ -74,10 +74,10 @@ class Judging:
     def evaluate(
         self, exported: ModelArtifact, engines: EngineSet, known: EvaluationSet | None = None
     ) -> EvaluationSet:
-        """Accuracy on selection and certification, latency per batch size → `evaluation.json`.
+        """Judge on selection and certification, and time per batch size → `evaluation.json`.
 
         Args:
-            known: What was judged of them before, which is not judged again.
+            known: Earlier evaluations, which are not repeated.
         """
 
         def judge() -> EvaluationSet:
@@ -110,11 +110,7 @@ class Judging:
     def judge_attempt(
         self, exported: ModelArtifact, engines: Sequence[EngineArtifact], number: int
     ) -> list[Evaluation]:
-        """Engines of a further attempt: accuracy on selection and on certification, and latency.
-
-        Args:
-            number: Of the attempt, from 0.
-        """
+        """Judge the engines of an attempt (from 0) on selection and certification, and time them."""
         timed = self.time_engines(engines)
         timed.latencies.update(self.elsewhere.latencies(engines))
         return [
@@ -125,7 +121,7 @@ class Judging:
 
     @property
     def certification(self) -> Split:
-        """The certification rows, with what each look at them may err."""
+        """The certification rows, with the confidence of each look at them."""
         rows = self.config.data
         return Split(
             "certification",
@@ -133,38 +129,29 @@ class Judging:
             self.config.columns,
             rows.group,
             rows.slices,
-            self._judged_at_once,
+            self.as_batch(REQUEST_ROWS),
             confidence=1.0 - (1.0 - CONFIDENCE) / self.looks,
         )
 
     def attempt(self, number: int) -> Split:
-        """The certification rows with the part of their error that an attempt may use (`climbing.SHARES`).
-
-        Args:
-            number: From 0.
-        """
+        """Return the certification rows with the share of error of an attempt (from 0; `climbing.SHARES`)."""
         whole = self.certification
         return replace(whole, confidence=1.0 - (1.0 - whole.confidence) * SHARES[number])
 
     def as_batch(self, rows: int) -> int:
-        """So many rows, or as near to it as engines are built for."""
+        """Return the nearest number of rows that engines are built for."""
         return max(self.config.batch.min, min(rows, self.config.batch.max))
 
-    @property
-    def _judged_at_once(self) -> int:
-        """Rows of a request that engines are judged by; the last one of a split may have fewer."""
-        return self.as_batch(REQUEST_ROWS)
-
     def judged_splits(self) -> tuple[Split, Split]:
-        """Selection, and certification at the first attempt, as engines are judged on them."""
-        columns, rows = self.config.columns, self.config.data
+        """Return selection, and certification at the first attempt."""
+        columns, rows, at_once = self.config.columns, self.config.data, self.as_batch(REQUEST_ROWS)
         return (
-            Split("selection", self.splits.selection, columns, rows.group, rows.slices, self._judged_at_once),
+            Split("selection", self.splits.selection, columns, rows.group, rows.slices, at_once),
             self.attempt(0),
         )
 
     def job_rows(self) -> tuple[SplitRows, ...]:
-        """Engine inputs of the judged rows, for build jobs."""
+        """Return engine inputs of the judged rows, for build jobs."""
         return tuple(
             SplitRows(
                 split.name,
@@ -177,10 +164,9 @@ class Judging:
         )
 
     def timed_rows(self) -> SplitRows:
-        """Generated rows that latencies of build jobs are drawn from, as engines take them: no user's row.
+        """Return generated engine inputs that latencies of build jobs are measured on.
 
-        As many as the largest requests take in turns, so that none of them repeats a row, below
-        `JOB_TIMED_BYTES`.
+        As many as the largest requests take in turns, so that no row repeats, below `JOB_TIMED_BYTES`.
         """
         largest = max(self.config.batch.serve)
         one = self._sample(1)
@@ -198,7 +184,7 @@ class Judging:
     def judge_on_selection(
         self, exported: ModelArtifact, engines: Sequence[EngineArtifact]
     ) -> list[Evaluation]:
-        """Each engine on the selection split, without latencies."""
+        """Judge each engine on the selection split, without latencies."""
         return self.judge(self.judged_splits()[0], exported, engines)[1:]
 
     def judge(
@@ -208,11 +194,10 @@ class Judging:
         engines: Sequence[EngineArtifact],
         known: EvaluationSet | None = None,
     ) -> list[Evaluation]:
-        """The reference on a split, then each engine, without latencies.
+        """Judge the reference on a split, then each engine, without latencies.
 
         Args:
-            engines: The engines; of one that was not run it is said why.
-            known: What was judged before, which is not judged again.
+            known: Earlier evaluations, which are not repeated.
         """
         earlier = {(e.engine, e.split): e for e in (known.evaluations if known is not None else ())}
         rows, run = split.data.rows, [e for e in engines if e.was_run and (e.id, split.name) not in earlier]
@@ -230,7 +215,7 @@ class Judging:
         return found
 
     def reference(self, split: Split, exported: ModelArtifact, progress: Progress | None = None) -> Reference:
-        """What engines are compared with on a split; predicted once."""
+        """Return the outputs of the FP32 model on a split; predicted once."""
         progress = progress or self.progress
         key = (split.name, exported.digest)
         if key not in self._references:
@@ -239,25 +224,22 @@ class Judging:
         return self._references[key]
 
     def reference_on_selection(self, exported: ModelArtifact) -> Reference:
-        """What engines are compared with on selection."""
+        """Return the outputs of the FP32 model on selection."""
         return self.reference(self.judged_splits()[0], exported)
 
     def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
-        """Load an engine until the stack closes; returns what runs one batch of the model's own inputs.
-
-        Batches may be shorter than `batch.min`.
-        """
+        """Load an engine until the stack closes; its inputs are the model's, in batches of any size."""
         runner = self.open_alone(engine)
         if engine.part is Part.DENSE:
             runner = with_lookup(runner, self.requests.split, self.threads)
         return padded(stack.enter_context(runner).run, self.config.batch.min)
 
     def open_alone(self, engine: EngineArtifact) -> Runner:
-        """Load an engine without the lookup before it; takes what engines take."""
+        """Load an engine without the lookup before it."""
         return get_backend(engine.backend).open(engine, self.directory.path / (engine.path or Path()))
 
     def time_engines(self, engines: Sequence[EngineArtifact]) -> Interleaved:
-        """Latency of every engine that runs here; see `TimingBench.time`."""
+        """Measure the latency of every engine that runs here; see `TimingBench.time`."""
         bench = TimingBench(
             self.config,
             self.progress,

@@ -35,9 +35,8 @@ from loka_onnx.evaluation.predictions import predict
 from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import CONFIDENCE
-from loka_onnx.pipeline.correcting import Correcting
+from loka_onnx.pipeline.correcting import mean_rows
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.steps import Steps
 from loka_onnx.planning.climbing import Goal, Judged, climb, design_spread
@@ -85,20 +84,16 @@ class Climbing:
     ) -> None:
         self._steps, self._exported = steps, exported
         self._modified, self._profile = modified, profile
-        self._judging: Judging = steps.judging
-        self._rows = Correcting.of(steps.config, steps.directory, steps.splits, steps.progress).calibration
+        self._judging = steps.judging
+        self._rows = mean_rows(steps.config, steps.splits.calibration, steps.progress)
 
     def climb(self) -> Climb:
-        """The highest rung of all sites that may run in FP8, for the first attempt at certification."""
+        """Return the highest rung of all sites that may run in FP8, for the first attempt."""
         start = self._start()
         return self._climbed(start, start.rungs, 0)
 
     def lower(self, plan: PrecisionPlan, attempt: int) -> PrecisionPlan | None:
-        """A plan with fewer sites in FP8; None where none of them would be left.
-
-        Args:
-            attempt: The next one, from 0.
-        """
+        """Return a plan with fewer sites in FP8 for an attempt (from 0); None if no site would be left."""
         start = self._start(plan)
         left = self._climbed(start, start.rungs[:-1], attempt).sites
         return start.ladder.plan_of(plan, left, plan.device) if left else None

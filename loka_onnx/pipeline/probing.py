@@ -58,16 +58,12 @@ class Probing:
         self.specs = config.output_specs
 
     def calibrate(self, model: ModelArtifact) -> Profile:
-        """Every site of the exported model → `calibration/exported.json`."""
+        """Calibrate every site of the exported model → `calibration/exported.json`."""
         options = self._options(lambda found: self.open_verdicts(model, found))
         return self._stage("calibrate", EXPORTED, self.key(model), lambda: self._measure(model, options))
 
     def changed(self, model: ModelArtifact, earlier: Profile, before: ModelArtifact | None = None) -> Profile:
-        """Sites that mods changed, the others as they were.
-
-        Args:
-            before: That model; the exported one when None.
-        """
+        """Calibrate the sites that differ from `before` (the exported model if None); carry the others."""
         changed = changed_sites(earlier, model)
         if before is not None:
             changed -= {site.name for site in before.sites if site in model.sites}
@@ -81,7 +77,7 @@ class Probing:
         return serde.read(Profile, self.directory.path / MERGED)
 
     def recalibrate(self, model: ModelArtifact, before: ModelArtifact) -> Profile:
-        """The profile of the modified model → `profile.json`.
+        """Profile the modified model → `profile.json`.
 
         Sites whose loud channels were split off are measured, and where FP16 may be used, the magnitudes of
         all tensors.
@@ -98,19 +94,13 @@ class Probing:
         return self._stage("recalibrate", MODIFIED, key, measure)
 
     def again(self, model: ModelArtifact, patterns: Sequence[str]) -> Profile:
-        """Some sites of the exported model once more → `calibration/exported.json`, the others as they were.
+        """Calibrate some sites of the exported model again → `calibration/exported.json`.
 
         Raises:
             ConfigError: A pattern names no site, or the run holds no profile that fits.
         """
         only = with_partners(model, matching_sites(patterns, model.sites, "--only"))
-        settings = self.config.calibration
-        taken = PassOptions(
-            batch_size=settings.batch_size,
-            rows=settings.rows,
-            range_rows=settings.range_rows,
-            seed=settings.seed,
-        ).range_spans(self.data.rows)
+        taken = self._passes.range_spans(self.data.rows)
         now = Measurement(
             model=model.digest,
             data=self.data.digest,
@@ -129,7 +119,7 @@ class Probing:
         )
 
     def add_rows(self, model: ModelArtifact, earlier: Profile, added: Dataset) -> Profile:
-        """The profile of the exported model with further rows → `calibration/exported.json`.
+        """Add rows to the profile of the exported model → `calibration/exported.json`.
 
         The stage keeps its key, so that later stages and later runs go on from it.
 
@@ -162,10 +152,10 @@ class Probing:
         return self._stage("calibrate", EXPORTED, self.key(model), measure, again=True)
 
     def refresh(self, model: ModelArtifact, planned: Mapping[str, str]) -> Profile:
-        """Every site of a retrained model under the recipes that were chosen for it → `profile.json`.
+        """Profile a retrained model under the recipes that were chosen for its sites → `profile.json`.
 
-        Ranges, and the scales that follow, are taken as ever. Errors and sensitivities come from few rows, to
-        be told and not to be judged by, and without other draws.
+        Ranges, and the scales that follow, are from all rows. Errors and sensitivities come from few rows and
+        one draw: for the report, not for decisions.
 
         Args:
             planned: Id of the recipe of each site that is a product.
@@ -178,15 +168,9 @@ class Probing:
 
         def measure() -> Profile:
             began, settings = time.perf_counter(), self.config.calibration
-            passes = PassOptions(
-                batch_size=settings.batch_size,
-                rows=settings.rows,
-                range_rows=settings.range_rows,
-                seed=settings.seed,
-            )
             few = min(REFRESH_ROWS, self.data.rows if settings.rows is None else settings.rows)
             with self._executor() as executor:
-                probe = Probe(model, model.sites, self.data, passes, executor, self.progress)
+                probe = Probe(model, model.sites, self.data, self._passes, executor, self.progress)
                 ranges = probe.ranges(self._scratch)
                 took = ExactSum.of((time.perf_counter() - began,))
                 options = replace(
@@ -218,6 +202,16 @@ class Probing:
         self, name: str, document: str, key: Any, measure: Callable[[], Profile], *, again: bool = False
     ) -> Profile:
         return self.directory.document(Stage(name, document, Profile), key, measure, again=again)
+
+    @property
+    def _passes(self) -> PassOptions:
+        settings = self.config.calibration
+        return PassOptions(
+            batch_size=settings.batch_size,
+            rows=settings.rows,
+            range_rows=settings.range_rows,
+            seed=settings.seed,
+        )
 
     @property
     def _scratch(self) -> Path:

@@ -17,7 +17,7 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.exact_sum import NOTHING_ADDED
 from loka_onnx.core.profile import Profile, Sampling
 from loka_onnx.core.recipe import Recipe
-from loka_onnx.core.sensitivity import ENTROPY, LOSS, SiteGroup
+from loka_onnx.core.sensitivity import ENTROPY, LOSS
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.layout import layout_root
@@ -26,15 +26,7 @@ from loka_onnx.graph.model import GraphModel
 
 @dataclass(frozen=True)
 class Measurement:
-    """Conditions that the sites calibrated now are measured under.
-
-    Attributes:
-        model: Digest of the model.
-        data: Digest of the calibration split: of its rows, and of the columns that inputs are made of.
-        rows: Rows that ranges are taken from.
-        outputs: Judged outputs.
-        recipes: Recipes of which a plan may take one.
-    """
+    """Conditions of the present calibration: digests of model and data, rows of ranges, outputs, recipes."""
 
     model: str
     data: str
@@ -44,10 +36,7 @@ class Measurement:
 
 
 def read_earlier(document: Path, now: Measurement) -> Profile:
-    """The profile that sites are put into.
-
-    Args:
-        document: Where it is.
+    """Read the profile that sites are put into.
 
     Raises:
         ConfigError: There is none, or its sites were measured otherwise.
@@ -91,7 +80,7 @@ def read_earlier(document: Path, now: Measurement) -> Profile:
 
 
 def changed_sites(earlier: Profile, model: ModelArtifact) -> frozenset[str]:
-    """Sites that a profile of the model before mods does not speak of.
+    """Return sites that a profile of the model before mods does not cover.
 
     New ones, those that a mod says it replaced or changed, and those whose operands have other names: a mod
     that writes a constant gives it a new one.
@@ -105,7 +94,7 @@ def changed_sites(earlier: Profile, model: ModelArtifact) -> frozenset[str]:
 
 
 def with_partners(model: ModelArtifact, names: Collection[str]) -> frozenset[str]:
-    """Sites, and those that share a tensor with one of them in FP8: they are measured together."""
+    """Return sites with those that share a tensor with one of them in FP8: they are measured together."""
     graph = GraphModel.load(model.path)
     readers: dict[str, set[str]] = {}
     for site in model.sites:
@@ -117,9 +106,9 @@ def with_partners(model: ModelArtifact, names: Collection[str]) -> frozenset[str
 
 
 def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profile:
-    """The earlier profile with the later one's sites in place of its own, for a model that has them all.
+    """Replace sites of the earlier profile by those of the later one, for a model that has them all.
 
-    What is said of all sites is true of each: rows are the fewest of both, and intervals are those that hold
+    Facts of all sites hold for each: rows are the fewest of both, and intervals are those that hold
     at any number of rows where either was stopped by what it saw.
 
     Args:
@@ -147,14 +136,14 @@ def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profil
             name: earlier.seconds.get(name, NOTHING_ADDED).merge(later.seconds.get(name, NOTHING_ADDED))
             for name in sorted({*earlier.seconds, *later.seconds})
         },
-        groups=_in_order((*kept, *later.groups), order),
+        groups=tuple(sorted((*kept, *later.groups), key=lambda group: order.index(group.sites[0]))),
         weights=tuple(sorted({*earlier.weights, *later.weights} & operands)),
         tensors=_tensors(earlier, model),
     )
 
 
 def carried(earlier: Profile, model: ModelArtifact) -> Profile:
-    """The earlier profile for a model of which every site is known."""
+    """Return the earlier profile for a model of which every site is known."""
     order = [site.name for site in model.sites]
     entries = {entry.site: entry for entry in earlier.sites}
     return replace(
@@ -167,7 +156,7 @@ def carried(earlier: Profile, model: ModelArtifact) -> Profile:
 
 
 def _tensors(earlier: Profile, model: ModelArtifact) -> dict[str, TensorRange]:
-    """Ranges of tensors; dropped for another model, because a mod may have changed any of them."""
+    """Return ranges of tensors; none for another model, because a mod may have changed any of them."""
     return earlier.tensors if earlier.model_digest == model.digest else {}
 
 
@@ -181,7 +170,3 @@ def _sampling(earlier: Profile, later: Profile, kept: Collection[str]) -> Sampli
         tuple(sorted({*still_open, *two.undecided})),
         one.may_stop_early or two.may_stop_early,
     )
-
-
-def _in_order(groups: Collection[SiteGroup], order: list[str]) -> tuple[SiteGroup, ...]:
-    return tuple(sorted(groups, key=lambda group: order.index(group.sites[0])))

@@ -24,19 +24,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from math import inf
 from typing import Protocol
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, median_error
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.core.refinement import (
-    HardwareRefinement,
-    Origin,
-    Refinement,
-    Returned,
-    Step,
-)
+from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned, Step
 from loka_onnx.evaluation.engines import with_latencies
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.planning.choice import group_by_hardware
@@ -91,14 +86,7 @@ class Proposals(Protocol):
 
 @dataclass(frozen=True)
 class Refined:
-    """Result of refining.
-
-    Attributes:
-        plans: Plans that were added.
-        engines: Their engines, failures included.
-        evaluations: Every engine that was judged, on selection, with the latencies of its round.
-        document: Every step.
-    """
+    """Added plans, their engines (failures included), every evaluation on selection, and all steps."""
 
     plans: tuple[PrecisionPlan, ...]
     engines: tuple[EngineArtifact, ...]
@@ -123,46 +111,27 @@ def refine(
     proposals: Proposals,
     limits: RefineLimits,
 ) -> Refined:
-    """Make plans better on every piece of hardware that is here and runs FP8.
-
-    Args:
-        proposals: Where further plans come from.
-    """
+    """Improve plans on every piece of hardware that is here and runs FP8."""
     loops = [
         _Loop(rivals, plans, bench, proposals, limits)
         for target in dict.fromkeys(engine.target for engine in engines)
         for rivals in group_by_hardware([engine for engine in engines if engine.target == target])
     ]
-    names = _Names(plan.id for plan in plans.plans)
-    hardware = []
-    for loop in loops:
-        found = loop.run(names)
-        if found is not None:
-            hardware.append(found)
+    # Ids of refined plans, over all hardware.
+    taken = {plan.id for plan in plans.plans}
+    names = (name for name in map("refined-{}".format, count(1)) if name not in taken)
+    hardware = [refined for loop in loops if (refined := loop.run(names)) is not None]
     added = tuple(made.plan for loop in loops for made in loop.added)
     built = tuple(engine for loop in loops for engine in loop.built)
     judged: dict[str, Evaluation] = {}
     for loop in loops:
         judged.update(loop.judged)
     evaluations = EvaluationSet(tuple(judged.values()))
-    predictions = tuple(each for found in hardware for step in found.steps for each in step.predictions)
+    predictions = tuple(
+        each for each_hardware in hardware for step in each_hardware.steps for each in step.predictions
+    )
     document = Refinement(tuple(hardware), predictions, median_error(predictions))
     return Refined(added, built, evaluations, document)
-
-
-class _Names:
-    """Ids of refined plans, over all hardware."""
-
-    def __init__(self, taken: Iterable[str]) -> None:
-        self._taken = set(taken)
-
-    def next(self) -> str:
-        """The next free ``refined-<n>``."""
-        number = 1
-        while f"refined-{number}" in self._taken:
-            number += 1
-        self._taken.add(f"refined-{number}")
-        return f"refined-{number}"
 
 
 class _Loop:
@@ -189,7 +158,7 @@ class _Loop:
         self.added: list[_Made] = []
         self.built: list[EngineArtifact] = []
 
-    def run(self, names: _Names) -> HardwareRefinement | None:
+    def run(self, names: Iterator[str]) -> HardwareRefinement | None:
         """All rounds; None where no engine of this hardware runs here."""
         here = [e for e in self._engines if e.status is BuildStatus.READY]
         if not here:
@@ -216,7 +185,9 @@ class _Loop:
         ended = self._rounds_of(anchor, like, names, began)
         return self._document(like.target, like, anchor, ended, self._limits.clock() - began)
 
-    def _rounds_of(self, anchor: EngineArtifact, like: EngineArtifact, names: _Names, began: float) -> str:
+    def _rounds_of(
+        self, anchor: EngineArtifact, like: EngineArtifact, names: Iterator[str], began: float
+    ) -> str:
         """Round by round; returns why they ended."""
         for number in range(1, self._limits.rounds + 1):
             if self._limits.clock() - began >= self._limits.seconds:
@@ -253,16 +224,17 @@ class _Loop:
 
     # What to try -----------------------------------------------------------------------------------
 
-    def _wanted(self, names: _Names, target: str) -> list[_Made]:
+    def _wanted(self, names: Iterator[str], target: str) -> list[_Made]:
         """Plans worth building next, the most promising first; nothing that was tried before."""
         seen = {_assignment(made.plan) for made in self._made.values()}
         found: list[_Made] = []
-        for made in (*self._given_back(target), *self._searched(target)):
+        searched = (_Made(plan, Origin.SEARCH) for plan in self._proposals.from_search(target))
+        for made in (*self._given_back(target), *searched):
             if len(found) == self._limits.plans:
                 break
             if made.plan.fp8_sites and _assignment(made.plan) not in seen:
                 seen.add(_assignment(made.plan))
-                found.append(replace(made, plan=replace(made.plan, id=names.next())))
+                found.append(replace(made, plan=replace(made.plan, id=next(names))))
         return found
 
     def _given_back(self, target: str) -> Iterator[_Made]:
@@ -278,10 +250,6 @@ class _Loop:
             given = self._proposals.revert_sites(plan, self.judged[engine.id], target)
             if given is not None:
                 yield _Made(given.plan, Origin.GIVEN_BACK, plan.id, given.returned)
-
-    def _searched(self, target: str) -> Iterator[_Made]:
-        """Plans that kernel times propose."""
-        return (_Made(plan, Origin.SEARCH) for plan in self._proposals.from_search(target))
 
     # What was found --------------------------------------------------------------------------------
 

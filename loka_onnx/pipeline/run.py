@@ -1,4 +1,4 @@
-"""The whole pipeline: this list is the design's flow."""
+"""The whole pipeline: the list of its stages."""
 
 from __future__ import annotations
 
@@ -126,15 +126,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run.
-
-    Attributes:
-        directory: The run directory.
-        choice: The engine of each target; None when the run ended earlier.
-        report: The facts of the report; None when the run ended earlier.
-        report_files: report.json, report.md, report.html.
-        bundle: The bundle; None when the run ended earlier.
-    """
+    """Result of a run; None for what a run that ended earlier has not made."""
 
     directory: Path
     choice: Choice | None = None
@@ -145,9 +137,6 @@ class RunResult:
 
 def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> RunResult:
     """Turn a trained model into the fastest engine that is still accurate.
-
-    Args:
-        config: What `loka_onnx.load_run_file` read, or the path of a run file.
 
     Raises:
         UserError: The configuration or an input is wrong, or another run is at work in the directory.
@@ -194,16 +183,16 @@ def _check_no_look_is_forgotten(directory: Path) -> None:
 
 
 def write_build_sample(steps: Steps) -> Path:
-    """Generated rows for the first batches of builds, as engines take them → `calibration/sample.npz`."""
+    """Write generated engine inputs for the first batches of builds → `calibration/sample.npz`."""
     rows = max(BUILD_ROWS, steps.config.batch.min)
     path = steps.directory.path / "calibration" / "sample.npz"
     return write_sample(steps.requests.taken_by_engines(steps.requests.sample(rows)), path)
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
-    """A run file as the record of its run holds it: every key, and what was given to read it again from.
+    """Return a run file for the record of its run: every key, and the given ones to read it again from.
 
-    What was given is JSON as text: a document sorts its keys, and the order of a builder's arguments may be
+    Those are JSON as text: a document sorts its keys, and the order of a builder's arguments may be
     that of the model's embedding tables.
     """
     given = json.dumps(config.model_dump(mode="json", exclude_unset=True))

@@ -28,13 +28,7 @@ INPUT_SETS = 4
 
 @dataclass(frozen=True)
 class Loaded:
-    """One engine under load.
-
-    Attributes:
-        engine: The engine.
-        batch: Rows per request.
-        role: A role of `core.throughput`.
-    """
+    """One engine under load, with rows per request and its role (`core.throughput`)."""
 
     engine: EngineArtifact
     batch: int
@@ -43,19 +37,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Served:
-    """Copies of an engine as servers use them.
-
-    Attributes:
-        runs: What answers one request, for each copy.
-        inputs: Where the inputs of the requests lie.
-    """
+    """Copies of an engine as servers use them, and the place of their inputs."""
 
     runs: Sequence[Run]
     inputs: InputPlace
 
     @classmethod
     def of(cls, runners: Sequence[Runner], request: Arrays, wanted: InputPlace) -> Served:
-        """Copies with the place that inputs are wanted in; the host where the engine takes them only there.
+        """Return copies that take inputs from the wanted place, or from the host if they must.
 
         On the device one batch stays before each copy: another would overwrite what a request reads.
         """
@@ -78,10 +67,10 @@ def measure_throughput(
     plans: PlanSet,
     choice: Choice,
 ) -> ThroughputSet:
-    """Requests per second where the run file states a limit on the 99th percentile → `throughput.json`.
+    """Measure requests per second if the run file limits the 99th percentile → `throughput.json`.
 
-    Where the model was cut, engines are loaded alone, on looked-up rows, as they are timed. What was measured
-    stays on a host without the target, and is measured again on another device of it.
+    If the model was cut, engines are loaded alone, on looked-up rows, as they are timed. Measurements stay
+    valid on a host without the target, and are repeated on another device of the target.
     """
     serving = steps.config.serving
     wanted = tuple(under_load(engines, Evidence(evaluations, plans), choice, steps.config.batch.serve))
@@ -115,9 +104,9 @@ def _counts_now(earlier: ThroughputSet, wanted: Iterable[Loaded]) -> bool:
 def under_load(
     engines: Sequence[EngineArtifact], evidence: Evidence, choice: Choice, batches: Sequence[int]
 ) -> Iterator[Loaded]:
-    """Engines to put under load: at each batch size the chosen one and the best without FP8.
+    """Yield at each batch size the chosen engine and the best without FP8.
 
-    Engines that do not run here, and those whose FP8 is simulated, are not.
+    Engines that do not run here, and those whose FP8 is simulated, are left out.
     """
     here = {
         engine.id: engine for engine in engines if engine.status is BuildStatus.READY and not engine.simulated
@@ -135,7 +124,7 @@ def under_load(
 def best_without_fp8(
     target: TargetChoice, engines: Iterable[EngineArtifact], evidence: Evidence
 ) -> EngineArtifact | None:
-    """The fastest engine without FP8 that competed for a target, one inside the budget if there is any."""
+    """Return the fastest engine without FP8 that competed for a target, inside the budget if possible."""
     competed = {*target.engines, *(loser.engine for loser in target.losers)}
     speeds = {
         engine.id: speed

@@ -12,23 +12,6 @@ from loka_onnx.errors import ConfigError, ModelError
 IdBounds = Mapping[str, tuple[range | None, ...]]
 
 
-def bind_inputs(
-    config: RunConfig, inputs: Sequence[TensorSpec], bounds: IdBounds | None = None
-) -> tuple[InputBinding, ...]:
-    """Bind each model input to its columns.
-
-    Args:
-        config: The run file; an input that it does not name is fed from the column of its own name.
-        bounds: Ids that lookups take, by input; one range for each of its columns.
-
-    Raises:
-        ConfigError: The run file names an input that the model does not have, or the wrong number of
-            columns.
-        ModelError: An input has more than two axes.
-    """
-    return bind_columns(config.data.inputs, inputs, bounds)
-
-
 def bind_columns(
     columns: Mapping[str, tuple[str, ...]], inputs: Sequence[TensorSpec], bounds: IdBounds | None = None
 ) -> tuple[InputBinding, ...]:

@@ -45,13 +45,7 @@ LOOKUP = "lookup"
 
 @dataclass(frozen=True)
 class Source:
-    """Model and plans that engines are built from.
-
-    Attributes:
-        model: The modified model, or its dense half.
-        plans: The plans, for that model.
-        part: Which of the two it is.
-    """
+    """Model that engines are built from (the modified one, or its dense half), and the plans for it."""
 
     model: ModelArtifact
     plans: PlanSet
@@ -64,11 +58,10 @@ def cut_model(
     """Cut the modified model → `model/lookup.onnx`, `model/dense.onnx`, `model/split.json`.
 
     Args:
-        calibration: Rows that the halves are held against the whole on.
-        directory: Where the files go.
+        calibration: Rows that the halves are compared with the whole on.
 
     Returns:
-        The cut or the reason why there is none; None where it was not asked for.
+        The cut or the reason why there is none; None if it was not asked for.
     """
     if not asked_for:
         directory.forget("split")
@@ -101,7 +94,7 @@ def cut_model(
 
 
 def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) -> Source:
-    """Model and plans that engines are built from: the dense half if the model was cut, else the whole.
+    """Return the dense half with its plans if the model was cut, else the whole model.
 
     Raises:
         TransformError: A plan was made for another model than the one that was cut.
@@ -125,7 +118,7 @@ def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) ->
 
 
 def open_lookup(split: ModelSplit | None, threads: int) -> OnnxSession:
-    """The lookup half in ONNX Runtime.
+    """Open the lookup half in ONNX Runtime.
 
     Raises:
         InternalError: There is no cut.
@@ -136,7 +129,7 @@ def open_lookup(split: ModelSplit | None, threads: int) -> OnnxSession:
 
 
 def with_lookup(runner: Runner, split: ModelSplit | None, threads: int) -> Runner:
-    """An engine of the dense half that takes the model's own inputs; closes `runner` where that fails."""
+    """Put the lookup before an engine of the dense half; closes `runner` on an error."""
     try:
         return SplitRunner(open_lookup(split, threads), runner)
     except BaseException:
@@ -147,7 +140,7 @@ def with_lookup(runner: Runner, split: ModelSplit | None, threads: int) -> Runne
 def taken_by_engines(
     inputs: Mapping[str, npt.NDArray[Any]], split: ModelSplit | None, threads: int
 ) -> Arrays:
-    """Engine inputs for these model inputs: looked-up rows in place of ids if the model was cut."""
+    """Return engine inputs for model inputs: looked-up rows in place of ids if the model was cut."""
     if split is None or split.halves is None:
         return dict(inputs)
     looked_up = open_lookup(split, threads).run(inputs)
@@ -155,7 +148,7 @@ def taken_by_engines(
 
 
 def beside_lookup(latencies: Mapping[str, tuple[Latency, ...]]) -> dict[str, tuple[Latency, ...]]:
-    """Latencies of engines, with that of the lookup, which was timed among them, beside each."""
+    """Return latencies of engines, each with that of the lookup, which was timed among them."""
     medians = {latency.batch: latency.p50_us for latency in latencies.get(LOOKUP, ())}
     return {
         engine: tuple(replace(item, lookup_p50_us=medians.get(item.batch)) for item in timed)
@@ -185,6 +178,6 @@ def _remove_halves(directory: Path) -> None:
 
 
 def _at(halves: Halves, directory: Path) -> Halves:
-    """The halves with their files in a directory."""
+    """Return the halves with their files in a directory."""
     lookup, dense = (replace(half, path=directory / half.path.name) for half in (halves.lookup, halves.dense))
     return replace(halves, lookup=lookup, dense=dense)

@@ -40,7 +40,7 @@ from loka_onnx.pipeline.mods import ChosenMods
 from loka_onnx.pipeline.probing import MERGED, Probing
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.pipeline.sample import Requests, bounded_by
-from loka_onnx.pipeline.splits import bind_inputs, open_splits
+from loka_onnx.pipeline.splits import bind_columns, open_splits
 from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.survival import find_fatal_batch
 from loka_onnx.pipeline.torch_source import build_torch_model
@@ -124,7 +124,7 @@ class Steps:
             reads = {"torch": torch_model.key}
 
             def make() -> ModelArtifact:
-                bindings = bind_inputs(config, torch_model.inputs)
+                bindings = bind_columns(config.data.inputs, torch_model.inputs)
                 rows = next(open_splits(config, bindings).calibration.batches(CHECK_ROWS))
                 parts = (torch_model.module, rows.inputs, target, self.specs)
                 return export_torch(*parts) if earlier is None else export_retrained(*parts, earlier)
@@ -136,7 +136,7 @@ class Steps:
     def bindings(self) -> tuple[InputBinding, ...]:
         """Bindings of model inputs to columns, with the bounds of ids."""
         graph = GraphModel.load(self._exported.path)
-        return bind_inputs(self.config, self._exported.inputs, id_bounds(graph))
+        return bind_columns(self.config.data.inputs, self._exported.inputs, id_bounds(graph))
 
     @cached_property
     def splits(self) -> Splits:
@@ -375,18 +375,19 @@ class Steps:
             most: Rows that constants are fitted to, and selection rows that decide, at most; None for as
                 many as a run takes.
         """
-        stage = Correcting.of(self.config, self.directory, self.splits, self.progress, most)
-        if most is None:
-            stage.reference = self.judging.reference_on_selection
-        return stage.correct(CorrectionInputs(exported, modified, plans))
+        return self._correcting(most).correct(CorrectionInputs(exported, modified, plans))
 
     def fit_corrections(
         self, exported: ModelArtifact, modified: ModelArtifact, plans: PlanSet
     ) -> CorrectionSet:
-        """The same for further plans, without a stage of its own."""
-        stage = Correcting.of(self.config, self.directory, self.splits, self.progress)
-        stage.reference = self.judging.reference_on_selection
-        return stage.fit(CorrectionInputs(exported, modified, plans))
+        """Fit the constants of further plans, without a stage of its own."""
+        return self._correcting().fit(CorrectionInputs(exported, modified, plans))
+
+    def _correcting(self, most: int | None = None) -> Correcting:
+        config, directory = self.config, self.directory
+        # Fewer rows than a run takes need a reference of their own.
+        known = self.judging.reference_on_selection if most is None else None
+        return Correcting(config, directory, self.splits, self.progress, known, most=most)
 
     def search_plans(self, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
         """Plans beside the best one of the search over kernel times, for every device with such times."""

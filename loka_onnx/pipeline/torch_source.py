@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TorchModel:
-    """Module and inputs that a builder returned.
-
-    Attributes:
-        module: The module with its weights.
-        inputs: Name, type and shape of each input, from the builder's example.
-        key: Digest of the builder's source, its arguments and the checkpoint.
-    """
+    """Module and inputs that a builder returned; the key is of its source, arguments and checkpoint."""
 
     module: nn.Module
     inputs: tuple[TensorSpec, ...]
@@ -43,8 +37,7 @@ def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
     """Call the builder and load the checkpoint.
 
     Args:
-        config: The `model` section of the run file.
-        directory: Where builders are looked for beside the import path: the run file's directory.
+        directory: The run file's directory, where builders are looked for beside the import path.
 
     Raises:
         ModelError: The builder cannot be imported, fails, or does not return a module and its inputs; or

@@ -31,13 +31,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """Shapes to be timed.
-
-    Attributes:
-        shapes: Shapes of products.
-        database: Where times are kept; what it holds of this very device is not measured again.
-        again: Measure everything, also what is known.
-    """
+    """Shapes to time; known times of this very device are not measured again, unless `again`."""
 
     shapes: tuple[Shape, ...]
     database: Path
@@ -50,10 +44,9 @@ class TuningResult:
 
     Attributes:
         device: As run files name it.
-        measured: How many kernels were timed now, each on each of its shapes.
-        known: Those that were known before.
+        measured: Pairs of kernel and shape that were timed now.
+        known: Pairs that were known before.
         refused: Those that do not run.
-        seconds: Wall time.
     """
 
     device: str
@@ -64,10 +57,7 @@ class TuningResult:
 
 
 def tune_shapes(request: TuningRequest, timer: KernelTimer, progress: Progress = silent) -> TuningResult:
-    """Time what is not known yet, shape by shape; each is kept as soon as it is measured.
-
-    Args:
-        progress: Called after each shape.
+    """Time unknown kernels, shape by shape; each time is stored as soon as it is measured.
 
     Raises:
         UserError: The file is no timing database.
@@ -92,17 +82,13 @@ def tune_shapes(request: TuningRequest, timer: KernelTimer, progress: Progress =
 
 
 def shapes_of(sites: Iterable[Site], batches: Sequence[int]) -> tuple[Shape, ...]:
-    """Shapes of the products that could run in FP8, each once, ascending.
-
-    Args:
-        sites: Sites of a model; products of a stack of weights are left out.
-    """
+    """Return the shapes of products that could run in FP8, ascending; stacks of weights are left out."""
     matrices = (site for site in sites if site.is_fp8_able and site.weight and len(site.weight.shape) == 2)
     return tuple(sorted({Shape(site.rows * batch, site.n, site.k) for site in matrices for batch in batches}))
 
 
 def sites_of_run(directory: Path) -> tuple[Site, ...]:
-    """Sites of a run's model: after mods where the run came so far, else of the exported model.
+    """Return the sites of a run's model: after mods if the run came so far, else of the exported model.
 
     Raises:
         UserError: The run holds no model.
@@ -113,7 +99,7 @@ def sites_of_run(directory: Path) -> tuple[Site, ...]:
 
 
 def sites_of_file(path: Path) -> tuple[Site, ...]:
-    """Sites of an ONNX file, without mods.
+    """Return the sites of an ONNX file, without mods.
 
     Raises:
         ModelError: The file is missing, truncated, or holds what cannot be read.
@@ -124,9 +110,9 @@ def sites_of_file(path: Path) -> tuple[Site, ...]:
 def device_timings(
     config: RunConfig, directory: Path, model: Path | None = None
 ) -> tuple[DeviceTimings, ...]:
-    """Kernel times of every target of a run.
+    """Return kernel times of every target of a run.
 
-    Times of the target's own backends stand before those of another, which are better than none: libraries
+    Times of the target's own backends are preferred; those of another are better than none, because libraries
     multiply with much the same kernels.
 
     Args:

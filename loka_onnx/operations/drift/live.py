@@ -44,20 +44,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class LiveRanges:
-    """Results of the range pass.
-
-    Attributes:
-        rows: Live rows.
-        ranges: Range of every activation, by tensor name.
-        beyond: Full batches that went beyond the profile's range, by tensor name.
-    """
+    """Range of every activation, and full batches beyond the profile's range, by tensor name."""
 
     rows: int
     ranges: dict[str, RangeStats]
     beyond: dict[str, int]
 
     def merge(self, other: LiveRanges) -> LiveRanges:
-        """Both sets of rows together; of the same tensors."""
+        """Return both sets of rows together; of the same tensors."""
         return LiveRanges(
             self.rows + other.rows,
             {name: stats.merge(other.ranges[name]) for name, stats in self.ranges.items()},
@@ -67,14 +61,7 @@ class LiveRanges:
 
 @dataclass(frozen=True)
 class Live:
-    """Measurements on live rows.
-
-    Attributes:
-        digest: Digest of the live rows.
-        ranges: Of activations.
-        errors: Of sites in their recipe, by name.
-        kl: Of outputs, by name; empty where no site is counted.
-    """
+    """Measurements on live rows: errors by site, KL by output (empty where no site is counted)."""
 
     digest: str
     ranges: LiveRanges
@@ -83,13 +70,7 @@ class Live:
 
 
 class RangeWatch:
-    """Adds up ranges of batches and counts those beyond a profile's, in place.
-
-    Args:
-        observers: What is measured.
-        profile: Range of each tensor in the profile.
-        batch_rows: Rows of a full batch.
-    """
+    """Adds up ranges of batches and counts full batches beyond the ranges of a profile, in place."""
 
     def __init__(
         self, observers: Sequence[RangeObserver], profile: dict[str, RangeStats], batch_rows: int
@@ -105,11 +86,7 @@ class RangeWatch:
         self._rows = 0
 
     def add(self, result: BatchResult[RangeBatch], where: str) -> None:
-        """Take in one batch.
-
-        Args:
-            result: The batch.
-            where: Which it is, for a message.
+        """Add one batch.
 
         Raises:
             CalibrationError: An activation is not finite.
@@ -125,9 +102,9 @@ class RangeWatch:
                 self._beyond[observer.tensor] += 1
 
     def read(self) -> LiveRanges:
-        """What the batches add up to."""
-        found = self.totals.read()
-        return LiveRanges(self._rows, {name: found[name] for name in self._known}, dict(self._beyond))
+        """Return the totals."""
+        totals = self.totals.read()
+        return LiveRanges(self._rows, {name: totals[name] for name in self._known}, dict(self._beyond))
 
 
 @dataclass(frozen=True)
@@ -135,7 +112,6 @@ class LiveOptions:
     """Options of a pass over live rows.
 
     Attributes:
-        batch_rows: Rows of one pass through the graph.
         rows: Rows, the first of the data set; None for all.
         kl_rows: Most rows for KL, from all over the data.
         seed: Which of the rows those are.
@@ -148,15 +124,7 @@ class LiveOptions:
 
 
 class LiveProbe:
-    """The passes over live rows.
-
-    Args:
-        baseline: What they are held against.
-        data: The live rows.
-        options: How to run.
-        executor: Where to run.
-        progress: Called as rows are done.
-    """
+    """The passes over live rows."""
 
     def __init__(
         self,
@@ -171,7 +139,7 @@ class LiveProbe:
         self.rows = data.rows if options.rows is None else min(options.rows, data.rows)
 
     def measure(self, scratch: Path) -> Live:
-        """All passes.
+        """Run all passes.
 
         Args:
             scratch: Directory for instrumented models, on the file system of the model.
@@ -216,7 +184,7 @@ class LiveProbe:
     def _run(
         self, work: BatchWork[R], task: str, spans: Sequence[Span] | None = None
     ) -> Generator[tuple[str, BatchResult[R]]]:
-        """What each batch left behind, with which batch it was."""
+        """Yield the name of each batch and its result."""
         size = self.options.batch_rows
         chosen = spans_in_order(self.rows, size) if spans is None else spans
         total, done = sum(span.stop - span.start for span in chosen), 0
@@ -229,13 +197,7 @@ class LiveProbe:
 
 
 def observe_activations(model: GraphModel, baseline: Baseline, batch_rows: int) -> tuple[RangeObserver, ...]:
-    """Add the range of every activation that a profiled site reads to a graph.
-
-    Args:
-        model: The graph; its outputs become the statistics.
-        baseline: Which sites those are.
-        batch_rows: Rows of a full batch.
-    """
+    """Add the range of every activation that a profiled site reads to a graph, as its only outputs."""
     profiled = {entry.site for entry in baseline.profile.sites}
     sites = [site for site in baseline.model.sites if site.name in profiled]
     return observe_ranges(model, sites, sampling_stride(batch_rows))
@@ -244,11 +206,9 @@ def observe_activations(model: GraphModel, baseline: Baseline, batch_rows: int) 
 def observe_products(
     model: GraphModel, baseline: Baseline, ranges: dict[str, RangeStats]
 ) -> tuple[ErrorObserver, ...]:
-    """Add the output error of every product in its recipe to a graph, under the scales of the profile.
+    """Add the output error of every product in its recipe to a graph, as its only outputs.
 
     Args:
-        model: The graph; its outputs become the statistics.
-        baseline: Sites, recipes and scales.
         ranges: Range of each activation over the same rows, as far as it is known.
     """
     builder = ErrorObserverBuilder(model, baseline.profile.scales, ranges)

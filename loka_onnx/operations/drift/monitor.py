@@ -1,4 +1,4 @@
-"""A watch on the rows that a serving process scores, as metrics that Prometheus reads.
+"""Drift of the rows that a serving process scores, as metrics for Prometheus.
 
 `Monitor.feed` draws rows one by one, so that a batch mixes many requests as the profile's batches do, checks
 them, copies them into a batch of the profile's size, and returns; a thread of its own runs full batches
@@ -29,7 +29,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -67,12 +66,12 @@ class MonitorOptions:
     """Options of a monitor.
 
     Attributes:
-        sample_rate: Share of the rows that are looked at.
-        window: Batches that gauges speak of: at least that many, once so many were seen, and at most a
+        sample_rate: Share of the rows that are measured.
+        window: Batches that gauges cover: at least that many, once so many were seen, and at most a
             quarter more.
         pending: Full batches that may wait.
         is_strict: Raise what is wrong with rows that are fed; else they are counted as rejected.
-        drift: How the window is compared with the profile; rows, threads and executor are not used.
+        drift: Comparison with the profile; rows, threads and executor are not used.
         seed: Of the draw of rows; None for another one in each process.
     """
 
@@ -95,8 +94,6 @@ class MonitorOptions:
 
 @dataclass(frozen=True)
 class _Block:
-    """Some batches of the window."""
-
     ranges: LiveRanges
     errors: dict[str, ErrorStats]
 
@@ -108,11 +105,10 @@ class _Block:
 
 
 class Monitor:
-    """Watches rows; thread-safe. Make it after the serving process has forked its workers.
+    """Measures rows that are fed; thread-safe. Make it after the serving process has forked its workers.
 
     Args:
-        baseline: What rows are held against (`loka_onnx.open_run(…).baseline`).
-        options: How to watch.
+        baseline: Model and profile (`loka_onnx.open_run(…).baseline`).
         scratch: Directory for instrumented models, on the file system of the model; a temporary one for
             None. Tables are mapped from there as long as the monitor is open.
 
@@ -134,7 +130,7 @@ class Monitor:
         model = GraphModel.load(baseline.model.path)
         self._error_observers = observe_products(model, baseline, {})
         model.save(folder / "errors.onnx")
-        self._watch, self._errors = self._new_watch(), self._new_errors()
+        self._start_block()
         self._run_ranges = RangeWork(folder / "ranges.onnx", self._watch.totals.samples).open()
         self._run_errors = ReductionWork(folder / "errors.onnx").open()
 
@@ -147,13 +143,12 @@ class Monitor:
 
         self._state = threading.Lock()
         self._tally = Tally()
-        self._in_block = 0
         self._blocks: deque[_Block] = deque(maxlen=BLOCKS)
 
     # Serving path --------------------------------------------------------------------------------
 
     def feed(self, inputs: Mapping[str, Any]) -> None:
-        """Look at some of these rows, later and elsewhere.
+        """Sample these rows, and measure them later in another thread.
 
         Args:
             inputs: The model's inputs, the rows on axis 0; any number of rows. They are copied.
@@ -189,7 +184,7 @@ class Monitor:
                 self._submit(batch)
 
     def _draw(self, rows: int) -> npt.NDArray[np.int64]:
-        """Positions of the rows to look at, in order."""
+        """Return positions of the rows to measure, in order."""
         with self._intake:
             drawn = np.flatnonzero(self._random.random(rows) < self.options.sample_rate)
             if drawn.size > self.batch_rows:
@@ -231,34 +226,31 @@ class Monitor:
             self._watch.add(ranges, "a batch that was fed")
             self._in_block += 1
             if self._in_block * BLOCKS >= self.options.window:
-                block = self._block()
-                _add_block(self._tally, block)
-                self._blocks.append(block)
-                self._watch, self._errors, self._in_block = self._new_watch(), self._new_errors(), 0
+                self._blocks.append(self._block())
+                _add_block(self._tally, self._blocks[-1])
+                self._start_block()
             self._tally.batches += 1
             self._tally.seconds += time.thread_time() - began
 
     def _block(self) -> _Block:
         return _Block(self._watch.read(), {site: found[0] for site, found in self._errors.read().items()})
 
-    def _new_watch(self) -> RangeWatch:
-        return RangeWatch(self._range_observers, self.baseline.ranges, self.batch_rows)
-
-    def _new_errors(self) -> ErrorTotals:
-        return ErrorTotals(self._error_observers)
+    def _start_block(self) -> None:
+        self._watch = RangeWatch(self._range_observers, self.baseline.ranges, self.batch_rows)
+        self._errors, self._in_block = ErrorTotals(self._error_observers), 0
 
     # Reading -------------------------------------------------------------------------------------
 
     def tally(self) -> Tally:
-        """What was counted since the monitor was made; a copy."""
+        """Return a copy of the counts since the monitor was made."""
         return self._look()[0]
 
     def report(self) -> DriftReport | None:
-        """The window against the profile; None before the first batch."""
+        """Compare the window with the profile; None before the first batch."""
         return self._look()[1]
 
     def text(self) -> str:
-        """All metrics in the text format of Prometheus.
+        """Return all metrics in the text format of Prometheus.
 
         Raises:
             MissingPackage: `prometheus_client` is not installed.
@@ -298,13 +290,13 @@ class Monitor:
     # Life ----------------------------------------------------------------------------------------
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until every full batch is measured; returns whether it came to that."""
+        """Wait until every full batch is measured; False after the timeout."""
         done = self._waiting.all_tasks_done
         with done:
             return done.wait_for(lambda: not self._waiting.unfinished_tasks, timeout_seconds)
 
     def close(self) -> None:
-        """Measure what waits, and end; what is fed later is not looked at."""
+        """Measure waiting batches, and end; rows fed later are ignored."""
         with self._intake:
             is_first, self._is_closed = not self._is_closed, True
         if not is_first:
@@ -317,14 +309,12 @@ class Monitor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def _add_block(tally: Tally, block: _Block) -> None:
-    """Add to a tally; edits it."""
+    """Add to a tally, in place."""
     tally.beyond.update(block.ranges.beyond)
     tally.elements.update({site: stats.activation_count for site, stats in block.errors.items()})
     tally.saturated.update({site: stats.saturated for site, stats in block.errors.items()})

@@ -44,19 +44,7 @@ _GIVEN = {"directory": str, "values": str}
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """A finished run.
-
-    Attributes:
-        directory: Its directory.
-        record: Its lineage.
-        exported: Its exported model; the path is absolute.
-        modified: The model after mods; the path is absolute.
-        profile: Profile of the model after mods.
-        plans: Its plans.
-        engines: Its candidates.
-        evaluations: What was measured of them.
-        choice: What it emitted.
-    """
+    """A finished run; the profile is of the modified model, and paths of models are absolute."""
 
     directory: Path
     record: RunRecord
@@ -70,7 +58,7 @@ class EarlierRun:
 
     @classmethod
     def read(cls, directory: Path) -> EarlierRun:
-        """Read what a run left.
+        """Read the documents of a run.
 
         Raises:
             ConfigError: It is not a finished run, or a target has no choice yet because its engines wait for
@@ -107,12 +95,12 @@ class EarlierRun:
     def config(self) -> dict[str, Any]:
         """Values of its run file."""
         try:
-            found = json.loads(self._given["values"])
+            values = json.loads(self._given["values"])
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+            values = None
+        if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
             raise self._of_another_version()
-        return found
+        return values
 
     @property
     def base(self) -> Path:
@@ -121,10 +109,10 @@ class EarlierRun:
 
     @property
     def _given(self) -> dict[str, Any]:
-        found = self.record.config.get(GIVEN)
-        if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != _GIVEN:
+        given = self.record.config.get(GIVEN)
+        if not isinstance(given, dict) or {name: type(value) for name, value in given.items()} != _GIVEN:
             raise self._of_another_version()
-        return found
+        return given
 
     def _of_another_version(self) -> ConfigError:
         return ConfigError(
@@ -198,7 +186,7 @@ class EarlierRun:
         )
 
     def choice_again(self, engines: Collection[EngineArtifact]) -> Choice:
-        """The same choice, for engines that were built anew."""
+        """Repeat the choice for engines that were built anew."""
         others = [engine for engine in engines if engine.id not in self.chosen]
         why = "built to simulate a plan: the run that was refreshed chose another"
         return Choice(
@@ -222,7 +210,7 @@ class EarlierRun:
 
 
 def _refuse_waiting(directory: Path) -> None:
-    """Refuse a run in which nothing was decided yet for a target that jobs are open for.
+    """Refuse a run without a choice for a target whose engines wait for build jobs.
 
     Raises:
         ConfigError: There is such a target.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import log
 
-from loka_onnx.core.evaluation import EvaluationSet, OutputEvaluation
+from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PlanSet
 from loka_onnx.core.profile import Profile
@@ -16,46 +15,41 @@ CERTIFICATION = "certification"
 
 
 def site_moves(before: EarlierRun, profile: Profile, plans: PlanSet) -> tuple[SiteMove, ...]:
-    """Sites that any of the plans runs in FP8, those whose scales moved most first."""
-    found: dict[str, SiteMove] = {}
+    """Return the sites that any plan runs in FP8, those whose scales moved most first."""
+    moves: dict[str, SiteMove] = {}
     for plan in plans.plans:
         earlier = before.plans.plan(plan.id)
         for decision in plan.decisions:
-            if decision.recipe is not None and decision.site not in found:
-                found[decision.site] = _site_move(before, profile, earlier.decision(decision.site), decision)
-    return tuple(sorted(found.values(), key=lambda move: -_distance(move)))
+            if decision.recipe is not None and decision.site not in moves:
+                moves[decision.site] = _site_move(before, profile, earlier.decision(decision.site), decision)
+    return tuple(sorted(moves.values(), key=lambda move: -_distance(move)))
 
 
 def output_moves(before: EvaluationSet, now: EvaluationSet) -> tuple[OutputMove, ...]:
-    """Outputs of every engine that was judged on certification now."""
-    return tuple(_output_moves(before, now))
-
-
-def _output_moves(before: EvaluationSet, now: EvaluationSet) -> Iterator[OutputMove]:
-    for evaluation in now.evaluations:
-        if evaluation.split != CERTIFICATION:
-            continue
-        for output in evaluation.outputs:
-            if output.difference is not None:
-                earlier = _earlier(before, evaluation.engine, output.output)
-                yield OutputMove(
-                    engine=evaluation.engine,
-                    output=output.output,
-                    judged=output.difference.judged_name,
-                    before=None if earlier is None else earlier,
-                    now=output.difference.judged,
-                    budget=output.budget,
-                    status=output.budget_status,
-                )
+    """Return the outputs of every engine that was judged on certification now."""
+    return tuple(
+        OutputMove(
+            engine=evaluation.engine,
+            output=output.output,
+            judged=output.difference.judged_name,
+            before=_earlier(before, evaluation.engine, output.output),
+            now=output.difference.judged,
+            budget=output.budget,
+            status=output.budget_status,
+        )
+        for evaluation in now.evaluations
+        for output in evaluation.outputs
+        if evaluation.split == CERTIFICATION and output.difference is not None
+    )
 
 
 def _earlier(before: EvaluationSet, engine: str, output: str) -> Interval | None:
     try:
-        outputs: tuple[OutputEvaluation, ...] = before.of(engine, CERTIFICATION).outputs
+        outputs = before.of(engine, CERTIFICATION).outputs
     except KeyError:
         return None
-    found = next((item.difference for item in outputs if item.output == output), None)
-    return None if found is None else found.judged
+    difference = next((item.difference for item in outputs if item.output == output), None)
+    return None if difference is None else difference.judged
 
 
 def _site_move(before: EarlierRun, profile: Profile, was: Decision, now: Decision) -> SiteMove:

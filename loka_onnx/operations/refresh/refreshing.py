@@ -1,4 +1,4 @@
-"""A retrained checkpoint: what an earlier run decided is kept, what depends on the weights is done again.
+"""Refresh: apply the decisions of an earlier run to a retrained checkpoint.
 
 Kept: which sites there are, which of them run in FP8 and under which recipe, which engines are built, kernel
 timings and tuning. Done again: the export, the mods (they write weights), ranges and the scales that follow,
@@ -20,7 +20,7 @@ from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
-from loka_onnx.core.evaluation import BudgetStatus, Choice, EvaluationSet
+from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
@@ -31,7 +31,7 @@ from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.operations.refresh.earlier import EarlierRun
 from loka_onnx.operations.refresh.moves import output_moves, site_moves
 from loka_onnx.operations.refresh.replanning import planned_recipe_ids, replan, unproven_reason
-from loka_onnx.pipeline.candidates import Built, build_engines
+from loka_onnx.pipeline.candidates import build_engines
 from loka_onnx.pipeline.directory import Outcome, RunDirectory, Stage
 from loka_onnx.pipeline.emission import CHOOSE, Results, describe_run, emit_bundle, write_report
 from loka_onnx.pipeline.job_results import choosable
@@ -94,12 +94,7 @@ class RefreshOptions:
 
 @dataclass(frozen=True)
 class RefreshResult:
-    """Result of a refresh.
-
-    Attributes:
-        run: The run directory with choice, report and bundle.
-        refresh: What moved, and whether everything was done anew.
-    """
+    """The run directory with choice, report and bundle, and the changes from the earlier run."""
 
     run: RunResult
     refresh: Refresh
@@ -297,17 +292,17 @@ class _Attempt:
             self.evaluations,
             corrections,
         )
-        return self._emit(results, built)
+        return self._emit(results)
 
-    def _emit(self, results: Results, built: Built) -> RunResult:
+    def _emit(self, results: Results) -> RunResult:
         steps, before = self.steps, self.before
 
-        def choose() -> Choice:
-            # As in a full run: a target that waits for its build job has no choice yet.
-            return before.choice_again(choosable(built.engines.engines, "refresh --resume"))
-
-        reads = {"choice": before.choice, "engines": built.engines}
-        choice = steps.directory.document(CHOOSE, reads, choose)
+        # As in a full run: a target that waits for its build job has no choice yet.
+        choice = steps.directory.document(
+            CHOOSE,
+            {"choice": before.choice, "engines": results.engines},
+            lambda: before.choice_again(choosable(results.engines.engines, "refresh --resume")),
+        )
         data = describe_run(steps, results, choice, "")
         data = replace(data, notes=(*data.notes, before.note))
         files = write_report(steps, data)
@@ -320,7 +315,7 @@ class _Attempt:
             raise _Outdated(f"the structure of the model differs: {'; '.join(found)}", ModelError)
 
     def _compare_sites(self, modified: ModelArtifact) -> None:
-        """Mods look at weights: what they rewrite may differ though the model is of the same structure."""
+        """Refuse other sites: mods read weights, and may rewrite a model of the same structure otherwise."""
         was, now = (
             {site.name: (site.kind, site.k, site.n, site.rows) for site in model.sites}
             for model in (self.before.modified, modified)
@@ -331,7 +326,7 @@ class _Attempt:
             raise _Outdated(reason, ModelError)
 
     def _replanned(self, modified: ModelArtifact, profile: Profile) -> PlanSet:
-        """The plans of the engines that are built, with the scales of now → `plan.json`."""
+        """Write the plans of the engines to build, with new scales → `plan.json`."""
         wanted = [plan for plan in self.before.plans.plans if plan.id in self.before.wanted_plans]
         reason = unproven_reason(wanted, modified, profile, self.steps.config.plan.protect)
         if reason:
@@ -353,7 +348,7 @@ class _Attempt:
         return [engine for engine in engines.engines if engine.id in chosen]
 
     def _certify(self, exported: ModelArtifact, engines: EngineSet) -> EvaluationSet:
-        """Accuracy of what was chosen, or of its simulation, on certification → `evaluation.json`."""
+        """Judge the chosen engines, or their simulations, on certification → `evaluation.json`."""
         steps, config, judging = self.steps, self.steps.config, self.steps.judging
         split = judging.certification
         judged = [engine for engine in engines.engines if engine.id in self.before.judged]
@@ -373,7 +368,7 @@ class _Attempt:
         )
 
     def _check_certified(self, engines: EngineSet) -> None:
-        """Hold every engine that is emitted against the budget: on its own outputs, or on its plan's."""
+        """Check every emitted engine against the budget: on its own outputs, or on its plan's."""
         for engine in self._chosen(engines):
             own = [e for e in self.evaluations.evaluations if e.engine == engine.id and e.outputs]
             of_plan = [e for e in self.evaluations.evaluations if e.plan == engine.plan and e.outputs]

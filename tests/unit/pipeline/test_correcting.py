@@ -28,10 +28,16 @@ def test_a_plan_far_beyond_the_budget_is_not_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: Any = SimpleNamespace(
-        output_specs=(SPEC,), threads=1, plan=SimpleNamespace(corrections=True), outputs=()
+        output_specs=(SPEC,),
+        threads=1,
+        plan=SimpleNamespace(corrections=True),
+        outputs=(),
+        columns=(),
+        data=SimpleNamespace(group=None),
+        calibration=SimpleNamespace(batch_size=8, seed=0, rows=None),
     )
-    other: Any = SimpleNamespace(path=tmp_path)
-    stage = Correcting(config, other, other, other, cast(Any, None))
+    other: Any = SimpleNamespace(path=tmp_path, calibration=None, selection=None)
+    stage = Correcting(config, other, other, cast(Any, None), cast(Any, lambda exported: None))
     fitted: list[str] = []
     monkeypatch.setattr(
         correcting, "fit_biases", lambda model, plans, *rest: fitted.extend(each.id for each in plans)
@@ -39,7 +45,6 @@ def test_a_plan_far_beyond_the_budget_is_not_simulated(
     monkeypatch.setattr(
         Correcting, "_tried", lambda self, trials, each: PlanCorrections(each.id, 9, (), {}, ())
     )
-    stage.reference = cast(Any, lambda exported: None)
     limit = HOPELESS * SPEC.budget
     plans = PlanSet((plan("far", 1.01 * limit), plan("near", limit)))
     found = stage.fit(CorrectionInputs(other, other, plans)).plans

@@ -5,11 +5,15 @@ from __future__ import annotations
 import atexit
 import functools
 import shutil
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "calibration"))
+
 from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
