@@ -14,12 +14,11 @@ uncorrelated from channel to channel, so that the energies add::
 
     e_k   =   E[(x̂_k − x_k)²] · ‖W_k‖²   +   E[x_k²] · ‖Ŵ_k − W_k‖²
 
-FP8 is floating point: loud are the channels that carry the signal, not those with outliers alone. In rankers
-they are the numeric features' (16 of 192 channels of the first layer behind DCNv2's cross layers make .91 of
-its error on MovieLens 1M, and without them KL falls from .020 to .0034 %).
+In FP8, a floating-point format, channels that carry the signal have a high error, not only those with
+outliers. In rankers its error on MovieLens 1M, and without them KL falls from .020 to .0034 %).
 
-Half of the rows rank the channels, the other half says what is left. It costs one more product, which only a
-plan with the site in FP8 gains by: in every other plan the two are one again (`rejoin`).
+Half of the rows rank the channels, the other half measures the rest. The extra product pays only in a plan
+with the site in FP8; every other plan rejoins the two (`rejoin`).
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ from loka_onnx.transforms.linears.site_rows import SiteRows, read_rows
 
 ALIGNMENT = 16
 GATHER, ADD = ".gather", ".add"
-"""End the names of the nodes in front of the loud product and behind it."""
+"""Suffixes of the nodes in front of and behind the high-error product."""
 LARGEST_PART = 0.5
-"""Of K; with more, the product that is split off is no small one."""
+"""Largest share of K that is split off."""
 TOLERANCE = 4.0
-"""Factor by which more may be left than was asked for: what it costs is measured on the ladder."""
+"""Accepted ratio of the remaining to the requested error; the ladder measures its cost."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Doubles = npt.NDArray[np.float64]
@@ -61,9 +60,8 @@ class LoudChannels:
     """A linear, and the channels that are split off.
 
     Attributes:
-        linear: The linear.
         channels: S, ascending.
-        left: Part of the error energy that is left, on the rows that did not rank the channels.
+        left: Remaining share of the error energy, on rows that did not rank the channels.
     """
 
     linear: Linear
@@ -72,16 +70,15 @@ class LoudChannels:
 
 
 class SplitLoudChannels(Mod[LoudChannels]):
-    """Linears become a product without their loudest channels, and one of these.
+    """Linear → product without its high-error channels + product of these.
 
     Args:
-        left: By name of a linear site, the part of its error energy that may be left, above 0 and below 1.
-        rows: Batches that errors are measured on.
+        left: By name of a linear site, share of its error energy that may remain, in (0, 1).
         scratch: Directory on the file system of the model, for a copy of it.
         format: Of both operands.
 
     Raises:
-        TransformError: A part is not between 0 and 1.
+        TransformError: A share is not in (0, 1).
     """
 
     name = "split-loud-channels"
@@ -104,7 +101,7 @@ class SplitLoudChannels(Mod[LoudChannels]):
                 )
 
     def match(self, model: GraphModel) -> Found[LoudChannels]:
-        """Rank the channels of each site that was asked for."""
+        """Rank the channels of each requested site."""
         declined: list[Declined] = []
         linears: dict[str, Linear] = {}
         nodes = {node.name: node for node in model.nodes if node.name in self._left}
@@ -121,7 +118,7 @@ class SplitLoudChannels(Mod[LoudChannels]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: LoudChannels) -> Applied:
-        """Put zeros for the loud rows, and add their product."""
+        """Put zeros for the high-error rows, and add their product."""
         linear, channels = match.linear, np.array(match.channels)
         name, source = linear.node.name, linear.source
         part = f"{name}{LOUD}"
@@ -170,12 +167,7 @@ class SplitLoudChannels(Mod[LoudChannels]):
 
 
 def rejoin(model: GraphModel, site: str) -> Applied:
-    """Put the channels that were split off a site back, with the bits that its weight had.
-
-    Args:
-        model: A model that `SplitLoudChannels` rewrote.
-        site: Name of the site.
-    """
+    """Merge the channels split off a site back, with the bits of the original weight."""
     linear, part = read_linear(model, model.node(site)), f"{site}{LOUD}"
     loud, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
     weight = linear.weight_kn().copy()
@@ -189,7 +181,7 @@ def rejoin(model: GraphModel, site: str) -> Applied:
 
 
 def channel_errors(weight: npt.NDArray[np.floating], amax: Doubles, rows: Doubles, format: Float8) -> Doubles:
-    """Energy of the error that each input channel adds to a product in FP8, e_k, (K,).
+    """Return the energy of the error that each input channel adds to a product in FP8, e_k, (K,).
 
     Args:
         weight: W, (K, N).
@@ -206,7 +198,7 @@ def channel_errors(weight: npt.NDArray[np.floating], amax: Doubles, rows: Double
 
 
 def _readable(model: GraphModel, node: Any) -> Linear:
-    """The linear of a site.
+    """Read the linear of a site.
 
     Raises:
         NotLinear: It cannot be split.
