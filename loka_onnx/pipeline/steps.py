@@ -19,7 +19,7 @@ from loka_onnx.core.ladder import Climb
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
-from loka_onnx.core.rewrite import LoudChannels, RewriteLog
+from loka_onnx.core.rewrite import HighErrorChannels, RewriteLog
 from loka_onnx.core.split import ModelSplit
 from loka_onnx.data import Dataset, InputBinding, Splits, ensure_disjoint, open_dataset
 from loka_onnx.errors import DataError
@@ -47,7 +47,7 @@ from loka_onnx.pipeline.tuning import device_timings
 from loka_onnx.planning.loud import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels
+from loka_onnx.transforms.linears.split_high_error_channels import SplitHighErrorChannels
 from loka_onnx.transforms.sequence import Rewritten, apply_mods
 
 CHECK_ROWS = 2048
@@ -56,7 +56,7 @@ LABEL_ROWS = 65536
 """Rows read at a time where only labels and weights are."""
 
 
-LOUD_CHANNELS = "model/loud-channels.json"
+HIGH_ERROR_CHANNELS = "model/loud-channels.json"
 PLAN = Stage("plan", "plan.json", PlanSet)
 
 
@@ -215,7 +215,7 @@ class Steps:
         return Probing(self.config, self.directory, self.splits.calibration, self.progress)
 
     def modify(self, model: ModelArtifact, probed: Profile | None) -> ModdedModel:
-        """Mods but for loud channels, each checked on calibration rows → `model/modified.onnx`.
+        """Mods but for high-error channels, each checked on calibration rows → `model/modified.onnx`.
 
         Args:
             probed: Its profile, to measure what mods changed → `calibration/merged.json`; None for nothing.
@@ -246,20 +246,20 @@ class Steps:
             lambda: self._modded(document, log),
         )
 
-    def split_loud(self, merged: ModdedModel, left: Mapping[str, float]) -> ModdedModel:
-        """Loud channels of sites that do not fit as products of their own → `model/modified.json`."""
+    def split_high_error(self, merged: ModdedModel, left: Mapping[str, float]) -> ModdedModel:
+        """High-error channels of sites that do not fit as products of their own → `model/modified.json`."""
         document, log = self._path("model/modified.json"), self._path("model/mods.json")
-        asked = self._path(LOUD_CHANNELS)
+        asked = self._path(HIGH_ERROR_CHANNELS)
 
         def produce() -> Sequence[Path]:
             split = Rewritten(merged.model, RewriteLog(()))
             if left:
                 target = self._path("model/loud.onnx")
                 rows = next(self.splits.calibration.batches(self._mod_rows)).inputs
-                mod = SplitLoudChannels(left, [rows], target.parent, self.config.plan.format)
+                mod = SplitHighErrorChannels(left, [rows], target.parent, self.config.plan.format)
                 split = apply_mods(merged.model, [rows], target, [mod], self.progress)
             serde.write(RewriteLog((*merged.log.records, *split.log.records)), log)
-            serde.write(LoudChannels(dict(left)), asked)
+            serde.write(HighErrorChannels(dict(left)), asked)
             files = self._write_model(split.model, document)
             # A model that stays as it is, and its tables in any case, belong to the stage that wrote them.
             return sorted({*files, log, asked}.difference(model_files(merged.model.path)))
@@ -277,7 +277,7 @@ class Steps:
         return ModdedModel(self._read_model(document), serde.read(RewriteLog, log))
 
     def rewrite(self, model: ModelArtifact, target: Path) -> Rewritten:
-        """Mods on a model, written to a file on its file system; loud channels are not split off yet."""
+        """Apply the mods to a model and write it; high-error channels are split off later."""
         rows = next(self.splits.calibration.batches(self._mod_rows))
         mods = self._mods.make(rows.inputs, target.parent)
         return apply_mods(model, [rows.inputs], target, mods, self.progress)

@@ -21,7 +21,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import fusions_of
 from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed, SpeedVerdict
 from loka_onnx.core.recipe import Granularity
-from loka_onnx.core.site import Site, loud_parts
+from loka_onnx.core.site import Site, high_error_parts
 from loka_onnx.core.timing import KernelTiming, Shape, TimingRecords
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel, producer
@@ -77,7 +77,7 @@ class SiteTime:
         base: Its product in the base precision.
         float8: Its product in FP8.
         quantize: The cast of what it reads; None where it costs nothing.
-        beside: The product of its loud channels, which is one with it where it is not in FP8; None for none.
+        beside: The product of its high-error channels, joined to it outside FP8; None for none.
     """
 
     base: Estimate
@@ -87,7 +87,7 @@ class SiteTime:
 
     @property
     def float8_us(self) -> float:
-        """Microseconds of the product in FP8, with that of its loud channels."""
+        """Microseconds of the product in FP8, with that of its high-error channels."""
         return self.float8.us + (self.beside.us if self.beside is not None else 0.0)
 
     @property
@@ -143,7 +143,7 @@ class SiteSpeeds:
     ) -> None:
         self.device, self.serve = known.device, tuple(sorted({*known.serve}))
         self._known, self._base, self._scales = known, base, scales
-        self._table, self._loud = TimeTable(known.timings), set[str]()
+        self._table, self._high_error = TimeTable(known.timings), set[str]()
         fused = fusions_of(known.stands_for or known.backend).quantized_in_place
         able = [site for site in sites if site.name in scales]
         self.sources = {site.name: _source_of(graph, site, fused, scales) for site in able}
@@ -153,11 +153,13 @@ class SiteSpeeds:
             for site in able
             if site.name not in self._unknown and (times := self._times_of(site)) is not None
         }
-        for name, part in loud_parts(able).items():
+        for name, part in high_error_parts(able).items():
             if name in self._times and part in self._times:
-                loud = self._times[part]
-                self._times[name] = {b: replace(t, beside=loud[b].base) for b, t in self._times[name].items()}
-                self._loud.add(part)
+                apart = self._times[part]
+                self._times[name] = {
+                    b: replace(t, beside=apart[b].base) for b, t in self._times[name].items()
+                }
+                self._high_error.add(part)
 
     @property
     def known(self) -> Collection[str]:
@@ -215,7 +217,7 @@ class SiteSpeeds:
             products = []
             for site, times in self._times.items():
                 time = times[batch]
-                if site in self._loud:
+                if site in self._high_error:
                     # In the base precision the site that it was split off has its time, or is one with it.
                     products.append(-time.saved_us if site in float8 else 0.0)
                 else:

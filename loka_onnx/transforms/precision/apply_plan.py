@@ -17,10 +17,10 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import PrecisionPlan, Wide
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
-from loka_onnx.core.site import Site, loud_parts
+from loka_onnx.core.site import Site, high_error_parts
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.transforms.linears.split_loud_channels import rejoin
+from loka_onnx.transforms.linears.split_high_error_channels import rejoin
 from loka_onnx.transforms.precision.correct import Typing, correct
 from loka_onnx.transforms.precision.explicit_casts import cast_to_base, fp32_nodes
 from loka_onnx.transforms.precision.insert_qdq import insert_qdq
@@ -69,7 +69,9 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
     began = time.perf_counter()
     # The extra product pays only where the rest of the site runs in FP8.
     joined = {
-        name: part for name, part in loud_parts(model.sites).items() if not {name, part} & {*plan.fp8_sites}
+        name: part
+        for name, part in high_error_parts(model.sites).items()
+        if not {name, part} & {*plan.fp8_sites}
     }
     if joined:
         applied = tuple(rejoin(graph, name) for name in joined)

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from loka_onnx.core.formats import Float8
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.core.site import LOUD
+from loka_onnx.core.site import HIGH_ERROR
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.numerics.float8 import fake_quantize
@@ -56,7 +56,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class LoudChannels:
+class ChannelSplit:
     """A linear, and the channels that are split off.
 
     Attributes:
@@ -69,7 +69,7 @@ class LoudChannels:
     left: float
 
 
-class SplitLoudChannels(Mod[LoudChannels]):
+class SplitHighErrorChannels(Mod[ChannelSplit]):
     """Linear → product without its high-error channels + product of these.
 
     Args:
@@ -100,7 +100,7 @@ class SplitLoudChannels(Mod[LoudChannels]):
                     remedy="leave out sites whose error needs no cut",
                 )
 
-    def match(self, model: GraphModel) -> Found[LoudChannels]:
+    def match(self, model: GraphModel) -> Found[ChannelSplit]:
         """Rank the channels of each requested site."""
         declined: list[Declined] = []
         linears: dict[str, Linear] = {}
@@ -111,30 +111,30 @@ class SplitLoudChannels(Mod[LoudChannels]):
             except NotLinear as reason:
                 declined.append(Declined(site, str(reason)))
         read = read_rows(model, linears, self._rows, self._scratch) if linears else {}
-        matches: list[LoudChannels] = []
+        matches: list[ChannelSplit] = []
         for site, linear in linears.items():
-            found = self._loudest(linear, read[site], self._left[site])
-            (matches if isinstance(found, LoudChannels) else declined).append(found)  # type: ignore[arg-type]
+            found = self._highest_error(linear, read[site], self._left[site])
+            (matches if isinstance(found, ChannelSplit) else declined).append(found)  # type: ignore[arg-type]
         return Found(tuple(matches), tuple(declined))
 
-    def rewrite(self, model: GraphModel, match: LoudChannels) -> Applied:
+    def rewrite(self, model: GraphModel, match: ChannelSplit) -> Applied:
         """Put zeros for the high-error rows, and add their product."""
         linear, channels = match.linear, np.array(match.channels)
         name, source = linear.node.name, linear.source
-        part = f"{name}{LOUD}"
+        part = f"{name}{HIGH_ERROR}"
         weight = linear.weight_kn()
-        quiet = weight.copy()
-        quiet[channels] = 0
+        remaining = weight.copy()
+        remaining[channels] = 0
         axis = len(source.shape) - 1
         indices = model.constant(f"{part}.channels", channels.astype(np.int64))
         gathered = model.add("Gather", [source, indices], f"{part}{GATHER}", source.dtype, {"axis": axis})
         gathered.shape = (*source.shape[:axis], len(channels))
-        loud_weight = model.constant(f"{part}.weight", np.ascontiguousarray(weight[channels]))
-        loud = model.add("MatMul", [gathered, loud_weight], part, linear.result.dtype)
-        loud.shape = linear.result.shape
-        linear.node.inputs[1] = model.constant(f"{name}.quiet.weight", linear.stored(quiet))
-        model.insert_behind(linear.result, "Add", [loud], f"{part}{ADD}")
-        made = loud.inputs[0].name
+        small_weight = model.constant(f"{part}.weight", np.ascontiguousarray(weight[channels]))
+        small = model.add("MatMul", [gathered, small_weight], part, linear.result.dtype)
+        small.shape = linear.result.shape
+        linear.node.inputs[1] = model.constant(f"{name}.quiet.weight", linear.stored(remaining))
+        model.insert_behind(linear.result, "Add", [small], f"{part}{ADD}")
+        made = small.inputs[0].name
         return Applied(
             name,
             f"{len(channels)} of {linear.k} channels, with {1.0 - match.left:.1%} of the FP8 error, are "
@@ -142,7 +142,7 @@ class SplitLoudChannels(Mod[LoudChannels]):
             {name: (name,), made: (name,)},
         )
 
-    def _loudest(self, linear: Linear, read: SiteRows, left: float) -> LoudChannels | Declined:
+    def _highest_error(self, linear: Linear, read: SiteRows, left: float) -> ChannelSplit | Declined:
         name = linear.node.name
         if len(read.halves[0]) == 0 or len(read.halves[1]) == 0:
             return Declined(name, "there are too few rows to measure errors on")
@@ -163,20 +163,20 @@ class SplitLoudChannels(Mod[LoudChannels]):
                 f"without its {most} loudest of {linear.k} channels it still makes {rest:.1%} of its FP8 "
                 f"error; {left:.1%} may be left",
             )
-        return LoudChannels(linear, tuple(sorted(int(k) for k in order[:count])), rest)
+        return ChannelSplit(linear, tuple(sorted(int(k) for k in order[:count])), rest)
 
 
 def rejoin(model: GraphModel, site: str) -> Applied:
     """Merge the channels split off a site back, with the bits of the original weight."""
-    linear, part = read_linear(model, model.node(site)), f"{site}{LOUD}"
-    loud, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
+    linear, part = read_linear(model, model.node(site)), f"{site}{HIGH_ERROR}"
+    small, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
     weight = linear.weight_kn().copy()
-    weight[values_of(gather.inputs[1])] = values_of(loud.inputs[1])
+    weight[values_of(gather.inputs[1])] = values_of(small.inputs[1])
     linear.node.inputs[1] = model.constant(f"{site}.weight", linear.stored(weight))
     inner, result = add.inputs[0], add.outputs[0]
     add.inputs.clear()
     model.hand_over(result, inner)
-    model.remove([add, loud, gather])
+    model.remove([add, small, gather])
     return Applied(site, f"one product with '{part}' again: it is not in FP8 here")
 
 
