@@ -41,7 +41,7 @@ from loka_onnx.planning.site_speed import DeviceTimings
 from loka_onnx.planning.timings import known_timings
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.base import Mod
-from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels
+from loka_onnx.transforms.linears.split_high_error_channels import SplitHighErrorChannels
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
 from loka_zoo import FeatureSpec
 from loka_zoo.movielens1m import movielens_1m
@@ -256,7 +256,7 @@ def modified_model(
         profile = calibrated(model.exported, model.spec, data, counts)
         judged = {split: data.open(split).rows for split in ("selection", "certification")}
         left = errors_to_leave(model.exported, profile, (model.spec,), RECIPES, PlanOptions(), judged)
-        mods.append(SplitLoudChannels(left, [rows], directory))
+        mods.append(SplitHighErrorChannels(left, [rows], directory))
     return apply_mods(model.exported, [rows], directory / "modified.onnx", mods).model
 
 

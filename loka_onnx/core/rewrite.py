@@ -84,8 +84,8 @@ class RewriteLogs:
 
 
 @dataclass(frozen=True)
-class LoudChannels:
-    """What the split of loud channels was asked for; a refresh asks for the same.
+class HighErrorChannels:
+    """What the split of high-error channels was asked for; a refresh asks for the same.
 
     Attributes:
         left: Part of its FP8 error that each site may keep, by its name; the others stay whole.

@@ -8,8 +8,8 @@ from enum import StrEnum
 
 LEAST_FP8 = 16
 """Least K and N of a product that counts in "FP8-able FLOPs"."""
-LOUD = ".loud"
-"""Ends the name of the product that the loudest channels of a site became (`split_loud_channels`)."""
+HIGH_ERROR = ".loud"
+"""Suffix of the product of a site's high-error channels (`split_high_error_channels`)."""
 
 
 class SiteKind(StrEnum):
@@ -95,4 +95,4 @@ class Site:
 def high_error_parts(sites: Iterable[Site]) -> dict[str, str]:
     """Sites whose loudest channels are a product of their own, each with the name of that product."""
     names = {site.name for site in sites}
-    return {name: f"{name}{LOUD}" for name in sorted(names) if f"{name}{LOUD}" in names}
+    return {name: f"{name}{HIGH_ERROR}" for name in sorted(names) if f"{name}{HIGH_ERROR}" in names}

@@ -14,7 +14,7 @@ from loka_onnx.core.recipe import Granularity
 from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.transforms.base import Mod
-from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels
+from loka_onnx.transforms.linears.split_high_error_channels import SplitHighErrorChannels
 from loka_onnx.transforms.sequence import DEFAULT_MODS
 from loka_onnx.transforms.smoothing.choose_smoothing import ChooseSmoothing
 
@@ -46,7 +46,7 @@ class ChosenMods:
         }
 
     def make(self, rows: Mapping[str, npt.NDArray[Any]], scratch: Path) -> list[Mod[Any]]:
-        """The mods, but for loud channels, which are split off behind them."""
+        """The mods, but for high-error channels, which are split off behind them."""
         mods: list[Mod[Any]] = [kind() for kind in self._kinds]
         if self._rounding is not None:
             mods.append(ChooseSmoothing([rows], scratch, self._rounding))
@@ -64,7 +64,7 @@ def _unknown(name: str, index: int, known: list[str]) -> ConfigError:
     close = difflib.get_close_matches(name, known, n=1)
     if name == ChooseSmoothing.name:
         remedy = "write `mods.smoothing: false`"
-    elif name == SplitLoudChannels.name:
+    elif name == SplitHighErrorChannels.name:
         remedy = "write `mods.split_channels: false`"
     else:
         remedy = f"did you mean '{close[0]}'?" if close else "remove it"

@@ -43,7 +43,7 @@ from loka_onnx.planning.policy import PlanOptions, open_verdicts
 EXPORTED = "calibration/exported.json"
 """Profile of the exported model, below the run directory."""
 MERGED = "calibration/merged.json"
-"""Profile of the model after mods, before loud channels are split off."""
+"""Profile of the model after mods, before high-error channels are split off."""
 MODIFIED = "profile.json"
 """Profile of the model after mods."""
 REFRESH_ROWS = 4096
@@ -79,8 +79,8 @@ class Probing:
     def recalibrate(self, model: ModelArtifact, before: ModelArtifact) -> Profile:
         """Profile the modified model → `profile.json`.
 
-        Sites whose loud channels were split off are measured, and where FP16 may be used, the magnitudes of
-        all tensors.
+        Sites whose high-error channels were split off are measured, and where FP16 may be used, the
+        magnitudes of all tensors.
         """
         earlier = self.merged
 

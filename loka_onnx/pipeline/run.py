@@ -223,7 +223,7 @@ def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR091
         return ended
 
     merged = steps.modify(exported, probed)
-    modified = steps.split_loud(merged, steps.errors_to_leave(merged.model, steps.probing.merged))
+    modified = steps.split_high_error(merged, steps.errors_to_leave(merged.model, steps.probing.merged))
     profile = steps.probing.recalibrate(modified.model, merged.model)
     split = steps.cut(modified.model)
     if options.until is Stage.TRANSFORM:

@@ -19,7 +19,7 @@ from loka_onnx.core.ladder import Climb
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress
-from loka_onnx.core.rewrite import LoudChannels, RewriteLog
+from loka_onnx.core.rewrite import HighErrorChannels, RewriteLog
 from loka_onnx.core.split import ModelSplit
 from loka_onnx.data import Dataset, InputBinding, Splits, ensure_disjoint, open_dataset
 from loka_onnx.errors import DataError
@@ -48,7 +48,7 @@ from loka_onnx.pipeline.tuning import device_timings
 from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels
+from loka_onnx.transforms.linears.split_high_error_channels import SplitHighErrorChannels
 from loka_onnx.transforms.sequence import Rewritten, apply_mods
 
 CHECK_ROWS = 2048
@@ -229,7 +229,7 @@ class Steps:
         return Probing(self.config, self.directory, self.splits.calibration, self.progress)
 
     def modify(self, model: ModelArtifact, probed: Profile | None) -> ModdedModel:
-        """Mods but for loud channels, each checked on calibration rows → `model/modified.onnx`.
+        """Mods but for high-error channels, each checked on calibration rows → `model/modified.onnx`.
 
         Args:
             probed: Its profile, to measure what mods changed → `calibration/merged.json`; None for nothing.
@@ -260,7 +260,7 @@ class Steps:
             if left:
                 target = self._path("model/loud.onnx")
                 rows = next(self.splits.calibration.batches(self._mod_rows)).inputs
-                mod = SplitLoudChannels(left, [rows], target.parent, self.config.plan.format)
+                mod = SplitHighErrorChannels(left, [rows], target.parent, self.config.plan.format)
                 split = apply_mods(merged.model, [rows], target, [mod], self.progress)
             log = RewriteLog((*merged.log.records, *split.log.records))
             return ModdedModel(split.model, log, LoudChannels(dict(left)))
@@ -278,7 +278,7 @@ class Steps:
         )
 
     def rewrite(self, model: ModelArtifact, target: Path) -> Rewritten:
-        """Mods on a model, written to a file on its file system; loud channels are not split off yet."""
+        """Apply the mods to a model and write it; high-error channels are split off later."""
         rows = next(self.splits.calibration.batches(self._mod_rows))
         mods = self._mods.make(rows.inputs, target.parent)
         return apply_mods(model, [rows.inputs], target, mods, self.progress)

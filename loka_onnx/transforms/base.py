@@ -1,7 +1,6 @@
-"""What every transform promises.
+"""Base of every transform: `match` finds nodes to rewrite, as values, and `rewrite` rewrites one of them.
 
-A transform finds places (`match`) and rewrites one place (`rewrite`); what it finds is handed over as a
-value. What it looked at and left alone is a result too, with the reason.
+Look-alikes that stay as they are are returned too, with the reason.
 """
 
 from __future__ import annotations
@@ -18,24 +17,17 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class Found(Generic[M]):
-    """Places that a transform found in a graph.
-
-    Attributes:
-        matches: Places to rewrite; no two share a node.
-        declined: Places that look alike and were left alone.
-    """
+    """Matches of a transform in a graph; no two share a node."""
 
     matches: tuple[M, ...]
     declined: tuple[Declined, ...] = ()
 
 
 class Mod(ABC, Generic[M]):
-    """A rewrite that is mathematically equivalent in exact arithmetic.
+    """A rewrite that is equivalent in exact arithmetic.
 
     Attributes:
-        name: Name in reports.
-        tolerance: Largest accepted change of an output on the check rows, relative to the larger of 1 and
-            its own largest magnitude: what FP32 rounding in another order may do.
+        tolerance: Largest accepted change of an output on the check rows, over max(1, largest |output|).
     """
 
     name: ClassVar[str]
@@ -43,8 +35,8 @@ class Mod(ABC, Generic[M]):
 
     @abstractmethod
     def match(self, model: GraphModel) -> Found[M]:
-        """Find the places; the graph is not changed."""
+        """Return matches and declined look-alikes; the graph is not changed."""
 
     @abstractmethod
     def rewrite(self, model: GraphModel, match: M) -> Applied:
-        """Rewrite one place in the graph."""
+        """Rewrite one match in the graph."""

@@ -1,4 +1,4 @@
-"""Runs mods one after the other and holds each against the model before it, on data."""
+"""Run mods in order, and compare each with the model before it, on data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Outputs = list[dict[str, npt.NDArray[Any]]]
 _OPTIONS = SessionOptions(optimize=False)
 
 STRICT = "LOKA_ONNX_STRICT_MODS"
-"""Environment variable that lets the error of a mod end a run, as it does in tests."""
+"""Environment variable that lets the error of a mod end a run, as in tests."""
 _NOT_THE_MODS = (OSError, MemoryError, OutputError, MissingPackage)
 """Errors of the machine, which the next mod would meet too."""
 _LONGEST_REASON = 300
@@ -81,19 +81,14 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     JoinParts,
     PadSites,
 )
-"""In this order none finds more to do after a later one. Products first, so that all the others see them;
-constants, no-ops and twins hide patterns, so they go before patterns are read; K and N are padded last, when
-no layer changes its shape any more."""
+"""In this order no mod matches again after a later one. Products first, for all the others; constants, no-ops
+and twins hide patterns, so they go before patterns are read; K and N are padded last, when shapes are
+final."""
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A model after a sequence of mods.
-
-    Attributes:
-        model: The rewritten model.
-        log: What each mod did and declined.
-    """
+    """A model after a sequence of mods."""
 
     model: ModelArtifact
     log: RewriteLog
@@ -106,17 +101,14 @@ def apply_mods(
     mods: Sequence[Mod[Any]] | None = None,
     progress: Progress = silent,
 ) -> Rewritten:
-    """Rewrite a model; a mod that moves an output beyond its tolerance, or fails, is rolled back.
+    """Rewrite a model; a mod that fails, or moves an output beyond its tolerance, is rolled back.
 
     Args:
-        model: The model before.
         rows: Batches that each mod is checked on.
-        target: Where the rewritten model is written.
-        mods: Mods in order; the default sequence when None.
-        progress: Called after each mod.
+        target: File of the rewritten model.
 
     Raises:
-        TransformError: There are no rows to check a mod on.
+        TransformError: There are no rows.
     """
     if not any(len(array) for batch in rows for array in batch.values()):
         raise TransformError(
@@ -135,11 +127,11 @@ def apply_mods(
         except _NOT_THE_MODS:
             raise
         except Exception as error:
-            # A mod may be left out of any model: one that fails costs speed, not the run.
+            # Every mod is optional: one that fails costs speed, not the run.
             if os.environ.get(STRICT):
                 raise
             records.append(_failed(mod, error, time.perf_counter() - began))
-            # It may have left off anywhere.
+            # The failed mod may have edited the graph.
             graph = GraphModel.load(model.path) if accepted is None else GraphModel.read_back(accepted)
             continue
         finally:
@@ -155,7 +147,7 @@ def apply_mods(
             if record.rolled_back:
                 graph = tried.before
             else:
-                # Reading it back gives the new tensors their inferred types and shapes.
+                # Reading back infers types and shapes of the new tensors.
                 graph, accepted = GraphModel.read_back(tried.exported), tried.exported
         records.append(record)
     exported = graph.export()
@@ -174,12 +166,10 @@ def apply_mods(
 
 @dataclass(frozen=True)
 class _Tried:
-    """A mod on a graph.
+    """A mod applied to a graph.
 
     Attributes:
-        record: What it did and declined.
-        before: The graph before it.
-        exported: The graph after it; None where it rewrote nothing.
+        exported: The graph after it; None without a match.
     """
 
     record: RewriteRecord
@@ -188,10 +178,10 @@ class _Tried:
 
 
 def _try(mod: Mod[Any], graph: GraphModel) -> _Tried:
-    """Let a mod rewrite a graph; edits it."""
+    """Apply a mod to a graph; edits it."""
     with collector_paused():
         found = mod.match(graph)
-        # Most mods find nothing in most models, and a large graph takes as long to copy as to search.
+        # Most mods match nothing, and copying a large graph takes as long as the search.
         before = graph.copy() if found.matches else graph
         applied = tuple(mod.rewrite(graph, match) for match in found.matches)
     record = RewriteRecord(mod.name, applied, found.declined)
@@ -199,7 +189,7 @@ def _try(mod: Mod[Any], graph: GraphModel) -> _Tried:
 
 
 def _failed(mod: Mod[Any], error: Exception, seconds: float) -> RewriteRecord:
-    """The record of a mod that failed: what was raised, and where."""
+    """Return the record of a failed mod: error and source line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = f"{error.what}: {error.evidence}" if isinstance(error, LokaError) else str(error)
     reason = (
@@ -210,12 +200,12 @@ def _failed(mod: Mod[Any], error: Exception, seconds: float) -> RewriteRecord:
 
 
 def _origins(model: ModelArtifact, records: Sequence[RewriteRecord]) -> dict[str, tuple[str, ...]]:
-    """By name of a site, the sites of the exported model that it replaces; empty for one that was there."""
+    """Map each site to the sites of the exported model that it replaces; empty for original ones."""
     origins = {site.name: site.merged_from for site in model.sites}
     for record in records:
         for applied in record.applied:
             for name, replaced in applied.origins.items():
-                # A site that was merged before stands for those that it came from.
+                # A merged site stands for the sites it came from.
                 known = [origins.get(other) or (other,) for other in replaced]
                 origins[name] = tuple(dict.fromkeys(origin for group in known for origin in group))
     return origins
@@ -226,10 +216,7 @@ def _outputs(session: OnnxSession, rows: Sequence[Arrays]) -> Outputs:
 
 
 def _open(exported: Exported, target: Path) -> OnnxSession:
-    """A session of a model that is not written yet.
-
-    Writing and reading a file for each mod would take most of the time of a large model's sequence.
-    """
+    """Open a model that is not written: files would take most of the time of a large model's sequence."""
     model = exported.in_memory()
     if model is None:
         exported.write(target)
@@ -244,7 +231,7 @@ def _judge(
     opened: Callable[[], OnnxSession],
     rows: Sequence[Arrays],
 ) -> tuple[RewriteRecord, Outputs]:
-    """The record with its verdict, and the outputs that the next mod is held against."""
+    """Return the record with its verdict, and the outputs for the next comparison."""
     try:
         after = _outputs(opened(), rows)
     except (ModelError, EngineError) as error:
@@ -261,7 +248,7 @@ def _judge(
 
 @dataclass(frozen=True)
 class _Change:
-    """How far one output moved, and how far it may."""
+    """Change of one output, and its limit."""
 
     output: str
     moved: float
@@ -273,7 +260,7 @@ def _change(mod: Mod[Any], name: str, before: Outputs, after: Outputs) -> _Chang
     for old, new in zip(before, after, strict=True):
         with np.errstate(invalid="ignore"):
             difference = np.abs(new[name].astype(np.float64) - old[name].astype(np.float64))
-        # NaN or infinity on either side proves nothing about equivalence.
+        # NaN or infinity on either side proves no equivalence.
         moved = max(moved, float(difference.max(initial=0.0)) if np.isfinite(difference).all() else np.inf)
         magnitudes = np.abs(old[name][np.isfinite(old[name])].astype(np.float64))
         largest = max(largest, float(magnitudes.max(initial=0.0)))

@@ -132,7 +132,7 @@ def _read_record(directory: Path) -> None:
 
 def _read_earlier(directory: Path) -> None:
     earlier = EarlierRun.read(directory)
-    _ = earlier.config, earlier.base, earlier.wanted_plans, earlier.loud_channels, earlier.seconds
+    _ = earlier.config, earlier.base, earlier.wanted_plans, earlier.high_error_channels, earlier.seconds
 
 
 def _read_profile(directory: Path) -> None:

@@ -23,7 +23,7 @@ from loka_onnx.core.job import BuildJob
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refresh import Refresh
-from loka_onnx.core.site import LOUD
+from loka_onnx.core.site import HIGH_ERROR
 from loka_onnx.engines import registry
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
 from loka_onnx.engines.onnxruntime.providers import Provider, provider_for
@@ -108,7 +108,7 @@ def test_a_refresh_gives_what_a_full_run_gives_and_says_what_moved(
     assert found.fallback == ""
     moves = {move.site: move for move in found.sites}
     assert {site: (move.activation, move.weight) for site, move in moves.items()} == {
-        **{f"fc1{part}": (1.0, pytest.approx(2.0)) for part in ("", LOUD) if f"fc1{part}" in moves},
+        **{f"fc1{part}": (1.0, pytest.approx(2.0)) for part in ("", HIGH_ERROR) if f"fc1{part}" in moves},
         "fc2": (pytest.approx(2.0), pytest.approx(0.5)),
     }
     assert found.sites[-1].site in {"fc1", "fc2"}

@@ -31,7 +31,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.manifest import Manifest
-from loka_onnx.core.site import LOUD
+from loka_onnx.core.site import HIGH_ERROR
 from loka_onnx.core.split import ModelSplit, Part
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.graph import storage
@@ -75,7 +75,7 @@ def test_the_cut_is_recorded_and_its_check_counted(cut: RunResult) -> None:
     assert split.parent == modified["digest"]
     names = [site["name"] for site in modified["sites"]]
     assert [site.name for site in split.halves.dense.sites] == names
-    assert [name for name in names if not name.endswith(LOUD)] == ["fc1", "fc2", "heads"]
+    assert [name for name in names if not name.endswith(HIGH_ERROR)] == ["fc1", "fc2", "heads"]
 
 
 def test_engines_are_of_the_dense_half_and_hold_no_table(cut: RunResult) -> None:

@@ -19,14 +19,14 @@ from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refined_run import read_refined
-from loka_onnx.core.rewrite import LoudChannels
+from loka_onnx.core.rewrite import HighErrorChannels
 from loka_onnx.errors import ConfigError, LokaError
 from loka_onnx.export.retrained import EarlierExport
 from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.jobs import JOBS, RESULT
 from loka_onnx.pipeline.probing import MODIFIED
 from loka_onnx.pipeline.run import GIVEN
-from loka_onnx.pipeline.steps import LOUD_CHANNELS
+from loka_onnx.pipeline.steps import HIGH_ERROR_CHANNELS
 
 _NEEDED = (
     RECORD,
@@ -145,10 +145,10 @@ class EarlierRun:
         return sum(stage.seconds for stage in self.record.stages if stage.stage != "train")
 
     @property
-    def loud_channels(self) -> Mapping[str, float]:
+    def high_error_channels(self) -> Mapping[str, float]:
         """Error that each site with split channels may keep; empty if not recorded."""
-        document = self.directory / LOUD_CHANNELS
-        return serde.read(LoudChannels, document).left if document.is_file() else {}
+        document = self.directory / HIGH_ERROR_CHANNELS
+        return serde.read(HighErrorChannels, document).left if document.is_file() else {}
 
     @cached_property
     def chosen(self) -> tuple[str, ...]:

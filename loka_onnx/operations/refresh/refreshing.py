@@ -267,7 +267,7 @@ class _Attempt:
                 steps.check_data()
         with directory.watched("compare"):
             self._compare(exported)
-        modified = steps.split_loud(steps.modify(exported, None), before.loud_channels)
+        modified = steps.split_high_error(steps.modify(exported, None), before.high_error_channels)
         self._compare_sites(modified.model)
         split = steps.cut(modified.model)
         profile = steps.probing.refresh(modified.model, planned_recipe_ids(before.profile))

@@ -5,12 +5,12 @@ positions)::
 
     Conv(X, W, b)[n, :, p]   =   W · X[n, :, p] + b        W (O, C), X (batch, C, P), b (O, 1)
 
-so that the product has its weight on the left and moves no value. Positions along several axes are made one
-by a Reshape, and again several behind the product. The sums of xDeepFM's compressed interaction network are
-such convolutions, as are layers that mix the channels of a sequence.
+The product has its weight on the left and moves no value. Several position axes become one by a Reshape, and
+several again behind the product. The compressed interaction network of xDeepFM and layers that mix the
+channels of a sequence are such convolutions.
 
-No engine is given FP8 convolutions by a plan, and a Conv is no site; a MatMul is both. A convolution that FP8
-products cannot serve (`Site.is_fp8_able`) stays as it is: ONNX Runtime adds a bias and clips within the Conv.
+A Conv is no site and plans give it no FP8; a MatMul can have both. A convolution that FP8 products cannot
+serve (`Site.is_fp8_able`) stays: ONNX Runtime adds bias and clips within the Conv.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loka_onnx.transforms.base import Found, Mod
 
 
 class NotPointwise(Exception):
-    """The convolution is no matrix product of the kind; the message says why."""
+    """The convolution is no such matrix product; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Pointwise:
     """A convolution of kernel size 1.
 
     Attributes:
-        node: The Conv.
         weight: (O, C).
         bias: (O, 1); None where there is none.
         positions: Lengths of the axes behind the channels, -1 for one that is not known.
@@ -53,7 +52,7 @@ class ConvToMatMul(Mod[Pointwise]):
     """Conv of kernel size 1 → MatMul.
 
     Args:
-        least: Fewest channels, before and behind, that are worth it.
+        least: Fewest channels, before and behind, of a Conv that is rewritten.
     """
 
     name = "conv-to-matmul"
@@ -62,7 +61,7 @@ class ConvToMatMul(Mod[Pointwise]):
         self._least = least
 
     def match(self, model: GraphModel) -> Found[Pointwise]:
-        """Find convolutions of kernel size 1 that FP8 products could serve."""
+        """Match convolutions of kernel size 1 that FP8 products can serve."""
         matches: list[Pointwise] = []
         declined: list[Declined] = []
         for node in model.nodes:
@@ -75,7 +74,7 @@ class ConvToMatMul(Mod[Pointwise]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Pointwise) -> Applied:
-        """Put the product in place of the Conv, whose name it takes as a site's."""
+        """Replace the Conv by a product of the same name."""
         node, (channels, summed) = match.node, match.weight.shape
         # Nodes that are no site are called after their module and their operator.
         base = str(node.name).removesuffix("/conv").replace("/", ".").strip(".")

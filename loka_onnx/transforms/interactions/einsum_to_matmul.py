@@ -10,8 +10,7 @@ Without batch letters one operand may have several letters of its own, which Mat
 operands are two such products, in the order that costs fewer multiplications (NumPy's `einsum_path` does the
 same): ``bnd,bmd,mk->bnk``, the interaction of a Wukong layer, is X·(Xᵀ·Y) or (X·Xᵀ)·Y.
 
-PyTorch's exporters write ``torch.einsum`` as it stands. No engine quantizes an Einsum, and it is no site;
-a MatMul is both.
+PyTorch exports ``torch.einsum`` as it stands. No engine quantizes an Einsum, and it is no site.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Product:
         left: Letters of the left operand as MatMul reads it.
         right: Letters of the right operand as MatMul reads it.
         result: Letters of what MatMul returns.
-        first: Position of the left operand among those that are left.
+        first: Position of the left operand among the remaining operands.
         second: Position of the right operand.
     """
 
@@ -64,13 +63,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Contraction:
-    """An Einsum and the products that compute it.
+    """An Einsum and the one or two products that compute it, each result appended to the remaining operands.
 
     Attributes:
-        node: The Einsum.
         operands: Letters of its inputs.
-        output: Letters of its output.
-        products: One or two; the result of each is appended to the operands that are left.
     """
 
     node: Node
@@ -87,7 +83,7 @@ class EinsumToMatMul(Mod[Contraction]):
     """Three operands may be multiplied in another order than the engine's."""
 
     def match(self, model: GraphModel) -> Found[Contraction]:
-        """Find Einsums that are matrix products."""
+        """Match Einsums that are matrix products."""
         matches: list[Contraction] = []
         declined: list[Declined] = []
         for node in model.nodes:
@@ -100,7 +96,7 @@ class EinsumToMatMul(Mod[Contraction]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Contraction) -> Applied:
-        """Put the products in place of the Einsum; the last one takes its name, as a site's."""
+        """Replace the Einsum; the last product takes its name."""
         node = match.node
         base = str(node.name).replace("/", ".").strip(".")
         held = list(zip(match.operands, node.inputs, strict=True))

@@ -8,17 +8,17 @@ and cost 2·(m·p·q + m·q·r) against 2·(p·q·r + m·p·r) operations. For t
 with a projection Y (n, k), ``(X·Xᵀ)·Y`` costs 2·n²·(d + k) and ``X·(Xᵀ·Y)`` 4·n·d·k: linear in n (Wukong,
 arXiv 2403.02545, section 3, "optimized FM"). Axes in front of the last two are batches, and broadcast.
 
-The order is changed where it saves `margin` of the operations, there are at least `least` of them, and the
-intermediate result is not the larger one. Small products of a batch are bound by memory and by how they are
-launched, not by operations (one H100, `benchmarks/micro/site_shapes.py`, a batch of 2048): 64 tokens of 64
+Rewritten where at least `least` operations exist, `margin` of them is saved and the intermediate result does
+not grow. Small batched products are bound by memory and launches, not operations (one H100,
+`benchmarks/micro/site_shapes.py`, batch 2048): 64 tokens of 64
 with k = 16 take 23 µs as (X·Xᵀ)·Y and 32 µs as X·(Xᵀ·Y), which has two fifths of the operations; 128 such
 tokens take 69 and 45 µs, 256 with k = 32 take 238 and 70.
 
-Left alone are products of two weights: one weight, rounded once, is another model, and a low-rank layer would
-lose what it is factored for.
+Products of two weights stay: one weight rounded once is another model, and a low-rank layer would lose its
+factors.
 
-The two nodes keep their names. Where the product with a weight trades places with the product of activations
-(Y is learned), they trade names too, so that each site stays of its kind.
+The nodes keep their names, except that a product with a weight (Y is learned) swaps names with the product of
+activations, so that each site stays of its kind.
 """
 
 from __future__ import annotations
@@ -48,15 +48,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Chain:
-    """Two MatMuls, the second of which alone reads the first.
+    """Two MatMuls; only the second reads the first.
 
     Attributes:
-        inner: The first product.
-        outer: The second.
-        factors: A, B and C in order.
+        factors: A, B and C.
         is_left: Whether the inner product is A·B.
-        now: What it costs.
-        then: What the other order costs.
+        now: Cost of the present order.
+        then: Cost of the other order.
     """
 
     inner: Node
@@ -72,18 +70,18 @@ class ReassociateInteraction(Mod[Chain]):
 
     Args:
         margin: Least share of the operations that is saved.
-        least: Operations at the nominal batch from which the order matters.
+        least: Operations at the nominal batch below which nothing is rewritten.
     """
 
     name = "reassociate-interaction"
     tolerance = 3e-5
-    """Sums of other products: their rounding is relative to the largest of them, not to the result."""
+    """Rounding of other sums is relative to the largest of them, not to the result."""
 
     def __init__(self, margin: float = 0.25, least: int = 1 << 29) -> None:
         self._margin, self._least = margin, least
 
     def match(self, model: GraphModel) -> Found[Chain]:
-        """Find products of three matrices; a node takes part in one of them."""
+        """Match chains of three matrices; a node is in at most one match."""
         matches: list[Chain] = []
         declined: list[Declined] = []
         taken: set[int] = set()
@@ -140,7 +138,7 @@ class ReassociateInteraction(Mod[Chain]):
 
 
 def _read(inner: Node, outer: Node, is_left: bool) -> Chain | None:
-    """The chain of two products; None where a length that decides its cost is not known."""
+    """Return the chain; None where a length that decides its cost is unknown."""
     if is_left:
         factors = (inner.inputs[0], inner.inputs[1], outer.inputs[1])
     else:
@@ -156,7 +154,7 @@ def _read(inner: Node, outer: Node, is_left: bool) -> Chain | None:
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...] | None:
-    """Lengths, the nominal one for a dynamic batch; None where a length of the matrix is not known."""
+    """Return lengths, nominal for a dynamic batch; None where a matrix length is unknown."""
     shape = tensor.shape
     if shape is None or len(shape) < 2 or not all(isinstance(d, int) and d > 0 for d in shape[-2:]):
         return None

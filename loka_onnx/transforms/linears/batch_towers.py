@@ -10,20 +10,19 @@ Stacked along a new first axis, with W of shape (E, K, N) and b of shape (E, 1, 
     X′ = Transpose(Reshape(X, (B, E, K)), (1, 0, 2))        H′ = f(X′)·W + b        hₑ = H′[e]
     [h₁, …, h_E]  =  Reshape(Transpose(H′, (1, 0, 2)), (B, E·N))
 
-Row e of a batched product is the product of row e (ONNX operator set 13, MatMul, as `numpy.matmul`), so every
-element is the same sum of the same products, and a function of single elements does not ask where they
-stand. What follows the towers reads the parts of a Split, as before.
+Row e of a batched product is the product of row e (ONNX operator set 13, MatMul, as `numpy.matmul`), and the
+functions are elementwise, so every element is the same sum of the same products. Readers of the towers read
+parts of a Split, as before.
 
-E towers of L layers are E·L kernels, and L afterwards with two copies at most, so it is done where
-L + 2 < E·L. Layers of one batched product share a per-tensor FP8 scale, and per channel the scale of a column
-(rank 1, along N): towers whose weights differ in range by more than `spread` stay apart, and so do results
-that leave the graph, because heads are what most often stays in high precision.
+E·L kernels become L and at most two copies, so it is done where L + 2 < E·L. Layers of one product share a
+per-tensor FP8 scale, or per channel the scale of a column
+(rank 1, along N): towers whose weight ranges differ by more than `spread` stay apart, and so do results that
+leave the graph, because heads most often stay in high precision.
 
-Not among the default mods, because what it gains on a GPU is not measured: `apply_mods` takes it behind
+Not a default mod, because its gain on a GPU is not measured: pass it to `apply_mods` behind
 `merge_parallel_linears`. Seen in the compiled graphs of TensorRT for RTX 1.7.1 (FP8, four towers of 64 × 32):
-the transposition in front costs no kernel, the one behind is part of the kernel that adds the bias; weights
-of rank 3 are multiplied in FP8 with one scale and with one for each column. A scale for each tower, or along
-K, makes it multiply in BF16.
+the transposition in front costs no kernel, the one behind is part of the bias kernel; rank-3 weights run in
+FP8 with one scale or one for each column. A scale for each tower, or along K, makes it multiply in BF16.
 """
 
 from __future__ import annotations
@@ -52,15 +51,15 @@ ELEMENTWISE = frozenset(
         *("Tanh", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Erf", "Abs", "Neg", "Identity"),
     }
 )
-"""Functions of one tensor, element by element."""
+"""Elementwise functions of one tensor."""
 _COPIES = 2
 _IN_FRONT = [1, 0, 2]
-"""The towers' axis before the batch's, and back."""
+"""Swaps the towers' axis and the batch's."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Next step of every tower: a layer, or a function of single elements.
+    """Next step of every tower: a layer, or an elementwise function.
 
     Attributes:
         layers: Linears of equal K and N; empty for a function.
@@ -80,7 +79,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Towers:
-    """A Split into equal parts and what its towers do until they differ."""
+    """A Split into equal parts, and the steps that all its towers share."""
 
     split: Node
     steps: tuple[Step, ...]
@@ -100,8 +99,8 @@ class BatchTowers(Mod[Towers]):
     """Equal towers behind a Split → one batched product a layer.
 
     Args:
-        widest: Largest K and N of a layer that is batched; a wider one fills a device by itself.
-        spread: Largest ratio of the largest |weight| of two linears that share a product.
+        widest: Largest K and N of a batched layer; a wider one fills a device by itself.
+        spread: Largest ratio of the largest |weight| of two linears in one product.
     """
 
     name = "batch-towers"
@@ -110,7 +109,7 @@ class BatchTowers(Mod[Towers]):
         self._widest, self._spread = widest, spread
 
     def match(self, model: GraphModel) -> Found[Towers]:
-        """Find Splits whose parts go through equal layers."""
+        """Match Splits whose parts go through equal layers."""
         matches: list[Towers] = []
         declined: list[Declined] = []
         for node in model.nodes:
@@ -126,7 +125,7 @@ class BatchTowers(Mod[Towers]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Towers) -> Applied:
-        """Stack the parts, let every step work on all of them, and split what comes out."""
+        """Stack the parts, apply each step to all of them, and split the result."""
         split, count = match.split, match.count
         base = f"{split.name}/towers"
         stacked = _reshaped(model, split.inputs[0], [-1, count, match.layers[0][0].k], f"{base}/stack")
@@ -151,7 +150,7 @@ class BatchTowers(Mod[Towers]):
         return Applied(split.name, f"{count} towers of {_layers(depth)} → {depth} batched", origins)
 
     def _check(self, towers: Towers) -> None:
-        """Raise NotLinear with the reason where towers are better left apart."""
+        """Raise NotLinear with the reason where batching does not pay."""
         depth = len(towers.layers)
         before, after = towers.count * depth, depth + _COPIES
         if after >= before:
@@ -184,7 +183,7 @@ def _layers(depth: int) -> str:
 
 
 def _steps(model: GraphModel, split: Node) -> tuple[Step, ...]:
-    """Steps that all towers behind a Split have in common; empty where there are no towers.
+    """Return the common steps of all towers behind a Split; empty where there are no towers.
 
     Raises:
         NotLinear: Two or more parts lead to a linear layer, and they are not equal towers.
@@ -210,7 +209,7 @@ def _steps(model: GraphModel, split: Node) -> tuple[Step, ...]:
 
 
 def _function(model: GraphModel, readers: Sequence[Node | None]) -> Step | None:
-    """The function of single elements that all towers apply."""
+    """Return the elementwise function that all towers apply."""
     first = readers[0]
     if first is None or first.op not in ELEMENTWISE or len(first.inputs) != 1:
         return None
@@ -225,10 +224,10 @@ def _function(model: GraphModel, readers: Sequence[Node | None]) -> Step | None:
 def _read_layers(
     model: GraphModel, readers: Sequence[Node | None], sources: Sequence[Tensor], *, is_first: bool
 ) -> Step | None:
-    """The layer that all towers apply; None where a later one ends the towers.
+    """Return the layer that all towers apply; None where a later one ends the towers.
 
     Raises:
-        NotLinear: The first layers are not of a form, or not of one shape and type, that can be batched.
+        NotLinear: The first layers differ in form, shape or type.
     """
     try:
         layers = tuple(read_linear(model, reader) for reader in readers)

@@ -1,12 +1,10 @@
-"""Following channels from where a tensor is made to the linear layers that read it.
+"""Trace channels from the node that makes a tensor to the linear layers that read it.
 
-A factor for each channel of a tensor can move into the linears that read it when nothing else does, and every
-element that a weight row multiplies belongs to one channel. Between the two may stand operators that move
-elements (Transpose, Reshape, …) and, for positive factors, operators f with f(s·x) = s·f(x) (Relu), as well
-as operators that take a part of the elements or join them with others (Slice, Split, Gather, Concat). Which
-channel each row meets is not reasoned out but seen: these operators are run on an array that holds, in place
-of values, the number of the channel, and `FOREIGN` for elements of other tensors. The batch, which has no
-length yet, is taken to be 3 there.
+A factor for each channel of a tensor can move into its readers when all of them are linears and each weight
+row meets one channel. Operators between the two may move elements (Transpose, Reshape, …), satisfy
+f(s·x) = s·f(x) for positive factors (Relu), or take and join parts (Slice, Split, Gather, Concat). The
+operators are run on an array of channel numbers, with `FOREIGN` for elements of other tensors, which shows
+the channel that each row meets. A dynamic batch counts as 3.
 """
 
 from __future__ import annotations
@@ -24,23 +22,23 @@ from loka_onnx.graph.shape_values import dimensions, read_dimensions
 from loka_onnx.transforms.linears.pattern import NotLinear, is_candidate, read_linear
 
 HOMOGENEOUS = frozenset({"Relu", "LeakyRelu"})
-"""Operators with f(s·x) = s·f(x) for s > 0, element by element."""
+"""Elementwise operators with f(s·x) = s·f(x) for s > 0."""
 NORMS_WITH_SCALE = frozenset(
     {"LayerNormalization", "RMSNormalization", "GroupNormalization", "InstanceNormalization"}
 )
 PARTS = frozenset({"Slice", "Split", "Gather", "Concat"})
-"""Operators that take a part of a tensor's elements, or join them with those of others."""
+"""Operators that take or join parts of tensors."""
 FOREIGN = -1
-"""Stands for an element that is none of the tensor's, in the place of its channel."""
+"""Channel number of an element of another tensor."""
 _BATCH = 3
-"""A length that layers rarely have, so that an axis is not mistaken for the batch."""
+"""Rarely a layer's length, so that no axis is mistaken for the batch."""
 _LARGEST = 1 << 22
-"""Elements of an array of channel numbers; a tensor that is larger for three examples is not followed."""
+"""Most elements of an array of channel numbers; larger tensors are not traced."""
 Numbers = npt.NDArray[np.int64]
 
 
 class NotFollowed(Exception):
-    """Channels cannot be followed to linears only; the message says what stands in the way."""
+    """Channels cannot be traced to linears only; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +46,22 @@ class Reader:
     """A linear that reads channels.
 
     Attributes:
-        node: Its Gemm or MatMul.
-        channels: Number of the channel that each row of its weight meets, (K,); `FOREIGN` where it meets an
-            element of another tensor, behind a Concat.
+        channels: Channel that each weight row meets, (K,); `FOREIGN` for an element of another tensor.
     """
 
     node: Node
     channels: Numbers
 
     def of_rows(self, values: npt.NDArray[np.float64], otherwise: float) -> npt.NDArray[np.float64]:
-        """A value for each row of the weight, (K,).
-
-        Args:
-            values: One for each channel.
-            otherwise: That of rows which meet other tensors.
-        """
+        """Return a value for each weight row, (K,), from one for each channel, `otherwise` for foreign."""
         return np.where(self.channels == FOREIGN, otherwise, values[self.channels])
 
 
 def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:
-    """Channel numbers in the place of a tensor's elements: counted along some axes, the last one fastest.
+    """Return channel numbers in the shape of a tensor, counted along `axes`, the last one fastest.
 
     Raises:
-        NotFollowed: More than one dimension is not known, or there is no such axis.
+        NotFollowed: More than one dimension is unknown, or an axis does not exist.
     """
     sizes = dimensions(tensor)
     if sizes is None:
@@ -90,10 +81,10 @@ def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:
 
 
 def channel_axes(norm: Node) -> tuple[int, ...]:
-    """Axes that the scale of a norm varies along.
+    """Return axes that the scale of a norm varies along.
 
     Raises:
-        NotFollowed: The rank of what it normalizes is not known.
+        NotFollowed: The rank of its input is unknown.
     """
     shape = norm.inputs[0].shape
     if shape is None:
@@ -110,17 +101,15 @@ def linear_readers(
     between: frozenset[str] = frozenset(),
     first: Sequence[Node] | None = None,
 ) -> tuple[Reader, ...]:
-    """Every linear that reads a tensor, behind layout operators.
+    """Return every linear that reads a tensor, directly or behind layout operators.
 
     Args:
-        model: The graph.
-        tensor: The tensor.
-        numbers: Channel numbers in the place of its elements.
-        between: What may stand in between as well: elementwise operators, and those of `PARTS`.
-        first: Readers of the tensor to follow; what the others do does not count. None for all of them.
+        numbers: Channel numbers in the shape of the tensor.
+        between: Further operators that may stand in between: elementwise ones and those of `PARTS`.
+        first: Readers of the tensor to follow; None for all.
 
     Raises:
-        NotFollowed: Something else reads it, or a row of a weight meets several channels.
+        NotFollowed: Another operator reads it, or a weight row meets several channels.
     """
     found: list[Reader] = []
     if first is None and model.is_output(tensor):
@@ -142,7 +131,7 @@ def linear_readers(
 
 
 def _behind(node: Node, tensor: Tensor, numbers: Numbers) -> list[tuple[Tensor, Numbers]]:
-    """What a node makes of a tensor's elements, output by output; outputs without any are left out."""
+    """Return outputs that hold elements of the tensor, with their channel numbers."""
     if node.op not in PARTS:
         return [(node.outputs[0], moved(node, numbers) if node.op in LAYOUT_OPS else numbers)]
     try:
@@ -174,7 +163,7 @@ def _taken(node: Node, tensor: Tensor, numbers: Numbers) -> list[Numbers]:
         return [np.take(numbers, constants[0], axis=axis)]
     sizes = constants[0] if constants else None
     if sizes is None:
-        # Parts are of equal size, the last one may be smaller.
+        # Equal parts; the last one may be smaller.
         step = -(-numbers.shape[axis] // len(node.outputs))
         return np.split(numbers, range(step, step * len(node.outputs), step), axis=axis)
     return np.split(numbers, np.cumsum(sizes)[:-1], axis=axis)
@@ -201,7 +190,7 @@ def _refuse_batch(tensor: Tensor, axes: tuple[int, ...]) -> None:
 
 
 def _foreign(tensor: Tensor) -> Numbers:
-    """`FOREIGN` in the place of every element of a tensor."""
+    """Return `FOREIGN` in the shape of a tensor."""
     sizes = dimensions(tensor)
     if sizes is None:
         raise ValueError(f"the rank of '{tensor.name}' is not known")
@@ -212,10 +201,10 @@ def _foreign(tensor: Tensor) -> Numbers:
 
 
 def moved(node: Node, numbers: Numbers) -> Numbers:
-    """An array after a layout operator.
+    """Apply a layout operator to channel numbers.
 
     Raises:
-        NotFollowed: What the operator does to a batch of that length is not known.
+        NotFollowed: Its effect on a batch of that length is unknown.
     """
     try:
         return _moved(node, numbers)
@@ -224,10 +213,10 @@ def moved(node: Node, numbers: Numbers) -> Numbers:
 
 
 def along(numbers: Numbers, axis: int) -> Numbers:
-    """Channel number of each place along an axis.
+    """Return the channel of each position along an axis.
 
     Raises:
-        NotFollowed: Places along another axis belong to another channel.
+        NotFollowed: Positions along another axis belong to another channel.
     """
     first = np.moveaxis(numbers, axis, -1).reshape(-1, numbers.shape[axis])
     if not (first == first[0]).all():
@@ -236,12 +225,7 @@ def along(numbers: Numbers, axis: int) -> Numbers:
 
 
 def by_channel(numbers: Numbers, values: npt.NDArray[np.floating], channels: int) -> npt.NDArray[np.float64]:
-    """Values of a constant that broadcasts against a tensor, one for each channel of the tensor.
-
-    Args:
-        numbers: Channel numbers in the place of the tensor's elements.
-        values: The constant.
-        channels: How many channels there are.
+    """Return one value for each channel from a constant that broadcasts against a tensor.
 
     Raises:
         NotFollowed: It varies within a channel, or adds axes to the tensor.

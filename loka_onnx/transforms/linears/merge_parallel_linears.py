@@ -5,17 +5,16 @@ Side by side along N::
     [x·W₁ + b₁, …, x·Wₘ + bₘ]   =   Split(x · [W₁ … Wₘ] + [b₁ … bₘ])
 
 and along the rows for weights that stand on the left, ``W·x``. Every element of the result is the same sum
-of the same products. Experts and gates, towers, query, key and value, and the mixes of a Wukong layer have
-this form. What follows each layer (its activation function, its reshape) stays behind the Split, and so does
-a bias that a node of its own adds: TensorRT for RTX 1.7.1 cuts a merged query, key and value apart again when
-the bias comes first, and leaves FP8 where the weight has a scale for each channel.
+of the same products. Experts and gates, towers, query, key and value, and the token mixers of a Wukong layer
+have this form. What follows each layer (activation, reshape) stays behind the Split, and so does a bias of
+its own Add: TensorRT for RTX 1.7.1 splits a merged query, key and value again when the bias comes first, and
+leaves FP8 where the weight has per-channel scales.
 
-When it pays (one H100, BF16, `benchmarks/micro/site_shapes.py`): two to eight layers of N ≤ 1024 take 0.41 to
-0.94 of the time when the next operator reads the parts in place, and up to 1.54 of it when each part is
-copied. The gain ends where one layer fills the device. So wider layers stay apart, and so do heads, whose
-result leaves the graph: that would be a copy, and heads are what most often stays in high precision. Layers
-whose weights differ in range by more than `spread` stay apart as well: they will share one per-tensor FP8
-scale, and E4M3 has 15 binades of normal numbers.
+It pays (one H100, BF16, `benchmarks/micro/site_shapes.py`) for two to eight layers of N ≤ 1024: .41 to .94 of
+the time when the next operator reads the parts in place, up to 1.54 of it when each part is copied. Wider
+layers fill the device and stay apart, and so do heads: a graph output would be a copy, and heads most often
+stay in high precision. Layers whose weight ranges differ by more than `spread` stay apart too: they would
+share one per-tensor FP8 scale, and E4M3 has 15 binades of normal numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate
 
 @dataclass(frozen=True)
 class ParallelLinears:
-    """Layers that read one tensor, two or more, all with the weight on the same side."""
+    """Two or more layers that read one tensor, with the weight on the same side."""
 
     layers: tuple[Linear, ...]
 
@@ -44,7 +43,7 @@ class MergeParallelLinears(Mod[ParallelLinears]):
     """Parallel linears → one linear and a Split.
 
     Args:
-        widest: Largest N of a layer that is merged.
+        widest: Largest N of a merged layer.
         spread: Largest ratio of the largest |weight| of two merged layers.
     """
 
@@ -54,7 +53,7 @@ class MergeParallelLinears(Mod[ParallelLinears]):
         self._widest, self._spread = widest, spread
 
     def match(self, model: GraphModel) -> Found[ParallelLinears]:
-        """Find tensors that several linears read."""
+        """Match tensors that several linears read."""
         declined: list[Declined] = []
         matches: list[ParallelLinears] = []
         for layers in _groups(model, declined):
@@ -65,7 +64,7 @@ class MergeParallelLinears(Mod[ParallelLinears]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: ParallelLinears) -> Applied:
-        """Put one product and a Split in place of those of the layers; what followed each reads its part."""
+        """Replace the layers by one product and a Split, whose parts their readers read."""
         layers = match.layers
         names = tuple(layer.node.name for layer in layers)
         product = _merged_product(model, layers, merged_name(names))
@@ -92,7 +91,7 @@ class MergeParallelLinears(Mod[ParallelLinears]):
         return bool(reason)
 
     def _of_one_range(self, layers: list[Linear], declined: list[Declined]) -> list[Linear]:
-        """The layers whose weights are within `spread` of the largest."""
+        """Return the layers whose weight range is within `spread` of the largest."""
         ranges = [float(np.abs(values_of(layer.weight)).max(initial=0.0)) for layer in layers]
         largest = max(ranges, default=0.0)
         kept = []
@@ -110,7 +109,7 @@ class MergeParallelLinears(Mod[ParallelLinears]):
 
 
 def _groups(model: GraphModel, declined: list[Declined]) -> list[list[Linear]]:
-    """Linears by the tensor that they read, where there are several."""
+    """Group linears by the tensor they read; groups of two or more."""
     reading: defaultdict[int, list[Node]] = defaultdict(list)
     for node in model.nodes:
         if is_candidate(node):
@@ -128,7 +127,7 @@ def _groups(model: GraphModel, declined: list[Declined]) -> list[list[Linear]]:
 
 
 def _merged_product(model: GraphModel, layers: Sequence[Linear], name: str) -> Tensor:
-    """One product of the source with every weight: a Gemm with the biases where all were, else a MatMul."""
+    """Return one product with every weight: a Gemm with biases where all were Gemms, else a MatMul."""
     first = layers[0]
     is_gemm = all(layer.node.op == "Gemm" for layer in layers)
     weight = first.stored(np.concatenate([layer.weight_kn() for layer in layers], axis=1))

@@ -5,20 +5,19 @@ For a layer of K × N whose input x gains columns x′ and whose weight gains ro
     [x  x′] · [W; 0]   =   x·W + x′·0   =   x·W          (x′ finite)
     x · [W  0] + [b  0]   =   [x·W + b   0]
 
-so K costs nothing but where the columns come from, and N nothing but what becomes of them. A tensor is
-widened as cheaply as its makers and readers allow (`widening`):
+A tensor is widened as cheaply as its makers and readers allow (`widening`):
 
-- a layer's N, when all that reads its result are layers behind elementwise operators: their K takes the
-  columns up, and nothing is copied. A norm reads the width, so it ends the search;
-- a layer's N in front of a Split: one more part, which nobody reads;
-- the columns of a Gather with constant positions, alone or as a part of a Concat (the pairs of a DLRM): one
-  position is gathered a few times more, and meets rows of zeros;
-- otherwise a Pad in front of the layer, or a Slice behind it, where the copy costs less than it saves.
+- a layer's N, when only layers behind elementwise operators read its result: their K takes the columns, and
+  nothing is copied. A norm reads the width, so it ends the search;
+- a layer's N in front of a Split: one more part that nobody reads;
+- columns of a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
+  gathered again and meets rows of zeros;
+- otherwise a Pad in front of the layer or a Slice behind it, where the copy costs less than it saves.
 
-When a copy pays (one H100, `benchmarks/micro/site_shapes.py`): BF16 products whose K or N is not a multiple
-of 8 take 1.1 to 5.8 times as long as padded ones. The Pad costs more than that below K·N = 2¹⁷, the Slice
-below 2¹⁴. Multiples of 8 run at full speed in BF16; FP8 alone needs 16, and gains more than the copy costs
-from 2²² (2048 × 2048) on.
+A copy (one H100, `benchmarks/micro/site_shapes.py`): BF16 products whose K or N is not a multiple of 8 take
+1.1 to 5.8 times as long as padded ones. The Pad costs more than that below K·N = 2¹⁷, the Slice below 2¹⁴.
+Multiples of 8 run at full speed in BF16; FP8 needs 16, and gains more than the copy costs from 2²²
+(2048 × 2048) on.
 """
 
 from __future__ import annotations
@@ -58,10 +57,9 @@ class CopyRule:
     float8: int = 1 << 22
 
     def why_not(self, letter: str, width: int, products: int) -> str:
-        """Why a copy does not pay; empty when it does.
+        """Return why a copy does not pay; empty when it does.
 
         Args:
-            letter: K or N.
             width: What would be padded.
             products: K·N of the layers that gain.
         """
@@ -89,7 +87,7 @@ class PadSites(Mod[Widened]):
         self._rule, self._smallest = rule or CopyRule(), smallest
 
     def match(self, model: GraphModel) -> Found[Widened]:
-        """Find tensors in front of and behind layers whose last axis is not a multiple of 16."""
+        """Match tensors before and behind layers whose last axis is not a multiple of 16."""
         declined: list[Declined] = []
         layers = _read_layers(model, declined)
         matches = [
@@ -108,7 +106,7 @@ class PadSites(Mod[Widened]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Widened) -> Applied:
-        """Widen one tensor, the weights of its maker and those of its takers."""
+        """Widen one tensor and the weights of its maker and takers."""
         width = match.width + match.added
         if match.maker is not None:
             _pad_n(model, match.maker, match.added)
@@ -133,7 +131,7 @@ class PadSites(Mod[Widened]):
     def _widen_result(
         self, model: GraphModel, layer: Linear, layers: dict[int, Linear], declined: list[Declined]
     ) -> Widened | None:
-        """How the N of a layer is padded; None when it is declined."""
+        """Return how the N of a layer is padded; None when declined."""
         reason = self._gains_nothing("N", layer.n, layer.k)
         if not reason:
             added = -layer.n % ALIGNMENT
@@ -160,7 +158,7 @@ class PadSites(Mod[Widened]):
     def _widen_source(
         self, model: GraphModel, layer: Linear, layers: dict[int, Linear], declined: list[Declined]
     ) -> Widened | None:
-        """How the K of a layer is padded; None when it is declined."""
+        """Return how the K of a layer is padded; None when declined."""
         reason = self._gains_nothing("K", layer.k, layer.n)
         if not reason:
             added = -layer.k % ALIGNMENT
@@ -187,7 +185,7 @@ class PadSites(Mod[Widened]):
         return None
 
     def _gains_nothing(self, letter: str, width: int, other: int) -> str:
-        """Why even free columns would gain nothing; empty when they would."""
+        """Return why even free columns gain nothing; empty when they gain."""
         if width < self._smallest:
             return f"{letter} = {width} is under {self._smallest}"
         if width % 8 == 0 and other < ALIGNMENT:
@@ -199,7 +197,7 @@ class PadSites(Mod[Widened]):
 
 
 def _read_layers(model: GraphModel, declined: list[Declined]) -> dict[int, Linear]:
-    """The layers whose weight may be padded, by identity of their node."""
+    """Return layers whose weight may be padded, by identity of their node."""
     layers: dict[int, Linear] = {}
     for node in model.nodes:
         if not is_candidate(node):
@@ -242,7 +240,7 @@ def _pad_k(model: GraphModel, layer: Linear, position: int, added: int) -> None:
 
 
 def _pad_weight(model: GraphModel, layer: Linear, added: int, axis: int, position: int) -> None:
-    """Insert zeros into the weight (K, N) that the node has by now; its other axis may have been padded."""
+    """Insert zeros into the weight (K, N) that the node has by now; its other axis may be padded already."""
     values = values_of(layer.node.inputs[1])
     stored = 1 - axis if layer.is_transposed else axis
     zeros = np.zeros([added if i == stored else d for i, d in enumerate(values.shape)], values.dtype)
@@ -280,7 +278,7 @@ def _slice(model: GraphModel, match: Widened) -> None:
 
 
 def _add_part(model: GraphModel, split: Node, added: int) -> None:
-    """Put a Split with one more part in the place of another."""
+    """Replace a Split by one with one more part."""
     parts: Sequence[Tensor] = list(split.outputs)
     sizes = [int(size) for size in values_of(split.inputs[1])]
     split.outputs.clear()

@@ -1,8 +1,7 @@
-"""Reading a linear layer: a product with one constant operand, and the bias that is added to it.
+"""Read a linear layer: a product with one constant operand, and its bias.
 
-Shared by the mods that change the shape of sites. What they need is a weight that they may cut, join and pad
-along K or N: a constant of rank 2 that multiplies an activation without factors, so that no value is rounded
-again when it moves into another tensor.
+Mods that change the shape of sites need a rank-2 constant weight to cut, join and pad along K or N,
+and that multiplies an activation without factors, so that no value is rounded again when it moves.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from loka_onnx.graph.sites import PRODUCT_OPS
 
 
 class NotLinear(Exception):
-    """The node is a linear layer in a form that is not rewritten; the message says which."""
+    """The linear layer has a form that is not rewritten; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,11 @@ class Linear:
     """``source · W + b``, or ``W · source`` when the weight stands on the left.
 
     Attributes:
-        node: The Gemm or MatMul; its name is that of the site.
-        source: The activation.
-        weight: The constant, as it is stored.
+        weight: The constant as stored.
         on_left: Whether the weight is the left operand; there is no bias then.
         is_transposed: Whether the weight is stored as (N, K): Gemm's transB, or a weight on the left.
         bias: Constant with N elements, or one; None when there is no bias.
-        add: The Add that the bias belongs to; None where Gemm adds it.
+        add: The Add of the bias; None where Gemm adds it.
         result: The tensor after the bias.
         k: Length of the contraction.
         n: Output channels.
@@ -49,16 +46,16 @@ class Linear:
     n: int
 
     def weight_kn(self) -> npt.NDArray[np.floating]:
-        """The weight as (K, N)."""
+        """Return the weight as (K, N)."""
         values = values_of(self.weight)
         return values.T if self.is_transposed else values
 
     def stored(self, weight: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-        """A weight (K, N) in the layout of this one."""
+        """Return a weight (K, N) in the stored layout."""
         return weight.T if self.is_transposed else weight
 
     def bias_n(self) -> npt.NDArray[np.floating]:
-        """The bias as (N,), zeros where there is none."""
+        """Return the bias as (N,), zeros where there is none."""
         dtype = values_of(self.weight).dtype
         if self.bias is None:
             return np.zeros(self.n, dtype)
@@ -66,7 +63,7 @@ class Linear:
 
 
 def is_candidate(node: Node) -> bool:
-    """Whether the node is a product with exactly one constant operand."""
+    """Return whether exactly one operand of a product is constant."""
     return node.op in PRODUCT_OPS and is_constant(node.inputs[0]) != is_constant(node.inputs[1])
 
 
@@ -106,7 +103,7 @@ def _read_gemm(node: Node, source: Tensor, weight: Tensor, on_left: bool) -> Lin
 
 
 def _bias_behind(model: GraphModel, node: Node, n: int) -> tuple[Node | None, Tensor | None]:
-    """The Add behind a MatMul that adds a constant bias, and that bias."""
+    """Return the Add of a constant bias behind a MatMul, and that bias."""
     product = node.outputs[0]
     readers = consumers(product)
     if model.is_output(product) or len(readers) != 1 or readers[0].op != "Add":
@@ -123,12 +120,12 @@ def _is_bias(tensor: Tensor, n: int) -> bool:
     if not is_constant(tensor):
         return False
     shape = values_of(tensor).shape
-    # Leading ones would add axes to the product if there were more of them than it has.
+    # More leading ones than the product has axes would add axes to it.
     return len(shape) <= 2 and shape[-1:] in ((), (1,), (n,)) and all(d == 1 for d in shape[:-1])
 
 
 def only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
-    """The one node that reads a tensor, once; None when there is none, are more, or it leaves the graph."""
+    """Return the only reader of a tensor; None for none, several, or a graph output."""
     if model.is_output(tensor) or len(tensor.outputs) != 1:
         return None
     reader: Node = tensor.outputs[0]
@@ -136,13 +133,13 @@ def only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
 
 
 def made_by(tensor: Tensor, op: str) -> Node | None:
-    """The producer of a tensor when it is of that operator."""
+    """Return the producer of a tensor if it is of that operator."""
     node = producer(tensor)
     return node if node is not None and node.op == op else None
 
 
 def static_dim(tensor: Tensor, axis: int) -> int | None:
-    """Length of an axis of a tensor; None where it is not known."""
+    """Return the length of an axis; None where it is unknown."""
     if tensor.shape is None or not -len(tensor.shape) <= axis < len(tensor.shape):
         return None
     length = tensor.shape[axis]

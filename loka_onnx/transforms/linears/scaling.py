@@ -1,4 +1,4 @@
-"""Moving factors and summands of channels into a linear layer.
+"""Move factors and summands of channels into a linear layer.
 
 With s and c for each input channel k, and t and d for each output channel n::
 
@@ -20,14 +20,7 @@ Vector = npt.NDArray[np.float64]
 
 
 def absorb_before(model: GraphModel, node: Node, scale: Vector, shift: Vector | None = None) -> None:
-    """Let a linear read x where it read s·x + c.
-
-    Args:
-        model: The graph.
-        node: The Gemm or MatMul.
-        scale: s, (K,).
-        shift: c, (K,); None for zeros.
-    """
+    """Let a linear read x where it read s·x + c; `scale` s and `shift` c are (K,), None for zeros."""
     linear = read_linear(model, node)
     weight = linear.weight_kn().astype(np.float64)
     if shift is not None and shift.any():
@@ -36,14 +29,7 @@ def absorb_before(model: GraphModel, node: Node, scale: Vector, shift: Vector | 
 
 
 def absorb_behind(model: GraphModel, node: Node, scale: Vector, shift: Vector | None = None) -> None:
-    """Let a linear compute t·y + d where it computed y, bias included.
-
-    Args:
-        model: The graph.
-        node: The Gemm or MatMul.
-        scale: t, (N,).
-        shift: d, (N,); None for zeros.
-    """
+    """Let a linear compute t·y + d where it computed y with bias; `scale` t and `shift` d are (N,)."""
     linear = read_linear(model, node)
     bias = scale * linear.bias_n() + (0.0 if shift is None else shift)
     if linear.bias is not None or bias.any():
@@ -59,7 +45,7 @@ def _set_weight(model: GraphModel, linear: Linear, weight: Vector) -> None:
 
 def _set_bias(model: GraphModel, linear: Linear, bias: Vector) -> None:
     values = bias.astype(values_of(linear.weight).dtype)
-    # Rows of the product are output channels when the weight stands on the left.
+    # With the weight on the left, rows of the product are output channels.
     constant = model.constant(f"{linear.node.name}.bias", values[:, None] if linear.on_left else values)
     if linear.add is not None:
         position = next(i for i, tensor in enumerate(linear.add.inputs) if is_constant(tensor))

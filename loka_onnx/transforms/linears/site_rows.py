@@ -1,4 +1,4 @@
-"""Rows of the activations that a model's linears read, a bounded number of each."""
+"""Sample rows of the activations that a model's linears read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 Doubles = npt.NDArray[np.float64]
 
 _ELEMENTS = 1 << 25
-"""Of all activations together: kept in the end, and held at once (FP32, 128 MB)."""
+"""Most elements of all activations together (FP32, 128 MB)."""
 _MOST_VECTORS = 512
 _FEWEST_VECTORS = 64
 _WEIGHTS = 1 << 20
-"""Elements of a weight that are measured."""
+"""Most elements of a weight that are measured."""
 _PRODUCTS = 1 << 26
 """Multiplications in one measurement of one product, as far as the fewest vectors allow."""
 
@@ -45,12 +45,10 @@ class SiteRows:
 def read_rows(
     model: GraphModel, linears: Mapping[str, Linear], rows: Sequence[Arrays], scratch: Path
 ) -> dict[str, SiteRows]:
-    """Run a model and keep what each of some linears reads.
+    """Run a model and sample the input of each linear.
 
     Args:
-        model: The model.
-        linears: The linears by site.
-        rows: Batches; the halves are those of all their rows in order.
+        rows: Batches; all their rows in order are halved.
         scratch: Directory on the file system of the model, for a copy of it.
     """
     feeds = {name: np.concatenate([batch[name] for batch in rows]) for name in rows[0]}
@@ -78,20 +76,20 @@ def read_rows(
 
 
 def measured_columns(linear: Linear) -> npt.NDArray[np.int64]:
-    """Output channels of a linear that are measured: all of them, or evenly spaced ones of a large layer."""
+    """Return the output channels that are measured: all, or evenly spaced ones of a large layer."""
     most = max(_WEIGHTS // linear.k, 16)
     return np.unique(np.linspace(0, linear.n - 1, min(linear.n, most)).astype(np.int64))
 
 
 class _Kept:
-    """What is kept of the activation of one linear."""
+    """Sample of one linear's input."""
 
     def __init__(self, linear: Linear) -> None:
         self.linear, self.amax = linear, np.zeros(linear.k)
         self.halves: tuple[list[Doubles], list[Doubles]] = ([], [])
 
     def add(self, values: npt.NDArray[Any], half: int, wanted: int) -> None:
-        """Keep some vectors of a batch, evenly spaced, and the range of all of them."""
+        """Add evenly spaced vectors of a batch, and the range of all of them."""
         vectors = np.moveaxis(values, -2 if self.linear.on_left else -1, -1).reshape(-1, self.linear.k)
         self.amax = np.maximum(self.amax, np.abs(vectors).max(axis=0, initial=0.0))
         places = np.linspace(0, len(vectors) - 1, min(wanted, len(vectors))).astype(np.int64)
@@ -99,7 +97,7 @@ class _Kept:
 
 
 def _limits(linears: Mapping[str, Linear]) -> dict[str, int]:
-    """Vectors of each half, by site."""
+    """Return vectors of each half, by site."""
     shared = _ELEMENTS // max(2 * sum(linear.k for linear in linears.values()), 1)
     return {
         site: int(
@@ -114,13 +112,13 @@ def _limits(linears: Mapping[str, Linear]) -> dict[str, int]:
 
 
 def _elements(linear: Linear) -> int:
-    """Elements of an activation for each example, an unknown length counted as one."""
+    """Return elements of an activation for one example; an unknown length counts as one."""
     sizes = dimensions(linear.source) or ()
     return int(np.prod([size for size in sizes if isinstance(size, int)], dtype=np.int64))
 
 
 def _with_outputs(model: GraphModel, wanted: set[str], path: Path) -> Path:
-    """A copy of a model whose outputs are some of its tensors as well."""
+    """Write a copy of a model with further tensors as outputs."""
     copy = model.copy()
     known = {tensor.name for tensor in copy.outputs}
     tensors = copy.tensors()

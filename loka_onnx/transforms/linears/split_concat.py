@@ -1,18 +1,18 @@
-"""Let a linear layer read the parts of a concatenation that are the same for every row apart.
+"""Let a linear layer read parts of a concatenation apart that are the same for every row.
 
 With the weight cut into the rows that each part meets::
 
     Concat(a, b)·W + c   =   a·W_a + b·W_b + c
 
 where b is a row that Expand or Tile copied to every row of the batch: the user's features beside those of
-many candidates, or a learned vector. b·W_b is then computed once, on the row before it was copied, and
-broadcast by the sum. What is left of the Concat keeps the name of the site.
+many candidates, or a learned vector. b·W_b is computed once, before the copy, and broadcast by the sum. The
+rest of the Concat keeps the name of the site.
 
-Other parts stay together. Taking them apart saves the copy that the Concat makes and costs a product more. On
-one H100 (`benchmarks/micro/site_shapes.py`) the sum is the faster way only for parts of 2048 columns at a
-batch of 2048 (.68 to .89 of the time); they take 1.1 to 2.5 times as long at a batch of 256, and narrow parts
-up to 3.2 times. An engine that writes each part where the Concat wants it saves the copy anyway. `apart_from`
-takes them apart all the same, where every part is at least so wide.
+Other parts stay together: apart they save the copy of the Concat and cost one more product. On one H100
+(`benchmarks/micro/site_shapes.py`) the sum is faster only for parts of 2048 columns at
+batch 2048 (.68 to .89 of the time); it takes 1.1 to 2.5 times as long at batch 256, and up to 3.2 times for
+narrow parts. An engine that writes each part in place saves the copy anyway. `apart_from` splits them all the
+same, where every part is at least so wide.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class ConcatPart:
     """Inputs of the Concat that one product reads.
 
     Attributes:
-        tensors: They, in order; one when it is the same for every row: the row before it was copied.
-        rows: Rows of the weight that they meet.
-        is_shared: Whether they are the same for every row.
+        tensors: In order; for a shared part the one row before it was copied.
+        is_shared: Whether every row has the same values.
     """
 
     tensors: tuple[Tensor, ...]
@@ -45,13 +44,7 @@ class ConcatPart:
 
 @dataclass(frozen=True)
 class Concatenated:
-    """A layer that reads a concatenation, and how it is taken apart.
-
-    Attributes:
-        layer: The layer.
-        concat: The Concat.
-        parts: What each product reads; the first keeps the name of the site.
-    """
+    """A layer that reads a concatenation, and its parts; the first keeps the name of the site."""
 
     layer: Linear
     concat: Node
@@ -62,8 +55,7 @@ class SplitConcat(Mod[Concatenated]):
     """Linear of a Concat → sum of linears, where a part is the same for every row.
 
     Args:
-        apart_from: Least width of every part for parts that differ from row to row to be taken apart as
-            well; None for never.
+        apart_from: Least width of every part at which parts that differ by row are split too; None for never.
     """
 
     name = "split-concat"
@@ -72,7 +64,7 @@ class SplitConcat(Mod[Concatenated]):
         self._apart = apart_from
 
     def match(self, model: GraphModel) -> Found[Concatenated]:
-        """Find layers that read a Concat along their K."""
+        """Match layers that read a Concat along their K."""
         matches: list[Concatenated] = []
         declined: list[Declined] = []
         for node in model.nodes:
@@ -95,7 +87,7 @@ class SplitConcat(Mod[Concatenated]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Concatenated) -> Applied:
-        """Give the site the first part, and add the products of the others behind it."""
+        """Give the site the first part and add the products of the others."""
         layer, site = match.layer, str(match.layer.node.name)
         weight = layer.weight_kn()
         origins: dict[str, tuple[str, ...]] = {}
@@ -118,7 +110,7 @@ class SplitConcat(Mod[Concatenated]):
         return Applied(site, f"K {layer.k} → {widths}, the products of '{match.concat.name}' apart", origins)
 
     def _parts(self, concat: Node) -> tuple[ConcatPart, ...] | str:
-        """How the inputs are taken apart; the reason where they are not."""
+        """Return the parts, or the reason why the Concat stays whole."""
         widths = [static_dim(tensor, -1) for tensor in concat.inputs]
         if any(width is None for width in widths):
             return "the width of a part of its Concat is not known"
@@ -147,7 +139,7 @@ class SplitConcat(Mod[Concatenated]):
 
 
 def _row(tensor: Tensor) -> Tensor | None:
-    """The row that a tensor repeats for the whole batch; None when it does not."""
+    """Return the row that a tensor repeats for the whole batch; None when it does not."""
     node = producer(tensor)
     if node is None or node.op not in {"Expand", "Tile"}:
         return None
@@ -159,7 +151,7 @@ def _row(tensor: Tensor) -> Tensor | None:
 
 
 def _joined(model: GraphModel, part: ConcatPart, concat: Node) -> Tensor:
-    """What a product reads: one tensor, or what is left of the Concat, made once for all layers."""
+    """Return the input of a product: one tensor, or a Concat made once for all layers."""
     if len(part.tensors) == 1:
         return part.tensors[0]
     wanted = [id(tensor) for tensor in part.tensors]

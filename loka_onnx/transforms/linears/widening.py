@@ -1,4 +1,4 @@
-"""Finding where columns can be added to a tensor without a copy: what `pad_sites` matches."""
+"""Find tensors that can get more columns without a copy, for `pad_sites`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ FINITE_AT_ZERO = frozenset(
         *("Tanh", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Clip", "Erf", "Identity", "Abs", "Neg"),
     }
 )
-"""Elementwise operators of one activation; each maps a column of zeros to one of a finite number."""
+"""Elementwise operators of one activation that map zeros to a finite number."""
 OF_TWO = frozenset({"Mul", "Add", "Sub"})
-"""Elementwise operators of two tensors of one shape, finite where both are."""
+"""Elementwise operators of two tensors of one shape; finite inputs give finite outputs."""
 
 
 @dataclass(frozen=True)
 class Widened:
-    """A tensor that gets columns, and who makes and takes them.
+    """A tensor that gets columns, its maker and its takers.
 
     Attributes:
         tensor: The result of `maker`, or the source of the layers.
-        width: Its columns now.
         added: Columns that it gets.
         maker: The layer whose N is padded, or None.
         gather: The Gather of which one position is repeated, or None; with neither there is a Pad.
@@ -58,7 +57,7 @@ class Widened:
 
     @property
     def letter(self) -> str:
-        """Which dimension of the site is padded."""
+        """K or N: the padded dimension of the site."""
         return "K" if self.maker is None else "N"
 
     @property
@@ -69,7 +68,7 @@ class Widened:
 
     @property
     def how(self) -> str:
-        """What becomes of the columns, or where they come from."""
+        """Source or use of the new columns, in words."""
         names = ", ".join(f"'{taker.node.name}'" for taker in self.takers)
         if self.gather is not None:
             return f"a position of '{self.gather.name}' is gathered again"
@@ -94,7 +93,7 @@ class Readers:
 
 
 def readers_behind(model: GraphModel, tensor: Tensor, layers: Mapping[int, Linear]) -> Readers | None:
-    """The layers behind a tensor; None where anything else reads it, or what is made of it."""
+    """Return the layers behind a tensor; None where any other operator reads it or its results."""
     between: dict[int, Tensor] = {id(tensor): tensor}
     takers: dict[int, Linear] = {}
     half_widened: set[int] = set()
@@ -132,7 +131,7 @@ def _is_elementwise(node: Node, tensor: Tensor) -> bool:
 
 
 def split_behind(model: GraphModel, tensor: Tensor) -> Node | None:
-    """The Split of the last axis, by constant sizes, that alone reads a tensor."""
+    """Return the last-axis Split by constant sizes that alone reads a tensor."""
     node = only_reader(model, tensor)
     if node is None or node.op != "Split" or tensor.shape is None:
         return None
@@ -156,7 +155,7 @@ class RepeatableColumns:
 
 
 def repeatable_columns(model: GraphModel, layer: Linear) -> RepeatableColumns | None:
-    """Columns of a layer's source that can be gathered again without anyone else seeing them."""
+    """Return columns of a layer's source that can be gathered again unseen by other readers."""
     source = layer.source
     if only_reader(model, source) is not layer.node:
         return None
@@ -186,7 +185,7 @@ def _is_column_gather(tensor: Tensor) -> bool:
 
 
 def widened_shape(tensor: Tensor, added: int) -> list[int | str] | None:
-    """Shape of a tensor with more columns; None where it is not known."""
+    """Return the shape with more columns; None where it is unknown."""
     if tensor.shape is None or not isinstance(tensor.shape[-1], int):
         return None
     return [*tensor.shape[:-1], tensor.shape[-1] + added]

@@ -5,16 +5,16 @@ time. Stacked, with offsets oᵢ = r₁ + … + rᵢ₋₁::
 
     [T₁[ids[:, 1]], …, T_F[ids[:, F]]]   =   [T₁; …; T_F][ids + o]
 
-ONNX lets an id count from the end: −1 is the last row. Such an id gets the offset oᵢ + rᵢ instead, so every
-id that Gather defines finds its row. (An id beyond its table is undefined in ONNX; it finds some other row
-here, where some engines fail. Ids are checked before they enter: `graph.id_bounds`.) Columns of one table
-need no offset, and the table is not touched, so it may be of any size and lie outside the model.
+ONNX counts a negative id from the end: −1 is the last row. Such an id gets the offset oᵢ + rᵢ, so every id
+that Gather defines finds its row. (An id beyond its table is undefined in ONNX and finds some other row here;
+ids are checked before they enter: `graph.id_bounds`.) Columns of one table need no offset, and the table is
+not touched, so it may be of any size and lie outside the model.
 
 Where it pays (one H100, `benchmarks/micro/site_shapes.py`): 26 lookups and their stack take 118 to 199 µs,
 one lookup 7 to 36.
 
-Left alone are tables that stay outside or together exceed `largest_bytes`, because stacking copies them, and
-tables that others read, because they would be stored twice.
+Tables outside the model, or together above `largest_bytes`, stay, because stacking copies them; tables with
+other readers stay, because they would be stored twice.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ class ColumnLookup:
     """``Gather(table, ids[:, column])``.
 
     Attributes:
-        node: The Gather.
         table: (rows, width), constant or outside the model.
         ids: The id matrix, (batch, columns).
-        column: Which of them.
         keeps_axis: Whether the column is (batch, 1), not (batch,).
-        id_type: Element type to which the ids are cast on the way; None when they are not.
+        id_type: Element type that the ids are cast to on the way; None for none.
     """
 
     node: Node
@@ -69,7 +67,7 @@ class MergeGathers(Mod[Lookups]):
     """Lookups of single columns → one lookup.
 
     Args:
-        largest_bytes: Largest size of a stack of tables.
+        largest_bytes: Largest stack of tables.
     """
 
     name = "merge-gathers"
@@ -78,7 +76,7 @@ class MergeGathers(Mod[Lookups]):
         self._largest_bytes = largest_bytes
 
     def match(self, model: GraphModel) -> Found[Lookups]:
-        """Find id matrices of which several columns are looked up."""
+        """Match id matrices with several looked-up columns."""
         groups: defaultdict[tuple[int, int | None], list[ColumnLookup]] = defaultdict(list)
         for node in model.nodes:
             lookup = read_column_lookup(model, node)
@@ -92,7 +90,7 @@ class MergeGathers(Mod[Lookups]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Lookups) -> Applied:
-        """Look all columns up at once, and split the result where single columns were read."""
+        """Look all columns up at once; split the result where single columns were read."""
         lookups = match.lookups
         modules = [str(lookup.node.name).rpartition("/")[0] or str(lookup.node.name) for lookup in lookups]
         name = model.fresh_name(f"{merged_name(modules)}/lookup")
@@ -125,7 +123,7 @@ class MergeGathers(Mod[Lookups]):
     def _match_group(
         self, model: GraphModel, lookups: list[ColumnLookup], matches: list[Lookups], declined: list[Declined]
     ) -> None:
-        """Sort the lookups of one id matrix into stacks, repeated tables, and what is left alone."""
+        """Sort the lookups of one id matrix into stacks, repeated tables and declined ones."""
         by_table: defaultdict[int, list[ColumnLookup]] = defaultdict(list)
         for lookup in lookups:
             by_table[id(lookup.table)].append(lookup)
@@ -152,7 +150,7 @@ class MergeGathers(Mod[Lookups]):
 
 
 def read_column_lookup(model: GraphModel, node: Node) -> ColumnLookup | None:
-    """The lookup of one column of an id matrix that a node is; None when it is something else."""
+    """Return the lookup of one column of an id matrix; None for other nodes."""
     if node.op != "Gather" or int(node.attrs.get("axis", 0)) != 0:
         return None
     table = node.inputs[0]
@@ -174,7 +172,7 @@ def read_column_lookup(model: GraphModel, node: Node) -> ColumnLookup | None:
 
 
 def _column(step: Node, tensor: Tensor) -> int | None:
-    """The one column of a matrix that a node selects; None when it does anything else."""
+    """Return the one column of a matrix that a node selects; None for other nodes."""
     width = static_dim(step.inputs[0], 1)
     if width is None:
         return None
@@ -201,7 +199,7 @@ def _integers(node: Node, position: int) -> list[int] | None:
 
 
 def _why_not_stacked(model: GraphModel, lookups: Sequence[ColumnLookup]) -> str:
-    """Why a table is not copied into a stack; empty when it is."""
+    """Return why a table is not stacked; empty when it is."""
     table = lookups[0].table
     if model.is_table(table):
         return f"its table '{table.name}' stays outside the model, and stacking would copy it"
@@ -211,7 +209,7 @@ def _why_not_stacked(model: GraphModel, lookups: Sequence[ColumnLookup]) -> str:
 
 
 def _selected(model: GraphModel, lookups: Sequence[ColumnLookup], name: str) -> Tensor:
-    """The columns of the id matrix that are looked up, in order, (batch, lookups)."""
+    """Return the looked-up columns of the id matrix, in order, (batch, lookups)."""
     ids = lookups[0].ids
     columns = [lookup.column for lookup in lookups]
     if columns != list(range(static_dim(ids, 1) or 0)):
@@ -224,7 +222,7 @@ def _selected(model: GraphModel, lookups: Sequence[ColumnLookup], name: str) -> 
 
 
 def _with_offsets(model: GraphModel, ids: Tensor, rows: Sequence[int], name: str) -> Tensor:
-    """Ids of the stacked table: those that count from the end do so within their own table."""
+    """Return ids of the stacked table; negative ones count from the end of their own table."""
     dtype = np.int32 if element_type(ids.dtype) == element_type(np.int32) else np.int64
     ends = np.cumsum(rows)
     from_start = model.constant(f"{name}.starts", (ends - np.array(rows)).astype(dtype))

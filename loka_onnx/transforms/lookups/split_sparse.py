@@ -1,18 +1,18 @@
 """Cut a model at its embeddings into a lookup model and a dense model.
 
-Embedding tables often live in a parameter server, and need no engine; the dense part is what one is built
-for. The cut runs through the results of the lookups::
+Embedding tables often live in a parameter server and need no engine. The cut runs through the results of the
+lookups::
 
     model(ids, numeric)   =   dense(lookup(ids), numeric)
 
-A lookup is a Gather of rows from a constant table. What computes its ids goes with it. So does the pooling of
-a bag of ids: a reduction of looked-up rows, and the masks and weights that ids alone decide. Nothing is
-computed in another way, so the halves give the bits of the whole, which `verify_split` holds them to on data.
+A lookup is a Gather of rows from a constant table. The nodes that compute its ids go with it, and so does the
+pooling of a bag of ids: a reduction of looked-up rows, with masks and weights that only ids decide. No
+computation changes, so the halves give the bits of the whole; `verify_split` checks that on data.
 
-A model is left whole, with the reason, where the dense part needs ids themselves (as numbers, or to compare
-them), where a table is read by more than lookups (tied weights), where ids come out of a linear layer, and
-where looked-up rows do not lie along axis 0, as an engine takes them, one row of each for a row of the batch.
-The one thing of ids that the dense part may read is how many rows there are: it reads that off a cut tensor.
+Declined, with the reason: the dense part needs ids themselves (as numbers, or to compare them); a table has
+other readers than lookups (tied weights); ids come out of a linear layer; looked-up rows do not lie along
+axis 0, one for each row of the batch. The dense part may need the number of rows: it reads it off a cut
+tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 LOOKUP_FILE, DENSE_FILE = "lookup.onnx", "dense.onnx"
-"""Names of the halves in the directory that `verify_split` writes them to."""
+"""Files of the halves in the directory of `verify_split`."""
 
 _POOLS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax"})
 _MASKS = frozenset(
@@ -63,7 +63,7 @@ _MASKS = frozenset(
         "Not",
     }
 )
-"""What may stand between a lookup, or the ids, and the pooling."""
+"""Operators allowed between a lookup, or the ids, and the pooling."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class SparseSplit:
 
     Attributes:
         lookup: Takes the ids, returns the cut tensors.
-        dense: Takes the numeric inputs, then the cut tensors; returns what the model returned.
-        cut: The tensors that go from one to the other, named after the modules that look them up.
+        dense: Takes the numeric inputs, then the cut tensors; returns the outputs of the model.
+        cut: Tensors between the two, named after the modules that look them up.
     """
 
     lookup: GraphModel
@@ -82,15 +82,11 @@ class SparseSplit:
 
 
 class _Whole(Exception):
-    """The model cannot be cut; the first argument says where, the second why."""
+    """The model cannot be cut; arguments: where, and why."""
 
 
 def split_sparse(model: GraphModel) -> SparseSplit | Declined:
-    """Cut a model at the results of its lookups; the model is not changed.
-
-    Args:
-        model: A canonical graph, with the types and shapes of its tensors inferred.
-    """
+    """Cut a canonical graph with inferred types and shapes at its lookups; the model is not changed."""
     try:
         return _split(model.copy())
     except _Whole as reason:
@@ -98,16 +94,14 @@ def split_sparse(model: GraphModel) -> SparseSplit | Declined:
 
 
 def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], directory: Path) -> Declined | None:
-    """Run both halves one after the other, and hold them against the whole bit for bit.
+    """Run both halves in sequence and compare them with the whole, bit for bit.
 
     Args:
-        split: The halves.
-        whole: The model that was cut.
         rows: Batches of its inputs, rows on axis 0.
-        directory: Where ``lookup.onnx`` and ``dense.onnx`` are written; tables are linked there.
+        directory: Where both halves are written; tables are linked there.
 
     Returns:
-        None when every output has the same bits on every batch, else where and why the split is not accepted.
+        None when all outputs have the same bits on every batch, else where and why the split is declined.
     """
     options = SessionOptions(optimize=False)
     split.lookup.save(directory / LOOKUP_FILE)
@@ -132,10 +126,10 @@ def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], direct
 
 
 def describe_halves(split: SparseSplit, whole: ModelArtifact, directory: Path) -> Halves:
-    """The halves that `verify_split` has written, as artifacts.
+    """Return the halves that `verify_split` has written, as artifacts.
 
     Raises:
-        InternalError: A site of the whole is not a site of the dense half: plans are made for the whole.
+        InternalError: A site of the whole is missing in the dense half.
     """
     specs = {spec.name: spec for spec in (*whole.inputs, *split.cut)}
 
@@ -180,7 +174,7 @@ def _split(model: GraphModel) -> SparseSplit:
 
 
 def _sparse_nodes(model: GraphModel) -> dict[int, Node]:
-    """The lookups, what computes their ids, and the pooling behind them, by identity."""
+    """Return lookups, the nodes of their ids and the pooling behind them, by identity."""
     found: dict[int, Node] = {}
     pending = [node for node in model.nodes if _is_lookup(model, node)]
     if not pending:
@@ -220,7 +214,7 @@ _FLOATS = frozenset(
 
 
 def _pooling(model: GraphModel, sparse: Mapping[int, Node]) -> dict[int, Node]:
-    """Reductions of looked-up rows by what ids alone decide, and what lies between."""
+    """Return reductions of looked-up rows by masks and weights of ids, and the nodes between."""
     known = {id(tensor) for node in sparse.values() for tensor in node.outputs}
     known |= {id(t) for t in model.inputs if any(id(node) in sparse for node in t.outputs)}
     joined: dict[int, Node] = {}
@@ -241,7 +235,7 @@ def _pooling(model: GraphModel, sparse: Mapping[int, Node]) -> dict[int, Node]:
 
 
 def _cut_tensors(model: GraphModel, sparse: Mapping[int, Node]) -> list[Tensor]:
-    """What the dense part reads of the lookup part, in the order of the nodes."""
+    """Return tensors of the lookup part that the dense part reads, in the order of the nodes."""
     cut: list[Tensor] = []
     for node in (node for node in model.sorted_nodes() if id(node) in sparse):
         for tensor in node.outputs:
@@ -270,7 +264,7 @@ def _cut_tensors(model: GraphModel, sparse: Mapping[int, Node]) -> list[Tensor]:
 
 
 def _counts_rows(node: Node) -> bool:
-    """Whether a Shape is read for the length of axis 0 alone."""
+    """Return whether a Shape is read for the length of axis 0 alone."""
     if node.op != "Shape" or int(node.attrs.get("start", 0)) != 0:
         return False
     if int(node.attrs.get("end", 0)) == 1:
@@ -283,7 +277,7 @@ def _counts_rows(node: Node) -> bool:
 
 
 def _count_rows_in(model: GraphModel, sparse: Mapping[int, Node], cut: Sequence[Tensor]) -> None:
-    """Let the dense part count the rows of a cut tensor where it counted those of the ids."""
+    """Let the dense part count the rows of a cut tensor instead of those of the ids."""
     of_ids = [t for t in model.inputs if any(id(node) in sparse for node in t.outputs) and _is_integer(t)]
     of_ids += [t for node in sparse.values() for t in node.outputs]
     held = {id(tensor) for tensor in cut}

@@ -4,17 +4,16 @@ At inference BatchNorm is a factor and a summand for each channel (ONNX operator
 
     s = γ / sqrt(variance + ε)      c = β − mean·s      BatchNorm(y) = s·y + c
 
-Behind a linear, whose output nothing else reads, or else before linears, when nothing else reads what it
-makes::
+Folded behind a linear whose output nothing else reads, or else before linears that are the only readers::
 
     s·(x·W + b) + c   =   x·(W diag(s)) + (s·b + c)
     (s·x + c)·W + b   =   x·(diag(s) W) + (b + c W)
 
-TensorFlow exports s·y + c as Mul and Add. Behind a linear that counts as a BatchNorm when a factor differs
-from channel to channel: one number for all of them may be a temperature, which is to stay as precise as it
-is. Before a linear only the operator is folded, and not when it normalizes an input of the model: what is
-quantized would then be the raw input. Layout operators may stand in between (`channel_paths`): PyTorch puts
-BatchNorm1d over sequences between two Transposes.
+TensorFlow exports s·y + c as Mul and Add. Behind a linear these count as a BatchNorm when a factor differs
+from channel to channel: one number for all may be a temperature, which stays as precise as it is. Before a
+linear only the operator is folded, and not on an input of the model, whose raw values would then be
+quantized. Layout operators may stand in between (`channel_paths`): PyTorch puts BatchNorm1d over sequences
+between two Transposes.
 """
 
 from __future__ import annotations
@@ -55,12 +54,11 @@ class _Affine:
 
 @dataclass(frozen=True)
 class FoldedBatchNorm:
-    """Nodes that go, and the linears that take over what they do.
+    """Nodes that are removed, and the linears that take them over.
 
     Attributes:
-        steps: The nodes, in order; each passes its input on instead.
-        behind: The product whose output they scale and shift; None when they are folded into `readers`.
-        readers: The linears that read them.
+        steps: Removed nodes in order; each passes its input on.
+        behind: Product whose output they scale and shift; None when they are folded into `readers`.
         scale: s of each channel.
         shift: c of each channel.
     """
@@ -78,7 +76,7 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
     name = "fold-batch-norm"
 
     def match(self, model: GraphModel) -> Found[FoldedBatchNorm]:
-        """Find BatchNorms behind a linear, and operators before linears."""
+        """Match BatchNorms behind a linear, and BatchNormalization before linears."""
         matches: list[FoldedBatchNorm] = []
         for node in model.nodes:
             found = _read_behind(model, node) if is_candidate(node) else None
@@ -122,7 +120,7 @@ def _plural(count: int) -> str:
 
 
 def _pass_on(model: GraphModel, step: Node) -> None:
-    """Let what makes the input of a node, which nothing else reads, make its output instead."""
+    """Let the maker of a node's input, which nothing else reads, make its output."""
     result = step.outputs[0]
     maker = next(p for p in map(producer, step.inputs) if p is not None)
     model.hand_over(result, model.renew_output(maker))
@@ -132,7 +130,7 @@ def _pass_on(model: GraphModel, step: Node) -> None:
 
 
 def _read_behind(model: GraphModel, product: Node) -> FoldedBatchNorm | None:
-    """What scales and shifts the output channels of a linear; None when nothing scales them."""
+    """Return the nodes that scale and shift the outputs of a linear; None for none."""
     try:
         linear = read_linear(model, product)
     except NotLinear:
@@ -173,7 +171,7 @@ def _with_step(folded: FoldedBatchNorm, affine: _Affine, numbers: Numbers) -> Fo
 
 
 def _read_affine(node: Node, tensor: Tensor) -> _Affine | None:
-    """What a node scales and shifts a tensor by; None when it does something else, or one number does."""
+    """Return the scale and shift of a node; None for another operator or a single number."""
     if node.op == _OP:
         return _read_batch_norm(node) if node.inputs[0] is tensor else None
     if node.op not in {"Mul", "Add"} or len(node.inputs) != 2:
@@ -188,7 +186,7 @@ def _read_affine(node: Node, tensor: Tensor) -> _Affine | None:
 
 
 def _read_batch_norm(node: Node) -> _Affine | None:
-    """The factors and summands of a BatchNormalization at inference; None where they are not constant."""
+    """Return scale and shift of a BatchNormalization at inference; None where not constant."""
     rank = None if node.inputs[0].shape is None else len(node.inputs[0].shape)
     is_inference = not node.attrs.get("training_mode", 0) and all(map(is_constant, node.inputs[1:5]))
     if rank is None or rank < 2 or not is_inference:
@@ -203,10 +201,10 @@ def _read_batch_norm(node: Node) -> _Affine | None:
 
 
 def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm:
-    """The linears that take over a BatchNormalization in front of them.
+    """Return the linears that can take over a BatchNormalization in front of them.
 
     Raises:
-        NotFollowed: It stays; the message says why it is folded on neither side.
+        NotFollowed: It is folded on neither side; the message says why.
     """
     affine = _read_batch_norm(node)
     if affine is None:
@@ -226,7 +224,7 @@ def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm:
 
 
 def _tell_of_factors(model: GraphModel, node: Node) -> None:
-    """Tell of factors that stay behind a linear.
+    """Report factors that stay behind a linear.
 
     Raises:
         NotFollowed: They look like those of a BatchNorm.
@@ -241,7 +239,7 @@ def _tell_of_factors(model: GraphModel, node: Node) -> None:
 
 
 def _linear_behind(tensor: Tensor) -> Node | None:
-    """The product behind a tensor, layout operators and a bias; None when it is made by something else."""
+    """Return the product behind a tensor, layout operators and a bias; None for another maker."""
     node = producer(layout_root(tensor).tensor)
     if node is not None and node.op == "Add" and any(map(is_constant, node.inputs)):
         node = producer(layout_root(next(t for t in node.inputs if not is_constant(t))).tensor)

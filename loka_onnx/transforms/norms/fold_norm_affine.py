@@ -1,16 +1,15 @@
-"""Fold the scale and shift of a norm into the linears that follow it.
+"""Fold the scale and shift of a norm into the linears behind it.
 
-A norm computes γ·z + β with the normalized value z. Where its output has no other use than linears, all of
-them of the form (γ·z + β)·W + b (weights on the left alike)::
+A norm computes γ·z + β with the normalized value z. Where only linears read it (weights on the left alike)::
 
     (γ·z + β) · W + b   =   z · (diag(γ) W) + (b + β W)
 
-The norm keeps a scale of ones and no bias. What is quantized is then z, whose range follows from the
-operator: |z| ≤ √(K−1) for a norm of K elements that subtracts the mean, √K for one that does not, whatever
-the data. What γ did to that range, it does to the weight, whose range is known exactly.
+The norm keeps a scale of ones and no bias. z is quantized then, and its range follows from the operator:
+|z| ≤ √(K−1) for a norm of K elements that subtracts the mean, √K for one that does not. The change of range
+moves to the weight, whose range is known exactly.
 
-Layout operators may stand between the norm and a linear as long as each row of the weight meets one channel
-of the norm (`channel_paths`): a norm over the last axis, flattened, repeats γ along the rows.
+Layout operators may stand in between as long as each weight row meets one channel of the norm
+(`channel_paths`): a norm over the last axis, flattened, repeats γ along the rows.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ from loka_onnx.transforms.linears.scaling import Vector, absorb_before
 
 @dataclass(frozen=True)
 class ScaledNorm:
-    """A norm and the linears that alone read it.
+    """A norm that only linears read.
 
     Attributes:
-        node: The norm.
         scale: γ of each channel.
         shift: β of each channel; None for zeros.
-        readers: The linears.
     """
 
     node: Node
@@ -56,7 +53,7 @@ class FoldNormAffine(Mod[ScaledNorm]):
     name = "fold-norm-affine"
 
     def match(self, model: GraphModel) -> Found[ScaledNorm]:
-        """Find norms that only linears read."""
+        """Match norms that only linears read."""
         matches: list[ScaledNorm] = []
         declined: list[Declined] = []
         for node in model.nodes:
@@ -87,10 +84,9 @@ class FoldNormAffine(Mod[ScaledNorm]):
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether a norm does not shift, and scales by nothing but powers of two.
+    """Return whether a norm has no shift and scales by powers of two only.
 
-    A trained scale is not of these; smoothing (`choose_smoothing`) leaves one, and moving it back into the
-    linears would undo it.
+    Trained scales are not of these; smoothing (`choose_smoothing`) leaves one, which folding would undo.
     """
     scale, *rest = (tensor for tensor in node.inputs[1:3] if tensor.name)
     if not is_constant(scale) or not all(map(is_constant, rest)):

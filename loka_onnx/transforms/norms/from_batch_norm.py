@@ -1,4 +1,4 @@
-"""Reading the LayerNorm of Keras 2: a BatchNormalization over rows.
+"""Read the LayerNorm of Keras 2: a BatchNormalization over rows.
 
 `tf_keras.layers.LayerNormalization` reshapes its input to (1, rows, K, 1) and calls the fused kernel of batch
 normalization in training mode, whose channels are the rows. tf2onnx writes the statistics out and hands them
@@ -26,7 +26,7 @@ _ALL_BUT_ROWS = (-4, -2, -1)
 
 
 def read_batch_norm_of_rows(node: Node) -> DecomposedNorm:
-    """Read the norm that a BatchNormalization with computed statistics and the Reshape behind it make up.
+    """Read the norm of a BatchNormalization with computed statistics and the Reshape behind it.
 
     Raises:
         NotANorm: It is something else.
@@ -60,7 +60,7 @@ def read_batch_norm_of_rows(node: Node) -> DecomposedNorm:
 
 
 def _normalized_axes(source: Tensor, target: tuple[int | str, ...] | None) -> tuple[int, ...] | None:
-    """Last axes of the source that a reshape to (1, rows, K, 1) keeps together in K."""
+    """Return the last axes of the source that a reshape to (1, rows, K, 1) joins in K."""
     if source.shape is None or target is None or len(target) != 4 or (target[0], target[3]) != (1, 1):
         return None
     for count in range(1, len(source.shape)):
@@ -73,7 +73,7 @@ def _normalized_axes(source: Tensor, target: tuple[int | str, ...] | None) -> tu
 
 
 def _is_normalized(node: Node, rows: Tensor) -> bool:
-    """Whether each row is normalized by its own mean and variance, and is neither scaled nor shifted."""
+    """Return whether each row is normalized by its own mean and variance, without scale and shift."""
     if not (_is_filled(node.inputs[1], 1.0) and _is_filled(node.inputs[2], 0.0)):
         return False
     mean = read_mean(node.inputs[3], Walk(is_vector=True))
@@ -87,7 +87,7 @@ def _is_normalized(node: Node, rows: Tensor) -> bool:
 
 
 def _is_filled(tensor: Tensor, value: float) -> bool:
-    """Whether every element is that value."""
+    """Return whether every element has that value."""
     if is_constant(tensor):
         return bool(np.all(values_of(tensor) == value))
     node = producer(tensor)

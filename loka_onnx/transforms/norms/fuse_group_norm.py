@@ -10,8 +10,8 @@ equations 1 to 3): γ and β have one element for each channel, and are ones and
 is either an InstanceNormalization with unit scale (PyTorch's exporters below operator set 21) or primitives.
 The statistics stay in FP32 (`stash_type` 1).
 
-The operator takes inputs of rank 3 and up whose channels come second. Others are left to `fuse_layer_norm`,
-which fuses what lies between the two reshapes.
+The operator takes inputs of rank 3 and up with channels second. For others, `fuse_layer_norm` fuses the part
+between the two reshapes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ class GroupedNorm(DecomposedNorm):
     """A norm over groups of channels.
 
     Attributes:
-        groups: Number of groups.
         channel_scale: Factor of each channel, (C,); None for ones.
         channel_bias: Summand of each channel, (C,); None for zeros.
-        site: The InstanceNormalization between the reshapes, which is a site and keeps its name; None where
-            there are primitives.
+        site: The InstanceNormalization between the reshapes, a site that keeps its name; None for primitives.
     """
 
     groups: int = 1
@@ -58,7 +56,7 @@ class FuseGroupNorm(Mod[GroupedNorm]):
     name = "fuse-group-norm"
 
     def match(self, model: GraphModel) -> Found[GroupedNorm]:
-        """Find norms between a Reshape into groups and the Reshape back."""
+        """Match norms between a Reshape into groups and the Reshape back."""
         return find_norms(model, NormKind.GROUP, _read)
 
     def rewrite(self, model: GraphModel, match: GroupedNorm) -> Applied:
@@ -85,16 +83,15 @@ class FuseGroupNorm(Mod[GroupedNorm]):
 
 @dataclass(frozen=True)
 class _Core:
-    """What lies between the two reshapes.
+    """The part between the two reshapes.
 
     Attributes:
         source: The channels in groups.
         axes: Normalized axes, negative, ascending.
-        epsilon: What is added to the variance.
+        epsilon: Summand of the variance.
         scale: Factor that broadcasts against `source`, or None.
         bias: Summand that broadcasts against `source`, or None.
-        module: Module path of its nodes.
-        site: The InstanceNormalization; None where there are primitives.
+        site: The InstanceNormalization; None for primitives.
     """
 
     source: Tensor
@@ -107,7 +104,7 @@ class _Core:
 
 
 def _read(node: Node) -> GroupedNorm:
-    """Read the norm that ends at the Reshape back, or at what scales and shifts it."""
+    """Read the norm that ends at the Reshape back, or at its scale and shift."""
     last = producer(node.inputs[0]) if node.op == "Reshape" else None
     if last is None:
         raise NotANorm("no reshape of a result")
@@ -138,7 +135,7 @@ def _read(node: Node) -> GroupedNorm:
 
 
 def _after(reshape: Node | None, before: tuple[Dim, ...] | None) -> tuple[Dim, ...] | None:
-    """Dimensions after a Reshape; None where they do not follow."""
+    """Return dimensions after a Reshape; None where they are unknown."""
     target = None if reshape is None or before is None else read_dimensions(reshape.inputs[1])
     if reshape is None or before is None or target is None:
         return None
@@ -146,7 +143,7 @@ def _after(reshape: Node | None, before: tuple[Dim, ...] | None) -> tuple[Dim, .
 
 
 def _groups(before: tuple[Dim, ...], sizes: tuple[Dim, ...]) -> int | None:
-    """How many groups a reshape makes of the channels; None where it does something else."""
+    """Return the number of groups that a reshape makes of the channels; None for another reshape."""
     if len(before) < 2 or len(sizes) < 3 or before[0] != sizes[0]:
         return None
     channels, groups = before[1], sizes[1]
@@ -173,7 +170,7 @@ def _read_instance_norm(node: Node) -> _Core:
 
 
 def _read_primitives(node: Node) -> _Core:
-    """Read a LayerNorm, with what scales and shifts it before the Reshape back."""
+    """Read a LayerNorm with its scale and shift before the Reshape back."""
     steps: list[Channels | None] = []
     for op in ("Add", "Mul"):
         constants = [tensor for tensor in node.inputs if is_constant(tensor)] if node.op == op else []
@@ -198,10 +195,10 @@ def _read_primitives(node: Node) -> _Core:
 def _in_groups(
     values: Channels | None, sizes: tuple[Dim, ...], channels: int, norm: GroupedNorm
 ) -> Channels | None:
-    """One element for each channel of a constant that broadcasts against the channels in groups.
+    """Return one element for each channel of a constant that broadcasts against the grouped channels.
 
     Raises:
-        NotFused: It varies along something else.
+        NotFused: It varies along another axis.
     """
     if values is None:
         return None

@@ -4,20 +4,17 @@ Over one axis::
 
     x / sqrt(sum(x·x))   =   LpNormalization(x; axis, p = 2)
 
-which is the operator's definition (ONNX operator sets 1 and 22, LpNormalization), wherever the left side is a
-number: of a row of zeros it makes NaN, the operator makes zeros.
+which is the operator's definition (ONNX operator sets 1 and 22, LpNormalization), except that a row of zeros
+gives NaN on the left and zeros in the operator.
 
-The operator has no epsilon, so the forms that have one are not equal to it and stay as they are:
-
+The operator has no epsilon, so these forms stay as they are:
 - ``x / max(‖x‖, ε)`` (`torch.nn.functional.normalize`, Keras' UnitNormalization) and ``x / sqrt(max(‖x‖²,
-  ε))``
-  (`tf.math.l2_normalize`) differ from it where 0 < ‖x‖ < ε;
+  ε))`` (`tf.math.l2_normalize`) differ from it where 0 < ‖x‖ < ε;
 - ``x / sqrt(‖x‖² + ε)`` is an RMSNorm of scale 1/√K (`fuse_rms_norm`);
 - ``x / (‖x‖ + ε)`` is neither.
 
-Engines lose nothing by that: TensorRT for RTX 1.7.1 makes one kernel of the primitives, together with the
-quantization behind them, as it does of the operator, and casts their sums to FP32 in both. What the operator
-gives is a name for the site.
+Engines lose nothing: TensorRT for RTX 1.7.1 makes one kernel of the primitives and the quantization behind
+them, as of the operator, and casts their sums to FP32 in both. The operator gives the site a name.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ class FuseL2Norm(Mod[DecomposedNorm]):
     name = "fuse-l2-norm"
 
     def match(self, model: GraphModel) -> Found[DecomposedNorm]:
-        """Find quotients of a tensor and its own length."""
+        """Match quotients of a tensor and its own length."""
         return find_norms(model, NormKind.L2, _read)
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:

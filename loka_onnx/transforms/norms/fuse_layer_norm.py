@@ -7,8 +7,8 @@ With μ = mean(x) and d = x − μ over the trailing axes::
 which is the operator's definition (ONNX operator set 17, LayerNormalization). γ and β may be absent: then γ =
 1. Where squares are added instead of averaged over K elements, sum(d·d) + ε = K·(mean(d·d) + ε/K), so that
 γ/√K and ε/K take the place of γ and ε; K must be a power of four, so that neither is rounded. The statistics
-stay in FP32 (`stash_type` 1), whatever the graph runs in later. How exporters spell it is in `reading`,
-and in `from_batch_norm` what Keras 2 made of it.
+stay in FP32 (`stash_type` 1). `reading` lists the forms that exporters write, `from_batch_norm` that of
+Keras 2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FuseLayerNorm(Mod[DecomposedNorm]):
     name = "fuse-layer-norm"
 
     def match(self, model: GraphModel) -> Found[DecomposedNorm]:
-        """Find quotients of a centred tensor and the root of its variance."""
+        """Match quotients of a centred tensor and the root of its variance."""
         return find_norms(model, NormKind.LAYER, _read)
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:

@@ -31,7 +31,7 @@ class FuseRMSNorm(Mod[DecomposedNorm]):
     name = "fuse-rms-norm"
 
     def match(self, model: GraphModel) -> Found[DecomposedNorm]:
-        """Find quotients of a tensor and the root of its own mean square."""
+        """Match quotients of a tensor and the root of its own mean square."""
         return find_norms(model, NormKind.RMS, _read)
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
@@ -46,5 +46,5 @@ def _read(node: Node) -> DecomposedNorm:
         raise NotANorm("a LayerNorm")
     if not norm.is_mean and not norm.epsilon and norm.scale is None:
         raise NotANorm("an L2-norm")
-    # RMSNormalization has no bias: an addition that follows stays where it is.
+    # RMSNormalization has no bias: an Add behind it stays.
     return with_scale(over_last_axes(norm))

@@ -1,10 +1,10 @@
-"""A normalization that was exported as primitives: what was read of it, and whether it may be fused.
+"""A normalization exported as primitives, and the checks before it is fused.
 
 Shared by the rules for LayerNorm, RMSNorm, GroupNorm and L2-norm; `reading` reads it.
 
-Conversions between float types may stand around a norm, never inside: what lies between its squares and its
-quotient must be FP32, which is how PyTorch and Keras write the norms of FP16 and BF16 models. They stay where
-they are, so that an engine which takes types from the graph takes the statistics in FP32.
+Conversions between float types may stand around a norm, never inside: from its squares to its quotient all
+must be FP32, as PyTorch and Keras write the norms of FP16 and BF16 models. They stay where they are, so that
+a strongly typed engine computes the statistics in FP32.
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_consta
 from loka_onnx.transforms.norms.walk import NotANorm, lossless_chain, static_length, type_of
 
 _LARGEST_PATTERN = 100
-"""Nodes; the longest that is exported has about forty."""
+"""Nodes; the longest exported pattern has about forty."""
 _INTEGERS = frozenset({onnx.TensorProto.INT64, onnx.TensorProto.INT32})
 
 
 class NotFused(NotANorm):
-    """A norm that the operator of a rule does not compute; the message says what differs.
-
-    Attributes:
-        norm: The norm.
-    """
+    """The operator of a rule does not compute this norm; the message names the difference."""
 
     def __init__(self, reason: str, norm: DecomposedNorm) -> None:
         super().__init__(reason)
@@ -39,17 +35,16 @@ class DecomposedNorm:
     """A normalization read from primitives.
 
     Attributes:
-        source: What is normalized.
+        source: Normalized tensor.
         axes: Normalized axes, negative, ascending.
-        epsilon: What is added to the mean of squares.
-        is_centred: Whether the mean is subtracted first.
+        epsilon: Summand of the mean of squares.
         is_mean: Whether squares are averaged; added otherwise.
         scale: Constant factor, or None.
         bias: Constant summand, or None.
         result: The tensor that the norm replaces.
         module: Module path of the nodes, for the name of the fused node.
         inner: Every node of the pattern; only `result` may be read from outside.
-        factor: What the scale is multiplied with; a power of two.
+        factor: Multiplies the scale; a power of two.
     """
 
     source: Tensor
@@ -66,14 +61,14 @@ class DecomposedNorm:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Lengths of the normalized axes; None where one is not known."""
+        """Lengths of the normalized axes; None where one is unknown."""
         if static_length(self.source, self.axes) is None:
             return None
         return tuple(int(self.source.shape[axis]) for axis in self.axes)
 
 
 def with_scale(norm: DecomposedNorm) -> DecomposedNorm:
-    """Take a constant scale that is the only reader of the result."""
+    """Take in a constant scale that is the only reader of the result."""
     if norm.scale is not None or norm.bias is not None:
         return norm
     node = _constant_step(norm, "Mul")
@@ -81,7 +76,7 @@ def with_scale(norm: DecomposedNorm) -> DecomposedNorm:
 
 
 def with_bias(norm: DecomposedNorm) -> DecomposedNorm:
-    """Take a constant bias that is the only reader of the result."""
+    """Take in a constant bias that is the only reader of the result."""
     if norm.bias is not None:
         return norm
     node = _constant_step(norm, "Add")
@@ -89,7 +84,7 @@ def with_bias(norm: DecomposedNorm) -> DecomposedNorm:
 
 
 def why_not_fused(model: GraphModel, norm: DecomposedNorm) -> str | None:
-    """Why a norm that was read stays as it is; None when it can be fused."""
+    """Return why a norm cannot be fused; None when it can."""
     if type_of(norm.source) != onnx.TensorProto.FLOAT:
         return "only FP32 norms are fused: the fused node takes its statistics in FP32"
     if norm.shape is None:
@@ -100,7 +95,7 @@ def why_not_fused(model: GraphModel, norm: DecomposedNorm) -> str | None:
 
 
 def over_last_axes(norm: DecomposedNorm) -> DecomposedNorm:
-    """The norm in the form of an operator over the last axes: squares are averaged, a scale is along them.
+    """Return the norm in operator form: last axes, averaged squares, scale along the axes.
 
     Where squares are added over K elements, sum(d·d) + ε = K·(mean(d·d) + ε/K).
 
@@ -122,12 +117,12 @@ def over_last_axes(norm: DecomposedNorm) -> DecomposedNorm:
 
 
 def varies_within(norm: DecomposedNorm, constant: Tensor | None) -> bool:
-    """Whether a constant varies over the normalized axes only, and adds no axis to the norm's source."""
+    """Return whether a constant varies over the normalized axes only, and adds no axis."""
     if constant is None:
         return True
     shape = norm.shape
     if shape is None:
-        # `why_not_fused` tells of it.
+        # `why_not_fused` reports it.
         return True
     rank = len(norm.source.shape)
     padded = (1,) * (rank - len(constant.shape)) + tuple(constant.shape)
@@ -136,15 +131,15 @@ def varies_within(norm: DecomposedNorm, constant: Tensor | None) -> bool:
 
 
 def module_of(node: Node) -> str:
-    """Module path in the name of a node (``<module>/<op>``); empty at the top of the model."""
+    """Return the module path in a node's name (``<module>/<op>``); empty at the top of the model."""
     return str(node.name).rpartition("/")[0]
 
 
 def nodes_between(source: Tensor, result: Tensor) -> tuple[Node, ...]:
-    """The nodes that compute a tensor from another one and from constants.
+    """Return the nodes that compute a tensor from another one and from constants.
 
     Raises:
-        NotANorm: They read something else as well.
+        NotANorm: They read a third tensor.
     """
     stops = {id(tensor) for tensor in lossless_chain(source)}
     found: dict[int, Node] = {}
@@ -158,13 +153,13 @@ def nodes_between(source: Tensor, result: Tensor) -> tuple[Node, ...]:
             raise NotANorm("it depends on another tensor")
         if id(node) not in found:
             found[id(node)] = node
-            # Where a shape comes from does not matter: it was read as what it is.
+            # The origin of a shape does not matter: its value was read.
             pending += [] if node.op == "Shape" else list(node.inputs)
     return tuple(found.values())
 
 
 def _is_private(model: GraphModel, norm: DecomposedNorm) -> bool:
-    """Whether only nodes of the pattern read its intermediate results, and none is a graph output."""
+    """Return whether only nodes of the pattern read its inner results, and none is a graph output."""
     inner = {id(node) for node in norm.inner}
     for node in norm.inner:
         for tensor in node.outputs:
@@ -177,7 +172,7 @@ def _is_private(model: GraphModel, norm: DecomposedNorm) -> bool:
 
 
 def _constant_step(norm: DecomposedNorm, op: str) -> Node | None:
-    """The node of that operator that alone reads the result, when its other operand is a fitting constant."""
+    """Return the only reader of the result if it is of that operator and its other operand fits."""
     readers = consumers(norm.result)
     if norm.shape is None or len(readers) != 1 or readers[0].op != op:
         return None

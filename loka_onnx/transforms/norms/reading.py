@@ -1,11 +1,11 @@
-"""Reading the norm that ends at a product, a quotient or a sum.
+"""Read the norm that ends at a product, a quotient or a sum.
 
 With r = 1/sqrt(mean(d·d) + ε) and d = x − mean(x), or d = x::
 
     d · r      d / sqrt(…)      (γ·d) · r      d · (r·γ)      x·(r·γ) + (β − mean(x)·(r·γ))
 
-are one norm, and factors may come in any order. The statistics are read by `statistics`; what scales and
-shifts the norm further, and whether it may be fused, is for `pattern`.
+are one norm, with factors in any order. `statistics` reads the statistics; `pattern` takes in further scale
+and shift and decides on fusing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from loka_onnx.transforms.norms.walk import Moment, NearMiss, NotANorm, origin, 
 
 
 def read_norm(node: Node) -> DecomposedNorm:
-    """Read the norm that ends at a node, without what scales and shifts it further.
+    """Read the norm that ends at a node, without a further scale and shift.
 
     Raises:
         NearMiss: It comes close to a norm.
@@ -43,7 +43,7 @@ def read_norm(node: Node) -> DecomposedNorm:
 
 
 def looks_centred(node: Node) -> bool:
-    """Whether an operand of a node had its mean removed: what comes close to a norm there is a LayerNorm."""
+    """Return whether the mean was removed from an operand: a near miss there is one of LayerNorm."""
     return any(is_centred(operand) for tensor in node.inputs for operand in _with_and_without_factor(tensor))
 
 
@@ -60,7 +60,7 @@ class _Inverse:
 
 @dataclass(frozen=True)
 class _Source:
-    """What is normalized, and whether its mean is subtracted first."""
+    """The normalized tensor, and whether its mean is subtracted first."""
 
     tensor: Tensor
     is_centred: bool
@@ -94,7 +94,7 @@ def _read_quotient(node: Node) -> DecomposedNorm:
 
 
 def _divided(node: Node) -> tuple[Tensor, _Inverse]:
-    """The numerator of a quotient, and what it is multiplied with."""
+    """Return the numerator of a quotient, and its multiplier."""
     if node.op == "Div":
         if is_constant(node.inputs[0]):
             raise NotANorm("a constant over a root: part of a norm at most")
@@ -105,7 +105,7 @@ def _divided(node: Node) -> tuple[Tensor, _Inverse]:
     miss = NotANorm("a product without a reciprocal root")
     for position in (1, 0):
         if is_constant(node.inputs[1 - position]):
-            # A constant times a root: part of a norm at most.
+            # A constant times a root is at most part of a norm.
             continue
         try:
             return node.inputs[1 - position], _read_inverse(node.inputs[position])
@@ -141,7 +141,7 @@ def _read_inverse(tensor: Tensor) -> _Inverse:
 
 
 def _read_varying(node: Node) -> _Inverse:
-    """A reciprocal root times something that is not constant."""
+    """Read a reciprocal root times a tensor that is not constant."""
     for tensor in node.inputs:
         try:
             root = read_root(tensor)
@@ -153,7 +153,7 @@ def _read_varying(node: Node) -> _Inverse:
 
 
 def _source(numerator: Tensor, moment: Moment) -> _Source:
-    """What a numerator normalizes when it is divided by the root of a moment."""
+    """Return the source that a numerator normalizes over the root of a moment."""
     centred = centred_or_none(numerator)
     is_about_mean = centred is not None and centred.axes == moment.axes
     if moment.is_central:
@@ -173,7 +173,7 @@ def _source(numerator: Tensor, moment: Moment) -> _Source:
 
 
 def _with_and_without_factor(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A tensor, and what it is a constant multiple of where it is one."""
+    """Return a tensor, and the tensor that it is a constant multiple of, if any."""
     node = producer(tensor)
     if node is None or node.op != "Mul" or _constant_factor(tensor) is None:
         return (tensor,)
@@ -204,7 +204,7 @@ def _read_distributed(node: Node) -> DecomposedNorm:
                     continue
                 bias = _read_offset(node, 1 - position, product.inputs[side], Centred(source, moment.axes))
             except NotANorm:
-                # What comes close is told where its product is read.
+                # A near miss is reported where its product is read.
                 continue
             return DecomposedNorm(
                 source,
@@ -230,14 +230,7 @@ def _is_variance_of(moment: Moment, source: Tensor) -> bool:
 
 
 def _read_offset(node: Node, position: int, factor: Tensor, mean: Centred) -> Tensor | None:
-    """Read ``β − m·s`` or ``−m·s``, or ``m·s`` where it is subtracted; returns β.
-
-    Args:
-        node: The last node of the norm.
-        position: Which of its operands to read.
-        factor: s.
-        mean: What m is the mean of.
-    """
+    """Read ``β − m·s`` or ``−m·s``, or ``m·s`` where it is subtracted; return β."""
     offset = node.inputs[position]
     if node.op == "Sub":
         _check_product(offset, factor, mean, is_negative=False)
@@ -255,7 +248,7 @@ def _read_offset(node: Node, position: int, factor: Tensor, mean: Centred) -> Te
 
 
 def _check_product(tensor: Tensor, factor: Tensor, mean: Centred, *, is_negative: bool) -> None:
-    """Make sure that a tensor is ``m·s``, or its negative.
+    """Check that a tensor is ``m·s``, or its negative.
 
     Raises:
         NotANorm: It is something else.

@@ -1,4 +1,4 @@
-"""Finding decomposed normalizations with a reader, and putting one operator in their place."""
+"""Find decomposed normalizations with a reader, and replace them by one operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loka_onnx.transforms.norms.walk import NearMiss, NotANorm
 
 
 class NormKind(Enum):
-    """Which rule tells of something that comes close to a norm."""
+    """Norm whose near misses a rule reports."""
 
     LAYER = "layer"
     RMS = "rms"
@@ -35,8 +35,7 @@ def find_norms(model: GraphModel, kind: NormKind, read: Callable[[Node], N]) -> 
     """Offer every node of the graph to a reader.
 
     Args:
-        model: The graph.
-        kind: Of which near misses are told.
+        kind: Norm whose near misses are reported.
         read: Returns the norm that ends at a node, or raises `NotANorm`.
     """
     matches: list[N] = []
@@ -65,13 +64,13 @@ def find_norms(model: GraphModel, kind: NormKind, read: Callable[[Node], N]) -> 
         elif not claimed & inner:
             matches.append(norm)
             claimed |= inner
-    # A part of a norm may look like one that misses something.
+    # Part of a norm may look like a near miss.
     parts = claimed | told
     return Found(tuple(matches), tuple(Declined(n.name, why) for n, why in declined if id(n) not in parts))
 
 
 def replace_by_norm(model: GraphModel, norm: DecomposedNorm, op: str) -> Applied:
-    """Put one LayerNormalization or RMSNormalization in place of the primitives."""
+    """Replace the primitives by one LayerNormalization or RMSNormalization."""
     shape, base = norm.shape or (), norm.module or op.lower()
     scale = np.ones(shape, np.float32) if norm.scale is None else spread(norm.scale, shape)
     inputs = [norm.source, model.constant(f"{base}.scale", scale * np.float32(norm.factor))]
@@ -84,12 +83,10 @@ def replace_by_norm(model: GraphModel, norm: DecomposedNorm, op: str) -> Applied
 
 
 def put_in_place(model: GraphModel, norm: DecomposedNorm, fused: Tensor) -> str:
-    """Let the node that computes a new tensor compute the result of a norm.
+    """Let the node of a new tensor compute the result of a norm; return the node's name.
 
-    The result itself moves to the node: its name, its readers, and a match that starts from it stay.
-
-    Returns:
-        The name of the node: the module of the primitives, else its operator.
+    The result keeps its name, its readers, and a match that starts from it. The node is named after the
+    module of the primitives, else after its operator.
     """
     node = producer(fused)
     if node is None:
@@ -100,7 +97,7 @@ def put_in_place(model: GraphModel, norm: DecomposedNorm, fused: Tensor) -> str:
 
 
 def spread(tensor: Tensor, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Values of a scale or bias over the normalized axes."""
+    """Return a scale or bias spread over the normalized axes."""
     values = values_of(tensor)
     without_batch = values.reshape(values.shape[max(values.ndim - len(shape), 0) :])
     return np.ascontiguousarray(np.broadcast_to(without_batch, shape), dtype=np.float32)

@@ -1,14 +1,13 @@
-"""Reading the statistics of a normalization that was exported as primitives: means, mean squares, their
-roots.
+"""Read statistics of a normalization exported as primitives: means, mean squares, their roots.
 
-Exporters differ in how they spell a statistic, not in what it is:
+Exporters spell a statistic in several ways:
 
 - a mean is ReduceMean, a sum divided by its count, or GlobalAveragePool; axes are an attribute or an input;
 - a square is Pow or Mul, a sum of squares ReduceSumSquare, its root ReduceL2;
 - a variance is the mean of (x − mean(x))², where the mean may be computed twice, or mean(x²) − mean(x)²;
 - a reciprocal root is Reciprocal, one divided by the root, or a power of −1/2.
 
-Every reader follows the graph backwards and returns what it read, or raises what `walk` defines.
+Every reader follows the graph backwards, and raises the errors of `walk`.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Centred:
 
 
 def read_root(tensor: Tensor) -> Root:
-    """Follow a tensor back to the mean or sum of squares that it is the root of.
+    """Trace a tensor back to the mean or sum of squares that it is the root of.
 
     Raises:
         NearMiss: It is close to such a root.
@@ -67,11 +66,10 @@ def read_root(tensor: Tensor) -> Root:
 
 
 def read_mean(tensor: Tensor, walk: Walk | None = None) -> Centred:
-    """What a tensor is the mean of, and over which axes.
+    """Return the tensor that this one is the mean of, and the axes.
 
     Args:
-        tensor: The mean.
-        walk: How it is used; None where it must broadcast against the tensor that it is the mean of.
+        walk: Use of the mean; None where it must broadcast against its source.
 
     Raises:
         NotANorm: It is something else.
@@ -119,12 +117,12 @@ def centred_or_none(tensor: Tensor) -> Centred | None:
 
 
 def is_centred(tensor: Tensor) -> bool:
-    """Whether a tensor had its own mean removed."""
+    """Return whether a tensor had its own mean removed."""
     return centred_or_none(tensor) is not None
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same values: one tensor, or a difference from its mean computed twice."""
+    """Return whether two tensors hold the same values: one tensor, or a centring computed twice."""
     if origin(one) is origin(other):
         return True
     left, right = centred_or_none(one), centred_or_none(other)
@@ -159,14 +157,14 @@ def _read_root(tensor: Tensor, walk: Walk) -> Root:
 
 
 def _read_radicand(tensor: Tensor, walk: Walk) -> Root:
-    """Read what stands under the root."""
+    """Read the argument of the root."""
     node = walk.to(tensor)
     if node.op in {"Max", "Clip"}:
         bound = _with_number(node)
         moment = read_moment(walk.to(bound.other), walk)
         if bound.number != 0.0 or bound.is_largest:
             raise NearMiss(_bounded(node, bound.number), moment)
-        # No sum of squares is negative but by rounding.
+        # A sum of squares is negative by rounding only.
         return Root(moment, 0.0, False)
     if node.op != "Add":
         return Root(read_moment(node, walk), 0.0, False)
@@ -195,14 +193,14 @@ def _bounded(node: Node, number: float) -> str:
 
 
 def read_moment(node: Node, walk: Walk) -> Moment:
-    """Read the mean or sum of squares that a node computes, behind which a walk stands.
+    """Read the mean or sum of squares that a node computes, with a walk behind it.
 
     Raises:
         NearMiss: It is close to one.
         NotANorm: It is something else.
     """
     if node.op == "Relu":
-        # A variance that was kept from being negative by rounding: nothing in exact arithmetic.
+        # Max(variance, 0) guards against rounding: no change in exact arithmetic.
         return read_moment(walk.to(node.inputs[0]), walk)
     if node.op == "Sub":
         return _read_difference(node, walk)
@@ -220,7 +218,7 @@ def read_moment(node: Node, walk: Walk) -> Moment:
 
 
 def _squared(tensor: Tensor) -> Tensor:
-    """What a tensor is the square of."""
+    """Return the tensor that this one is the square of."""
     node = producer(tensor)
     while node is not None and node.op == "Identity":
         node = producer(node.inputs[0])
@@ -254,7 +252,7 @@ def _read_scaled(node: Node, walk: Walk) -> Moment:
     length = moment.length
     if length is None:
         raise NearMiss("its mean of squares is scaled, and the length of its axes is not known", moment)
-    # What the mean of squares is multiplied with.
+    # Factor of the mean of squares.
     factor = scaled.factor if moment.is_mean else scaled.factor * length
     if factor == 1:
         return replace(moment, is_mean=True)
@@ -268,7 +266,7 @@ def _read_scaled(node: Node, walk: Walk) -> Moment:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A node behind products and quotients with numbers, and what they multiply it with."""
+    """A node behind products and quotients with numbers, and their total factor."""
 
     node: Node
     factor: Fraction
@@ -287,12 +285,10 @@ def _unscaled(node: Node, walk: Walk) -> _Scaled:
 
 @dataclass(frozen=True)
 class _WithNumber:
-    """The number among the operands of a node, and the operand that is none.
+    """The number among the operands of a node, and its other operand.
 
     Attributes:
-        number: The number.
-        other: The other operand.
-        is_largest: Whether nothing larger than the number passes.
+        is_largest: Whether the number is an upper limit.
     """
 
     number: float

@@ -1,12 +1,12 @@
-"""The way back from the use of a statistic to the reduction that made it.
+"""Trace the use of a statistic back to its reduction.
 
-Between the two stand elementwise operators, and nodes that bring a dropped axis back: Unsqueeze, Reshape to a
-shape computed from other shapes, Expand. As elementwise operators do not care how axes are arranged, these
-may stand anywhere; they are collected on the way and judged together at the reduction: the statistic must
-arrive as if its reduction had kept every axis.
+Between the two stand elementwise operators, and nodes that restore a dropped axis: Unsqueeze, Reshape to a
+shape computed from other shapes, Expand. Elementwise operators ignore the arrangement of axes, so these may
+stand anywhere; they are collected on the way and judged at the reduction: the statistic must arrive as if
+every axis had been kept.
 
-`NotANorm` says that a tensor is something else than what was looked for, `NearMiss` that it comes so close to
-a norm that its user should know what keeps it from being one.
+`NotANorm` is raised for another computation, `NearMiss` for one so close to a norm that its user should know
+the difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loka_onnx.graph.model import Node, Tensor, element_type, is_constant, produ
 from loka_onnx.graph.shape_values import Dim, dimensions, read_dimensions, reshaped
 
 _FURTHEST = 40
-"""Nodes between the use of a statistic and its reduction; exporters write up to ten."""
+"""Most nodes between a statistic's use and its reduction; exporters write up to ten."""
 _LAYOUT = frozenset({"Unsqueeze", "Squeeze", "Reshape", "Expand"})
 _T = onnx.TensorProto
 _WIDENING = frozenset(
@@ -39,10 +39,10 @@ class Moment:
     """Mean or sum of squares.
 
     Attributes:
-        squared: The tensor whose squares are averaged or added.
+        squared: Tensor whose squares are averaged or added.
         axes: Axes of the reduction, negative, ascending.
         is_mean: Whether it is a mean, else a sum.
-        is_central: Whether the square of the mean was taken off: then it is the variance of `squared`.
+        is_central: Whether the square of the mean was subtracted: the variance of `squared`.
     """
 
     squared: Tensor
@@ -52,16 +52,16 @@ class Moment:
 
     @property
     def length(self) -> int | None:
-        """How many squares each sum has; None where it is not known."""
+        """Number of squares in each sum; None where unknown."""
         return static_length(self.squared, self.axes)
 
 
 class NearMiss(NotANorm):
-    """The nodes come close to a norm; the message says what keeps them from being one.
+    """The nodes come close to a norm; the message names the difference.
 
     Attributes:
-        moment: The mean or sum of squares that was read; None where it was not.
-        part: A node that would be told of too, as a near miss of its own; None where there is none.
+        moment: Mean or sum of squares that was read; None for none.
+        part: A node that would be reported as a near miss of its own; None for none.
     """
 
     def __init__(self, reason: str, moment: Moment | None = None, part: Node | None = None) -> None:
@@ -70,11 +70,11 @@ class NearMiss(NotANorm):
 
 
 class Walk:
-    """One way back.
+    """One way back from a statistic's use.
 
     Args:
-        is_vector: Whether the statistic is used as a vector, one number for each place where it was taken:
-            then any arrangement that keeps its elements in order is as good as another.
+        is_vector: Whether the statistic is used as a vector, one number for each position: then any
+            arrangement that keeps the order of its elements is equal.
     """
 
     def __init__(self, *, is_vector: bool = False) -> None:
@@ -83,16 +83,16 @@ class Walk:
         self._steps, self._is_vector = 0, is_vector
 
     def fork(self) -> Walk:
-        """Another way from the same place."""
+        """Return another way from the same point."""
         other = Walk(is_vector=self._is_vector)
         other._layout, other._roundings = list(self._layout), list(self._roundings)
         return other
 
     def to(self, tensor: Tensor) -> Node:
-        """The node that computes a tensor, behind those that arrange its axes or change its type.
+        """Return the node that computes a tensor, behind layout nodes and conversions.
 
         Raises:
-            NotANorm: The tensor is a constant or an input, or the way is longer than any that is exported.
+            NotANorm: The tensor is a constant or an input, or the way is too long.
         """
         while True:
             node = producer(tensor)
@@ -108,10 +108,10 @@ class Walk:
             tensor = node.inputs[0]
 
     def arrive(self, reduction: Node, axes: tuple[int, ...], moment: Moment | None = None) -> None:
-        """Judge the way from a reduction over these axes.
+        """Check the way from a reduction over these axes.
 
         Raises:
-            NearMiss: The statistic was rounded on the way, or does not broadcast against what was reduced.
+            NearMiss: The statistic was rounded on the way, or does not broadcast against the reduced tensor.
         """
         if self._roundings:
             raise NearMiss(f"its statistics pass through {self._roundings[-1]}", moment)
@@ -125,12 +125,12 @@ class Walk:
 
 
 def type_of(tensor: Tensor) -> int:
-    """Element type of a tensor; UNDEFINED where it is not known."""
+    """Return the element type of a tensor; UNDEFINED where unknown."""
     return _T.UNDEFINED if tensor.dtype is None else element_type(tensor.dtype)
 
 
 def lossless_chain(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A tensor, and those that it is converted from without loss, one behind the other."""
+    """Return a tensor, then those that it is converted from without loss."""
     chain = [tensor]
     node = producer(tensor)
     while node is not None and (node.op == "Identity" or (node.op == "Cast" and _loses_nothing(node))):
@@ -140,19 +140,19 @@ def lossless_chain(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def origin(tensor: Tensor) -> Tensor:
-    """The tensor behind conversions that lose nothing."""
+    """Return the tensor behind lossless conversions."""
     return lossless_chain(tensor)[-1]
 
 
 def scalar(tensor: Tensor) -> float | None:
-    """Value of a constant with one element; None for anything else."""
+    """Return the value of a constant with one element; None otherwise."""
     if not is_constant(tensor) or prod(tensor.shape) != 1:
         return None
     return float(values_of(tensor).reshape(-1)[0])
 
 
 def static_length(tensor: Tensor, axes: tuple[int, ...]) -> int | None:
-    """Product of the lengths of some axes; None where one is not known."""
+    """Return the product of the lengths of some axes; None where one is unknown."""
     if tensor.shape is None or any(-axis > len(tensor.shape) for axis in axes):
         return None
     lengths = [tensor.shape[axis] for axis in axes]
@@ -160,10 +160,10 @@ def static_length(tensor: Tensor, axes: tuple[int, ...]) -> int | None:
 
 
 def reduced_axes(reduce: Node) -> tuple[int, ...]:
-    """Axes of a reduction, negative and ascending.
+    """Return axes of a reduction, negative and ascending.
 
     Raises:
-        NotANorm: They are not constant, or the rank is not known.
+        NotANorm: They are not constant, or the rank is unknown.
     """
     shape = reduce.inputs[0].shape
     every = [0] if shape is None else list(range(len(shape)))
@@ -197,7 +197,7 @@ class _Place:
     """One axis of a statistic.
 
     Attributes:
-        axis: The axis of the reduced tensor that it runs along, negative; None where it does not vary.
+        axis: Axis of the reduced tensor, negative; None where it does not vary.
         size: Length or name.
     """
 
@@ -206,7 +206,7 @@ class _Place:
 
 
 def _is_arranged(reduction: Node, axes: tuple[int, ...], layout: tuple[Node, ...]) -> bool:
-    """Whether a statistic broadcasts against what was reduced as if every axis had been kept."""
+    """Return whether a statistic broadcasts against its source as if every axis had been kept."""
     is_kept = bool(reduction.attrs.get("keepdims", 1))
     if is_kept and not layout:
         return True
@@ -229,7 +229,7 @@ def _is_arranged(reduction: Node, axes: tuple[int, ...], layout: tuple[Node, ...
 
 
 def _left_by(sizes: tuple[Dim, ...], axes: tuple[int, ...], is_kept: bool) -> list[_Place]:
-    """Axes of the result of a reduction."""
+    """Return the axes of a reduction's result."""
     places = []
     for position, size in enumerate(sizes, start=-len(sizes)):
         if position not in axes:
@@ -240,7 +240,7 @@ def _left_by(sizes: tuple[Dim, ...], axes: tuple[int, ...], is_kept: bool) -> li
 
 
 def _moved(node: Node, places: list[_Place]) -> list[_Place] | None:
-    """Axes after a layout node; None where they do not follow."""
+    """Return the axes after a layout node; None where they are unknown."""
     if node.op in {"Squeeze", "Unsqueeze"}:
         axes = _constant_axes(node)
         return (

@@ -1,7 +1,7 @@
 """Write a plan into a model file.
 
-Loud channels that it does not need apart are put back first; then come Q/DQ, the constants fitted to the
-plan, and the base precision.
+High-error channels that the plan need not split are rejoined first; then come Q/DQ, corrections, and the base
+precision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.core.site import Site, high_error_parts
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.transforms.linears.split_loud_channels import rejoin
+from loka_onnx.transforms.linears.split_high_error_channels import rejoin
 from loka_onnx.transforms.precision.correct import Typing, correct
 from loka_onnx.transforms.precision.explicit_casts import cast_to_base, fp32_nodes
 from loka_onnx.transforms.precision.insert_qdq import insert_qdq
@@ -29,13 +29,11 @@ from loka_onnx.transforms.precision.place_qdq import place_qdq
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model that carries a plan.
+    """A planned model file.
 
     Attributes:
-        path: The model file.
-        digest: Its digest.
-        log: What was written where.
-        sites: Those of the model that it still has.
+        log: What was written, by node.
+        sites: Sites that the model still has.
     """
 
     path: Path
@@ -49,9 +47,9 @@ class PlanForm:
     """Form in which a plan is written for a backend.
 
     Attributes:
-        base: Precision of everything that is not FP8, as the backend asks for it.
-        fusions: What the backend computes in one kernel, which Q/DQ must not split.
-        corrections: Constants that were fitted to the plan and are added; None for none.
+        base: Precision of everything but FP8 sites.
+        fusions: Kernels of the backend that Q/DQ must not split.
+        corrections: Fitted constants to add; None for none.
     """
 
     base: Precision
@@ -62,12 +60,6 @@ class PlanForm:
 def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target: Path) -> PlannedModel:
     """Write a plan into a copy of the model.
 
-    Args:
-        model: The FP32 model that the plan is for.
-        plan: The plan.
-        form: How the backend wants it.
-        target: Where the planned model is written.
-
     Raises:
         TransformError: The plan is of another model, or this one cannot be typed in the base precision.
     """
@@ -75,7 +67,7 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
     check_plan(plan, model.digest, {node.name for node in graph.nodes})
     records: list[RewriteRecord] = []
     began = time.perf_counter()
-    # A product of loud channels pays only where the rest of the site runs in FP8.
+    # The extra product pays only where the rest of the site runs in FP8.
     joined = {
         name: part
         for name, part in high_error_parts(model.sites).items()
@@ -105,12 +97,7 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
 
 
 def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None = None) -> None:
-    """Hold a plan, which may come from a file, against the model that it is for.
-
-    Args:
-        plan: The plan.
-        digest: That of the model.
-        nodes: Names of its nodes, where they are known.
+    """Check that a plan, which may come from a file, is for this model.
 
     Raises:
         TransformError: The plan was made for another model.

@@ -1,20 +1,20 @@
 """Add fitted constants to a planned model: behind sites, and to the logits of outputs.
 
 Where the graph adds a constant already, the correction goes into it: into Gemm's third input (over ``beta``),
-into the operand of the Add behind a MatMul, for an output into that of its last layer. Then no operation
-comes on top, and what an engine fuses with the product, it still fuses. Elsewhere a new Add takes it,
-directly behind the product. A constant that other nodes read too is replaced for this one only.
+into the operand of the Add behind a MatMul, for an output into that of its last layer. That costs no
+operation and splits no fusion. Elsewhere a new Add takes it, directly behind the product. A shared constant
+is copied first.
 
 Corrections are small, and a graph in BF16 or FP16 rounds its constants: between 2 and 4 BF16 numbers are 2⁻⁶
 apart, so −2.3, −2.3 + .002 and −2.3 + .01 are all −2.296875. Hence, where the base is not FP32:
 
-- the constant of an output goes into a constant only where all from there to the output stays in FP32, and
-  into an Add in FP32 elsewhere; the Sigmoid behind it, and what moves its result, stay in FP32 too, because
-  they would round the sum;
+- the constant of an output goes into a constant only where every node from there to the output stays in FP32,
+  else into an Add in FP32; the Sigmoid behind it, and operators that move its result, stay in FP32 too,
+  because they would round the sum;
 - the correction c of a site goes into a bias b that is rounded (R) only where
   ‖R(b + c) − R(b) − c‖² ≤ `MOST_LOST` · ‖c‖², over the channels. It is left out where more is lost.
 
-`Correction.remove` takes everything back; the graph is then what it was, to the bit.
+`Correction.remove` restores the graph to the bit.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from loka_onnx.transforms.precision.explicit_casts import stored_in
 Array = npt.NDArray[np.float64]
 
 MOST_LOST = 0.25
-"""Largest share of the energy of a correction that rounding may take: half of its root mean square."""
+"""Largest share of a correction's energy that rounding may take: half of its root mean square."""
 
 _NOTHING = RewriteRecord("correct", (), ())
 
 
 @dataclass(frozen=True)
 class Typing:
-    """Types that the graph will have.
+    """Types of the graph after casting.
 
     Attributes:
-        base: Precision of everything else.
-        fp32: Names of the nodes that stay in FP32; of no meaning where the base is FP32.
+        base: Precision of all other nodes.
+        fp32: Names of the nodes that stay in FP32; unused where the base is FP32.
     """
 
     base: Precision = Precision.FP32
     fp32: frozenset[str] = frozenset()
 
     def of(self, node: Node) -> Precision:
-        """What a node computes in, and holds its constants in."""
+        """Return the precision of a node and its constants."""
         return Precision.FP32 if node.name in self.fp32 else self.base
 
 
 @dataclass(frozen=True)
 class _Folded:
-    """A constant of the graph with what is added to it.
+    """A constant of the graph plus a correction.
 
     Attributes:
         values: The sum.
-        where: Of which node.
-        lost: Share of the energy of what is added that rounding takes; infinite beyond the range.
+        where: Name of its node.
+        lost: Share of the correction's energy that rounding takes; infinite beyond the range.
     """
 
     values: Array
@@ -98,9 +98,8 @@ class Correction:
     """Corrections in a graph.
 
     Attributes:
-        model: The graph.
-        typing: What it will be typed in.
-        record: What was written where, and what was left out.
+        typing: Types after casting.
+        record: Corrections written and left out.
         wide: Names of nodes that belong in FP32: they add a constant to an output, or carry the sum there.
     """
 
@@ -113,7 +112,7 @@ class Correction:
     _outputs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def remove(self) -> None:
-        """Take every correction out of the graph again; it must not have been edited since."""
+        """Remove every correction; the graph must not have been edited since."""
         for new, old in reversed(self._outputs):
             self.model.make_output(new, old)
         for node in self._new:
@@ -157,10 +156,10 @@ class Correction:
         values = np.array(constant.value)
         what = f"the constant {constant.value:+.3g} on its {_unit(constant)}"
         tensor, sigmoid = score.tensor, score.sigmoid
-        # What rounds the sum on its way out would take the constant away again.
+        # A rounding of the sum on its way out would lose the constant.
         behind = _from(self.model, sigmoid)
         self.wide += tuple(node.name for node in behind if self.typing.of(node) is not Precision.FP32)
-        # What else reads the logit, or is computed from it, must not move.
+        # Other readers of the logit must not change.
         readers = len(tensor.outputs) + self.model.is_output(tensor)
         bias = score_bias(self.model, tensor) if readers == 1 else None
         if bias is not None and self._is_exact(bias, tensor):
@@ -176,14 +175,14 @@ class Correction:
         return Applied(constant.output, f"{what} in an Add of its own")
 
     def _is_exact(self, bias: Bias, score: Tensor) -> bool:
-        """Whether nothing rounds to the base between a constant and the score that it is added to."""
+        """Return whether nothing rounds to the base between a constant and its score."""
         node = producer(score)
         while node is not None and node is not bias.node and self.typing.of(node) is Precision.FP32:
             node = producer(node.inputs[0])
         return node is bias.node and self.typing.of(node) is Precision.FP32
 
     def _folded(self, bias: Bias, values: Array) -> _Folded | None:
-        """A constant of the graph with values added; None where it would grow."""
+        """Return a constant of the graph with values added; None where it would grow."""
         node = bias.node
         has_constant = _has_constant(bias)
         old = np.zeros(())
@@ -217,7 +216,7 @@ class Correction:
         self._new.append(tensor.inputs[0])
 
     def _insert_beside(self, tensor: Tensor, sigmoid: Node | None, values: Array, name: str) -> None:
-        """An Add for the Sigmoid alone, or for whoever runs the model."""
+        """Insert an Add for the Sigmoid alone, or for the graph output."""
         constant = self.model.constant(f"{name}/correction", values.astype(np.float32))
         moved = self.model.add("Add", [tensor, constant], f"{name}/correct", np.float32)
         moved.shape = tensor.shape
@@ -234,9 +233,7 @@ def correct(model: GraphModel, corrections: Corrections, typing: Typing | None =
     """Add corrections to a graph in place.
 
     Args:
-        model: An FP32 graph, with Q/DQ in place; edited.
-        corrections: What is added.
-        typing: What the graph will be typed in; FP32 when None.
+        typing: Types that the graph will have; FP32 when None.
 
     Raises:
         InternalError: A site or an output is not in the graph, or an output has no logit.
@@ -251,7 +248,7 @@ def correct(model: GraphModel, corrections: Corrections, typing: Typing | None =
 
 
 def _lost(old: Array, values: Array, precision: Precision) -> float:
-    """Share of the energy of values that is lost where they are added to a constant that is then rounded."""
+    """Return the share of the values' energy that is lost when constant + values is rounded."""
     if precision is Precision.FP32:
         return 0.0
     total = old + values
@@ -270,7 +267,7 @@ def _has_constant(bias: Bias) -> bool:
 
 
 def _from(model: GraphModel, node: Node | None) -> Iterator[Node]:
-    """The Sigmoid of an output, and the layout operations between it and the output."""
+    """Return the Sigmoid of an output, and the layout operators between the two."""
     while node is not None:
         yield node
         tensor = node.outputs[0]

@@ -1,16 +1,15 @@
 """Make the graph strongly typed in BF16 or FP16.
 
-Engine makers that type strongly take precision from the graph alone. Every FP32 constant that a node
-computes with is rounded to the base precision; a tensor that stays in FP32 is cast for the readers that
-compute in the base precision, and the other way round. These stay in FP32:
+Strongly typed engines take precision from the graph alone. Every FP32 constant of a node in the base
+precision is rounded to it; a tensor that stays in FP32 is cast for readers in the base precision, and the
+other way round. These stay in FP32:
 
-- graph inputs and outputs, so that the interface is that of the exported model. Cast reads an input as it
+- graph inputs and outputs, so that the interface stays that of the exported model. Cast reads an input as it
   enters: identifiers that arrive as floats would not survive the rounding;
 - sites that the plan keeps in FP32, and other nodes that it names (`PrecisionPlan.wide`);
 - embedding tables outside the model, whose rows are cast after the lookup, which gives the same values;
 - operands that ONNX defined in the base precision after operator set 21 only, or not at all: engines lag
-  behind
-  (TensorRT for RTX 1.7.1 takes HardSwish, Mish and LpNormalization in FP32 and FP16, not in BF16);
+  behind (TensorRT for RTX 1.7.1 takes HardSwish, Mish and LpNormalization in FP32 and FP16, not in BF16);
 - norms without a `stash_type` (InstanceNormalization, LpNormalization), which sum in the type of their input.
 
 A Q/DQ scale must keep its value: the FP8 weights were stored for it. Scales are BF16 numbers
@@ -51,9 +50,9 @@ _FLOAT = onnx.TensorProto.FLOAT
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _READS_ANY_TYPE = frozenset({"Cast", "Shape", "Size"})
-"""Operators whose result depends on no precision, or should come from the exact input."""
+"""Operators whose result does not depend on precision, or should come from the exact input."""
 _TYPED_BY = 21
-"""Operator set whose types every engine takes; of a newer operator, the types that it was born with."""
+"""Operator set whose types every engine supports; a newer operator has its first types."""
 _SUMMING = frozenset({"InstanceNormalization", "LpNormalization"})
 """Norms that take their statistics in the type of their input."""
 _TYPE_ATTRIBUTES = {"Cast": "to", "EyeLike": "dtype"}
@@ -63,9 +62,8 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
     """Give every FP32 tensor between inputs and outputs the base precision; in place.
 
     Args:
-        model: An FP32 graph, with Q/DQ already in place.
         base: BF16 or FP16.
-        plan: Names the sites and other nodes that stay in FP32.
+        plan: Names sites and nodes that stay in FP32.
 
     Raises:
         TransformError: The graph has control flow, a constant overflows, a Q/DQ scale would change its value,
@@ -85,12 +83,11 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
 
 
 def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> frozenset[str]:
-    """Names of the nodes whose results stay in FP32 when the graph is given the base precision.
+    """Return names of nodes whose results stay in FP32 when the graph is cast to the base precision.
 
     Args:
-        model: The graph as `cast_to_base` will see it, or with fewer nodes.
-        base: Any precision that a base can have; in FP32 every node stays.
-        plan: Names the sites and other nodes that stay in FP32.
+        model: The graph of `cast_to_base`, or one with fewer nodes.
+        base: In FP32 every node stays.
 
     Raises:
         TransformError: The graph has control flow, or the type of a tensor is not known.
@@ -105,7 +102,7 @@ def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> froze
 
 
 def stored_in(base: Precision, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """What is left of values that an FP32 graph holds, in the base precision; infinite beyond its range."""
+    """Return FP32 values rounded to the base precision; infinite beyond its range."""
     narrow = values.astype(np.float32)
     if base is not Precision.FP32:
         with np.errstate(over="ignore"):
@@ -115,7 +112,7 @@ def stored_in(base: Precision, values: npt.NDArray[np.float64]) -> npt.NDArray[n
 
 @dataclass(frozen=True)
 class _Wide:
-    """What stays in FP32.
+    """Tensors that stay in FP32.
 
     Attributes:
         operands: Identity of the node, and position, of the inputs that must be FP32.
@@ -149,7 +146,7 @@ def _find_wide(model: GraphModel, base: Precision, plan: PrecisionPlan) -> _Wide
 
 
 def _why_whole(model: GraphModel, node: Node, kept: Mapping[str, str]) -> str:
-    """Why every operand and result of a node stays in FP32; empty when they do not."""
+    """Return why all operands and results of a node stay in FP32; empty when they do not."""
     if node.name in kept:
         return f"kept in FP32 between casts{kept[node.name]}"
     if node.op in _SUMMING:
@@ -160,7 +157,7 @@ def _why_whole(model: GraphModel, node: Node, kept: Mapping[str, str]) -> str:
 
 
 def _fp32_positions(node: Node, base: Precision, opset: int, *, whole: bool) -> tuple[list[int], list[int]]:
-    """Positions of the inputs and of the outputs of a node that are FP32 now and must stay so."""
+    """Return positions of inputs and outputs that are FP32 now and must stay so."""
     domain = node.domain or ""
     try:
         schema = onnx.defs.get_schema(node.op, min(opset, _TYPED_BY), domain)
@@ -173,7 +170,7 @@ def _fp32_positions(node: Node, base: Precision, opset: int, *, whole: bool) -> 
         return [
             i
             for i, tensor in enumerate(tensors)
-            # The last formal parameter may stand for any number of tensors.
+            # The last formal parameter may be variadic.
             if (whole or _is_undefined(formal[min(i, len(formal) - 1)], base)) and _is_float(tensor)
         ]
 
@@ -181,7 +178,7 @@ def _fp32_positions(node: Node, base: Precision, opset: int, *, whole: bool) -> 
 
 
 def _is_undefined(parameter: onnx.defs.OpSchema.FormalParameter, base: Precision) -> bool:
-    """Whether the parameter may be FP32 but not of the base precision."""
+    """Return whether the parameter may be FP32 but not of the base precision."""
     return "tensor(float)" in parameter.types and _ONNX_TYPE[base] not in parameter.types
 
 
@@ -220,7 +217,7 @@ def _rounded(model: GraphModel, name: str, values: npt.NDArray[np.float32], base
 def _check_scale(node: Node, scales: npt.NDArray[np.float32], base: Precision) -> None:
     with np.errstate(over="ignore"):
         narrow = scales.astype(_NUMPY[base]).astype(np.float32)
-    # A subnormal that happens to be exact counts as lost too: some devices flush it to zero and divide by it.
+    # An exact subnormal counts as lost too: some devices flush it to zero and divide by it.
     normal = _SMALLEST_NORMAL[base]
     lost = np.atleast_1d((narrow != scales) | (scales < normal))
     if lost.any():
@@ -235,7 +232,7 @@ def _check_scale(node: Node, scales: npt.NDArray[np.float32], base: Precision) -
 
 
 def _retarget_attributes(model: GraphModel, node: Node, base: Precision) -> None:
-    """Let nodes whose type is an attribute, and FP32, make tensors of the base precision."""
+    """Let nodes with a FP32 type attribute make tensors of the base precision."""
     attribute = _TYPE_ATTRIBUTES.get(node.op)
     if attribute in node.attrs and element_type(node.attrs[attribute]) == _FLOAT:
         node.attrs[attribute] = element_type(_NUMPY[base])
@@ -247,7 +244,7 @@ def _retarget_attributes(model: GraphModel, node: Node, base: Precision) -> None
 
 
 def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> list[Applied]:
-    """Cast what is FP32 for the nodes that compute in the base precision."""
+    """Cast FP32 tensors for nodes in the base precision."""
     applied = []
     dtype = _NUMPY[base]
     inputs = {tensor.name for tensor in model.inputs}
@@ -269,7 +266,7 @@ def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> list[A
 
 
 def _widen_for_readers(model: GraphModel, wide: _Wide) -> None:
-    """Cast what is in the base precision for the nodes that compute in FP32."""
+    """Cast base-precision tensors for nodes in FP32."""
     casts: dict[str, Tensor] = {}
     for node in model.nodes:
         for index, tensor in enumerate(node.inputs):
@@ -296,7 +293,7 @@ def _cast_outputs(model: GraphModel, wide: _Wide) -> list[Applied]:
 
 
 def _is_float(tensor: Tensor) -> bool:
-    """Whether the tensor is FP32 in the graph as it came; an optional input that is left out is not."""
+    """Return whether a tensor was FP32 before casting; an omitted optional input was not."""
     if not tensor.name:
         return False
     if tensor.dtype is None:
@@ -309,7 +306,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _forget_types(model: GraphModel) -> None:
-    """Drop inferred types of inner tensors, which are stale now; loading infers them again."""
+    """Drop stale inferred types of inner tensors; loading infers them again."""
     interface = {tensor.name for tensor in (*model.inputs, *model.outputs)}
     for name, tensor in model.tensors().items():
         if not is_constant(tensor) and name not in interface:

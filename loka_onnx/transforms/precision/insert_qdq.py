@@ -23,13 +23,7 @@ from loka_onnx.numerics.float8 import float8_dtype, quantize
 
 
 def insert_qdq(model: GraphModel, sites: tuple[Site, ...], plan: PrecisionPlan) -> RewriteRecord:
-    """Quantize the planned sites in place.
-
-    Args:
-        model: An FP32 graph; edited.
-        sites: Its sites.
-        plan: Which of them run in FP8, and with which scales.
-    """
+    """Quantize the planned sites of an FP32 graph in place."""
     shared: dict[tuple[str, float, str], Tensor] = {}
     names = set(plan.fp8_sites)
     applied = tuple(
@@ -68,7 +62,7 @@ def _quantize_site(
 
 
 def _described(model: GraphModel, site: Site) -> Node:
-    """The node of a site.
+    """Return the node of a site.
 
     Raises:
         TransformError: The model has no such node, or one of other operands.

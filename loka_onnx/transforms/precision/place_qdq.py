@@ -1,22 +1,22 @@
-"""One quantize per tensor, where the tensor is made.
+"""Keep one Q/DQ pair per tensor, at its producer.
 
 Rounding is elementwise under one scale, so it commutes with every operator L that only moves or repeats
 values, bit for bit, and with Concat where all parts have that scale::
 
     DQ(Q(L(x))) = L(DQ(Q(x)))          DQ(Q(Concat(x₁, …, xₘ))) = Concat(DQ(Q(x₁)), …, DQ(Q(xₘ)))
 
-Three steps, all of which leave every value as it was:
+Three steps, all of which keep every value:
 
-1. *Hoist*: a pair goes in front of the operators that move its values, if nothing else reads what they move
+1. *Hoist*: a pair moves in front of the operators that move its values, if nothing else reads their input
    (`qdq_flow`). The DQ stays with its Q, in front of L: ONNX defines Concat, Slice, Split and Gather for
    floats only, and an engine that commutes the two moves FP8 values (`Fusions.moved_in_float8`).
-2. *Share*: pairs of one tensor and one key become one, also where one of them stands behind a view that is
-   read exactly as well: the view is copied, which costs nothing.
-3. *Chains* are found and told (`qdq_chains`).
+2. *Share*: pairs of one tensor and one key become one, also where one stands behind a view that is also read
+   exactly: the view is copied, which costs nothing.
+3. *Chains* are found and reported (`qdq_chains`).
 
-Whatever reads a tensor exactly goes on reading it: a norm reads the residual sum in front of it, and no Q
-comes between the two. Left alone, with the reason: a tensor under two scales; a choice of values out of a
-tensor of which the rest is read exactly; a Concat of rows of embedding tables, which TensorRT for RTX stores
+Exact readers of a tensor stay exact: a norm reads the residual sum in front of it, and no Q
+comes between the two. Declined, with the reason: a tensor under two scales; a selection from a tensor whose
+rest is read exactly; a Concat of rows of embedding tables, which TensorRT for RTX stores
 in FP8 for one Q behind the Concat and in the base precision for a Q behind each lookup.
 """
 
@@ -43,15 +43,14 @@ from loka_onnx.transforms.precision.qdq_pairs import (
 )
 
 _NAMED = 4
-"""Operators that a report names before it counts."""
+"""Most operators that a report names."""
 
 
 def place_qdq(model: GraphModel, fp8_sites: Collection[str], fusions: Fusions) -> RewriteRecord:
-    """Put the Q/DQ pairs of a graph where their tensors are made; in place.
+    """Move the Q/DQ pairs of a graph to the producers of their tensors; in place.
 
     Args:
         model: A graph with a pair in front of each FP8 site, before it is cast to another precision.
-        fp8_sites: Names of these sites.
         fusions: What the backend computes in one kernel, and moves in FP8.
     """
     applied: list[Applied] = []
@@ -66,7 +65,7 @@ def place_qdq(model: GraphModel, fp8_sites: Collection[str], fusions: Fusions) -
         model.remove(placing.dropped)
         if not copied:
             break
-        # A view that lost a reader to its copy may have only readers of one key left.
+        # A view that lost a reader to its copy may now have readers of one key only.
     placed = placing.placed
     chains = find_chains(model, placed, fp8_sites, fusions)
     declined = (*pairs.declined, *placing.why_not_further(), *_other_keys(placed), *chains.declined)
@@ -78,11 +77,9 @@ class _Place:
     """A tensor that gets one pair.
 
     Attributes:
-        tensor: The tensor.
         key: How it is rounded.
         direct: Pairs that read it already.
-        edges: Carrying operators, and the positions at which they read it.
-        pair: The pair it has in the end.
+        edges: Carrying operators, and the input positions where they read it.
     """
 
     tensor: Tensor
@@ -94,7 +91,7 @@ class _Place:
 
 @dataclass
 class _Region:
-    """Carrying operators that hang together, the places in front of them and the pairs behind."""
+    """Connected carrying operators, the tensors in front of them and the pairs behind."""
 
     places: dict[int, _Place] = field(default_factory=dict)
     carrying: list[Node] = field(default_factory=list)
@@ -102,7 +99,7 @@ class _Region:
 
 
 class _Placing:
-    """Collects places, then edits."""
+    """Collects tensors to quantize, then edits."""
 
     def __init__(self, model: GraphModel, flow: Flow) -> None:
         self._model, self._flow = model, flow
@@ -114,7 +111,7 @@ class _Placing:
 
     @property
     def placed(self) -> tuple[Pair, ...]:
-        """The pairs, where they are now."""
+        """Pairs at their present positions."""
         return tuple(place.pair for place in self._places.values() if place.pair is not None)
 
     def collect(self, nodes: list[Node], pairs: tuple[Pair, ...]) -> None:
@@ -153,7 +150,7 @@ class _Placing:
         return self._places.setdefault((id(tensor), key), _Place(tensor, key))
 
     def hoist_and_share(self) -> list[Applied]:
-        """Give every place one pair; those behind carrying operators go in front of them."""
+        """Give every tensor one pair; pairs behind carrying operators move in front of them."""
         regions: dict[int, _Region] = {}
         for place in self._places.values():
             self._region(regions, id(place)).places[id(place)] = place
@@ -192,7 +189,7 @@ class _Placing:
         return _told(region, before)
 
     def share_behind_views(self, fusions: Fusions) -> list[Applied]:
-        """Let the Q behind a view of a tensor that has a pair of the same key go: the view is copied."""
+        """Remove the Q behind a view of a tensor that has a pair of the same key: the view is copied."""
         views = VIEWS & fusions.moved_in_float8
         applied: list[Applied] = []
         for place in list(self._places.values()):
@@ -213,7 +210,7 @@ class _Placing:
         return applied
 
     def why_not_further(self) -> list[Declined]:
-        """Why pairs stay behind operators that move their values."""
+        """Return why pairs stay behind operators that move their values."""
         return [
             Declined(place.pair.name, reason)
             for place in self._places.values()
@@ -228,7 +225,7 @@ class _Groups:
         self._parents: dict[int, int] = {}
 
     def root(self, member: int) -> int:
-        """The member that stands for the set of this one."""
+        """Return the representative of a member's set."""
         path = []
         while (parent := self._parents.get(member, member)) != member:
             path.append(member)
@@ -237,12 +234,12 @@ class _Groups:
         return member
 
     def join(self, one: int, other: int) -> None:
-        """Make the sets of two members one."""
+        """Merge the sets of two members."""
         self._parents[self.root(one)] = self.root(other)
 
 
 def _told(region: _Region, before: int) -> list[Applied]:
-    """What happened to the pairs of a region; nothing where they are where they were."""
+    """Report the pairs of a region that moved or merged."""
     pairs = [place.pair for place in region.places.values() if place.pair is not None]
     shared = f"{before} pairs made {len(pairs)}" if len(pairs) < before else ""
     if region.carrying:
@@ -259,7 +256,7 @@ def _names(nodes: list[Node]) -> str:
 
 
 def _other_keys(pairs: tuple[Pair, ...]) -> list[Declined]:
-    """Tensors that several pairs read, because they round otherwise."""
+    """Return tensors that several pairs round differently."""
     by_source: dict[int, list[Pair]] = {}
     for pair in pairs:
         by_source.setdefault(id(pair.source), []).append(pair)

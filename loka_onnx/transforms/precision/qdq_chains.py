@@ -1,8 +1,8 @@
-"""Which site feeds which in FP8.
+"""Find sites that feed another site in FP8.
 
 A Q directly behind an operator whose kernel can quantize costs no pass over memory. Where such operators
-lead back to a product that runs in FP8, without a tensor between that anything else reads, the one site
-hands its result to the other in FP8: bias, activation function, gate and norm happen inside a kernel.
+lead back to a product in FP8, with no tensor between that another node reads, one site hands its result to
+the other in FP8: bias, activation function, gate and norm run inside a kernel.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from loka_onnx.graph.sites import PRODUCT_OPS
 from loka_onnx.transforms.precision.qdq_pairs import MOVEMENTS, VIEWS, Pair, moved
 
 _SILENT = MOVEMENTS | PRODUCT_OPS
-"""Not told: lookups and what moves values, where the pair's place is explained, and exact products."""
+"""Not reported: data movement (its pair is reported elsewhere) and exact products."""
 
 
 @dataclass(frozen=True)
 class Chains:
-    """Chains behind the pairs, or the reasons why there are none."""
+    """Chains behind the pairs, and reasons where there is none."""
 
     applied: tuple[Applied, ...]
     declined: tuple[Declined, ...]
@@ -31,14 +31,7 @@ class Chains:
 def find_chains(
     model: GraphModel, pairs: Sequence[Pair], fp8_sites: Collection[str], fusions: Fusions
 ) -> Chains:
-    """Follow every pair back to the sites that feed it.
-
-    Args:
-        model: The graph, pairs in their places.
-        pairs: Its pairs.
-        fp8_sites: Names of the sites that run in FP8.
-        fusions: What the backend computes in one kernel.
-    """
+    """Trace every pair back to the sites that feed it."""
     applied: list[Applied] = []
     declined: list[Declined] = []
     if not fusions.quantized_in_place:
@@ -64,7 +57,7 @@ def find_chains(
 
 
 def _may_quantize(node: Node, fp8_sites: Collection[str], fusions: Fusions) -> bool:
-    """Whether a kernel of the backend is known to end with this node and a Q, or to pass on what does."""
+    """Return whether a kernel of the backend can end with this node and a Q, or pass on one that does."""
     return (
         node.name in fp8_sites
         or node.op in fusions.quantized_in_place
@@ -74,14 +67,14 @@ def _may_quantize(node: Node, fp8_sites: Collection[str], fusions: Fusions) -> b
 
 @dataclass(frozen=True)
 class _Feeding:
-    """Sites at the beginning of a chain, and the operators between."""
+    """Sites at the start of a chain, and the operators between."""
 
     sites: tuple[str, ...]
     through: tuple[str, ...]
 
 
 def _feeding(maker: Node, outputs: Collection[int], fp8_sites: Collection[str], fusions: Fusions) -> _Feeding:
-    """Follow operators of one kernel back; a tensor that something outside of it reads is in memory."""
+    """Trace operators of one kernel back; a tensor with outside readers is in memory."""
     sites: dict[str, None] = {}
     through: dict[str, None] = {}
     waiting: dict[int, int] = {}
@@ -104,7 +97,7 @@ def _feeding(maker: Node, outputs: Collection[int], fp8_sites: Collection[str], 
 
 
 def _readers(model: GraphModel, fp8_sites: Collection[str]) -> dict[int, tuple[str, ...]]:
-    """By identity of a tensor, the FP8 sites that read its values, moved or not."""
+    """Return the FP8 sites that read a tensor's values, moved or not, by identity of the tensor."""
     found: dict[int, tuple[str, ...]] = {}
 
     def of(tensor: Tensor) -> tuple[str, ...]:

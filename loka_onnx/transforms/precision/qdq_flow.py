@@ -1,9 +1,9 @@
-"""Where a tensor is read after rounding only, and what may therefore move its values in FP8.
+"""Find tensors that are read only after rounding, whose values may be moved in FP8.
 
-From the outputs to the inputs, each tensor gets a *demand*: the key of the Q that read it, directly or behind
+From outputs to inputs, each tensor gets a *demand*: the key of the Q that read it, directly or behind
 operators that move its values, when all of them round alike and nothing else reads it; otherwise the reason
-why it is needed as it is. An operator that moves only values that are rounded afterwards may move the
-rounded values instead; it is *carrying*. What carries is never read by anything that wants exact values.
+why it is needed exactly. An operator that moves only values that are rounded later may move the rounded
+values instead: it is *carrying*. No exact reader reads its result.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Demand:
     """Demands of the readers of a tensor.
 
     Attributes:
-        key: How all of them round it; None where they do not, or where there are none.
-        reason: Why it is needed exactly, or in two roundings; empty where it is not.
+        key: How all of them round it; None where they differ, or without readers.
+        reason: Why it is needed exactly, or in two roundings; else empty.
     """
 
     key: Key | None = None
@@ -37,10 +37,7 @@ class Flow:
     """Operators that carry rounded values in a graph.
 
     Args:
-        model: The graph.
-        nodes: Its nodes, producers before consumers.
-        pairs: Its Q/DQ pairs.
-        movements: Operators that the backend carries out on FP8 values.
+        movements: Operators that the backend runs on FP8 values.
     """
 
     def __init__(
@@ -61,11 +58,11 @@ class Flow:
         self._carrying = {id(node) for node in nodes if self._carries(node)}
 
     def carries(self, node: Node | None) -> bool:
-        """Whether the operator may move rounded values."""
+        """Return whether the operator may move rounded values."""
         return id(node) in self._carrying
 
     def demand(self, tensor: Tensor) -> Demand:
-        """What the readers of a tensor want of it."""
+        """Return the demand of a tensor's readers."""
         known = self._of_tensor.get(id(tensor))
         if known is None:
             known = Demand(None, "it leaves the graph") if id(tensor) in self._outputs else _NOTHING
@@ -75,7 +72,7 @@ class Flow:
         return known
 
     def why_behind(self, tensor: Tensor) -> str:
-        """Why a pair stays behind the operator that moves the values of a tensor; empty if none does."""
+        """Return why a pair stays behind the operator that moves a tensor's values; empty if none does."""
         node = producer(tensor)
         if node is None or not moved(node):
             return ""
@@ -111,12 +108,12 @@ class Flow:
         found = self._of_node.get(id(node), _NOTHING)
         if found.key is None:
             return False
-        # To quantize all of a tensor for the sake of a part pays only where nothing reads the rest.
+        # Quantizing a whole tensor for one part pays only where nothing reads the rest.
         return node.op not in SELECTIONS or self.demand(node.inputs[0]).key is not None
 
 
 def _joins_constant(node: Node) -> bool:
-    """Whether a pair in front of each part of a Concat would make a Q of an initializer, as of a weight."""
+    """Return whether a pair in front of each part of a Concat would quantize an initializer."""
     return node.op == "Concat" and any(is_constant(tensor) for tensor in node.inputs)
 
 
@@ -129,7 +126,7 @@ def _both(one: Demand, other: Demand) -> Demand:
 
 
 def _rows_of_tables(model: GraphModel, nodes: Sequence[Node]) -> frozenset[int]:
-    """Identity of the tensors that hold rows looked up in a table, moved or not."""
+    """Return identities of tensors that hold rows looked up in a table, moved or not."""
     found: set[int] = set()
     for node in nodes:
         is_lookup = node.op == "Gather" and (is_constant(node.inputs[0]) or model.is_table(node.inputs[0]))

@@ -1,6 +1,6 @@
 """Q/DQ pairs of activations, as `insert_qdq` writes them: one FP8 scale for the whole tensor.
 
-A Q of an initializer is none of them: it is part of a weight.
+A Q of an initializer is part of a weight and no pair.
 """
 
 from __future__ import annotations
@@ -19,21 +19,16 @@ MOVEMENTS = frozenset(
         *("Tile", "Transpose", "Unsqueeze"),
     }
 )
-"""Operators that move or repeat values without changing them: all inputs of Concat, the first of others."""
+"""Operators that move or repeat unchanged values: of all inputs for Concat, else of the first."""
 SELECTIONS = frozenset({"Gather", "Slice"})
-"""Movements that may leave values out."""
+"""Movements that may drop values."""
 VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-"""Movements that move nothing: the values stay where they are in memory."""
+"""Movements that keep the values in place in memory."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """Rounding of a tensor; two Q/DQ pairs of one key round equal values to equal values.
-
-    Attributes:
-        scale: The scale.
-        format: Name of the FP8 type.
-    """
+    """Rounding of a tensor; pairs of one key round equal values to equal values."""
 
     scale: float
     format: str
@@ -44,13 +39,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Pair:
-    """A Q and the DQ that read it.
-
-    Attributes:
-        q: The QuantizeLinear.
-        dqs: The DequantizeLinear, one or more.
-        key: How they round.
-    """
+    """A Q and the one or more DQ that read it."""
 
     q: Node
     dqs: tuple[Node, ...]
@@ -58,7 +47,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """The site and the operand that the pair was written for: ``<site>/in<index>``."""
+        """Site and operand that the pair was written for: ``<site>/in<index>``."""
         return str(self.q.name).removesuffix("/q")
 
     @property
@@ -74,7 +63,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Every pair of a graph in the order of its nodes, and the Q that make none."""
+    """All pairs of a graph in node order, and each Q that is in none."""
 
     found: tuple[Pair, ...]
     declined: tuple[Declined, ...]
@@ -100,7 +89,7 @@ def find_pairs(model: GraphModel, nodes: Sequence[Node]) -> Pairs:
 
 
 def _key(node: Node) -> Key | None:
-    """The key of a Q or a DQ; None where it is of another form."""
+    """Return the key of a Q or a DQ; None for another form."""
     if len(node.inputs) < 3 or not all(is_constant(tensor) for tensor in node.inputs[1:3]):
         return None
     scale, zero = (values_of(tensor) for tensor in node.inputs[1:3])
@@ -111,7 +100,7 @@ def _key(node: Node) -> Key | None:
 
 
 def moved(node: Node, movements: frozenset[str] = MOVEMENTS) -> tuple[Tensor, ...]:
-    """The tensors, each once, whose values a node moves; none where it does something else."""
+    """Return the distinct tensors whose values a node moves; empty for another node."""
     if node.op not in movements or node.domain not in {None, "", "ai.onnx"}:
         return ()
     if node.op == "Concat":
@@ -122,7 +111,7 @@ def moved(node: Node, movements: frozenset[str] = MOVEMENTS) -> tuple[Tensor, ..
 
 
 def add_pair(model: GraphModel, source: Tensor, like: Pair) -> Pair:
-    """Append a pair over another tensor that rounds as this one does."""
+    """Append a pair over another tensor with the same rounding."""
     constants = like.q.inputs[1:3]
     narrow = model.add("QuantizeLinear", [source, *constants], f"{like.name}/q", like.q.outputs[0].dtype)
     wide = model.add("DequantizeLinear", [narrow, *constants], f"{like.name}/dq", source.dtype or np.float32)
@@ -138,11 +127,7 @@ def move_pair(pair: Pair, source: Tensor) -> None:
 
 
 def bypass_pair(model: GraphModel, pair: Pair, instead: Tensor) -> tuple[Node, ...]:
-    """Let whatever reads the rounded values read another tensor that holds them.
-
-    Returns:
-        The nodes of the pair, which nothing reads any more.
-    """
+    """Let readers of the rounded values read another tensor that holds them; return the unused nodes."""
     for dq in pair.dqs:
         model.replace_uses(dq.outputs[0], instead, consumers(dq.outputs[0]))
     return (pair.q, *pair.dqs)

@@ -1,20 +1,20 @@
 """Smoothing where it lowers the measured FP8 error, with the strength that lowers it most.
 
-For everything that can be divided (`makers`) and each strength of `STRENGTHS`, factors are made
-(`numerics.smoothing`) and the products that they touch are measured on rows: those of the linears that read
-the maker, and that of the maker itself when it is a linear, whose weight is divided. The measure is the sum
-of their relative errors (`numerics.product_error`), none weighted: a plan judges site by site. An output
-channel counts by the weights that it meets next, so that dividing it does not change what its error counts.
+For each maker (`makers`) and each strength of `STRENGTHS`, factors are computed (`numerics.smoothing`) and
+the affected products are measured on rows: those of the linears that read the maker, and that of the maker
+itself when it is a linear, whose weight is divided. The measure is the unweighted sum of their relative
+errors (`numerics.product_error`), because a plan decides site by site. An output channel counts by the
+weights that it meets next, so that dividing it does not change the weight of its error.
 
 Half of the rows choose the strength, the other half accepts it: the sum must fall by `LEAST_GAIN` on both,
 and no single product may lose as much.
 
-Factors are powers of two, which leave the model in FP32 the same to the bit. Exact ones draw other rounding
-errors as well, for better or worse: on DCNv2 and Wukong trained on MovieLens 1M (17 makers, this measure),
-they were never another 10 % better on both halves.
+Factors are powers of two, which keep the FP32 model's bits. Exact factors draw other rounding errors, for
+better or worse: on DCNv2 and Wukong trained on MovieLens 1M (17 makers, this measure), they were never
+another 10 % better on both halves.
 
-A linear may be a reader and a maker. Makers are therefore tried in turns, each under the factors that the
-others have by then, until none changes (`_TURNS` at most): a second run of the mod then finds nothing.
+A linear may be reader and maker. Makers are tried in turns, each under the present factors of the others,
+until none changes (`_TURNS` at most): a second run of the mod then matches nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from loka_onnx.transforms.smoothing.smooth import Smoothing
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LEAST_GAIN = 0.1
-"""Share by which the error must fall. Another draw of the rounding noise moves a product's error by a few
-per cent on a thousand rows."""
+"""Share by which the error must fall. Another noise seed moves a product's error by a few per cent on a
+thousand rows."""
 FEWEST_ROWS = 64
 _TURNS = 4
 _TINY = 1e-300
@@ -53,9 +53,7 @@ class ChooseSmoothing(Mod[Smoothing]):
     """Smoothing by measured error.
 
     Args:
-        rows: Batches that errors are measured on.
         scratch: Directory on the file system of the model, for a copy of it.
-        rounding: How operands are rounded.
     """
 
     name = "smooth-by-error"
@@ -92,12 +90,11 @@ class ChooseSmoothing(Mod[Smoothing]):
 
 @dataclass
 class _Site:
-    """A linear with what it reads, under the factors that it has by now.
+    """A linear and its input, under the present factors.
 
     Attributes:
-        product: The product.
-        halves: Rows that choose, and rows that accept, each with their exact products.
-        units: What its output channels count, (N,).
+        halves: Rows that choose and rows that accept, each with their exact products.
+        units: Weight of each output channel, (N,).
         before: Divisors of the input channels, (K,).
         behind: Divisors of the output channels, (N,).
         version: Counts the changes of the two.
@@ -112,25 +109,19 @@ class _Site:
 
     @property
     def energy(self) -> float:
-        """Mean square of what is measured of its output."""
+        """Mean square of the measured outputs."""
         exact = self.halves[0][1]
         return float(np.square(exact).mean()) if exact.size else 0.0
 
     def error(self, half: int, before: Vector, behind: Vector, rounding: Rounding) -> float:
-        """The relative error under some divisors, on one half of the rows."""
+        """Return the relative error under given divisors on one half of the rows."""
         rows, exact = self.halves[half]
         return self.product.relative_error(rows, exact, before, behind, rounding)
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Factors of a maker's channels.
-
-    Attributes:
-        name: Their strength in words.
-        factors: The divisors.
-        errors: Relative errors on the half that chooses, by site.
-    """
+    """Factors of a maker's channels, with relative errors by site on the choosing half."""
 
     name: str
     factors: Vector
@@ -143,15 +134,13 @@ class _Candidate:
 
 @dataclass
 class _Tried:
-    """What became of a maker.
+    """Outcome for a maker.
 
     Attributes:
-        sites: The products that were measured.
-        without: Sum of their relative errors before anything was smoothed, on the half that accepts.
-        now: The same with what was chosen; with the best candidate where none was.
+        without: Sum of the relative errors before smoothing, on the accepting half.
+        now: The same with the chosen candidate, or with the best where none was chosen.
         best: Strength of the best candidate that was not chosen.
-        chosen: Strengths that were, one after the other.
-        versions: Those of the sites at the last measurement.
+        chosen: Chosen strengths in order.
     """
 
     sites: tuple[str, ...]
@@ -162,7 +151,7 @@ class _Tried:
     versions: tuple[int, ...] = ()
 
     def gain(self) -> str:
-        """What smoothing brought, in words."""
+        """Gain of smoothing, in words."""
         return f"{', then '.join(self.chosen)}: {self._measure()} {self.without:.3g} → {self.now:.3g}"
 
     def reason(self) -> str:
@@ -180,12 +169,7 @@ class _Tried:
 
 
 class _Search:
-    """Tries makers in turns.
-
-    Args:
-        sites: The products by name.
-        rounding: How operands are rounded.
-    """
+    """Search over makers in turns."""
 
     def __init__(self, sites: Mapping[str, _Site], rounding: Rounding) -> None:
         self._sites, self._rounding = sites, rounding
@@ -193,7 +177,7 @@ class _Search:
         self.tried: dict[str, _Tried] = {}
 
     def run(self, makers: Sequence[Maker]) -> None:
-        """Try every maker until nothing changes."""
+        """Try every maker until none changes."""
         for maker in makers:
             names = dict.fromkeys(reader.node.name for reader in maker.readers)
             if maker.is_linear:
@@ -206,7 +190,7 @@ class _Search:
                 return
 
     def _turn(self, maker: Maker) -> bool:
-        """Try the strengths at one maker; whether it got other factors."""
+        """Try the strengths at one maker; return whether its factors changed."""
         tried = self.tried[maker.name]
         versions = tuple(self._sites[site].version for site in tried.sites)
         if versions == tried.versions:
@@ -234,7 +218,7 @@ class _Search:
         return True
 
     def _candidates(self, maker: Maker) -> list[_Candidate]:
-        """Factors that change something, each once, with the errors on the half that chooses."""
+        """Return distinct factors that have an effect, with errors on the choosing half."""
         activation, weight = self._channel_amax(maker)
         found: list[_Candidate] = []
         for strength in STRENGTHS:
@@ -246,7 +230,7 @@ class _Search:
         return found
 
     def _channel_amax(self, maker: Maker) -> tuple[Vector, Vector]:
-        """Largest magnitude of each channel of a maker, and of the rows that it meets, (channels,) each."""
+        """Return the largest magnitude of each channel and of its weight rows, (channels,) each."""
         activation, weight = np.zeros(maker.channels), np.zeros(maker.channels)
         for reader in maker.readers:
             site, mine = self._sites[reader.node.name], reader.channels >= 0
@@ -256,14 +240,14 @@ class _Search:
         return activation, weight
 
     def _measured(self, maker: Maker, factors: Vector, half: int) -> dict[str, float]:
-        """Relative errors of the sites of a maker under further factors, on one half of the rows."""
+        """Return relative errors of a maker's sites under further factors, on one half of the rows."""
         return {
             name: self._sites[name].error(half, before, behind, self._rounding)
             for name, (before, behind) in self._divided(maker, factors).items()
         }
 
     def _divided(self, maker: Maker, factors: Vector) -> dict[str, tuple[Vector, Vector]]:
-        """Divisors of the sites of a maker under further factors: before and behind them."""
+        """Return divisors of a maker's sites under further factors: before and behind them."""
         found = {
             name: (self._sites[name].before, self._sites[name].behind)
             for name in self.tried[maker.name].sites
@@ -286,7 +270,7 @@ def _products(
     read = read_rows(model, linears, rows, scratch)
     by_name = {maker.name: maker for maker in makers}
     sites: dict[str, _Site] = {}
-    # Readers before makers, whose units come from theirs.
+    # Readers before makers, because makers take their units from readers.
     order = [node.name for node in model.sorted_nodes() if node.name in linears]
     for name in reversed(order):
         linear = linears[name]
@@ -299,9 +283,9 @@ def _products(
 
 
 def _units(maker: Maker, sites: Mapping[str, _Site]) -> Vector:
-    """What each output channel of a linear counts, (N,): the length of the weights that it meets next.
+    """Return the weight of each output channel of a linear, (N,): the length of the weights it meets next.
 
-    These are taken in the units of their own outputs, each reader relative to its whole output.
+    These are in the units of their own outputs, each reader relative to its whole output.
     """
     squares = np.zeros(maker.channels)
     for reader in maker.readers:

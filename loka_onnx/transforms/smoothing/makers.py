@@ -1,12 +1,11 @@
-"""What makes a tensor that linears read, and takes a divisor for each of its channels.
+"""Makers of tensors that linears read, with a divisor for each channel.
 
 - A norm: (γ·z + β) / s = (γ/s)·z + β/s.
 - The product of a linear: (u·V + b) / s = u·(V diag(s)⁻¹) + b/s.
-- A product with constants, as models have it that normalize their features themselves: (x·c) / s = x·(c/s).
-- An input of the model, which holds its features as they come: a Mul by 1/s is put behind it. Readers that
-  cannot take part go on reading the input.
+- A product with constants, as in models that normalize their features themselves: (x·c) / s = x·(c/s).
+- An input of the model: a Mul by 1/s is put behind it. Readers that cannot take part go on reading the input.
 
-Nothing is computed for the first three.
+Only the last one adds an operation.
 """
 
 from __future__ import annotations
@@ -42,11 +41,9 @@ class Maker:
     """Maker of a tensor, with the linears that take its factors.
 
     Attributes:
-        name: Of the norm, of the product, or of the input.
-        node: The norm or the product; None for an input.
-        tensor: What it makes, bias included.
-        channels: How many channels that has.
-        readers: The linears; one stands here several times when it reads a channel in several places.
+        name: Of the norm, product or input.
+        tensor: Its result, bias included.
+        readers: The linears; repeated for each position where a linear reads a channel.
         taking: For an input, its readers that lead to these linears.
     """
 
@@ -65,14 +62,14 @@ class Maker:
 
 @dataclass(frozen=True)
 class Makers:
-    """Every maker of a graph in topological order, and what comes close."""
+    """All makers of a graph in topological order, and near misses."""
 
     found: tuple[Maker, ...]
     declined: tuple[Declined, ...]
 
 
 def find_makers(model: GraphModel) -> Makers:
-    """Find what makes the activations of linears and can be divided channel by channel."""
+    """Find makers of the linears' inputs that can be divided channel by channel."""
     found: list[Maker] = []
     declined: list[Declined] = []
     names = {node.name for node in model.nodes}
@@ -93,14 +90,14 @@ def find_makers(model: GraphModel) -> Makers:
             readers = linear_readers(model, tensor, numbers, _BETWEEN)
             found.append(Maker(node.name, node, tensor, int(numbers.max()) + 1, readers))
         except NotFollowed as reason:
-            # Of what no linear reads there is nothing to tell.
+            # Without a linear reader there is nothing to report.
             if any(is_candidate(reader) for reader in _soon_behind(tensor)):
                 declined.append(Declined(node.name, f"its output is not smoothed: {reason}"))
     return Makers(tuple(found), tuple(declined))
 
 
 def divide(model: GraphModel, maker: Maker, divisors: Vector) -> None:
-    """Let a maker divide each of its channels; what reads it is left as it is."""
+    """Let a maker divide each of its channels; its readers stay as they are."""
     if maker.node is None:
         _divide_input(model, maker, divisors)
     elif maker.is_linear:
@@ -112,7 +109,7 @@ def divide(model: GraphModel, maker: Maker, divisors: Vector) -> None:
 
 
 def _made_by(model: GraphModel, node: Node) -> tuple[Tensor, Numbers]:
-    """What a node makes, bias included, and the numbers of its channels in the place of its elements."""
+    """Return the result of a node, bias included, and the channel numbers of its elements."""
     if node.op in NORMS_WITH_SCALE:
         if not all(is_constant(tensor) for tensor in node.inputs[1:3] if tensor.name):
             raise NotFollowed(f"the scale of '{node.name}' is not constant")
@@ -134,7 +131,7 @@ def _made_by(model: GraphModel, node: Node) -> tuple[Tensor, Numbers]:
 
 
 def _constant_of(node: Node) -> int | None:
-    """Position of the constant that a product multiplies with, or divides by; None when there is none."""
+    """Return the position of a product's or quotient's constant; None for none."""
     positions = (1,) if node.op == "Div" else (0, 1)
     found = [i for i in positions if is_constant(node.inputs[i]) and not is_constant(node.inputs[1 - i])]
     return found[0] if found else None
@@ -164,7 +161,7 @@ def _of_input(model: GraphModel, tensor: Tensor, declined: list[Declined]) -> Ma
 
 
 def _soon_behind(tensor: Tensor) -> Iterator[Node]:
-    """The readers of a tensor, and the readers of what an operator of one input makes of it."""
+    """Return readers of a tensor, and readers of one-input operators behind it."""
     for node in consumers(tensor):
         yield node
         for output in node.outputs:

@@ -4,14 +4,13 @@ SmoothQuant (Xiao et al., arXiv 2211.10438, equation 3), with a positive factor 
 
     x · W   =   (x · diag(s)⁻¹) · (diag(s) W)
 
-diag(s)⁻¹ moves on into whatever makes x (`makers`): a norm, a linear, a product with constants, for
-which nothing is computed, or an input of the model, whose features then pass one Mul: scales of numeric
-features that share one FP8 scale in front of the first layer. Between the two may stand layout operators,
-Relu, which commutes with positive factors, and Slice, Split, Gather and Concat; all that reads the maker must
-be linears.
+diag(s)⁻¹ moves on into the maker of x (`makers`): a norm, a linear or a product with constants, at no cost,
+or an input of the model, whose features then pass one Mul: scales of numeric features that share one FP8
+scale in front of the first layer. Between the two may stand layout operators, Relu, which commutes with
+positive factors, Slice, Split, Gather and Concat; all readers of the maker must be linears.
 
-Factors are made by `numerics.smoothing`, which says what may be hoped of them in FP8; `choose_smoothing`
-decides by measured error which tensors get them.
+`numerics.smoothing` computes factors and states their use in FP8; `choose_smoothing` chooses tensors by
+measured error.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ class Smoothing:
     """Maker of a tensor, and the divisors of its channels.
 
     Attributes:
-        maker: The maker.
         divisors: s of each channel.
-        why: Where the factors come from, for the log.
+        why: Origin of the factors, for the log.
     """
 
     maker: Maker
@@ -60,11 +58,10 @@ class Smoothing:
 
 
 class Smooth(Mod[Smoothing]):
-    """Factors of channels move from activations into weights.
+    """Move factors of channels from activations into weights.
 
     Args:
-        factors: By name of what makes a tensor (a norm, the product of a linear, a product with constants, or
-            an input of the model), the divisor sₖ of each of its channels.
+        factors: Divisors sₖ of each channel, by name of the maker (norm, product or model input).
 
     Raises:
         TransformError: A factor is not a positive number.
@@ -84,7 +81,7 @@ class Smooth(Mod[Smoothing]):
                 )
 
     def match(self, model: GraphModel) -> Found[Smoothing]:
-        """Find what makes the tensors."""
+        """Match the makers of the tensors."""
         makers = find_makers(model)
         known = {maker.name: maker for maker in makers.found}
         matches: list[Smoothing] = []

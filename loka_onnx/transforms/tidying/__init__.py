@@ -1,1 +1,1 @@
-"""Removing what says nothing: constant subgraphs, nodes without effect, twins, a Split that is undone."""
+"""Remove constant subgraphs, nodes without effect, twins, and a Split that is undone."""

@@ -1,15 +1,13 @@
-"""Compute what depends on constants alone, once, and store it.
+"""Compute constant subgraphs once and store the result.
 
-A node whose inputs are all initializers has the same result for every row, so its result can stand in its
-place. ONNX Runtime computes it, with every optimization off: the values are those that the graph would have
-had there.
+A node with only initializers as inputs has the same result for every row. ONNX Runtime computes it, with
+every optimization off: the values are those that the graph would have.
 
 Left alone are
 
-- results that are larger than `growth` times what they are made of (Expand, Tile, the product of two thin
-  matrices): the model would grow;
-- what is made of an embedding table that a lookup reads: the table would be stored twice;
-- what carries low precision on purpose (QuantizeLinear, DequantizeLinear), random operators and control flow;
+- results larger than `growth` times their inputs (Expand, Tile, the product of two thin matrices);
+- results of an embedding table that a lookup reads: the table would be stored twice;
+- intended low precision (QuantizeLinear, DequantizeLinear), random operators and control flow;
 - results that leave the graph: engines expect outputs to be computed.
 """
 
@@ -35,9 +33,9 @@ NEVER_FOLDED = DRAWING | {
     *("If", "Loop", "Scan", "SequenceMap"),
 }
 SMALL_BYTES = 4096
-"""A result of this size is stored whatever it is made of."""
+"""A result of this size is always stored."""
 LARGEST_BYTES = 1 << 30
-"""Constants that hold more than this together are not handed to ONNX Runtime: protobuf ends at 2 GiB."""
+"""Most bytes of constants given to ONNX Runtime: protobuf ends at 2 GiB."""
 _NUMPY_TYPES = frozenset(
     element_type(kind) for kind in (np.float32, np.float64, np.float16, np.int32, np.int64, np.bool_)
 )
@@ -45,13 +43,7 @@ _NUMPY_TYPES = frozenset(
 
 @dataclass(frozen=True)
 class Constant:
-    """A computed tensor that is the same for every row.
-
-    Attributes:
-        tensor: The tensor.
-        node: The node that computes it now.
-        values: Its values.
-    """
+    """A computed tensor that is the same for every row."""
 
     tensor: Tensor
     node: Node
@@ -62,7 +54,7 @@ class FoldConstants(Mod[Constant]):
     """Constant subgraphs → initializers.
 
     Args:
-        growth: Largest size of a result, relative to the inputs of the node that computes it.
+        growth: Largest size of a result, relative to its node's inputs.
     """
 
     name = "fold-constants"
@@ -71,7 +63,7 @@ class FoldConstants(Mod[Constant]):
         self._growth = growth
 
     def match(self, model: GraphModel) -> Found[Constant]:
-        """Find constant nodes that others read, and compute them."""
+        """Match constant nodes that others read, and compute them."""
         declined: list[Declined] = []
         constant = self._constant_nodes(model, declined)
         outputs = {id(tensor) for tensor in model.outputs}
@@ -95,14 +87,14 @@ class FoldConstants(Mod[Constant]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Constant) -> Applied:
-        """Put the values in the place of the tensor."""
+        """Replace the tensor by its values."""
         folded = model.constant(f"{match.tensor.name}.folded", match.values)
         model.replace_uses(match.tensor, folded)
         shape = "×".join(str(d) for d in match.values.shape) or "one"
         return Applied(folded.name, f"{match.node.op} of constants → {shape} values")
 
     def _constant_nodes(self, model: GraphModel, declined: list[Declined]) -> dict[int, Node]:
-        """Nodes to fold, by identity, producers before consumers."""
+        """Return nodes to fold, by identity, producers before consumers."""
         variable: set[int] = {id(tensor) for tensor in model.inputs}
         candidates: list[Node] = []
         for node in model.sorted_nodes():
@@ -125,7 +117,7 @@ class FoldConstants(Mod[Constant]):
         return found
 
     def _why_not(self, model: GraphModel, node: Node, variable: set[int]) -> str:
-        """Why a node of constants is left alone; empty when it is folded."""
+        """Return why a constant node stays; empty when it is folded."""
         for tensor in node.inputs:
             if is_constant(tensor) and any(
                 reader.op == "Gather" and reader.inputs[0] is tensor and id(reader.inputs[1]) in variable
@@ -149,7 +141,7 @@ def _is_foldable(model: GraphModel, node: Node, variable: set[int]) -> bool:
 
 
 def _bytes(tensor: Tensor) -> int | None:
-    """Size of a tensor of a type that NumPy has; None where type or shape are not known."""
+    """Return the size of a tensor; None where type or shape are unknown or not NumPy's."""
     if not tensor.name:
         return 0
     if tensor.dtype is None or tensor.shape is None or element_type(tensor.dtype) not in _NUMPY_TYPES:
@@ -160,7 +152,7 @@ def _bytes(tensor: Tensor) -> int | None:
 
 
 def _compute(model: GraphModel, ends: list[Tensor]) -> Mapping[str, npt.NDArray[Any]] | str:
-    """Values of constant tensors by name; what ONNX Runtime says when it refuses."""
+    """Return values of constant tensors by name, or the message of ONNX Runtime."""
     part = model.extract((), ends)
     made_of = sum(_bytes(tensor) or 0 for tensor in part.tensors().values() if is_constant(tensor))
     if made_of > LARGEST_BYTES:
@@ -177,5 +169,5 @@ def _compute(model: GraphModel, ends: list[Tensor]) -> Mapping[str, npt.NDArray[
         )
         return dict(zip(names, session.run(names, {}), strict=True))
     except Exception as error:
-        # onnxruntime raises a family of unrelated extension types here.
+        # onnxruntime raises unrelated extension types here.
         return str(error).splitlines()[0][:200]

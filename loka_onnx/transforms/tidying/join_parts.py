@@ -27,9 +27,8 @@ class Run:
     """Inputs of a Concat that are the parts of one Split.
 
     Attributes:
-        first: Position of the first part among the inputs of the Concat.
-        count: Number of parts.
-        split: The Split. What it reads is looked up when the run is rewritten: it may be a Concat that goes.
+        first: Position of the first part in the Concat.
+        split: The Split. Its input is read when the run is rewritten: it may be a Concat that was removed.
         is_stacked: Whether each part has a new axis 1, along which they are concatenated.
     """
 
@@ -53,7 +52,7 @@ class JoinParts(Mod[Joined]):
     name = "join-parts"
 
     def match(self, model: GraphModel) -> Found[Joined]:
-        """Find Concats that hold all the parts of a Split, in order."""
+        """Match Concats that hold all the parts of a Split, in order."""
         matches: list[Joined] = []
         declined: list[Declined] = []
         for node in model.nodes:
@@ -71,7 +70,7 @@ class JoinParts(Mod[Joined]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Joined) -> Applied:
-        """Let the Concat read what was split; it goes when it would read nothing else."""
+        """Let the Concat read the input of the Split; remove it when it reads nothing else."""
         node = match.concat
         inputs = list(node.inputs)
         for run in reversed(match.runs):
@@ -86,7 +85,7 @@ class JoinParts(Mod[Joined]):
 
 
 def _runs(concat: Node) -> tuple[Run, ...]:
-    """Runs of parts among the inputs of a Concat, from first to last."""
+    """Return runs of parts among the inputs of a Concat, from first to last."""
     rank = len(concat.outputs[0].shape or ())
     if not rank:
         return ()
@@ -140,7 +139,7 @@ def _split_of(tensor: Tensor | None) -> Node | None:
 
 
 def _without_axis(tensor: Tensor) -> Tensor | None:
-    """The (batch, d) of which an Unsqueeze, or a Reshape, made (batch, 1, d)."""
+    """Return the (batch, d) of which an Unsqueeze or a Reshape made (batch, 1, d)."""
     node = producer(tensor)
     if node is None or len(node.inputs) < 2 or not is_constant(node.inputs[1]):
         return None
@@ -154,13 +153,13 @@ def _without_axis(tensor: Tensor) -> Tensor | None:
 
 
 def _holds_parts(concat: Node) -> bool:
-    """Whether two neighbours among the inputs are parts of one Split."""
+    """Return whether two neighbouring inputs are parts of one Split."""
     makers = [_split_of(tensor) or _split_of(_without_axis(tensor)) for tensor in concat.inputs]
     return any(a is not None and a is b for a, b in pairwise(makers))
 
 
 def _stack(model: GraphModel, concat: Node, run: Run) -> Tensor:
-    """(batch, m·d) as (batch, m, d): what it was flattened from, or a Reshape."""
+    """Return (batch, m·d) as (batch, m, d): the unflattened tensor, or a Reshape."""
     source = run.split.inputs[0]
     width = (static_dim(source, -1) or 0) // run.count
     earlier = made_by(source, "Reshape")

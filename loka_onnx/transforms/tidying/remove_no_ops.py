@@ -1,15 +1,15 @@
 """Remove operators that change nothing, and join layout operators that follow one another.
 
-- Identity; Dropout outside training; a Cast to the type that is there, also over a wider one and back; a
+- Identity; Dropout outside training; a Cast to the present type, also over a wider one and back; a
   Concat, Sum, Max, Min or Mean of one tensor; a Pad by nothing; a Slice of everything;
 - x·1, x/1, x + 0, x − 0, x¹, with a scalar that does not change the shape, and is not a layer's bias;
 - a Transpose of a Transpose is one Transpose by the composed permutation, or nothing. With out₁ = x by p and
   out₂ = out₁ by q, axis i of out₂ is axis p[q[i]] of x;
-- Reshape, Flatten, Squeeze and Unsqueeze keep the order of the elements. A Reshape behind others reads what
-  they read, unless its target copies a length (0) from them. Where the last of them gives the shape that was
-  there before the first, all go. One length may be dynamic: the number of elements decides it.
+- Reshape, Flatten, Squeeze and Unsqueeze keep the order of the elements. A Reshape behind others reads their
+  input, unless its target copies a length (0) from them. Where the last one restores the first shape, all go.
+  One length may be dynamic: the number of elements decides it.
 
-All of it moves no value, so the outputs are the same bits (x + 0 turns −0 into 0, which is equal).
+No value moves, so the outputs keep their bits (x + 0 turns −0 into 0, which is equal).
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ _TO_THE_END = 2**31 - 1
 
 @dataclass(frozen=True)
 class Redundant:
-    """A node that can go, or can read something earlier.
+    """A node that can go, or can read an earlier tensor.
 
     Attributes:
-        node: The node.
-        source: The tensor that its result equals, or that it reads instead.
+        source: Tensor that equals its result, or that it reads instead.
         is_removed: Whether the node goes.
-        permutation: The composed permutation of a Transpose that stays.
+        permutation: Composed permutation of a Transpose that stays.
     """
 
     node: Node
@@ -62,7 +61,7 @@ class RemoveNoOps(Mod[Redundant]):
     name = "remove-no-ops"
 
     def match(self, model: GraphModel) -> Found[Redundant]:
-        """Find them in topological order, each seen as if those before it were gone."""
+        """Match in topological order, each node as if earlier matches were gone."""
         walk = _Walk()
         matches: list[Redundant] = []
         declined: list[Declined] = []
@@ -79,7 +78,7 @@ class RemoveNoOps(Mod[Redundant]):
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Redundant) -> Applied:
-        """Take one node out, or let it read an earlier tensor."""
+        """Remove one node, or let it read an earlier tensor."""
         node = match.node
         if match.is_removed:
             model.replace_uses(node.outputs[0], match.source)
@@ -91,7 +90,7 @@ class RemoveNoOps(Mod[Redundant]):
 
 
 class _Walk:
-    """What each tensor equals, and by which layout operators it was made of what."""
+    """Equal earlier tensor of each tensor, and the layout operators between."""
 
     def __init__(self) -> None:
         self._equal: dict[int, Tensor] = {}
@@ -99,7 +98,7 @@ class _Walk:
         self._ordered: dict[int, Tensor] = {}
 
     def visit(self, node: Node) -> Redundant | None:
-        """What can be done with a node; its result counts as replaced from now on."""
+        """Return the possible change of a node, and count its result as replaced."""
         if not node.inputs or not node.inputs[0].name:
             return None
         source = _unchanged(node)
@@ -115,7 +114,7 @@ class _Walk:
         return None
 
     def keep(self, node: Node) -> None:
-        """A node that could go stays after all."""
+        """Let a removable node stay."""
         self._equal.pop(id(node.outputs[0]), None)
 
     def _before(self, tensor: Tensor) -> Tensor:
@@ -152,7 +151,7 @@ class _Walk:
         return Redundant(node, root, is_removed=False)
 
     def _cast(self, node: Node, direct: Tensor) -> Redundant | None:
-        """A Cast to the type that is there; in ``Cast(Cast(x, wider), narrow)`` the type of x."""
+        """Match a Cast to the present type, and ``Cast(Cast(x, wider), narrow)`` to the type of x."""
         target = int(node.attrs["to"])
         if direct.dtype is not None and element_type(direct.dtype) == target:
             return self._removed(node, direct)
@@ -166,7 +165,7 @@ class _Walk:
 
 
 def _unchanged(node: Node) -> Tensor | None:
-    """The input that a node returns as it is; None when it may change it."""
+    """Return the input that a node returns unchanged; None when it may change it."""
     first = node.inputs[0]
     only_output = len(node.outputs) == 1 or not any(t.outputs for t in node.outputs[1:])
     if node.op == "Identity" or (node.op in _OF_ONE and len(node.inputs) == 1):
@@ -193,7 +192,7 @@ def _unchanged(node: Node) -> Tensor | None:
 
 
 def _is_bias(node: Node, source: Tensor) -> bool:
-    """Whether an Add is the bias of a layer, which keeps its form when a mod moves the bias to zero."""
+    """Return whether an Add is a layer's bias, which keeps its form when a mod moves it to zero."""
     maker = producer(source)
     return node.op == "Add" and maker is not None and maker.op == "MatMul"
 
@@ -227,7 +226,7 @@ def _permutation(node: Node) -> tuple[int, ...] | None:
 
 
 def _is_same_shape(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of the same elements in the same order have one shape."""
+    """Return whether two tensors of the same ordered elements have one shape."""
     if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
         return False
     unknown = 0
@@ -243,6 +242,6 @@ def _is_same_shape(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_own_target(node: Node) -> bool:
-    """Whether the target of a Reshape does not depend on the shape of what it reads."""
+    """Return whether a Reshape's target does not depend on the shape of its input."""
     target = _constant(node, 1)
     return target is not None and (bool(node.attrs.get("allowzero", 0)) or bool(np.all(target != 0)))

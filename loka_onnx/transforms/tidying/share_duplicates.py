@@ -1,12 +1,12 @@
-"""Compute once what several nodes compute alike.
+"""Merge nodes that compute the same.
 
-Two nodes with the same operator, the same attributes and the same inputs have the same outputs, so the
-readers of the second can read the first. Constants count as the same when they are equal and small. Exporters
+Nodes with the same operator, attributes and inputs have the same outputs, so readers of the second can read
+the first. Small equal constants count as the same. Module-wise exporters
 that work module by module leave such twins: a Transpose in front of every linear layer that reads one tensor,
 which hides that they are parallel (`merge_parallel_linears`).
 
-Sites are left alone (each is a decision, and has its name), and so are random operators, control flow, and
-nodes whose result leaves the graph.
+Sites stay (each has its name and decision), and so do random operators, control flow, and nodes whose result
+leaves the graph.
 """
 
 from __future__ import annotations
@@ -24,18 +24,13 @@ from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.tidying.fold_constants import NEVER_FOLDED
 
 SMALL_ELEMENTS = 64
-"""Constants beyond this are compared by identity: exporters share large ones themselves."""
+"""Larger constants are compared by identity: exporters share them."""
 _ALONE = NEVER_FOLDED | {"Dropout"}
 
 
 @dataclass(frozen=True)
 class Twins:
-    """Two nodes that compute the same.
-
-    Attributes:
-        first: The one that stays.
-        second: The one whose readers read the first.
-    """
+    """Two nodes that compute the same; readers of `second` will read `first`."""
 
     first: Node
     second: Node
@@ -47,7 +42,7 @@ class ShareDuplicates(Mod[Twins]):
     name = "share-duplicates"
 
     def match(self, model: GraphModel) -> Found[Twins]:
-        """Compare nodes in topological order, each as if those before it were shared already."""
+        """Compare nodes in topological order, each as if earlier twins were merged."""
         outputs = {id(tensor) for tensor in model.outputs}
         first_of: dict[Hashable, Node] = {}
         shared: dict[int, Tensor] = {}
@@ -80,7 +75,7 @@ class ShareDuplicates(Mod[Twins]):
 
 
 def _key(node: Node, shared: dict[int, Tensor]) -> Hashable | None:
-    """What decides the result of a node; None where it stands alone."""
+    """Return a key of equal results; None for a node that is never merged."""
     if node.op in _ALONE:
         return None
     attributes = []
@@ -94,7 +89,7 @@ def _key(node: Node, shared: dict[int, Tensor]) -> Hashable | None:
 
 
 def _plain(value: Any) -> Hashable | None:
-    """An attribute that compares by value; None for tensors and graphs."""
+    """Return an attribute that compares by value; None for tensors and graphs."""
     if isinstance(value, int | float | str | bytes):
         return value
     if isinstance(value, list | tuple | np.ndarray) and all(

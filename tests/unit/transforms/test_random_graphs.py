@@ -20,12 +20,12 @@ from loka_onnx.core.site import SiteKind
 from loka_onnx.transforms.interactions.conv_to_matmul import ConvToMatMul
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
 from loka_onnx.transforms.linears.pad_sites import CopyRule, PadSites
-from loka_onnx.transforms.linears.split_loud_channels import SplitLoudChannels
+from loka_onnx.transforms.linears.split_high_error_channels import SplitHighErrorChannels
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
 from loka_onnx.transforms.smoothing.choose_smoothing import FEWEST_ROWS, ChooseSmoothing
 
 SEEDS = st.integers(0, 2**32 - 1)
-MEASURING = (ChooseSmoothing, SplitLoudChannels)
+MEASURING = (ChooseSmoothing, SplitHighErrorChannels)
 """Mods that measure FP8 errors on rows."""
 ORDERS = st.permutations([*DEFAULT_MODS, *MEASURING])
 
@@ -56,7 +56,7 @@ def check_order(seed: int, order: list[type]) -> RewriteLog:
             PadSites: PadSites(CopyRule(1, 1, 1)),
             ReassociateInteraction: ReassociateInteraction(least=0),
             ChooseSmoothing: ChooseSmoothing(rows, Path(folder)),
-            SplitLoudChannels: SplitLoudChannels(left, rows, Path(folder)),
+            SplitHighErrorChannels: SplitHighErrorChannels(left, rows, Path(folder)),
         }
         mods = [eager.get(kind) or kind() for kind in order]
         result = apply_mods(source, [feeds(before, 16)], Path(folder) / "after.onnx", mods)

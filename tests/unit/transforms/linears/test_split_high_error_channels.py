@@ -20,9 +20,9 @@ from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.transforms.linears.split_loud_channels import (
+from loka_onnx.transforms.linears.split_high_error_channels import (
     TOLERANCE,
-    SplitLoudChannels,
+    SplitHighErrorChannels,
     channel_errors,
     rejoin,
 )
@@ -30,8 +30,8 @@ from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import apply_mods
 
 ROWS, K, N = 256, 64, 24
-LOUD = [3, 17, 40]
-UNITS = np.where(np.isin(np.arange(K), LOUD), 30.0, 1.0).astype(np.float32)
+HIGH_ERROR = [3, 17, 40]
+UNITS = np.where(np.isin(np.arange(K), HIGH_ERROR), 30.0, 1.0).astype(np.float32)
 BODIES = {
     "Gemm": "[fc] y = Gemm(x, w, b)",
     "transposed Gemm": "[fc] y = Gemm<transB=1>(x, wt, b)",
@@ -68,7 +68,7 @@ def split(
     proto: onnx.ModelProto, folder: Path, left: float = 0.1, site: str = "fc"
 ) -> tuple[onnx.ModelProto, RewriteRecord]:
     source = artifact(proto, folder / "before.onnx")
-    mods = [SplitLoudChannels({site: left}, [rows()], folder)]
+    mods = [SplitHighErrorChannels({site: left}, [rows()], folder)]
     result = apply_mods(source, [rows(1)], folder / "after.onnx", mods)
     (record,) = result.log.records
     return onnx.load(result.model.path), record
@@ -90,7 +90,7 @@ def test_the_outputs_stay_and_the_loud_rows_are_zeros(form: str, tmp_path: Path)
     main = values(after, named(after, "fc").input[1])
     main = main.T if "transB" in BODIES[form] else main
     channels = values(after, named(after, "fc.loud.gather").input[1])
-    assert set(LOUD) <= set(channels) and len(channels) == 16
+    assert set(HIGH_ERROR) <= set(channels) and len(channels) == 16
     assert not main[channels].any() and main.any(axis=1).sum() == K - 16
 
 
@@ -117,7 +117,7 @@ def test_only_a_plan_with_a_part_in_fp8_pays_for_two_products(
 ) -> None:
     source = artifact(model(BODIES["Gemm"]), tmp_path / "before.onnx")
     split_model = apply_mods(
-        source, [rows(1)], tmp_path / "after.onnx", [SplitLoudChannels({"fc": 0.1}, [rows()], tmp_path)]
+        source, [rows(1)], tmp_path / "after.onnx", [SplitHighErrorChannels({"fc": 0.1}, [rows()], tmp_path)]
     ).model
     decisions = tuple(
         Decision(site.name, Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 0.25, (0.0078125,))
@@ -212,7 +212,7 @@ def test_too_few_channels_for_an_aligned_part_are_left_alone(width: int, left: f
     random = np.random.default_rng(0)
     w, x = (random.normal(size=size).astype(np.float32) for size in ((width, N), (ROWS, width)))
     proto = parse(BODIES["MatMul"], {"w": w}, inputs=f"float[batch,{width}] x", outputs=f"float[batch,{N}] y")
-    mods = [SplitLoudChannels({"fc": left}, [{"x": x}], tmp_path)]
+    mods = [SplitHighErrorChannels({"fc": left}, [{"x": x}], tmp_path)]
     (record,) = apply_mods(
         artifact(proto, tmp_path / "before.onnx"), [{"x": x}], tmp_path / "after.onnx", mods
     ).log.records
@@ -234,7 +234,7 @@ def test_a_weight_on_the_left_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", [0.0, 1.0, -0.1])
 def test_a_part_must_be_one(part: float, tmp_path: Path) -> None:
     with pytest.raises(TransformError, match="the part of an error that may be left is not between 0 and 1"):
-        SplitLoudChannels({"fc": part}, [rows()], tmp_path)
+        SplitHighErrorChannels({"fc": part}, [rows()], tmp_path)
 
 
 @pytest.mark.slow

@@ -14,12 +14,11 @@ uncorrelated from channel to channel, so that the energies add::
 
     e_k   =   E[(x̂_k − x_k)²] · ‖W_k‖²   +   E[x_k²] · ‖Ŵ_k − W_k‖²
 
-FP8 is floating point: loud are the channels that carry the signal, not those with outliers alone. In rankers
-they are the numeric features' (16 of 192 channels of the first layer behind DCNv2's cross layers make .91 of
-its error on MovieLens 1M, and without them KL falls from .020 to .0034 %).
+In FP8, a floating-point format, channels that carry the signal have a high error, not only those with
+outliers. In rankers its error on MovieLens 1M, and without them KL falls from .020 to .0034 %).
 
-Half of the rows rank the channels, the other half says what is left. It costs one more product, which only a
-plan with the site in FP8 gains by: in every other plan the two are one again (`rejoin`).
+Half of the rows rank the channels, the other half measures the rest. The extra product pays only in a plan
+with the site in FP8; every other plan rejoins the two (`rejoin`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import numpy.typing as npt
 from loka_onnx.core.formats import Float8
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.core.site import LOUD
+from loka_onnx.core.site import HIGH_ERROR
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.numerics.float8 import fake_quantize
@@ -46,24 +45,23 @@ from loka_onnx.transforms.linears.site_rows import SiteRows, read_rows
 
 ALIGNMENT = 16
 GATHER, ADD = ".gather", ".add"
-"""End the names of the nodes in front of the loud product and behind it."""
+"""Suffixes of the nodes in front of and behind the high-error product."""
 LARGEST_PART = 0.5
-"""Of K; with more, the product that is split off is no small one."""
+"""Largest share of K that is split off."""
 TOLERANCE = 4.0
-"""Factor by which more may be left than was asked for: what it costs is measured on the ladder."""
+"""Accepted ratio of the remaining to the requested error; the ladder measures its cost."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class LoudChannels:
+class ChannelSplit:
     """A linear, and the channels that are split off.
 
     Attributes:
-        linear: The linear.
         channels: S, ascending.
-        left: Part of the error energy that is left, on the rows that did not rank the channels.
+        left: Remaining share of the error energy, on rows that did not rank the channels.
     """
 
     linear: Linear
@@ -71,17 +69,16 @@ class LoudChannels:
     left: float
 
 
-class SplitLoudChannels(Mod[LoudChannels]):
-    """Linears become a product without their loudest channels, and one of these.
+class SplitHighErrorChannels(Mod[ChannelSplit]):
+    """Linear → product without its high-error channels + product of these.
 
     Args:
-        left: By name of a linear site, the part of its error energy that may be left, above 0 and below 1.
-        rows: Batches that errors are measured on.
+        left: By name of a linear site, share of its error energy that may remain, in (0, 1).
         scratch: Directory on the file system of the model, for a copy of it.
         format: Of both operands.
 
     Raises:
-        TransformError: A part is not between 0 and 1.
+        TransformError: A share is not in (0, 1).
     """
 
     name = "split-loud-channels"
@@ -103,8 +100,8 @@ class SplitLoudChannels(Mod[LoudChannels]):
                     remedy="leave out sites whose error needs no cut",
                 )
 
-    def match(self, model: GraphModel) -> Found[LoudChannels]:
-        """Rank the channels of each site that was asked for."""
+    def match(self, model: GraphModel) -> Found[ChannelSplit]:
+        """Rank the channels of each requested site."""
         declined: list[Declined] = []
         linears: dict[str, Linear] = {}
         nodes = {node.name: node for node in model.nodes if node.name in self._left}
@@ -114,30 +111,30 @@ class SplitLoudChannels(Mod[LoudChannels]):
             except NotLinear as reason:
                 declined.append(Declined(site, str(reason)))
         read = read_rows(model, linears, self._rows, self._scratch) if linears else {}
-        matches: list[LoudChannels] = []
+        matches: list[ChannelSplit] = []
         for site, linear in linears.items():
-            found = self._loudest(linear, read[site], self._left[site])
-            (matches if isinstance(found, LoudChannels) else declined).append(found)  # type: ignore[arg-type]
+            found = self._highest_error(linear, read[site], self._left[site])
+            (matches if isinstance(found, ChannelSplit) else declined).append(found)  # type: ignore[arg-type]
         return Found(tuple(matches), tuple(declined))
 
-    def rewrite(self, model: GraphModel, match: LoudChannels) -> Applied:
-        """Put zeros for the loud rows, and add their product."""
+    def rewrite(self, model: GraphModel, match: ChannelSplit) -> Applied:
+        """Put zeros for the high-error rows, and add their product."""
         linear, channels = match.linear, np.array(match.channels)
         name, source = linear.node.name, linear.source
-        part = f"{name}{LOUD}"
+        part = f"{name}{HIGH_ERROR}"
         weight = linear.weight_kn()
-        quiet = weight.copy()
-        quiet[channels] = 0
+        remaining = weight.copy()
+        remaining[channels] = 0
         axis = len(source.shape) - 1
         indices = model.constant(f"{part}.channels", channels.astype(np.int64))
         gathered = model.add("Gather", [source, indices], f"{part}{GATHER}", source.dtype, {"axis": axis})
         gathered.shape = (*source.shape[:axis], len(channels))
-        loud_weight = model.constant(f"{part}.weight", np.ascontiguousarray(weight[channels]))
-        loud = model.add("MatMul", [gathered, loud_weight], part, linear.result.dtype)
-        loud.shape = linear.result.shape
-        linear.node.inputs[1] = model.constant(f"{name}.quiet.weight", linear.stored(quiet))
-        model.insert_behind(linear.result, "Add", [loud], f"{part}{ADD}")
-        made = loud.inputs[0].name
+        small_weight = model.constant(f"{part}.weight", np.ascontiguousarray(weight[channels]))
+        small = model.add("MatMul", [gathered, small_weight], part, linear.result.dtype)
+        small.shape = linear.result.shape
+        linear.node.inputs[1] = model.constant(f"{name}.quiet.weight", linear.stored(remaining))
+        model.insert_behind(linear.result, "Add", [small], f"{part}{ADD}")
+        made = small.inputs[0].name
         return Applied(
             name,
             f"{len(channels)} of {linear.k} channels, with {1.0 - match.left:.1%} of the FP8 error, are "
@@ -145,7 +142,7 @@ class SplitLoudChannels(Mod[LoudChannels]):
             {name: (name,), made: (name,)},
         )
 
-    def _loudest(self, linear: Linear, read: SiteRows, left: float) -> LoudChannels | Declined:
+    def _highest_error(self, linear: Linear, read: SiteRows, left: float) -> ChannelSplit | Declined:
         name = linear.node.name
         if len(read.halves[0]) == 0 or len(read.halves[1]) == 0:
             return Declined(name, "there are too few rows to measure errors on")
@@ -166,30 +163,25 @@ class SplitLoudChannels(Mod[LoudChannels]):
                 f"without its {most} loudest of {linear.k} channels it still makes {rest:.1%} of its FP8 "
                 f"error; {left:.1%} may be left",
             )
-        return LoudChannels(linear, tuple(sorted(int(k) for k in order[:count])), rest)
+        return ChannelSplit(linear, tuple(sorted(int(k) for k in order[:count])), rest)
 
 
 def rejoin(model: GraphModel, site: str) -> Applied:
-    """Put the channels that were split off a site back, with the bits that its weight had.
-
-    Args:
-        model: A model that `SplitLoudChannels` rewrote.
-        site: Name of the site.
-    """
-    linear, part = read_linear(model, model.node(site)), f"{site}{LOUD}"
-    loud, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
+    """Merge the channels split off a site back, with the bits of the original weight."""
+    linear, part = read_linear(model, model.node(site)), f"{site}{HIGH_ERROR}"
+    small, gather, add = (model.node(name) for name in (part, f"{part}{GATHER}", f"{part}{ADD}"))
     weight = linear.weight_kn().copy()
-    weight[values_of(gather.inputs[1])] = values_of(loud.inputs[1])
+    weight[values_of(gather.inputs[1])] = values_of(small.inputs[1])
     linear.node.inputs[1] = model.constant(f"{site}.weight", linear.stored(weight))
     inner, result = add.inputs[0], add.outputs[0]
     add.inputs.clear()
     model.hand_over(result, inner)
-    model.remove([add, loud, gather])
+    model.remove([add, small, gather])
     return Applied(site, f"one product with '{part}' again: it is not in FP8 here")
 
 
 def channel_errors(weight: npt.NDArray[np.floating], amax: Doubles, rows: Doubles, format: Float8) -> Doubles:
-    """Energy of the error that each input channel adds to a product in FP8, e_k, (K,).
+    """Return the energy of the error that each input channel adds to a product in FP8, e_k, (K,).
 
     Args:
         weight: W, (K, N).
@@ -206,7 +198,7 @@ def channel_errors(weight: npt.NDArray[np.floating], amax: Doubles, rows: Double
 
 
 def _readable(model: GraphModel, node: Any) -> Linear:
-    """The linear of a site.
+    """Read the linear of a site.
 
     Raises:
         NotLinear: It cannot be split.
