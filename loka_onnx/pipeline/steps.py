@@ -59,19 +59,19 @@ LABEL_ROWS = 65536
 
 @dataclass(frozen=True)
 class ModdedModel:
-    """The model after mods, with what was rewritten, and the loud channels that were asked for."""
+    """The model after mods, with what was rewritten, and the high-error channels that were asked for."""
 
     model: ModelArtifact
     log: RewriteLog
-    left: LoudChannels = field(default_factory=lambda: LoudChannels({}))
+    left: HighErrorChannels = field(default_factory=lambda: HighErrorChannels({}))
 
 
-LOUD_CHANNELS = "model/loud-channels.json"
+HIGH_ERROR_CHANNELS = "model/loud-channels.json"
 EXPORT = Stage("export", "model/exported.json", ModelArtifact)
 MODS = Stage("mods", {"model": "model/merged.json", "log": "model/merged-mods.json"}, ModdedModel)
-LOUD = Stage(
+HIGH_ERROR = Stage(
     "loud channels",
-    {"model": "model/modified.json", "log": "model/mods.json", "left": LOUD_CHANNELS},
+    {"model": "model/modified.json", "log": "model/mods.json", "left": HIGH_ERROR_CHANNELS},
     ModdedModel,
 )
 PLAN = Stage("plan", "plan.json", PlanSet)
@@ -252,8 +252,8 @@ class Steps:
 
         return self.directory.document(MODS, reads, make, lambda written: [*written, *merged])
 
-    def split_loud(self, merged: ModdedModel, left: Mapping[str, float]) -> ModdedModel:
-        """Loud channels of sites that do not fit as products of their own → `model/modified.json`."""
+    def split_high_error(self, merged: ModdedModel, left: Mapping[str, float]) -> ModdedModel:
+        """High-error channels of sites that do not fit as products of their own → `model/modified.json`."""
 
         def make() -> ModdedModel:
             split = Rewritten(merged.model, RewriteLog(()))
@@ -263,7 +263,7 @@ class Steps:
                 mod = SplitHighErrorChannels(left, [rows], target.parent, self.config.plan.format)
                 split = apply_mods(merged.model, [rows], target, [mod], self.progress)
             log = RewriteLog((*merged.log.records, *split.log.records))
-            return ModdedModel(split.model, log, LoudChannels(dict(left)))
+            return ModdedModel(split.model, log, HighErrorChannels(dict(left)))
 
         reads = {
             "model": merged.model,
@@ -274,7 +274,7 @@ class Steps:
         }
         # A model that stays as it is, and its tables in any case, belong to the stage that wrote them.
         return self.directory.document(
-            LOUD, reads, make, lambda written: sorted({*written} - {*model_files(merged.model.path)})
+            HIGH_ERROR, reads, make, lambda written: sorted({*written} - {*model_files(merged.model.path)})
         )
 
     def rewrite(self, model: ModelArtifact, target: Path) -> Rewritten:
