@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from loka_onnx.bundle.difference import diff_bundles
-from loka_onnx.bundle.difference.text import describe_difference
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.core import serde
+from loka_onnx.operations.compare.bundle_text import describe_difference
+from loka_onnx.operations.compare.bundles import diff_bundles
 
 DIFFERENT = 3
 """Exit code of two bundles that differ, where it was asked for: a check that did not hold."""

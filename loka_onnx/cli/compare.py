@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.text import Text
 
 from loka_onnx.cli.bundle_diff import Format
-from loka_onnx.cli.compare_text import print_comparison
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.errors import BudgetMissed, ConfigError, EngineError
-from loka_onnx.pipeline.compare import CompareOptions, compare
-from loka_onnx.pipeline.compare_rows import ONLY, RowOptions
-from loka_onnx.pipeline.compare_sides import Opening
-from loka_onnx.pipeline.comparison import BeyondBudget, Comparison
+from loka_onnx.operations.compare.deployment_document import BeyondBudget, Comparison
+from loka_onnx.operations.compare.deployment_text import print_comparison
+from loka_onnx.operations.compare.deployments import CompareOptions, compare
+from loka_onnx.operations.compare.rows import ONLY, RowOptions
+from loka_onnx.operations.compare.sides import Opening
 from loka_onnx.pipeline.directory import Outcome
 from loka_onnx.report import numbers
 

@@ -11,11 +11,10 @@ from rich.text import Text
 
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.terminal import terminal_of
-from loka_onnx.core.model_changes import Change
-from loka_onnx.core.run_comparison import RunComparison
-from loka_onnx.pipeline.compare_runs import compare_runs as compare
-from loka_onnx.report import render_comparison
-from loka_onnx.report.run_comparison import comparison_document
+from loka_onnx.operations.compare.model_changes import Change
+from loka_onnx.operations.compare.run_document import RunComparison
+from loka_onnx.operations.compare.run_text import comparison_document, render_comparison
+from loka_onnx.operations.compare.runs import compare_runs as compare
 
 DIFFERENT = 3
 """Exit code of two runs that emit different engines, where it was asked for: a check that did not hold."""

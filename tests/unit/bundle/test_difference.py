@@ -14,10 +14,6 @@ from hypothesis import strategies as st
 from sample_run import SampleRun
 
 from loka_onnx.bundle import BundleEngine, verify_bundle, write_bundle
-from loka_onnx.bundle.difference import BundleFacts, diff_bundles, difference_of
-from loka_onnx.bundle.difference.document import BundleDifference, Change, Kind, Section
-from loka_onnx.bundle.difference.text import SCREEN_COLUMNS, SCREEN_LINES, describe_difference
-from loka_onnx.bundle.difference.values import leaves as differences
 from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.core import serde
@@ -26,6 +22,10 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import BundleInvalid
+from loka_onnx.operations.compare.bundle_document import BundleDifference, Change, Kind, Section
+from loka_onnx.operations.compare.bundle_text import SCREEN_COLUMNS, SCREEN_LINES, describe_difference
+from loka_onnx.operations.compare.bundles import BundleFacts, diff_bundles, difference_of
+from loka_onnx.operations.compare.values import leaves as differences
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,11 @@ from scipy import stats
 from loka_onnx.bundle import BatchRange
 from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.cli.compare import raise_for
-from loka_onnx.cli.compare_text import print_comparison
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.errors import BundleInvalid, ConfigError, DataError, EngineError, EvaluationError
-from loka_onnx.pipeline.compare import compare
-from loka_onnx.pipeline.comparison import Deployment, DeploymentKind
+from loka_onnx.operations.compare.deployment_document import Deployment, DeploymentKind
+from loka_onnx.operations.compare.deployment_text import print_comparison
+from loka_onnx.operations.compare.deployments import compare
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 
@@ -317,7 +317,7 @@ def test_a_bundle_that_is_loaded_again_answers_with_the_same_engines_by_size(
 
 
 def test_the_engine_of_a_request_is_that_of_the_next_larger_size() -> None:
-    from loka_onnx.pipeline.comparison import EngineUsed, ServedTo
+    from loka_onnx.operations.compare.deployment_document import EngineUsed, ServedTo
 
     used = [EngineUsed(name, *[""] * 6, False, False, "") for name in ("main", "small", "large")]
     side = Deployment(

@@ -16,16 +16,16 @@ from two_runs import compared, costing, emitting, slower, write_run
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import EvaluationSet, InputPlace
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.model_changes import Change
 from loka_onnx.core.plan import Verdict
 from loka_onnx.core.rewrite import Declined, RewriteLog
-from loka_onnx.core.run_comparison import RunComparison
 from loka_onnx.errors import UserError
-from loka_onnx.pipeline.compare_runs import compare_runs, read_run
+from loka_onnx.operations.compare.model_changes import Change
+from loka_onnx.operations.compare.run_document import RunComparison
+from loka_onnx.operations.compare.run_text import comparison_document, render_comparison
+from loka_onnx.operations.compare.runs import compare_runs, read_run
 from loka_onnx.report import ReportData
 from loka_onnx.report.document import Document, Tone
 from loka_onnx.report.figures import Told
-from loka_onnx.report.run_comparison import comparison_document, render_comparison
 
 
 @pytest.fixture(scope="module")

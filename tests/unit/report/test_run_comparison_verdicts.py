@@ -16,14 +16,14 @@ from two_runs import compared, costing, emitting, slower
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Choice, EvaluationSet, Loser, Route, Why
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.model_changes import Change
 from loka_onnx.core.plan import Verdict
-from loka_onnx.core.run_comparison import RunComparison
+from loka_onnx.operations.compare.model_changes import Change
+from loka_onnx.operations.compare.run_document import RunComparison
+from loka_onnx.operations.compare.run_text import comparison_document
 from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.document import Table, Tone
 from loka_onnx.report.document import Verdict as Said
 from loka_onnx.report.figures import Told
-from loka_onnx.report.run_comparison import comparison_document
 
 FP32, SAFE = "cpu-onnxruntime-cpu-fp32", "cpu-onnxruntime-cpu-fp8-safe"
 COST = Interval(0.0002, 0.0001, 0.0003, 0.95, 2400)

@@ -45,9 +45,7 @@ from loka_onnx.evaluation.latency import (
 )
 from loka_onnx.evaluation.predictions import Predictions, padded, predict
 from loka_onnx.numerics.intervals import mean_interval
-from loka_onnx.pipeline.compare_rows import JudgedRows, RowOptions, open_rows
-from loka_onnx.pipeline.compare_sides import Opening, Side, open_side, refuse_different_requests
-from loka_onnx.pipeline.comparison import (
+from loka_onnx.operations.compare.deployment_document import (
     AccuracyDifference,
     Comparison,
     Deployment,
@@ -56,6 +54,8 @@ from loka_onnx.pipeline.comparison import (
     Moved,
     Ratio,
 )
+from loka_onnx.operations.compare.rows import JudgedRows, RowOptions, open_rows
+from loka_onnx.operations.compare.sides import Opening, Side, open_side, refuse_different_requests
 from loka_onnx.planning.speed import Speed
 from loka_onnx.sessions.host_devices import is_target
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from loka_onnx.bundle.difference.document import Change, Kind, Section
+from loka_onnx.operations.compare.bundle_document import Change, Kind, Section
 
 _NAMES = ("id", "name", "path", "site", "stage", "output", "batch", "node", "target", "engine")
 """Fields that tell the elements of a list apart, the first one that does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from loka_onnx.bundle.difference.document import (
+from loka_onnx.operations.compare.bundle_document import (
     BundleDifference,
     BundleIdentity,
     Change,

@@ -11,9 +11,9 @@ from pathlib import Path
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.lineage import RunRecord
-from loka_onnx.core.run_comparison import ComparedRun, RunComparison
 from loka_onnx.errors import UserError
-from loka_onnx.pipeline import run_differences as differences
+from loka_onnx.operations.compare import run_differences as differences
+from loka_onnx.operations.compare.run_document import ComparedRun, RunComparison
 from loka_onnx.pipeline.directory import RECORD
 from loka_onnx.pipeline.run import GIVEN
 from loka_onnx.report import JSON_NAME, ReportData

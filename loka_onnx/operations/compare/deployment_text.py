@@ -9,7 +9,7 @@ from rich.text import Text
 
 from loka_onnx.core.evaluation import BudgetStatus, OutputEvaluation, PairedDifference
 from loka_onnx.core.intervals import Interval
-from loka_onnx.pipeline.comparison import (
+from loka_onnx.operations.compare.deployment_document import (
     AccuracyDifference,
     ComparedRows,
     Comparison,

@@ -26,8 +26,8 @@ from loka_onnx.errors import ConfigError, DataError, UserError
 from loka_onnx.graph.id_bounds import id_bounds, narrowed
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import read_proto
-from loka_onnx.pipeline.compare_sides import Side
-from loka_onnx.pipeline.comparison import ComparedRows
+from loka_onnx.operations.compare.deployment_document import ComparedRows
+from loka_onnx.operations.compare.sides import Side
 from loka_onnx.pipeline.directory import RECORD
 from loka_onnx.pipeline.splits import bind_columns
 

@@ -16,7 +16,7 @@ from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest
 from loka_onnx.errors import ConfigError, EngineError, LokaError, ModelError
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.graph.storage import model_digest, read_proto
-from loka_onnx.pipeline.comparison import (
+from loka_onnx.operations.compare.deployment_document import (
     Deployment,
     DeploymentKind,
     EngineUsed,

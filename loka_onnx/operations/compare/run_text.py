@@ -8,22 +8,15 @@ from typing import TypeVar
 
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import BudgetStatus, InputPlace
-from loka_onnx.core.model_changes import Change
-from loka_onnx.core.run_comparison import (
+from loka_onnx.operations.compare.model_changes import Change
+from loka_onnx.operations.compare.run_document import (
     AccuracyChange,
     LatencyChange,
     OnHardware,
     RunComparison,
     TargetDifference,
 )
-from loka_onnx.report import numbers
-from loka_onnx.report.data import CERTIFICATION
-from loka_onnx.report.document import Document, Section, Stat, Tone, Verdict, cell
-from loka_onnx.report.exhibits import Exhibits
-from loka_onnx.report.figures import percent_interval, shown, told
-from loka_onnx.report.markdown import to_markdown
-from loka_onnx.report.provenance import Pointers, located
-from loka_onnx.report.run_comparison_tables import (
+from loka_onnx.operations.compare.run_tables import (
     data_section,
     engines_section,
     plans_section,
@@ -32,6 +25,13 @@ from loka_onnx.report.run_comparison_tables import (
     sites_section,
     surroundings_section,
 )
+from loka_onnx.report import numbers
+from loka_onnx.report.data import CERTIFICATION
+from loka_onnx.report.document import Document, Section, Stat, Tone, Verdict, cell
+from loka_onnx.report.exhibits import Exhibits
+from loka_onnx.report.figures import percent_interval, shown, told
+from loka_onnx.report.markdown import to_markdown
+from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.webpage import to_html
 
 _Change = TypeVar("_Change", bound=OnHardware)

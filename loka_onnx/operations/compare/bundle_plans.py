@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from loka_onnx.bundle.difference.document import Change, Kind, PlanDifference, Section
-from loka_onnx.bundle.difference.values import are_same, kind_of, leaves
 from loka_onnx.core import serde
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan
+from loka_onnx.operations.compare.bundle_document import Change, Kind, PlanDifference, Section
+from loka_onnx.operations.compare.values import are_same, kind_of, leaves
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.model_changes import (
+from loka_onnx.core.serde import STRICT
+from loka_onnx.operations.compare.model_changes import (
     Change,
     PlanChange,
     RewriteChange,
@@ -22,7 +23,6 @@ from loka_onnx.core.model_changes import (
     SplitChange,
     ValueChange,
 )
-from loka_onnx.core.serde import STRICT
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What differs between two runs, one kind of thing at a time; `pipeline.compare_runs` puts it together."""
+"""What differs between two runs, one kind of thing at a time; `operations.compare.runs` puts it together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 from loka_onnx.core.evaluation import Evaluation, InputPlace, Latency, OutputEvaluation, TargetChoice
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.model_changes import (
+from loka_onnx.core.plan import Decision, PrecisionPlan
+from loka_onnx.core.site import Site
+from loka_onnx.numerics.medians import median_interval
+from loka_onnx.operations.compare.model_changes import (
     Change,
     PlanChange,
     PlanSummary,
@@ -25,8 +28,7 @@ from loka_onnx.core.model_changes import (
     SplitRows,
     ValueChange,
 )
-from loka_onnx.core.plan import Decision, PrecisionPlan
-from loka_onnx.core.run_comparison import (
+from loka_onnx.operations.compare.run_document import (
     AccuracyChange,
     EmittedEngine,
     EmittedRoute,
@@ -37,9 +39,7 @@ from loka_onnx.core.run_comparison import (
     TargetDifference,
     named,
 )
-from loka_onnx.core.site import Site
-from loka_onnx.numerics.medians import median_interval
-from loka_onnx.pipeline.run_pairs import HardwarePair, hardware_pairs
+from loka_onnx.operations.compare.run_pairs import HardwarePair, hardware_pairs
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.report import ReportData
 

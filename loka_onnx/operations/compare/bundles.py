@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loka_onnx.bundle.difference.document import BundleDifference, BundleIdentity, Change, Section
-from loka_onnx.bundle.difference.plans import TargetPlans, plan_changes, plan_differences
-from loka_onnx.bundle.difference.values import are_same, kind_of, leaves
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Evaluation, Latency, OutputEvaluation, TargetChoice
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import PlanSet
+from loka_onnx.operations.compare.bundle_document import BundleDifference, BundleIdentity, Change, Section
+from loka_onnx.operations.compare.bundle_plans import TargetPlans, plan_changes, plan_differences
+from loka_onnx.operations.compare.values import are_same, kind_of, leaves
 from loka_onnx.sessions.bundle_archive import is_archive, unpacked
 from loka_onnx.sessions.bundle_files import verify_bundle
 from loka_onnx.sessions.bundle_signature import read_signature

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.model_changes import (
+from loka_onnx.operations.compare.model_changes import (
     Change,
     PlanChange,
     PlanSummary,
@@ -20,7 +20,7 @@ from loka_onnx.core.model_changes import (
     SplitRows,
     ValueChange,
 )
-from loka_onnx.core.run_comparison import (
+from loka_onnx.operations.compare.run_document import (
     AccuracyChange,
     EmittedEngine,
     GainChange,
