@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.core import serde
-from loka_onnx.operations.compare.bundle_text import describe_difference
+from loka_onnx.operations.compare.bundle_text import bundles_view
 from loka_onnx.operations.compare.bundles import diff_bundles
+from loka_onnx.operations.compare.difference import print_difference
 
 DIFFERENT = 3
 """Exit code of two bundles that differ, where it was asked for: a check that did not hold."""
@@ -43,6 +43,6 @@ def diff(
     if form is Format.JSON:
         out.out(serde.dumps(difference), end="")
     else:
-        out.print(Text(describe_difference(difference, everything=everything)), soft_wrap=True, end="")
+        print_difference(out, bundles_view(difference), screen=not everything)
     if exit_code and not difference.is_equal:
         raise typer.Exit(DIFFERENT)

@@ -19,8 +19,9 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.errors import BudgetMissed, ConfigError, EngineError
 from loka_onnx.operations.compare.deployment_document import BeyondBudget, Comparison
-from loka_onnx.operations.compare.deployment_text import print_comparison
+from loka_onnx.operations.compare.deployment_text import deployments_view
 from loka_onnx.operations.compare.deployments import CompareOptions, compare
+from loka_onnx.operations.compare.difference import print_difference
 from loka_onnx.operations.compare.rows import ONLY, RowOptions
 from loka_onnx.operations.compare.sides import Opening
 from loka_onnx.pipeline.directory import Outcome
@@ -116,10 +117,11 @@ def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter f
         if out is None:
             terminal.out.out(text, end="")
     elif out is None:
-        print_comparison(terminal.out, found)
+        print_difference(terminal.out, deployments_view(found))
     else:
         stream = io.StringIO()
-        print_comparison(Console(file=stream, width=FILE_COLUMNS, color_system=None, highlight=False), found)
+        console = Console(file=stream, width=FILE_COLUMNS, color_system=None, highlight=False)
+        print_difference(console, deployments_view(found))
         text = stream.getvalue()
     if out is not None:
         serde.write_text(text, out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,19 +10,13 @@ from rich.text import Text
 
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.operations.compare.difference import print_difference
 from loka_onnx.operations.compare.model_changes import Change
-from loka_onnx.operations.compare.run_document import RunComparison
-from loka_onnx.operations.compare.run_text import comparison_document, render_comparison
+from loka_onnx.operations.compare.run_text import render_comparison, runs_view
 from loka_onnx.operations.compare.runs import compare_runs as compare
 
 DIFFERENT = 3
 """Exit code of two runs that emit different engines, where it was asked for: a check that did not hold."""
-_STYLES = {
-    Change.SAME: "green",
-    Change.CHANGED: "yellow",
-    Change.APPEARED: "yellow",
-    Change.VANISHED: "red",
-}
 
 
 def compare_runs(
@@ -50,18 +43,8 @@ def compare_runs(
     terminal = terminal_of(context)
     found = compare(old, new)
     files = render_comparison(found, out)
-    for line in _lines(found):
-        terminal.out.print(line, soft_wrap=True)
+    print_difference(terminal.out, runs_view(found))
     for path in files:
         terminal.out.print(Text.assemble(("wrote ", "bold"), shown(path)), soft_wrap=True)
     if exit_code and any(target.change is not Change.SAME for target in found.targets):
         raise typer.Exit(DIFFERENT)
-
-
-def _lines(found: RunComparison) -> Iterator[Text]:
-    for verdict, target in zip(comparison_document(found).verdicts, found.targets, strict=True):
-        yield Text(verdict.headline, style=_STYLES[target.change])
-        for fact in verdict.facts:
-            yield Text(f"  {fact}")
-    for note in found.notes:
-        yield Text(f"{note}.", style="yellow")

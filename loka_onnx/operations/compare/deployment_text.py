@@ -1,17 +1,12 @@
-"""A comparison of two deployments for a terminal."""
+"""View of two deployments as a `Difference`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from rich.console import Console
-from rich.text import Text
-
-from loka_onnx.core.evaluation import BudgetStatus, OutputEvaluation, PairedDifference
-from loka_onnx.core.intervals import Interval
+from loka_onnx.core.evaluation import BudgetStatus, Latency, OutputEvaluation, PairedDifference
 from loka_onnx.operations.compare.deployment_document import (
     AccuracyDifference,
-    ComparedRows,
     Comparison,
     Deployment,
     EngineUsed,
@@ -19,43 +14,42 @@ from loka_onnx.operations.compare.deployment_document import (
     Moved,
     Ratio,
 )
+from loka_onnx.operations.compare.difference import Difference, Row, Subject
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.report import numbers
+from loka_onnx.report.document import Cell, Tone, cell
 from loka_onnx.report.slice_tables import slice_name, slices_sentence
 from loka_onnx.report.verdict import NO_LABELS
 
 SLICES_SHOWN = 10
-_STYLES = {BudgetStatus.WITHIN: "green", BudgetStatus.BEYOND: "bold red", BudgetStatus.UNDECIDED: "yellow"}
+_WIDTH = 21
+_TONES = {BudgetStatus.WITHIN: Tone.GOOD, BudgetStatus.BEYOND: Tone.BAD, BudgetStatus.UNDECIDED: Tone.WARN}
 
 
-def print_comparison(out: Console, found: Comparison) -> None:
-    """Print who answered, on which rows, and how B differs from A."""
-    for line in (*_side("A", found.a), *_side("B", found.b), *_rows(found.rows)):
-        # soft_wrap: a path or id that is cut at the margin cannot be copied.
-        out.print(line, soft_wrap=True)
-    for note in found.notes:
-        out.print(Text.assemble(("! ", "yellow"), note), soft_wrap=True)
-    for pair in found.accuracy:
-        out.print()
-        for line in _accuracy(pair, found):
-            out.print(line, soft_wrap=True)
+def deployments_view(found: Comparison) -> Difference:
+    """Who answered, on which rows, and how B differs from A."""
+    rows = found.rows
+    together = f"rows of one '{rows.group}' belong together" if rows.group else "independent rows"
+    sides = (
+        *_side("A", found.a),
+        *_side("B", found.b),
+        f"{numbers.count(rows.rows)} rows of {rows.name} (sha256 {numbers.digest(rows.digest)}), {together}; "
+        f"columns {rows.source}",
+    )
+    subjects = [_accuracy(pair, found) for pair in found.accuracy]
     if found.latency is not None:
-        out.print()
-        _print_latency(out, found.latency)
+        subjects.append(_latency(found.latency))
+    return Difference("Two deployments", sides, tuple(subjects), found.notes)
 
 
-# Who and on what ----------------------------------------------------------------------------------
-
-
-def _side(name: str, side: Deployment) -> Iterator[Text]:
-    digest = numbers.digest(side.model_digest)
-    yield Text.assemble((f"{name}  ", "bold"), f"{side.kind} {side.path}, exported model {digest}")
+def _side(name: str, side: Deployment) -> Iterator[str]:
+    yield f"{name}  {side.kind} {side.path}, exported model {numbers.digest(side.model_digest)}"
     for engine in side.engines:
         sizes = [numbers.count(route.rows) for route in side.routes if route.engine == engine.id]
         served = f", requests to {' and '.join(sizes)} rows" if sizes else ""
-        yield Text(f"   {_engine(engine)}{served}")
+        yield f"   {_engine(engine)}{served}"
     for passed in side.passed_over:
-        yield Text(f"   not used: {passed.engine}: {passed.reason.partition(chr(10))[0]}", style="dim")
+        yield f"   not used: {passed.engine}: {passed.reason.partition(chr(10))[0]}"
 
 
 def _engine(engine: EngineUsed) -> str:
@@ -68,140 +62,117 @@ def _engine(engine: EngineUsed) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _rows(rows: ComparedRows) -> Iterator[Text]:
-    together = f"rows of one '{rows.group}' belong together" if rows.group else "independent rows"
-    yield Text(
-        f"{numbers.count(rows.rows)} rows of {rows.name} (sha256 {numbers.digest(rows.digest)}), {together}; "
-        f"columns {rows.source}"
-    )
-
-
 # Accuracy -----------------------------------------------------------------------------------------
 
 
-def _accuracy(pair: AccuracyDifference, found: Comparison) -> Iterator[Text]:
-    yield Text.assemble(
-        (f"{pair.engine_b} from {pair.engine_a}", "bold"),
-        f", in requests of {numbers.count(pair.request_rows)} rows",
-    )
+def _accuracy(pair: AccuracyDifference, found: Comparison) -> Subject:
+    title = f"{pair.engine_b} from {pair.engine_a}, in requests of {numbers.count(pair.request_rows)} rows"
+    return Subject(title, tuple(_outputs(pair, found)), width=_WIDTH)
+
+
+def _outputs(pair: AccuracyDifference, found: Comparison) -> Iterator[Row]:
     before = {output.output: output for output in pair.before}
     judged = {output.output: output for output in pair.outputs}
     for moved in pair.moved:
         output = judged.get(moved.output)
         if output is None or output.difference is None:
-            yield Text(f"  {moved.output}: not judged: {moved.reason}")
-            yield _line(f"{moved.unit} RMSE", _rmse(moved))
+            yield Row(f"{moved.output}: not judged: {moved.reason}")
+            yield Row(f"  {moved.unit} RMSE", after=_rmse(moved))
             continue
-        yield Text(f"  {output.output} ({output.kind}{'' if output.difference.delta_ne else ', no labels'})")
-        yield from _judged(output, output.difference, found)
-        yield _line(f"{moved.unit} RMSE", _rmse(moved))
+        yield Row(f"{output.output} ({output.kind}{'' if output.difference.delta_ne else ', no labels'})")
+        yield from _judged(output, output.difference, found.budget_source)
+        yield Row(f"  {moved.unit} RMSE", after=_rmse(moved))
         yield from _metrics(before[output.output], output)
         yield from _slices(output)
 
 
-def _judged(output: OutputEvaluation, change: PairedDifference, found: Comparison) -> Iterator[Text]:
-    verdict = Text.assemble(
-        "  ",
-        (output.verdict, _STYLES[output.budget_status]),
-        f" (budget {numbers.budget_percent(output.budget)}, {found.budget_source})",
-    )
+def _judged(output: OutputEvaluation, change: PairedDifference, source: str) -> Iterator[Row]:
     for remark in output.remarks:
-        yield Text.assemble(("    ! ", "yellow"), remark)
+        yield Row(f"  ! {remark}")
+    budget = f"(budget {numbers.budget_percent(output.budget)}, {source})"
+    verdict = cell(f"{output.verdict} {budget}", _TONES[output.budget_status])
     if change.delta_ne is None:
-        line = _line("KL", numbers.percent_interval(change.kl, output.budget))
-        yield line.append_text(verdict).append(f"; {NO_LABELS}")
+        yield Row(
+            "  KL",
+            after=numbers.percent_interval(change.kl, output.budget),
+            judgement=verdict,
+            remark=NO_LABELS,
+        )
         return
-    yield _line("ΔNE", numbers.percent_interval(change.delta_ne, output.budget)).append_text(verdict)
+    yield Row("  ΔNE", after=numbers.percent_interval(change.delta_ne, output.budget), judgement=verdict)
     if output.rows_to_decide is not None:
-        yield _line("", f"about {numbers.count(output.rows_to_decide)} rows would decide it")
-    yield _line("  KL, label-free", numbers.percent_interval(change.kl))
+        yield Row("", after=f"about {numbers.count(output.rows_to_decide)} rows would decide it")
+    yield Row("    KL, label-free", after=numbers.percent_interval(change.kl))
     if change.labelled is not None:
-        yield _line("  labelled part", numbers.percent_interval(change.labelled))
+        yield Row("    labelled part", after=numbers.percent_interval(change.labelled))
     if change.delta_auc is not None:
-        yield _line("ΔAUC", numbers.metric_interval(change.delta_auc))
-    yield _line("Δprediction ratio", numbers.metric_interval(change.delta_prediction_ratio))
+        yield Row("  ΔAUC", after=numbers.metric_interval(change.delta_auc))
+    yield Row("  Δprediction ratio", after=numbers.metric_interval(change.delta_prediction_ratio))
 
 
 def _rmse(moved: Moved) -> str:
-    low, high = (numbers.scientific(end) for end in (moved.rmse.lower, moved.rmse.upper))
-    largest = numbers.scientific(moved.max_abs)
-    return f"{numbers.scientific(moved.rmse.value)} [{low}, {high}], largest {largest}"
+    rmse = moved.rmse
+    value, low, high, most = map(numbers.scientific, (rmse.value, rmse.lower, rmse.upper, moved.max_abs))
+    return f"{value} [{low}, {high}], largest {most}"
 
 
-def _metrics(a: OutputEvaluation, b: OutputEvaluation) -> Iterator[Text]:
-    if b.metrics.loss is None:
-        return
+def _metrics(a: OutputEvaluation, b: OutputEvaluation) -> Iterator[Row]:
     names = (("NE", "normalized_entropy"), ("AUC", "auc"), ("prediction ratio", "prediction_ratio"))
-    pairs = [
-        f"{name} {numbers.metric(getattr(a.metrics, field))} → {numbers.metric(getattr(b.metrics, field))}"
-        for name, field in names
-        if getattr(b.metrics, field) is not None
-    ]
-    yield _line("A → B", ", ".join(pairs))
+    for name, field in names if b.metrics.loss is not None else ():
+        before, after = getattr(a.metrics, field), getattr(b.metrics, field)
+        if after is not None:
+            yield Row(f"  {name}", numbers.metric(before), numbers.metric(after))
 
 
-def _slices(output: OutputEvaluation) -> Iterator[Text]:
+def _slices(output: OutputEvaluation) -> Iterator[Row]:
     if not output.slices:
         return
-    yield _line("slices", slices_sentence(output))
+    yield Row("  slices", after=slices_sentence(output))
     for item in output.slices[:SLICES_SHOWN]:
         change = item.reason if item.judged is None else numbers.percent_interval(item.judged, output.budget)
-        style = _STYLES.get(item.status, "dim")
-        yield Text.assemble(
-            f"      {slice_name(item)}, {numbers.count(item.rows)} rows: {change}  ", (item.status, style)
-        )
-    rest = len(output.slices) - SLICES_SHOWN
-    if rest > 0:
-        yield Text(f"      … and {rest} more in the JSON")
-
-
-def _line(name: str, value: str) -> Text:
-    return Text(f"    {name:<19}{value}")
+        name = f"    {slice_name(item)}, {numbers.count(item.rows)} rows: "
+        yield Row(name, after=change, judgement=cell(item.status, _TONES.get(item.status, Tone.MUTED)))
+    if len(output.slices) > SLICES_SHOWN:
+        yield Row(f"    … and {len(output.slices) - SLICES_SHOWN} more in the JSON")
 
 
 # Latency ------------------------------------------------------------------------------------------
 
 
-def _print_latency(out: Console, latency: LatencyComparison) -> None:
+def _latency(latency: LatencyComparison) -> Subject:
     threads = f", threads: {latency.threads}" if latency.threads else ""
     loads = f"{latency.loads} loads of both" if latency.loads > 1 else "one load of both"
-    out.print(Text(f"Latency, in turns, {loads}, inputs in host memory{threads}", style="bold"))
-    rows: list[tuple[str, ...]] = [("batch", "A p50", "p99", "B p50", "p99", "B over A [interval]")]
-    for each in latency.batches:
-        times = (each.a.p50_us, each.a.p99_us, each.b.p50_us, each.b.p99_us)
-        rows.append((numbers.count(each.batch), *map(numbers.latency, times), _ratio(each.ratio)))
-    for line in _aligned(rows) if latency.batches else ():
-        # Not a rich table: that cuts figures off where the terminal is narrow.
-        out.print(line, soft_wrap=True)
+    rows = [
+        Row(
+            f"batch {numbers.count(each.batch)}",
+            _times(each.a),
+            _times(each.b),
+            _ratio(each.ratio),
+        )
+        for each in latency.batches
+    ]
     if latency.overall is not None and len(latency.batches) > 1:
-        out.print(Text(f"over all, per row: {_ratio(latency.overall)}"))
-    for side, failure in latency.failures.items():
-        out.print(Text.assemble((f"{side} failed ", "red"), failure), soft_wrap=True)
-    for doubt in latency.says_nothing:
-        out.print(Text(f"says nothing of a target: {doubt}", style="yellow"), soft_wrap=True)
+        rows.append(Row("over all, per row", judgement=_ratio(latency.overall)))
+    rows += [Row(f"{side} failed", after=failure) for side, failure in latency.failures.items()]
+    rows += [Row(f"says nothing of a target: {doubt}") for doubt in latency.says_nothing]
+    title = f"Latency, in turns, {loads}, inputs in host memory{threads}; A → B, B over A [interval]"
+    return Subject(title, tuple(rows), width=_WIDTH)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[Text]:
-    """Columns to the right but for the last one."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [text.rjust(width) for text, width in zip(row[:-1], widths, strict=False)]
-        yield Text("  ".join((*cells, row[-1])))
+def _times(side: Latency) -> str:
+    return f"p50 {numbers.latency(side.p50_us)}, p99 {numbers.latency(side.p99_us)}"
 
 
-def _ratio(ratio: Ratio | None) -> str:
+def _ratio(ratio: Ratio | None) -> Cell:
     if ratio is None:
-        return numbers.NOT_MEASURED
+        return cell(numbers.NOT_MEASURED)
     found = ratio.interval
     if found is None:
-        return f"×{ratio.value:.3f}  too few loads for an interval"
-    return f"×{ratio.value:.3f} [{found.lower:.3f}, {found.upper:.3f}]  {_pace(found)}"
-
-
-def _pace(ratio: Interval) -> str:
-    """In words; within `NOISE` two loads of one and the same engine differ for certain."""
-    if ratio.upper < 1.0 - NOISE:
-        return "B is faster"
-    if ratio.lower > 1.0 + NOISE:
-        return "B is slower"
-    return f"no difference beyond {100 * NOISE:g} %"
+        return cell(f"×{ratio.value:.3f}  too few loads for an interval")
+    # Within `NOISE` two loads of one and the same engine differ for certain.
+    pace = f"no difference beyond {100 * NOISE:g} %"
+    if found.upper < 1.0 - NOISE:
+        pace = "B is faster"
+    elif found.lower > 1.0 + NOISE:
+        pace = "B is slower"
+    return cell(f"×{ratio.value:.3f} [{found.lower:.3f}, {found.upper:.3f}]  {pace}")
