@@ -11,7 +11,7 @@ from rich.text import Text
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.operations.compare.difference import print_difference
-from loka_onnx.operations.compare.model_changes import Change
+from loka_onnx.operations.compare.run_document import Change
 from loka_onnx.operations.compare.run_text import render_comparison, runs_view
 from loka_onnx.operations.compare.runs import compare_runs as compare
 

@@ -13,8 +13,15 @@ from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PrecisionPlan
 from loka_onnx.core.site import Site
 from loka_onnx.numerics.medians import median_interval
-from loka_onnx.operations.compare.model_changes import (
+from loka_onnx.operations.compare.run_document import (
+    AccuracyChange,
     Change,
+    EmittedEngine,
+    EmittedRoute,
+    GainChange,
+    JudgedOutput,
+    LatencyChange,
+    MedianLatency,
     PlanChange,
     PlanSummary,
     RewriteChange,
@@ -26,17 +33,8 @@ from loka_onnx.operations.compare.model_changes import (
     SiteShape,
     SplitChange,
     SplitRows,
-    ValueChange,
-)
-from loka_onnx.operations.compare.run_document import (
-    AccuracyChange,
-    EmittedEngine,
-    EmittedRoute,
-    GainChange,
-    JudgedOutput,
-    LatencyChange,
-    MedianLatency,
     TargetDifference,
+    ValueChange,
     named,
 )
 from loka_onnx.operations.compare.run_pairs import HardwarePair, hardware_pairs

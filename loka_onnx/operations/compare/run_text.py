@@ -11,29 +11,27 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import BudgetStatus, InputPlace
 from loka_onnx.core.intervals import Interval
 from loka_onnx.operations.compare.difference import Difference, Row, Subject, page
-from loka_onnx.operations.compare.model_changes import (
-    Change,
-    PlanChange,
-    PlanSummary,
-    RewriteChange,
-    SiteChange,
-    SiteDecision,
-    SitePresence,
-    SiteReshape,
-    SiteShape,
-    SplitChange,
-    ValueChange,
-)
 from loka_onnx.operations.compare.run_document import (
     AccuracyChange,
+    Change,
     EmittedEngine,
     GainChange,
     JudgedOutput,
     LatencyChange,
     MedianLatency,
     OnHardware,
+    PlanChange,
+    PlanSummary,
+    RewriteChange,
     RunComparison,
+    SiteChange,
+    SiteDecision,
+    SitePresence,
+    SiteReshape,
+    SiteShape,
+    SplitChange,
     TargetDifference,
+    ValueChange,
 )
 from loka_onnx.report import numbers
 from loka_onnx.report.choice_tables import times_text

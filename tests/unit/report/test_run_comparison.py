@@ -19,8 +19,7 @@ from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Verdict
 from loka_onnx.core.rewrite import Declined, RewriteLog
 from loka_onnx.errors import UserError
-from loka_onnx.operations.compare.model_changes import Change
-from loka_onnx.operations.compare.run_document import RunComparison
+from loka_onnx.operations.compare.run_document import Change, RunComparison
 from loka_onnx.operations.compare.run_text import comparison_document, render_comparison
 from loka_onnx.operations.compare.runs import compare_runs, read_run
 from loka_onnx.report import ReportData

@@ -17,8 +17,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Choice, EvaluationSet, Loser, Route, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Verdict
-from loka_onnx.operations.compare.model_changes import Change
-from loka_onnx.operations.compare.run_document import RunComparison
+from loka_onnx.operations.compare.run_document import Change, RunComparison
 from loka_onnx.operations.compare.run_text import comparison_document
 from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.document import Table, Tone
