@@ -1,4 +1,4 @@
-"""What differs between two runs, one kind of thing at a time; `operations.compare.runs` puts it together."""
+"""Differences of two reports, one kind of thing at a time; `runs` puts them together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BASELINES = ("fp32", "bf16", "fp16")
 
 
 def targets(old: ReportData, new: ReportData) -> Iterator[TargetDifference]:
-    """What is emitted, of every target of either."""
+    """Emitted engines of every target of either."""
     for pair in hardware_pairs(old, new):
         before, after = _emitted(old, pair.old), _emitted(new, pair.new)
         change = _change(_kind(before), _kind(after))
@@ -54,15 +54,13 @@ def targets(old: ReportData, new: ReportData) -> Iterator[TargetDifference]:
 
 
 def _kind(engine: EmittedEngine | None) -> tuple[object, ...] | None:
-    """What an engine is, and which requests go to which: an id names backend, architecture and plan."""
+    """Identity of an emitted engine, its digest apart, and the routing of requests."""
     return None if engine is None else (engine.backend, engine.architecture, engine.plan, engine.routing)
 
 
 def _change(old: object, new: object) -> Change:
-    if old is None:
-        return Change.APPEARED
-    if new is None:
-        return Change.VANISHED
+    if old is None or new is None:
+        return Change.APPEARED if old is None else Change.VANISHED
     return Change.SAME if old == new else Change.CHANGED
 
 
@@ -90,18 +88,13 @@ def _emitted(data: ReportData, choice: TargetChoice | None) -> EmittedEngine | N
 
 @dataclass(frozen=True)
 class _Basis:
-    """What costs of both runs rest on.
-
-    Attributes:
-        other_splits: Splits that are not the same for certain.
-        other_model: Whether the exported models differ.
-    """
+    """Splits that are not the same for certain, and whether the exported models differ."""
 
     other_splits: frozenset[str]
     other_model: bool
 
     def remarks(self, split: str) -> Iterator[str]:
-        """What costs on a split have not in common."""
+        """Differences of what costs on a split rest on."""
         if split in self.other_splits:
             yield "measured on another file, another selection of rows or other columns of them"
         if self.other_model:
@@ -166,18 +159,8 @@ def _accuracy(
         difference = new.judged.value - old.judged.value
         overlap = _overlap(old.judged, new.judged)
         remarks += _other_confidence(old.judged, new.judged)
-    return AccuracyChange(
-        target=pair.target,
-        architecture=pair.architecture,
-        output=output,
-        split=split,
-        old=old,
-        new=new,
-        difference=difference,
-        overlap=overlap,
-        is_same_basis=is_same_basis,
-        remark="; ".join(remarks),
-    )
+    place_of = (pair.target, pair.architecture, output, split)
+    return AccuracyChange(*place_of, old, new, difference, overlap, is_same_basis, "; ".join(remarks))
 
 
 def _overlap(old: Interval, new: Interval) -> bool:
@@ -200,17 +183,8 @@ def latency(old: ReportData, new: ReportData) -> Iterator[LatencyChange]:
             remark, ratio, is_slower = _why_no_ratio(was, now), None, None
             if not remark and was is not None and now is not None:
                 ratio, is_slower = now.p50_us / was.p50_us, _is_slower(was, now)
-            yield LatencyChange(
-                target=pair.target,
-                architecture=pair.architecture,
-                batch=batch,
-                inputs=inputs,
-                old=was,
-                new=now,
-                ratio=ratio,
-                is_slower=is_slower,
-                remark=remark,
-            )
+            place = (pair.target, pair.architecture, batch, inputs)
+            yield LatencyChange(*place, was, now, ratio, is_slower, remark)
 
 
 def _timed(data: ReportData, choice: TargetChoice | None) -> dict[tuple[int, InputPlace], MedianLatency]:
@@ -268,15 +242,8 @@ def gains(old: ReportData, new: ReportData) -> Iterator[GainChange]:
             overlap, remarks = None, list[str]()
             if before is not None and after is not None:
                 overlap, remarks = _overlap(before, after), _other_confidence(before, after)
-            yield GainChange(
-                target=pair.target,
-                architecture=pair.architecture,
-                baseline=baseline,
-                old=before,
-                new=after,
-                overlap=overlap,
-                remark="; ".join(remarks),
-            )
+            place = (pair.target, pair.architecture, baseline)
+            yield GainChange(*place, before, after, overlap, "; ".join(remarks))
 
 
 def _gain(data: ReportData, choice: TargetChoice | None, baseline: str) -> Interval | None:

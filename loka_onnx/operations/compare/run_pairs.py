@@ -1,4 +1,4 @@
-"""Which choices and which engines of two runs are held against one another."""
+"""Choices and engines of two runs that are compared with one another."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from loka_onnx.report import ReportData
 
 @dataclass(frozen=True)
 class HardwarePair:
-    """Choices of both runs for one piece of hardware.
-
-    Attributes:
-        target: Name of the target.
-        architecture: Which of its architectures, where a run has engines for several; else empty.
-        old: Choice of the old run; None where it has none for it.
-        new: Choice of the new run.
-    """
+    """Choices of both runs for one target, and architecture where a run has engines for several."""
 
     target: str
     architecture: str
@@ -71,10 +64,7 @@ def _named(
 ) -> dict[str, TargetChoice]:
     """Choices of one target by their architecture.
 
-    Args:
-        data: The run.
-        choices: Its choices for the target.
-        others: Names that the other run has: what is one piece of hardware here may be one of several there.
+    `others` are names that the other run has: one piece of hardware here may be one of several there.
     """
     if len(choices) != 1:
         return dict(zip(_names(data, choices), choices, strict=True))

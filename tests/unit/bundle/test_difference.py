@@ -25,9 +25,9 @@ from loka_onnx.errors import BundleInvalid
 from loka_onnx.operations.compare.bundle_document import BundleDifference, Change, Kind, Section
 from loka_onnx.operations.compare.bundle_text import bundles_view
 from loka_onnx.operations.compare.bundles import BundleFacts, diff_bundles, difference_of
+from loka_onnx.operations.compare.bundles import leaves as differences
 from loka_onnx.operations.compare.difference import SCREEN_COLUMNS, SCREEN_LINES, screen_lines
 from loka_onnx.operations.compare.difference import lines as lines_of
-from loka_onnx.operations.compare.values import leaves as differences
 
 
 @pytest.fixture(scope="module")
