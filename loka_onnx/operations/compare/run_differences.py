@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from typing import Any
@@ -37,7 +37,6 @@ from loka_onnx.operations.compare.run_document import (
     ValueChange,
     named,
 )
-from loka_onnx.operations.compare.run_pairs import HardwarePair, hardware_pairs
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.report import ReportData
 
@@ -401,3 +400,94 @@ def flat(config: Mapping[str, Any], leave_out: Iterable[str] = ()) -> dict[str, 
         else:
             found[name] = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return found
+
+
+# Choices and engines that are compared with one another ------------------------------------------
+
+
+@dataclass(frozen=True)
+class HardwarePair:
+    """Choices of both runs for one target, and architecture where a run has engines for several."""
+
+    target: str
+    architecture: str
+    old: TargetChoice | None
+    new: TargetChoice | None
+
+    @property
+    def engines(self) -> tuple[tuple[str | None, str | None], ...]:
+        """Ids of the two engines that answer requests of one size, by ascending size; each two once.
+
+        A main engine that no size is routed to is emitted all the same: it comes last.
+        """
+        sides = self.old, self.new
+        sizes = sorted({route.batch for side in sides if side is not None for route in side.routes}) or [1]
+        pairs = [(_at(self.old, size), _at(self.new, size)) for size in sizes]
+        mains = _main(self.old), _main(self.new)
+        is_routed = all(
+            main in {pair[side] for pair in pairs} for side, main in enumerate(mains) if main is not None
+        )
+        return tuple(dict.fromkeys(pairs if is_routed else [*pairs, mains]))
+
+
+def _at(choice: TargetChoice | None, size: int) -> str | None:
+    return None if choice is None else choice.route(size)
+
+
+def _main(choice: TargetChoice | None) -> str | None:
+    return None if choice is None else choice.engine
+
+
+def hardware_pairs(old: ReportData, new: ReportData) -> Iterator[HardwarePair]:
+    """The choices of both runs by target and, where one has several for a target, by architecture."""
+    for target in dict.fromkeys(choice.target for data in (old, new) for choice in data.choice.targets):
+        before, after = _choices(old, target), _choices(new, target)
+        if len(before) <= 1 and len(after) <= 1:
+            yield HardwarePair(target, "", next(iter(before), None), next(iter(after), None))
+            continue
+        was = _named(old, before, _names(new, after))
+        now = _named(new, after, was)
+        for architecture in dict.fromkeys((*was, *now)):
+            yield HardwarePair(target, architecture, was.get(architecture), now.get(architecture))
+
+
+def _choices(data: ReportData, target: str) -> list[TargetChoice]:
+    return [choice for choice in data.choice.targets if choice.target == target]
+
+
+def _named(
+    data: ReportData, choices: Sequence[TargetChoice], others: Iterable[str]
+) -> dict[str, TargetChoice]:
+    """Choices of one target by their architecture.
+
+    `others` are names that the other run has: one piece of hardware here may be one of several there.
+    """
+    if len(choices) != 1:
+        return dict(zip(_names(data, choices), choices, strict=True))
+    (choice,) = choices
+    rivals = _architectures(data, choice)
+    own = _names(data, choices)[0]
+    return {next((name for name in (own, *others) if name in rivals and name in others), own): choice}
+
+
+def _names(data: ReportData, choices: Sequence[TargetChoice]) -> list[str]:
+    """The architecture of each choice of one target: the one that its rivals have and no other choice's.
+
+    An engine that is for no architecture in particular competes for each of them, and may be what is emitted.
+    """
+    rivals = [_architectures(data, choice) for choice in choices]
+    names: list[str] = []
+    for place, choice in enumerate(choices):
+        elsewhere = {name for other, found in enumerate(rivals) if other != place for name in found}
+        emitted = data.engine(choice.engine)
+        known = "" if emitted is None else emitted.architecture
+        own = [name for name in rivals[place] if name not in elsewhere]
+        name = known if known in own or not own else own[0]
+        names.append(name if name not in names else f"{name} #{place + 1}")
+    return names
+
+
+def _architectures(data: ReportData, choice: TargetChoice) -> tuple[str, ...]:
+    ids = (*choice.engines, *(loser.engine for loser in choice.losers))
+    found = (data.engine(name) for name in ids)
+    return tuple(dict.fromkeys(engine.architecture for engine in found if engine is not None))
