@@ -25,8 +25,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.recording import write_record
 from loka_onnx.core.intervals import Interval
-from loka_onnx.pipeline.compare import CompareOptions, compare
-from loka_onnx.pipeline.compare_sides import Opening
+from loka_onnx.operations.compare.deployments import CompareOptions, compare
+from loka_onnx.operations.compare.sides import Opening
 from loka_onnx.planning.choice import NOISE
 
 WIDTHS = (32, 64, 64, 1)

@@ -16,10 +16,10 @@ from loka_onnx.bundle.format.archive import verify_path
 from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
-from loka_onnx.cli.bundle_diff import diff
 from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.cli.bundle_serve import serve
 from loka_onnx.cli.bundle_triton import export_triton_command
+from loka_onnx.cli.compare import diff
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import reported
 from loka_onnx.cli.terminal import terminal_of

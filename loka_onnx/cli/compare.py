@@ -1,9 +1,10 @@
-"""`loka-onnx compare`: the paired difference of two deployments on the same rows."""
+"""`loka-onnx compare`, `compare-runs` and `bundle diff`: the difference of two things."""
 
 from __future__ import annotations
 
 import io
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,23 +12,37 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from loka_onnx.cli.bundle_diff import Format
-from loka_onnx.cli.compare_text import print_comparison
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.errors import BudgetMissed, ConfigError, EngineError
-from loka_onnx.pipeline.compare import CompareOptions, compare
-from loka_onnx.pipeline.compare_rows import ONLY, RowOptions
-from loka_onnx.pipeline.compare_sides import Opening
-from loka_onnx.pipeline.comparison import BeyondBudget, Comparison
+from loka_onnx.operations.compare.bundle_text import bundles_view
+from loka_onnx.operations.compare.bundles import diff_bundles
+from loka_onnx.operations.compare.deployment_document import BeyondBudget, Comparison
+from loka_onnx.operations.compare.deployment_text import deployments_view
+from loka_onnx.operations.compare.deployments import CompareOptions, compare
+from loka_onnx.operations.compare.difference import print_difference
+from loka_onnx.operations.compare.rows import ONLY, RowOptions
+from loka_onnx.operations.compare.run_document import Change
+from loka_onnx.operations.compare.run_text import render_comparison, runs_view
+from loka_onnx.operations.compare.runs import compare_runs as between_runs
+from loka_onnx.operations.compare.sides import Opening
 from loka_onnx.pipeline.directory import Outcome
 from loka_onnx.report import numbers
 
 FILE_COLUMNS = 120
 """Columns of a text report in a file."""
+DIFFERENT = 3
+"""Exit code of two things that differ, where it was asked for: a check that did not hold."""
+
+
+class Format(StrEnum):
+    """Formats of the result."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
@@ -82,7 +97,7 @@ def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter f
     form: Annotated[Format, typer.Option("--format", help="Text or JSON.")] = Format.TEXT,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there.")] = None,
 ) -> None:
-    """Ask two deployments for the same rows and say what B costs or gains against A.
+    """Run two deployments on the same rows and say what B costs or gains against A.
 
     Accuracy is the paired difference with its 95 % interval, relative to A's loss; latency is measured in
     turns. Labels, group and slices are those that the bundles and their run record, where the data have them.
@@ -116,15 +131,70 @@ def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter f
         if out is None:
             terminal.out.out(text, end="")
     elif out is None:
-        print_comparison(terminal.out, found)
+        print_difference(terminal.out, deployments_view(found))
     else:
         stream = io.StringIO()
-        print_comparison(Console(file=stream, width=FILE_COLUMNS, color_system=None, highlight=False), found)
+        console = Console(file=stream, width=FILE_COLUMNS, color_system=None, highlight=False)
+        print_difference(console, deployments_view(found))
         text = stream.getvalue()
     if out is not None:
         serde.write_text(text, out)
         terminal.out.print(Text.assemble(("wrote ", "bold"), shown(out)), soft_wrap=True)
     raise_for(found)
+
+
+def compare_runs(
+    context: typer.Context,
+    old: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OLD", help="Compared with: a run directory or a report.json.", show_default=False
+        ),
+    ],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Compared: likewise.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where comparison.html, .md and .json go.")] = Path(
+        "comparison"
+    ),
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with 3 if another engine answers any batch size.")
+    ] = False,
+) -> None:
+    """Say what differs between two runs, from what their reports recorded, and write a report of it.
+
+    Emitted engines, accuracy, latency, sites with both reasons, plans, rewrites, data, versions, settings.
+    Nothing is run: `loka-onnx compare` runs two deployments on the same rows.
+    """
+    terminal = terminal_of(context)
+    found = between_runs(old, new)
+    files = render_comparison(found, out)
+    print_difference(terminal.out, runs_view(found))
+    for path in files:
+        terminal.out.print(Text.assemble(("wrote ", "bold"), shown(path)), soft_wrap=True)
+    if exit_code and any(target.change is not Change.SAME for target in found.targets):
+        raise typer.Exit(DIFFERENT)
+
+
+def diff(
+    context: typer.Context,
+    a: Annotated[Path, typer.Argument(metavar="A", help="The one bundle.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The other.", show_default=False)],
+    form: Annotated[Format, typer.Option("--format", help="JSON has everything.")] = Format.TEXT,
+    everything: Annotated[bool, typer.Option("--all", help="Everything, not one screen of it.")] = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 3 if they differ.")] = False,
+) -> None:
+    """Verify two bundles, directories or single files, and say what differs between them.
+
+    Engines, plans site by site, accuracy and latency as they were recorded, versions, files. Nothing is run:
+    `loka-onnx compare` does that. Exit with 0 also when they differ.
+    """
+    difference = diff_bundles(a, b)
+    out = terminal_of(context).out
+    if form is Format.JSON:
+        out.out(serde.dumps(difference), end="")
+    else:
+        print_difference(out, bundles_view(difference), screen=not everything)
+    if exit_code and not difference.is_equal:
+        raise typer.Exit(DIFFERENT)
 
 
 def raise_for(found: Comparison) -> None:

@@ -24,8 +24,7 @@ from typer.core import TyperGroup
 from loka_onnx.cli.build import build
 from loka_onnx.cli.bundle import bundle
 from loka_onnx.cli.calibrate import calibrate
-from loka_onnx.cli.compare import compare_deployments
-from loka_onnx.cli.compare_runs import compare_runs
+from loka_onnx.cli.compare import compare_deployments, compare_runs
 from loka_onnx.cli.completion import COMPLETING, completion, enable_completion
 from loka_onnx.cli.demo import demo
 from loka_onnx.cli.doctor import doctor

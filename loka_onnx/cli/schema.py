@@ -13,7 +13,7 @@ from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.config import run_file_schema
 from loka_onnx.core import serde
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.run_comparison import RunComparison
+from loka_onnx.operations.compare.run_document import RunComparison
 from loka_onnx.report import ReportData
 
 

@@ -2,7 +2,6 @@
 
 from loka_onnx.report.data import DataDescription, ReportData, SplitDescription
 from loka_onnx.report.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME, render
-from loka_onnx.report.run_comparison import render_comparison
 from loka_onnx.report.summary import summary_table
 
 __all__ = [
@@ -13,6 +12,5 @@ __all__ = [
     "ReportData",
     "SplitDescription",
     "render",
-    "render_comparison",
     "summary_table",
 ]

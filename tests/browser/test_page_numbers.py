@@ -10,8 +10,8 @@ from browser_pages import checked_numbers, written
 from rich_run import rich
 
 from loka_onnx.core import serde
-from loka_onnx.pipeline.compare_runs import compare_runs
-from loka_onnx.report import render_comparison
+from loka_onnx.operations.compare.run_text import render_comparison
+from loka_onnx.operations.compare.runs import compare_runs
 
 
 def test_every_number_of_the_page_equals_report_json(visit, run, tmp_path: Path) -> None:

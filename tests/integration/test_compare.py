@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from synthetic_runs import WIDTH, call, make_columns, write_rows
 
-from loka_onnx.bundle.difference.document import BundleDifference
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.core import serde
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.data import SplitRule, split_file
-from loka_onnx.pipeline.comparison import Comparison
+from loka_onnx.operations.compare.bundle_document import BundleDifference
+from loka_onnx.operations.compare.deployment_document import Comparison
 from loka_onnx.pipeline.run import RunResult
 
 OUTPUTS = ("--output", "ctr=logit", "--output", "cvr=probability", "--output", "spend=regression")

@@ -13,8 +13,7 @@ from page_numbers import NUMBER, check_numbers, tables_of
 from synthetic_runs import call, make_workplace, tree
 
 from loka_onnx.core import serde
-from loka_onnx.core.model_changes import Change
-from loka_onnx.core.run_comparison import RunComparison
+from loka_onnx.operations.compare.run_document import Change, RunComparison
 from loka_onnx.pipeline import run as run_module
 from loka_onnx.pipeline.run import RunResult, run
 from loka_onnx.report import ReportData

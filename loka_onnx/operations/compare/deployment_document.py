@@ -1,4 +1,4 @@
-"""What a comparison of two deployments found, as a document."""
+"""The difference of two deployments as a document."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ class EngineUsed:
 
     Attributes:
         id: Its id in the bundle; the file name of an ONNX model.
-        backend: What loaded it.
+        backend: Library that loaded it.
         version: Version of the library that built it; of a model, of the one that loaded it.
-        plan: Its plan; empty for an ONNX model, which names none.
+        plan: Empty for an ONNX model.
         target: Device that it was built for.
-        architecture: Architecture of that device.
-        device: What it ran on here, as the driver names it.
-        simulated: Its FP8 is simulated: what it takes says nothing.
+        device: Device that it ran on here, as the driver names it.
+        simulated: Its FP8 is simulated, so that its latency is not meaningful.
         is_fallback: It is the FP32 model of the bundle, because no emitted engine runs here.
         digest: SHA-256 of the engine file; of a model, over its graph and its weights.
     """
@@ -70,14 +69,11 @@ class Deployment:
     """One side of a comparison.
 
     Attributes:
-        path: As it was given.
-        kind: What it is.
         model_digest: Digest of the exported model; of a plain ONNX model, its own.
-        engines: What answered, the main engine first.
+        engines: Engines that answered, the main one first.
         routes: Engines by the rows of a request, ascending; empty where one takes all.
         passed_over: Engines that do not run here.
-        least_rows: Fewest rows of a request.
-        most_rows: Most rows of a request.
+        least_rows: Fewest rows of a request; `most_rows` likewise.
     """
 
     path: str
@@ -111,10 +107,8 @@ class ComparedRows:
     """The rows that both sides answered.
 
     Attributes:
-        path: The file, as it was given.
-        name: Its name with the rows of it.
+        name: Name of the file with the rows of it; its `path` is as it was given.
         digest: SHA-256 over the content of the file and the rows of it.
-        rows: How many.
         group: Column of rows that belong together; None for independent rows.
         slices: Columns whose values are judged apart.
         inputs: Columns that each input is made of.
@@ -133,11 +127,10 @@ class ComparedRows:
 
 @dataclass(frozen=True)
 class Moved:
-    """Distance that an output moved, whatever it is worth.
+    """Distance that an output moved.
 
     Attributes:
-        output: Its name.
-        unit: What was subtracted: ``logit``, or ``value`` of a regression or of an output of unknown kind.
+        unit: ``logit``, or ``value`` of a regression or of an output of unknown kind.
         rmse: Root mean square of B less A, with the root of the 95 % interval of the mean square.
         max_abs: Largest magnitude of it.
         reason: Why it is not judged; empty where it is.
@@ -152,14 +145,11 @@ class Moved:
 
 @dataclass(frozen=True)
 class AccuracyDifference:
-    """B from A on the same rows.
+    """B from A on the same rows, for one pair of engines.
 
     Attributes:
-        engine_a: Engine of A that answered.
-        engine_b: Engine of B that answered.
         request_rows: Rows of a request; the last one may have fewer.
-        least_rows: Fewest rows that these two answer.
-        most_rows: Most rows that these two answer.
+        least_rows: Fewest rows that these two answer; `most_rows` likewise.
         before: Quality of A.
         outputs: Quality of B and its paired difference from A: ``difference`` is relative to A's loss.
         moved: Every compared output, those that are not judged included.
@@ -191,16 +181,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class LatencyDifference:
-    """Both sides at one batch size, timed in turns.
-
-    Attributes:
-        batch: Rows of a request.
-        engine_a: Engine of A that answered.
-        engine_b: Engine of B that answered.
-        a: What A took.
-        b: What B took; its parts, as those of A, are the medians of the loads.
-        ratio: Median of B over that of A; None where they were not timed in turns.
-    """
+    """Both sides at one batch size; `ratio` is B over A, None where they were not timed in turns."""
 
     batch: int
     engine_a: str
@@ -219,7 +200,7 @@ class LatencyComparison:
         overall: B over A, over the mean time per row of all these batch sizes; None where there is none.
         threads: Threads of ONNX Runtime; 0 where it chose.
         loads: How many times both were loaded and timed.
-        failures: By side, what ended its measurements.
+        failures: By side, the error that ended its measurements.
         says_nothing: Why the ratios say nothing about a target; empty where they may.
     """
 
@@ -233,14 +214,12 @@ class LatencyComparison:
 
 @dataclass(frozen=True)
 class BeyondBudget:
-    """An output that the budget that was asked for does not hold for.
+    """An output that is not within the budget that was asked for.
 
     Attributes:
-        output: Its name.
-        engine_b: Engine of B that answered.
-        judged: What is held against the budget, its upper end above it; None where the output was not judged.
-        name: What that is, in words.
-        reason: Why the output was not judged, or what apart from the budget is to be said of it.
+        judged: Interval with its upper end above the budget; None where the output was not judged.
+        name: Name of what is judged.
+        reason: Why the output was not judged, or remarks apart from the budget.
     """
 
     output: str
@@ -255,9 +234,6 @@ class Comparison:
     """The paired difference of deployment B from deployment A.
 
     Attributes:
-        a: What is compared with.
-        b: What is compared.
-        rows: On which rows.
         accuracy: One entry for each pair of engines that answers requests of some size.
         latency: None where it was not asked for.
         budget: Largest accepted ΔNE (KL without labels) that was asked for; None where none was.

@@ -14,10 +14,6 @@ from hypothesis import strategies as st
 from sample_run import SampleRun
 
 from loka_onnx.bundle.contents import BundleEngine
-from loka_onnx.bundle.difference import BundleFacts, diff_bundles, difference_of
-from loka_onnx.bundle.difference.document import BundleDifference, Change, Kind, Section
-from loka_onnx.bundle.difference.text import SCREEN_COLUMNS, SCREEN_LINES, describe_difference
-from loka_onnx.bundle.difference.values import leaves as differences
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
@@ -28,6 +24,12 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import BundleInvalid
+from loka_onnx.operations.compare.bundle_document import BundleDifference, Change, Kind, Section
+from loka_onnx.operations.compare.bundle_text import bundles_view
+from loka_onnx.operations.compare.bundles import BundleFacts, diff_bundles, difference_of
+from loka_onnx.operations.compare.bundles import leaves as differences
+from loka_onnx.operations.compare.difference import SCREEN_COLUMNS, SCREEN_LINES, screen_lines
+from loka_onnx.operations.compare.difference import lines as lines_of
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,12 @@ def with_decision(facts: BundleFacts, plan_id: str, index: int, **changes: Any) 
     return dataclasses.replace(facts, plans=dataclasses.replace(facts.plans, plans=plans))
 
 
+def described(difference: BundleDifference, *, everything: bool = False) -> str:
+    view = bundles_view(difference)
+    found = lines_of(view) if everything else screen_lines(view)
+    return "".join(f"{line.plain}\n" for line in found)
+
+
 def only(difference: BundleDifference) -> Change:
     (change,) = difference.changes
     return change
@@ -84,7 +92,7 @@ def test_a_bundle_and_a_copy_of_it_are_equal(bundle: Path, tmp_path: Path) -> No
     for other in (bundle, copy, packed):
         difference = diff_bundles(bundle, other)
         assert difference.is_equal and difference.changes == () and difference.plans == ()
-        assert describe_difference(difference).endswith("\nthe bundles are equal\n")
+        assert described(difference).endswith("\nthe bundles are equal\n")
 
 
 @pytest.mark.parametrize("other", [None, {}, "gone", 3])
@@ -322,7 +330,7 @@ def test_a_screen_holds_every_section_and_says_what_it_leaves_out(facts: BundleF
     other = with_manifest(facts, versions=versions, model_digest="f" * 64, created_by="loka-onnx 9")
     other = with_decision(other, "fp8-safe", 1, precision=Precision.BF16, reason="because " * 60)
     difference = difference_of(facts, other)
-    text = describe_difference(difference)
+    text = described(difference)
     lines = text.splitlines()
     assert len(lines) <= SCREEN_LINES and all(len(line) <= SCREEN_COLUMNS for line in lines)
     for section in Section:
@@ -330,14 +338,14 @@ def test_a_screen_holds_every_section_and_says_what_it_leaves_out(facts: BundleF
     assert "versions: 200 only in B, 2 only in A, 1 changed" in lines
     shown = sum(line.startswith(("  + ", "  - ", "  ~ ")) for line in lines[_place(lines, "versions") :])
     assert 0 < shown < 203 and lines[-1] == f"  … and {203 - shown} more (--all)"
-    whole = describe_difference(difference, everything=True)
+    whole = described(difference, everything=True)
     assert "because because" in whole and "--all" not in whole
     assert all(f"+ {name}: {value}\n" in whole for name, value in versions.items())
 
 
 def test_the_text_of_a_plan_names_counts_and_the_largest_ratio(facts: BundleFacts) -> None:
     other = with_decision(facts, "fp8-safe", 0, activation_scale=6.0 / 448 * 1.25)
-    text = describe_difference(difference_of(facts, other), everything=True)
+    text = described(difference_of(facts, other), everything=True)
     assert (
         "  fp8-safe: of 3 sites 0 in another precision, 0 by another recipe, 1 with other scales; "
         "largest scale ratio ×1.25 at over_arch.fc0, activation\n"

@@ -18,7 +18,7 @@ from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest
 from loka_onnx.errors import ConfigError, EngineError, LokaError, ModelError
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.graph.storage import model_digest, read_proto
-from loka_onnx.pipeline.comparison import (
+from loka_onnx.operations.compare.deployment_document import (
     Deployment,
     DeploymentKind,
     EngineUsed,
@@ -50,15 +50,11 @@ class Opening:
 
 @dataclass(frozen=True)
 class Side:
-    """One side, ready to answer.
+    """One side (``A`` or ``B``), ready to answer.
 
     Attributes:
-        name: ``A`` or ``B``.
-        deployment: What it is.
         run: Answers one request of the model's inputs, while it is open.
         load: Loads it once more until the stack closes, and returns what answers a request.
-        inputs: What a request holds.
-        outputs: What an answer holds.
         judged: Outputs that its accuracy was judged on, as it records them; empty for a model.
         timed_at: Batch sizes that it was timed at when it was made.
         model: An ONNX model of it with all its tables, which bound the ids.
@@ -82,12 +78,8 @@ class Side:
 def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines: ExitStack) -> Side:
     """Load a bundle, in a directory or in a single file, or an ONNX model.
 
-    Args:
-        path: The bundle or the ``.onnx`` file.
-        name: ``A`` or ``B``.
-        opening: How to load it.
-        place: Removes what a single file is unpacked to; until then it can be loaded once more.
-        engines: Frees what is loaded.
+    `engines` frees what is loaded; `place` removes what a single file is unpacked to, and until then it can
+    be loaded once more.
 
     Raises:
         ConfigError: There is nothing at the path.

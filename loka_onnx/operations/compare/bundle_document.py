@@ -37,15 +37,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """One difference.
-
-    Attributes:
-        section: What it is about.
-        what: Where, as a path of names.
-        kind: How the sides differ.
-        a: What A says; empty where it says nothing.
-        b: What B says; empty where it says nothing.
-    """
+    """One difference: at the path of names `what` A says `a` and B says `b`, empty where it says nothing."""
 
     section: Section
     what: str
@@ -64,15 +56,12 @@ class PlanDifference:
     """Two plans, site by site.
 
     Attributes:
-        plan_a: Plan of A.
-        plan_b: Plan of B.
-        why: Why these two are held against one another: ``same id``, or the target whose engines run them.
+        why: Why these two are compared: ``same id``, or the target whose engines run them.
         sites: Sites that both decide.
         precision: How many of them run in another precision.
-        recipe: How many are quantized by another recipe, of those that are FP8 on both sides.
-        scale: How many have another scale, of those that are FP8 by the same recipe on both sides.
-        largest_ratio: The scale of B over that of A that is farthest from 1 either way; None where no scale
-            differs.
+        recipe: Of those that are FP8 on both sides, how many are quantized by another recipe.
+        scale: Of those that are FP8 by the same recipe, how many have another scale.
+        largest_ratio: The scale of B over that of A that is farthest from 1; None where no scale differs.
         largest_at: Site and operand of it; empty where no scale differs.
     """
 
@@ -92,12 +81,9 @@ class BundleIdentity:
     """One of the bundles.
 
     Attributes:
-        path: As it was given.
-        created_by: Package and version that wrote it.
         model_digest: Digest of its exported model.
         engines: How many engines it has beside the fallback.
-        files: How many files it lists.
-        bytes: Their size.
+        files: How many files it lists, with `bytes` together.
         signed_with: Fingerprints of the keys that it claims to be signed with. They were not verified.
     """
 
@@ -112,14 +98,7 @@ class BundleIdentity:
 
 @dataclass(frozen=True)
 class BundleDifference:
-    """Differences of bundle B from bundle A.
-
-    Attributes:
-        a: The one.
-        b: The other.
-        changes: Every difference, by section and then by name.
-        plans: Sites of plans that differ, in the order of their names.
-    """
+    """Every difference of bundle B from bundle A, by section and name; of sites also the pairs of plans."""
 
     SCHEMA: ClassVar[str] = "bundle-difference/1"
     __pydantic_config__ = STRICT

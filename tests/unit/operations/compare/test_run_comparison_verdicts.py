@@ -16,14 +16,13 @@ from two_runs import compared, costing, emitting, slower
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Choice, EvaluationSet, Rejection, Route, Why
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.model_changes import Change
 from loka_onnx.core.plan import Verdict
-from loka_onnx.core.run_comparison import RunComparison
+from loka_onnx.operations.compare.run_document import Change, RunComparison
+from loka_onnx.operations.compare.run_text import comparison_document
 from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.document import Table, Tone
 from loka_onnx.report.document import Verdict as Said
 from loka_onnx.report.figures import Told
-from loka_onnx.report.run_comparison import comparison_document
 
 FP32, SAFE = "cpu-onnxruntime-cpu-fp32", "cpu-onnxruntime-cpu-fp8-safe"
 COST = Interval(0.0002, 0.0001, 0.0003, 0.95, 2400)
@@ -92,7 +91,8 @@ def test_each_architecture_of_a_target_is_compared(tmp_path: Path, run: ReportDa
         "rtx (sm120): rtx-tensorrt_rtx-sm120-fp32 (plan fp32) in place of "
         "rtx-tensorrt_rtx-sm120-fp8-safe (plan fp8-safe)"
     )
-    assert column(table(found, "What is emitted for each target"), "Target") == [
+    emitted = table(found, "What is emitted for each target")
+    assert [name for name in column(emitted, "Name") if ": " not in name] == [
         "cpu", "rtx (sm89)", "rtx (sm120)"
     ]  # fmt: skip
     assert "emitted for rtx (sm120)" in {change.where for change in found.sites}
@@ -129,24 +129,29 @@ def test_requests_that_go_to_another_engine_are_a_change(tmp_path: Path, run: Re
     )
     assert verdict.tone is Tone.WARN
     assert f"New: requests by their size: up to 8 rows: {FP32}; more: {SAFE}." in verdict.facts
-    assert column(table(found, "What is emitted for each target"), "Which requests go where") == [
-        f"requests by their size, then: all: {FP32}; now: up to 8 rows: {FP32}; more: {SAFE}",
-        "",
+    emitted = table(found, "What is emitted for each target")
+    assert [remark for remark in column(emitted, "Remark") if remark] == [
+        f"requests by their size, then: all: {FP32}; now: up to 8 rows: {FP32}; more: {SAFE}"
     ]
     # Both engines of the new run are judged, and each time is of the engine that takes such requests.
     shown = table(found, "What the emitted engines cost")
-    sides = zip(*(column(shown, name) for name in ("Split", "Old engine", "New engine")), strict=True)
-    assert set(sides) == {
-        ("selection", FP32, FP32),
-        ("certification", FP32, FP32),
-        ("selection", FP32, SAFE),
-        ("certification", FP32, numbers.NONE),
+    names = [name.rpartition(" · ")[2] for name in column(shown, "Target, output, split")]
+    engines = [remark.partition("; ")[0] for remark in column(shown, "Remark")]
+    assert set(zip(names, engines, strict=True)) == {
+        ("selection", FP32),
+        ("certification", FP32),
+        ("selection", f"{FP32} then, {SAFE} now"),
+        ("certification", f"{FP32} then"),
     }
     assert any(fact.startswith(f"Cost (ctr, selection, {FP32} then, {SAFE} now): ") for fact in verdict.facts)
     latencies = table(found, "Latency of the emitted engines")
-    assert column(latencies, "Batch") == ["8", "1,024", "1,024"]
+    assert [name.split(" · ")[1] for name in column(latencies, "Target, batch, inputs")] == [
+        "batch 8", "batch 1,024", "batch 1,024"
+    ]  # fmt: skip
     # The times of the other engine are those of a simulation.
-    assert column(latencies, "New engine") == [FP32, numbers.NONE, numbers.NONE]
+    engines = [remark.partition("; ")[0] for remark in column(latencies, "Remark")]
+    assert engines == [FP32, f"{FP32} then", f"{FP32} then"]
+    assert column(latencies, "New p50, p99")[1:] == [numbers.NOT_MEASURED] * 2
     assert "emitted for cpu, fp32 → fp8-safe" in {change.where for change in found.sites}
     facts = json.loads(serde.dumps(found))
     for text in verdict.facts:
@@ -223,7 +228,8 @@ def test_an_engine_that_takes_longer_than_noise_is_not_green(
     before = in_parts(run, spread)
     found = compared(tmp_path, before, slower(before, factor))
     assert said(found).tone is tone
-    assert set(column(table(found, "Latency of the emitted engines"), "Slower")) == {slower_}
+    ratios = column(table(found, "Latency of the emitted engines"), "New over old")
+    assert {text.partition("; ")[2] for text in ratios} == {"slower" if slower_ == "yes" else "not slower"}
     is_told = any("slower by more than either measurement wandered" in fact for fact in said(found).facts)
     assert is_told is (slower_ == "yes")
 
@@ -340,7 +346,7 @@ def test_sites_are_alike_only_where_nothing_of_them_differs(tmp_path: Path, run:
     plans = tuple(silent if p is plan else p for p in run.plans.plans)
     after = dataclasses.replace(run, plans=dataclasses.replace(run.plans, plans=plans))
     found = compared(tmp_path / "silent", run, after)
-    assert column(table(found, "Sites with another precision or verdict"), "New precision") == ["not decided"]
+    assert column(table(found, "Sites with another precision or verdict"), "New") == ["not decided"]
 
     # Another width under the same name.
     wider = dataclasses.replace(run.modified.sites[0], n=2 * run.modified.sites[0].n)
@@ -349,6 +355,7 @@ def test_sites_are_alike_only_where_nothing_of_them_differs(tmp_path: Path, run:
     found = compared(tmp_path / "wider", run, after)
     assert not found.sites and not found.presence
     shown = table(found, "Sites of another kind or size")
-    assert column(shown, "Site") == [wider.name]
-    assert (column(shown, "Old N"), column(shown, "New N")) == ([str(wider.n // 2)], [str(wider.n)])
+    assert column(shown, "Name") == [wider.name]
+    (before,), (after,) = column(shown, "Old"), column(shown, "New")
+    assert before.endswith(f", N {wider.n // 2}") and after.endswith(f", N {wider.n}")
     assert ALIKE not in paragraphs(found, "site-changes")

@@ -1,17 +1,27 @@
-"""What differs between two runs, one kind of thing at a time; `pipeline.compare_runs` puts it together."""
+"""Differences of two reports, one kind of thing at a time; `runs` puts them together."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
 from loka_onnx.core.evaluation import Evaluation, InputPlace, Latency, OutputEvaluation, TargetChoice
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.model_changes import (
+from loka_onnx.core.plan import Decision, PrecisionPlan
+from loka_onnx.core.site import Site
+from loka_onnx.numerics.medians import median_interval
+from loka_onnx.operations.compare.run_document import (
+    AccuracyChange,
     Change,
+    EmittedEngine,
+    EmittedRoute,
+    GainChange,
+    JudgedOutput,
+    LatencyChange,
+    MedianLatency,
     PlanChange,
     PlanSummary,
     RewriteChange,
@@ -23,23 +33,10 @@ from loka_onnx.core.model_changes import (
     SiteShape,
     SplitChange,
     SplitRows,
-    ValueChange,
-)
-from loka_onnx.core.plan import Decision, PrecisionPlan
-from loka_onnx.core.run_comparison import (
-    AccuracyChange,
-    EmittedEngine,
-    EmittedRoute,
-    GainChange,
-    JudgedOutput,
-    LatencyChange,
-    MedianLatency,
     TargetDifference,
+    ValueChange,
     named,
 )
-from loka_onnx.core.site import Site
-from loka_onnx.numerics.medians import median_interval
-from loka_onnx.pipeline.run_pairs import HardwarePair, hardware_pairs
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.report import ReportData
 
@@ -48,7 +45,7 @@ BASELINES = ("fp32", "bf16", "fp16")
 
 
 def targets(old: ReportData, new: ReportData) -> Iterator[TargetDifference]:
-    """What is emitted, of every target of either."""
+    """Emitted engines of every target of either."""
     for pair in hardware_pairs(old, new):
         before, after = _emitted(old, pair.old), _emitted(new, pair.new)
         change = _change(_kind(before), _kind(after))
@@ -56,15 +53,13 @@ def targets(old: ReportData, new: ReportData) -> Iterator[TargetDifference]:
 
 
 def _kind(engine: EmittedEngine | None) -> tuple[object, ...] | None:
-    """What an engine is, and which requests go to which: an id names backend, architecture and plan."""
+    """Identity of an emitted engine, its digest apart, and the routing of requests."""
     return None if engine is None else (engine.backend, engine.architecture, engine.plan, engine.routing)
 
 
 def _change(old: object, new: object) -> Change:
-    if old is None:
-        return Change.APPEARED
-    if new is None:
-        return Change.VANISHED
+    if old is None or new is None:
+        return Change.APPEARED if old is None else Change.VANISHED
     return Change.SAME if old == new else Change.CHANGED
 
 
@@ -92,18 +87,13 @@ def _emitted(data: ReportData, choice: TargetChoice | None) -> EmittedEngine | N
 
 @dataclass(frozen=True)
 class _Basis:
-    """What costs of both runs rest on.
-
-    Attributes:
-        other_splits: Splits that are not the same for certain.
-        other_model: Whether the exported models differ.
-    """
+    """Splits that are not the same for certain, and whether the exported models differ."""
 
     other_splits: frozenset[str]
     other_model: bool
 
     def remarks(self, split: str) -> Iterator[str]:
-        """What costs on a split have not in common."""
+        """Differences of what costs on a split rest on."""
         if split in self.other_splits:
             yield "measured on another file, another selection of rows or other columns of them"
         if self.other_model:
@@ -168,18 +158,8 @@ def _accuracy(
         difference = new.judged.value - old.judged.value
         overlap = _overlap(old.judged, new.judged)
         remarks += _other_confidence(old.judged, new.judged)
-    return AccuracyChange(
-        target=pair.target,
-        architecture=pair.architecture,
-        output=output,
-        split=split,
-        old=old,
-        new=new,
-        difference=difference,
-        overlap=overlap,
-        is_same_basis=is_same_basis,
-        remark="; ".join(remarks),
-    )
+    place_of = (pair.target, pair.architecture, output, split)
+    return AccuracyChange(*place_of, old, new, difference, overlap, is_same_basis, "; ".join(remarks))
 
 
 def _overlap(old: Interval, new: Interval) -> bool:
@@ -202,17 +182,8 @@ def latency(old: ReportData, new: ReportData) -> Iterator[LatencyChange]:
             remark, ratio, is_slower = _why_no_ratio(was, now), None, None
             if not remark and was is not None and now is not None:
                 ratio, is_slower = now.p50_us / was.p50_us, _is_slower(was, now)
-            yield LatencyChange(
-                target=pair.target,
-                architecture=pair.architecture,
-                batch=batch,
-                inputs=inputs,
-                old=was,
-                new=now,
-                ratio=ratio,
-                is_slower=is_slower,
-                remark=remark,
-            )
+            place = (pair.target, pair.architecture, batch, inputs)
+            yield LatencyChange(*place, was, now, ratio, is_slower, remark)
 
 
 def _timed(data: ReportData, choice: TargetChoice | None) -> dict[tuple[int, InputPlace], MedianLatency]:
@@ -270,15 +241,8 @@ def gains(old: ReportData, new: ReportData) -> Iterator[GainChange]:
             overlap, remarks = None, list[str]()
             if before is not None and after is not None:
                 overlap, remarks = _overlap(before, after), _other_confidence(before, after)
-            yield GainChange(
-                target=pair.target,
-                architecture=pair.architecture,
-                baseline=baseline,
-                old=before,
-                new=after,
-                overlap=overlap,
-                remark="; ".join(remarks),
-            )
+            place = (pair.target, pair.architecture, baseline)
+            yield GainChange(*place, before, after, overlap, "; ".join(remarks))
 
 
 def _gain(data: ReportData, choice: TargetChoice | None, baseline: str) -> Interval | None:
@@ -436,3 +400,94 @@ def flat(config: Mapping[str, Any], leave_out: Iterable[str] = ()) -> dict[str, 
         else:
             found[name] = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return found
+
+
+# Choices and engines that are compared with one another ------------------------------------------
+
+
+@dataclass(frozen=True)
+class HardwarePair:
+    """Choices of both runs for one target, and architecture where a run has engines for several."""
+
+    target: str
+    architecture: str
+    old: TargetChoice | None
+    new: TargetChoice | None
+
+    @property
+    def engines(self) -> tuple[tuple[str | None, str | None], ...]:
+        """Ids of the two engines that answer requests of one size, by ascending size; each two once.
+
+        A main engine that no size is routed to is emitted all the same: it comes last.
+        """
+        sides = self.old, self.new
+        sizes = sorted({route.batch for side in sides if side is not None for route in side.routes}) or [1]
+        pairs = [(_at(self.old, size), _at(self.new, size)) for size in sizes]
+        mains = _main(self.old), _main(self.new)
+        is_routed = all(
+            main in {pair[side] for pair in pairs} for side, main in enumerate(mains) if main is not None
+        )
+        return tuple(dict.fromkeys(pairs if is_routed else [*pairs, mains]))
+
+
+def _at(choice: TargetChoice | None, size: int) -> str | None:
+    return None if choice is None else choice.route(size)
+
+
+def _main(choice: TargetChoice | None) -> str | None:
+    return None if choice is None else choice.engine
+
+
+def hardware_pairs(old: ReportData, new: ReportData) -> Iterator[HardwarePair]:
+    """The choices of both runs by target and, where one has several for a target, by architecture."""
+    for target in dict.fromkeys(choice.target for data in (old, new) for choice in data.choice.targets):
+        before, after = _choices(old, target), _choices(new, target)
+        if len(before) <= 1 and len(after) <= 1:
+            yield HardwarePair(target, "", next(iter(before), None), next(iter(after), None))
+            continue
+        was = _named(old, before, _names(new, after))
+        now = _named(new, after, was)
+        for architecture in dict.fromkeys((*was, *now)):
+            yield HardwarePair(target, architecture, was.get(architecture), now.get(architecture))
+
+
+def _choices(data: ReportData, target: str) -> list[TargetChoice]:
+    return [choice for choice in data.choice.targets if choice.target == target]
+
+
+def _named(
+    data: ReportData, choices: Sequence[TargetChoice], others: Iterable[str]
+) -> dict[str, TargetChoice]:
+    """Choices of one target by their architecture.
+
+    `others` are names that the other run has: one piece of hardware here may be one of several there.
+    """
+    if len(choices) != 1:
+        return dict(zip(_names(data, choices), choices, strict=True))
+    (choice,) = choices
+    rivals = _architectures(data, choice)
+    own = _names(data, choices)[0]
+    return {next((name for name in (own, *others) if name in rivals and name in others), own): choice}
+
+
+def _names(data: ReportData, choices: Sequence[TargetChoice]) -> list[str]:
+    """The architecture of each choice of one target: the one that its rivals have and no other choice's.
+
+    An engine that is for no architecture in particular competes for each of them, and may be what is emitted.
+    """
+    rivals = [_architectures(data, choice) for choice in choices]
+    names: list[str] = []
+    for place, choice in enumerate(choices):
+        elsewhere = {name for other, found in enumerate(rivals) if other != place for name in found}
+        emitted = data.engine(choice.engine)
+        known = "" if emitted is None else emitted.architecture
+        own = [name for name in rivals[place] if name not in elsewhere]
+        name = known if known in own or not own else own[0]
+        names.append(name if name not in names else f"{name} #{place + 1}")
+    return names
+
+
+def _architectures(data: ReportData, choice: TargetChoice) -> tuple[str, ...]:
+    ids = (*choice.engines, *(loser.engine for loser in choice.losers))
+    found = (data.engine(name) for name in ids)
+    return tuple(dict.fromkeys(engine.architecture for engine in found if engine is not None))

@@ -10,8 +10,8 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import EvaluationSet, OutputEvaluation
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.lineage import RunRecord
-from loka_onnx.core.run_comparison import RunComparison
-from loka_onnx.pipeline.compare_runs import compare_runs
+from loka_onnx.operations.compare.run_document import RunComparison
+from loka_onnx.operations.compare.runs import compare_runs
 from loka_onnx.report import ReportData
 
 

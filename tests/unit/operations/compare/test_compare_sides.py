@@ -23,12 +23,13 @@ from scipy import stats
 
 from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.cli.compare import raise_for
-from loka_onnx.cli.compare_text import print_comparison
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.manifest import BatchRange
 from loka_onnx.errors import BundleInvalid, ConfigError, DataError, EngineError, EvaluationError
-from loka_onnx.pipeline.compare import compare
-from loka_onnx.pipeline.comparison import Deployment, DeploymentKind
+from loka_onnx.operations.compare.deployment_document import Deployment, DeploymentKind
+from loka_onnx.operations.compare.deployment_text import deployments_view
+from loka_onnx.operations.compare.deployments import compare
+from loka_onnx.operations.compare.difference import print_difference
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 
@@ -228,9 +229,9 @@ def test_one_load_has_no_interval(place: Place) -> None:
     assert few is not None and few.overall is not None and few.overall.interval is None
     assert [each.ratio.interval for each in few.batches if each.ratio is not None] == [None, None]
     stream = io.StringIO()
-    print_comparison(Console(file=stream, width=200), alone)
+    print_difference(Console(file=stream, width=200), deployments_view(alone))
     assert stream.getvalue().count("  too few loads for an interval\n") == 3
-    said = f"over all, per row: ×{few.overall.value:.3f}  too few loads for an interval\n"
+    said = f"over all, per row  ×{few.overall.value:.3f}  too few loads for an interval\n"
     assert said in stream.getvalue()
     with pytest.raises(ConfigError, match="to be timed, deployments are loaded"):
         dataclasses.replace(once, loads=0)
@@ -317,7 +318,7 @@ def test_a_bundle_that_is_loaded_again_answers_with_the_same_engines_by_size(
 
 
 def test_the_engine_of_a_request_is_that_of_the_next_larger_size() -> None:
-    from loka_onnx.pipeline.comparison import EngineUsed, ServedTo
+    from loka_onnx.operations.compare.deployment_document import EngineUsed, ServedTo
 
     used = [EngineUsed(name, *[""] * 6, False, False, "") for name in ("main", "small", "large")]
     side = Deployment(

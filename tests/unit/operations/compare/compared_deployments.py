@@ -21,10 +21,10 @@ from loka_onnx.core.evaluation import Choice, Evaluation, Latency, OutputEvaluat
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.manifest import BatchRange
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.pipeline.compare import CompareOptions
-from loka_onnx.pipeline.compare_rows import RowOptions
-from loka_onnx.pipeline.compare_sides import Opening
-from loka_onnx.pipeline.comparison import Comparison
+from loka_onnx.operations.compare.deployment_document import Comparison
+from loka_onnx.operations.compare.deployments import CompareOptions
+from loka_onnx.operations.compare.rows import RowOptions
+from loka_onnx.operations.compare.sides import Opening
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 WIDTH, ITEMS, DIM, ROWS = 4, 10, 3, 3000

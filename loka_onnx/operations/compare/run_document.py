@@ -1,44 +1,34 @@
-"""What differs between two runs, read from their reports.
-
-Nothing is run and nothing is measured again: `comparison` asks two deployments for the same rows, this holds
-against one another what two runs recorded. Everything is new against old.
-"""
+"""The difference of two runs as a document, read from their reports: new against old."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 from typing import ClassVar
 
 from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.model_changes import (
-    Change,
-    PlanChange,
-    RewriteChange,
-    SiteChange,
-    SitePresence,
-    SiteReshape,
-    SplitChange,
-    ValueChange,
-)
 from loka_onnx.core.serde import STRICT
+
+# In every class below `old` and `new` are the sides; None where a run has nothing of the kind.
+
+
+class Change(StrEnum):
+    """Change of something from the old run to the new one."""
+
+    SAME = "the same"
+    CHANGED = "changed"
+    APPEARED = "appeared"
+    VANISHED = "vanished"
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One side.
+    """One side: digests are SHA-256 of its report.json, its exported model, and that model after mods.
 
-    Attributes:
-        path: As it was given.
-        title: Title of its report.
-        digest: SHA-256 of its report.json.
-        model_digest: Digest of its exported model.
-        modified_digest: Digest of the model after mods.
-        label_rule: What its labels mean.
-        synthetic: Whether any of its rows was generated.
-        candidates: Engines that competed, failures included.
-        sites: Sites of the model after mods.
+    `synthetic`: some of its rows were generated. `candidates` counts engines, failures included; `sites`
+    those of the model after mods.
     """
 
     path: str
@@ -52,14 +42,12 @@ class ComparedRun:
     sites: int
 
 
+# Engines ------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class OnHardware:
-    """Something about what is emitted for one piece of hardware.
-
-    Attributes:
-        target: Name of the target in the run file.
-        architecture: Which of its architectures, where the target has engines for several; else empty.
-    """
+    """Something about one target; `architecture` is empty unless the target has engines for several."""
 
     target: str
     architecture: str
@@ -77,13 +65,7 @@ def named(target: str, architecture: str) -> str:
 
 @dataclass(frozen=True)
 class EmittedRoute:
-    """Which engine takes requests of some sizes.
-
-    Attributes:
-        batch: Largest number of rows that it takes; the last route takes larger requests too.
-        engine: Id of the engine.
-        plan: Its plan.
-    """
+    """Engine for requests to `batch` rows; the last route takes larger requests too."""
 
     batch: int
     engine: str
@@ -95,17 +77,10 @@ class EmittedEngine:
     """The engine that a run emits for a target; of several, the main one.
 
     Attributes:
-        engine: Its id.
-        plan: Its plan.
-        backend: What made it.
-        backend_version: Version of that.
-        architecture: Architecture that it is for.
-        digest: SHA-256 of the engine.
         bytes: Size of its files.
         simulated: Its FP8 is simulated.
-        fp8_sites: Sites that its plan has in FP8.
-        fp8_share: Their share of the FP8-able FLOPs.
-        routes: Which engine takes requests of which size, by ascending size; empty where this one takes all.
+        fp8_share: Share of `fp8_sites` in the FP8-able FLOPs.
+        routes: Engines by the size of requests, ascending; empty where this one takes all.
         reason: Why it was chosen.
         basis: What the choice rests on.
     """
@@ -138,14 +113,10 @@ class EmittedEngine:
 
 @dataclass(frozen=True)
 class TargetDifference(OnHardware):
-    """What is emitted for one target.
+    """Engines emitted for one target.
 
-    Attributes:
-        change: Whether it is another engine: another backend, architecture or plan, of any engine that takes
-            requests, or other sizes of requests that one takes. An engine that was built anew from the same
-            plan is the same, though its digest may differ.
-        old: What the old run emits; None where it has no such target.
-        new: What the new run emits.
+    They are the same where backend, architecture, plan and the routing of requests are: an engine that was
+    built anew from the same plan is the same, though its digest may differ.
     """
 
     change: Change
@@ -158,14 +129,11 @@ class JudgedOutput:
     """One output of an emitted engine on one split.
 
     Attributes:
-        engine: Id of the engine.
-        rows: Rows of the split.
         name: What is judged: ΔNE, or KL where there are no labels.
         judged: Its interval; None for the FP32 reference.
         budget: Largest accepted loss.
         status: How it stands to the budget.
         normalized_entropy: Of the engine; None without labels.
-        auc: Of the engine; None where there is none.
     """
 
     engine: str
@@ -180,20 +148,14 @@ class JudgedOutput:
 
 @dataclass(frozen=True)
 class AccuracyChange(OnHardware):
-    """What an emitted engine costs, in both runs.
-
-    Where requests go to several engines by their size, there is one for each two that answer some size.
+    """Cost of two emitted engines that answer requests of one size, on one output and split.
 
     Attributes:
-        output: Name of the output.
-        split: On which split.
-        old: In the old run; None where it was not measured.
-        new: In the new run.
         difference: New estimate less old one; None where one is missing, or they are not of one kind.
         overlap: Whether the intervals have a value in common; None where `difference` is None. Intervals of
-            one and the same rows are not independent: where they overlap the costs may differ all the same.
-        is_same_basis: Whether both are costs against the same FP32 model on the same rows.
-        remark: Why the two cannot be compared, or what they have not in common; empty for nothing.
+            the same rows are not independent: where they overlap the costs may differ all the same.
+        is_same_basis: Whether rows and exported model are the same.
+        remark: Why they are not compared, or what they have not in common.
     """
 
     output: str
@@ -213,17 +175,12 @@ class AccuracyChange(OnHardware):
 
 @dataclass(frozen=True)
 class MedianLatency:
-    """What an emitted engine took at one batch size.
+    """Latency of an emitted engine at one batch size, in microseconds over `repeats` requests.
 
     Attributes:
-        engine: Id of the engine that takes such requests.
-        device: What it was measured on, as its driver names it.
-        p50_us: Median, microseconds.
-        p99_us: 99th percentile, microseconds.
-        repeats: Measured requests.
+        device: As its driver names it.
         counts_for_choice: Whether it was measured on the target.
-        spread: The median over loads of the engine, with the interval that their spread leaves. None where
-            there were too few loads.
+        spread: The median over loads of the engine with its interval; None where there were too few loads.
     """
 
     engine: str
@@ -237,18 +194,13 @@ class MedianLatency:
 
 @dataclass(frozen=True)
 class LatencyChange(OnHardware):
-    """Median latency at one batch size, in both runs.
+    """Median latency at one batch size.
 
     Attributes:
-        batch: Rows of a request.
-        inputs: Where the inputs lay.
-        old: In the old run; None where it was not measured.
-        new: In the new run.
         ratio: New median over old one; None where they are not comparable. The two were measured at different
             times and not in turns, so that it has no interval.
         is_slower: Whether the new one took longer by more than 1 % and than the medians wandered while they
-            were measured (`MedianLatency.spread`); None where there is no ratio. What differed between the
-            days of the two runs may still be the cause.
+            were measured (`MedianLatency.spread`); None where there is no ratio.
         remark: Why there is no ratio; empty where there is one.
     """
 
@@ -263,16 +215,10 @@ class LatencyChange(OnHardware):
 
 @dataclass(frozen=True)
 class GainChange(OnHardware):
-    """How much faster each emitted engine is than one baseline of its own run, timed in turns with it.
+    """Latency of a baseline over that of the emitted engine of its own run, timed in turns.
 
-    Of several emitted engines it is the main one, over all batch sizes.
-
-    Attributes:
-        baseline: Plan of the baseline; of several engines, the fastest.
-        old: Latency of the baseline over that of the emitted engine, in the old run; None where not measured.
-        new: The same in the new run.
-        overlap: Whether the intervals have a value in common; None where one is missing.
-        remark: What the intervals have not in common; empty for nothing.
+    Of several emitted engines it is the main one, over all batch sizes; of several baselines of one plan the
+    fastest. `overlap`: whether the intervals have a value in common; `remark`: what they have not in common.
     """
 
     baseline: str
@@ -282,26 +228,149 @@ class GainChange(OnHardware):
     remark: str = ""
 
 
+# Models, plans, rewrites --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SiteDecision:
+    """Decision of a plan on a site; `recipe` is empty unless FP8."""
+
+    plan: str
+    precision: str
+    recipe: str
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SiteChange:
+    """A site of both runs with another precision, recipe or verdict; `where` names the compared plans."""
+
+    where: str
+    site: str
+    old: SiteDecision | None
+    new: SiteDecision | None
+
+
+@dataclass(frozen=True)
+class SitePresence:
+    """A site (k × n) of one model only; `merged_from`: sites of the exported model that it replaces."""
+
+    site: str
+    change: Change
+    kind: str
+    k: int
+    n: int
+    merged_from: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SiteShape:
+    """Kind of a site, length of its contraction, and columns of its product."""
+
+    kind: str
+    k: int
+    n: int
+
+
+@dataclass(frozen=True)
+class SiteReshape:
+    """A site of both models by its name that is not of one kind and size in both."""
+
+    site: str
+    old: SiteShape
+    new: SiteShape
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """Base precision of a plan, its sites in FP8, and their share of the FP8-able FLOPs."""
+
+    base: str
+    fp8_sites: int
+    fp8_share: float
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """A plan of either run; `moved` sites have another precision in it, 0 where one run has no such plan."""
+
+    plan: str
+    old: PlanSummary | None
+    new: PlanSummary | None
+    moved: int
+
+
+@dataclass(frozen=True)
+class RewriteOutcome:
+    """Outcome of a transform at a place: ``applied``, ``declined`` or ``rolled back``; `what`: its words."""
+
+    outcome: str
+    what: str
+
+
+@dataclass(frozen=True)
+class RewriteChange:
+    """A place (node, site or tensor) that a transform of a sequence treated differently."""
+
+    sequence: str
+    transform: str
+    at: str
+    old: RewriteOutcome | None
+    new: RewriteOutcome | None
+
+
+# Data and settings --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """Rows of one split.
+
+    The digest is over the content of the file `name`, which of its rows are read (`rule`, in words), and the
+    columns that the model's inputs are made of.
+    """
+
+    name: str
+    rows: int
+    digest: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class SplitChange:
+    """One split; `is_same`: digest and rule are. Where they are not, rows may still be the same."""
+
+    split: str
+    old: SplitRows | None
+    new: SplitRows | None
+    is_same: bool
+
+
+@dataclass(frozen=True)
+class ValueChange:
+    """A version of a package, or a setting (as JSON, by its path in the run file), that differs."""
+
+    name: str
+    old: str | None
+    new: str | None
+
+
 @dataclass(frozen=True)
 class RunComparison:
-    """Everything that differs between two runs.
+    """The difference of two runs.
 
     Attributes:
-        old: What is compared with.
-        new: What is compared.
-        targets: What is emitted, of every target of either.
-        accuracy: What that costs.
-        latency: What it takes, by batch size.
-        gains: How much faster it is than the baselines of its own run.
+        targets: Emitted engines of every target of either.
+        accuracy: Cost of these.
+        latency: Their latency by batch size.
+        gains: How much faster they are than the baselines of their own run.
         sites: Sites that are treated differently.
         presence: Sites that only one model has.
         reshaped: Sites that both have, of another kind or size.
         plans: Every plan of either.
         rewrites: Places that transforms treated differently.
-        splits: Whether the rows are the same.
-        versions: Libraries of another version.
-        settings: Settings with another value; None where they were not compared, because of one run only its
-            report was given.
+        settings: None where they were not compared: of one run only its report was given.
         notes: What a reader must know, each a sentence without its full stop.
     """
 
@@ -328,7 +397,3 @@ class RunComparison:
     def has_same_rows(self) -> bool:
         """Whether every split is of the same rows in both, for certain."""
         return all(split.is_same for split in self.splits)
-
-    def split(self, name: str) -> SplitChange | None:
-        """The split of that name, None where neither run read it."""
-        return next((split for split in self.splits if split.split == name), None)

@@ -1,9 +1,9 @@
-"""Two deployments on the same rows: what B costs or gains against A, in accuracy and in time.
+"""Difference of two deployments on the same rows, in accuracy and in latency.
 
-Both are loaded as a fleet host loads them and asked for the same rows. A takes the place that the exported
-FP32 model has in an evaluation: losses are compared row by row, ΔNE is relative to A's loss, and every
-interval is the one that `evaluation.accuracy` computes. Where requests go to different engines by their size,
-each pair of engines that answers some size is judged by itself, in requests of such a size.
+A takes the place that the exported FP32 model has in an evaluation: losses are compared row by row, ΔNE is
+relative to A's loss, and every interval is the one that `evaluation.accuracy` computes. Where requests go to
+different engines by their size, each pair of engines that answers some size is judged by itself, in requests
+of such a size.
 
 Latency is measured by turns (`evaluation.latency`): one request to each, again and again, on rows of the
 data, through all that a server calls. Where memory happens to lie makes one load of an engine faster than
@@ -26,7 +26,6 @@ import numpy as np
 from loka_onnx.config.data_sections import BatchConfig
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Dataset
@@ -45,9 +44,7 @@ from loka_onnx.evaluation.latency import (
 )
 from loka_onnx.evaluation.predictions import Predictions, padded, predict
 from loka_onnx.numerics.intervals import mean_interval
-from loka_onnx.pipeline.compare_rows import JudgedRows, RowOptions, open_rows
-from loka_onnx.pipeline.compare_sides import Opening, Side, open_side, refuse_different_requests
-from loka_onnx.pipeline.comparison import (
+from loka_onnx.operations.compare.deployment_document import (
     AccuracyDifference,
     Comparison,
     Deployment,
@@ -56,6 +53,8 @@ from loka_onnx.pipeline.comparison import (
     Moved,
     Ratio,
 )
+from loka_onnx.operations.compare.rows import JudgedRows, RowOptions, open_rows
+from loka_onnx.operations.compare.sides import Opening, Side, open_side, refuse_different_requests
 from loka_onnx.planning.speed import Speed
 from loka_onnx.sessions.host_devices import is_target
 
@@ -65,10 +64,7 @@ class CompareOptions:
     """Options of comparing two deployments.
 
     Attributes:
-        rows: Which rows, and what is judged on them.
-        opening: How the deployments are loaded.
         batches: Rows per request to serve; empty for the sizes that they were timed at when they were made.
-        latency: Whether to time them.
         seconds: Time for each side at each batch size, over all loads.
         loads: How many times both are loaded to be timed; an interval takes 2 at least.
 
@@ -91,19 +87,11 @@ class CompareOptions:
 def compare(
     a: Path, b: Path, data: Path, options: CompareOptions | None = None, progress: Progress = silent
 ) -> Comparison:
-    """The paired difference of deployment B from deployment A.
+    """Run two deployments on the same rows and return the paired difference of B from A.
 
-    Args:
-        a: What is compared with: a bundle (directory or single file) or an ``.onnx`` file.
-        b: What is compared.
-        data: Parquet or npz file with the rows.
-        options: How to compare.
-        progress: Called as rows and batch sizes are done.
-
-    Returns:
-        Accuracy and latency of B from A. Whether it is inside a budget is for the caller to ask
-        (`Comparison.beyond_budget`), and whether a side failed while it was timed
-        (`LatencyComparison.failures`).
+    Each is a bundle (directory or single file) or an ``.onnx`` file; the rows are a Parquet or npz file. The
+    caller asks for what is beyond the budget (`Comparison.beyond_budget`), and for sides that failed while
+    they were timed (`LatencyComparison.failures`).
 
     Raises:
         ConfigError: There is nothing at a path; A and B take or give different tensors, or have no batch
@@ -280,10 +268,7 @@ def _values(found: Predictions, name: str, side: str) -> Array:
 def _size_of(delta: Array, weights: Array | None, units: Units) -> tuple[Interval, float]:
     """Root mean square, with the root of the interval of the mean square, and the largest magnitude.
 
-    Args:
-        delta: (rows, n) differences.
-        weights: (rows,), None for equal weights.
-        units: What the rows belong to.
+    `delta` is (rows, n), `weights` (rows,), None for equal weights.
     """
     square = mean_interval(np.square(delta).mean(axis=1), weights, units.groups)
     value, lower, upper = (math.sqrt(max(0.0, end)) for end in (square.value, square.lower, square.upper))
@@ -321,7 +306,10 @@ def _time(
                         counts_for_choice=not doubts,
                     )
                 )
-    before, after = (_speed([load.latencies[side.name] for load in timed]) for side in (a, b))
+    before, after = (
+        Speed({each.batch: each for each in over_loads([load.latencies[side.name] for load in timed])})
+        for side in (a, b)
+    )
     both = [size for size in batches if size in before.latencies and size in after.latencies]
     return LatencyComparison(
         batches=tuple(
@@ -341,11 +329,6 @@ def _time(
         failures={side: failure for load in timed for side, failure in load.failures.items()},
         says_nothing=doubts,
     )
-
-
-def _speed(loads: Sequence[Sequence[Latency]]) -> Speed:
-    """What a side took over all loads, at the batch sizes that it finished in each."""
-    return Speed({latency.batch: latency for latency in over_loads(loads)})
 
 
 def _ratio(after: Speed, before: Speed) -> Ratio | None:

@@ -1,4 +1,4 @@
-"""Two runs held against one another, from what their reports say: nothing is run, nothing is measured."""
+"""Difference of two runs, from their reports: nothing is run, nothing is measured."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.lineage import RunRecord
-from loka_onnx.core.run_comparison import ComparedRun, RunComparison
 from loka_onnx.errors import UserError
-from loka_onnx.pipeline import run_differences as differences
+from loka_onnx.operations.compare import run_differences as differences
+from loka_onnx.operations.compare.run_document import ComparedRun, RunComparison
 from loka_onnx.pipeline.directory import RECORD
 from loka_onnx.pipeline.run import GIVEN
 from loka_onnx.report import JSON_NAME, ReportData
@@ -25,14 +25,7 @@ _NO_SETTINGS = ("output", "name", GIVEN)
 
 @dataclass(frozen=True)
 class ReadRun:
-    """One side, as it was read.
-
-    Attributes:
-        path: As it was given.
-        digest: SHA-256 of its report.json.
-        data: The facts of its report.
-        record: What its directory records; None for a report.json by itself.
-    """
+    """One side: its report with the SHA-256 of that, and its record, None for a report.json by itself."""
 
     path: str
     digest: str
@@ -41,10 +34,7 @@ class ReadRun:
 
 
 def read_run(path: Path) -> ReadRun:
-    """Read the report of a run.
-
-    Args:
-        path: A run directory, or a report.json.
+    """Read the report of a run: a run directory, or a report.json.
 
     Raises:
         UserError: There is no report, it is no report, or it was written by another version of this package.
@@ -106,11 +96,7 @@ def _refuse_others(file: Path, text: str) -> None:
 
 
 def compare_runs(old: Path, new: Path) -> RunComparison:
-    """Everything that differs between two runs.
-
-    Args:
-        old: What is compared with: a run directory or a report.json.
-        new: What is compared.
+    """The difference of two runs, each a run directory or a report.json.
 
     Raises:
         UserError: One of them is no report that this version reads.
@@ -119,7 +105,7 @@ def compare_runs(old: Path, new: Path) -> RunComparison:
 
 
 def differences_of(old: ReadRun, new: ReadRun) -> RunComparison:
-    """Everything that differs between two runs that were read."""
+    """The difference of two runs that were read."""
     a, b = old.data, new.data
     return RunComparison(
         old=_described(old),

@@ -37,9 +37,9 @@ from loka_onnx.data import open_dataset
 from loka_onnx.errors import BudgetMissed, ConfigError, DataError
 from loka_onnx.evaluation.engines import Split, judge_engine, predict_reference
 from loka_onnx.evaluation.predictions import padded
-from loka_onnx.pipeline.compare import compare
-from loka_onnx.pipeline.compare_rows import ONLY, RowOptions
-from loka_onnx.pipeline.comparison import Comparison, DeploymentKind
+from loka_onnx.operations.compare.deployment_document import Comparison, DeploymentKind
+from loka_onnx.operations.compare.deployments import compare
+from loka_onnx.operations.compare.rows import ONLY, RowOptions
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 ACCURATE = {"rel": 2e-4, "abs": 1e-9}

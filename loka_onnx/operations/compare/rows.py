@@ -1,4 +1,4 @@
-"""What two deployments are judged on: the outputs with their labels, and the rows.
+"""Rows and outputs that two deployments are judged on.
 
 Bundles record their judged outputs. Columns, group and slices are those of the run that wrote A, or else B,
 where its directory is found: the one given, or the one that the bundle lies in, if its `run.json` lists this
@@ -26,8 +26,8 @@ from loka_onnx.errors import ConfigError, DataError, UserError
 from loka_onnx.graph.id_bounds import id_bounds, narrowed
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import read_proto
-from loka_onnx.pipeline.compare_sides import Side
-from loka_onnx.pipeline.comparison import ComparedRows
+from loka_onnx.operations.compare.deployment_document import ComparedRows
+from loka_onnx.operations.compare.sides import Side
 from loka_onnx.pipeline.directory import RECORD
 from loka_onnx.pipeline.splits import bind_columns
 
@@ -81,14 +81,12 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class JudgedRows:
-    """Rows with what is judged on them.
+    """Rows with the outputs that are judged on them.
 
     Attributes:
-        data: The rows.
         specs: Outputs that are judged.
-        unjudged: Why other outputs are not, by name; how far they moved is said all the same.
+        unjudged: Why other outputs are not, by name; how far they moved is measured all the same.
         unanswered: The part of these that the bundles record or the caller asked for.
-        described: The rows for the report.
         budget_source: Where the budgets come from, in words.
         notes: What a reader must know, each a sentence without its full stop.
     """
@@ -108,13 +106,7 @@ class JudgedRows:
 
 
 def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
-    """Find out what is judged, and open the rows.
-
-    Args:
-        a: What is compared with.
-        b: What is compared.
-        data: Parquet or npz file.
-        options: What the caller says of the rows.
+    """Settle which outputs are judged, and open the rows, a Parquet or npz file.
 
     Raises:
         ConfigError: An option names an output or input that is not there; A and B were judged differently,
@@ -360,7 +352,7 @@ class _Config:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What a run says about rows, and where it said so."""
+    """Columns that a run recorded in `place`."""
 
     inputs: Mapping[str, tuple[str, ...]]
     group: str | None

@@ -1,0 +1,1 @@
+"""Differences of two bundles, two deployments or two runs."""
