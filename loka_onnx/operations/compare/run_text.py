@@ -205,12 +205,15 @@ def _accuracy(item: AccuracyChange) -> Row:
         decimals = max(map(numbers.interval_decimals, sides))
         less = shown(lambda value: numbers.signed_percent(value, decimals), item, "difference")
         difference = told("{}; {}", less, _overlap(item.overlap))
+    engines = _engines_of(item)[2:]
+    # Where requests are routed, several pairs of engines are judged on one output and split.
+    pair = "" if item.old and item.new and item.old.engine == item.new.engine else f" · {engines}"
     return Row(
-        f"{item.hardware} · {item.output} · {item.split}",
+        f"{item.hardware} · {item.output} · {item.split}{pair}",
         _judged(item.old),
         _judged(item.new),
         cell(difference, _BUDGETS.get("" if item.new is None else item.new.status, Tone.PLAIN)),
-        _joined(_engines_of(item)[2:], item.remark),
+        item.remark if pair else _joined(engines, item.remark),
     )
 
 
