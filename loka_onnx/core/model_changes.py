@@ -1,4 +1,4 @@
-"""What differs between models, plans, rewrites, rows and settings of two runs: parts of `run_comparison`."""
+"""Differences between models, plans, rewrites, rows and settings of two runs: parts of `run_comparison`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Change(StrEnum):
-    """What became of something from the old run to the new one."""
+    """Presence in the new run against the old one."""
 
     SAME = "the same"
     CHANGED = "changed"
@@ -17,14 +17,10 @@ class Change(StrEnum):
 
 @dataclass(frozen=True)
 class SiteDecision:
-    """What a plan decides on a site.
+    """Decision of a plan on a site.
 
     Attributes:
-        plan: Id of the plan.
-        precision: What the site runs in.
         recipe: Id of the recipe; empty unless FP8.
-        verdict: Accuracy verdict.
-        reason: Why.
     """
 
     plan: str
@@ -39,10 +35,8 @@ class SiteChange:
     """A site of both runs with another precision, recipe or verdict.
 
     Attributes:
-        where: Which plans are compared: a plan that both have, or what is emitted for a target.
-        site: Name of the site.
-        old: In the old run; None where its plan says nothing of the site.
-        new: In the new run.
+        where: Compared plans: a plan of both runs, or a target's selected plan.
+        old: None where the old plan does not name the site.
     """
 
     where: str
@@ -53,12 +47,10 @@ class SiteChange:
 
 @dataclass(frozen=True)
 class SitePresence:
-    """A site that only one of both models has.
+    """A site of only one model.
 
     Attributes:
-        site: Its name.
         change: `APPEARED` or `VANISHED`.
-        kind: What it computes.
         k: Length of the contraction.
         n: Columns of the product.
         merged_from: Sites of the exported model that it replaces.
@@ -74,10 +66,9 @@ class SitePresence:
 
 @dataclass(frozen=True)
 class SiteShape:
-    """What a site computes.
+    """Kind and size of a site.
 
     Attributes:
-        kind: What it is.
         k: Length of the contraction.
         n: Columns of the product.
     """
@@ -89,13 +80,7 @@ class SiteShape:
 
 @dataclass(frozen=True)
 class SiteReshape:
-    """A site of both models by its name that is not of one kind and size in both.
-
-    Attributes:
-        site: Its name.
-        old: In the old model.
-        new: In the new one.
-    """
+    """A site of both models that differs in kind or size."""
 
     site: str
     old: SiteShape
@@ -107,8 +92,7 @@ class PlanSummary:
     """One plan of one run.
 
     Attributes:
-        base: Precision of what is not FP8.
-        fp8_sites: Sites in FP8.
+        base: Precision outside FP8.
         fp8_share: Their share of the FP8-able FLOPs.
     """
 
@@ -123,9 +107,8 @@ class PlanChange:
 
     Attributes:
         plan: Its id.
-        old: In the old run; None where it has none of that id.
-        new: In the new run.
-        moved: Sites of both models with another precision in it; 0 where one has no such plan.
+        old: None where the old run lacks it.
+        moved: Sites of both models with another precision in it; 0 where one run lacks the plan.
     """
 
     plan: str
@@ -136,11 +119,11 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class RewriteOutcome:
-    """What a transform did at a place.
+    """Outcome of a transform at a place.
 
     Attributes:
         outcome: ``applied``, ``declined`` or ``rolled back``.
-        what: What it did, or why not.
+        what: Action, or the reason for none.
     """
 
     outcome: str
@@ -149,14 +132,11 @@ class RewriteOutcome:
 
 @dataclass(frozen=True)
 class RewriteChange:
-    """A place that a transform treated differently.
+    """A place with another outcome of a transform.
 
     Attributes:
-        sequence: Name of the sequence of transforms.
-        transform: Name of the transform.
         at: Node, site or tensor.
-        old: In the old run; None where it was not looked at.
-        new: In the new run.
+        old: None where the old run did not evaluate it.
     """
 
     sequence: str
@@ -171,11 +151,9 @@ class SplitRows:
     """Rows of one split.
 
     Attributes:
-        name: What they were read from.
-        rows: How many.
-        digest: Digest of the file's content, of which of its rows are read, and of the columns that the
-            model's inputs are made of.
-        rule: Which rows, in words.
+        name: Source of the rows.
+        digest: Digest of the file's content, the selected rows, and the columns of the model's inputs.
+        rule: Selected rows, in words.
     """
 
     name: str
@@ -189,11 +167,9 @@ class SplitChange:
     """One split of the data.
 
     Attributes:
-        split: Its name.
-        old: In the old run; None where it was not read.
-        new: In the new run.
-        is_same: Whether both are the same rows for certain: the same digest and rule. Where it is false the
-            file's bytes, the selection of its rows or the columns of the inputs differ; rows may be the same.
+        old: None where it was not read.
+        is_same: Whether both are certainly the same rows: same digest and rule. When false, the file's bytes,
+            the row selection or the input columns differ; rows may still be the same.
     """
 
     split: str
@@ -207,9 +183,8 @@ class ValueChange:
     """A version or a setting that differs.
 
     Attributes:
-        name: Name of the package; path of the setting in the run file.
-        old: In the old run, settings as JSON; None where it has none.
-        new: In the new run.
+        name: Package, or path of the setting in the run file.
+        old: Settings as JSON; None where missing.
     """
 
     name: str

@@ -1,7 +1,6 @@
-"""What differs between two runs, read from their reports.
+"""Differences between two runs, read from their reports; new against old.
 
-Nothing is run and nothing is measured again: `comparison` asks two deployments for the same rows, this holds
-against one another what two runs recorded. Everything is new against old.
+Nothing is run again; `comparison` runs two deployments on the same rows.
 """
 
 from __future__ import annotations
@@ -30,15 +29,9 @@ class ComparedRun:
     """One side.
 
     Attributes:
-        path: As it was given.
-        title: Title of its report.
+        path: As given.
         digest: SHA-256 of its report.json.
-        model_digest: Digest of its exported model.
-        modified_digest: Digest of the model after mods.
-        label_rule: What its labels mean.
-        synthetic: Whether any of its rows was generated.
-        candidates: Engines that competed, failures included.
-        sites: Sites of the model after mods.
+        candidates: Competing engines, failures included.
     """
 
     path: str
@@ -54,11 +47,10 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class OnHardware:
-    """Something about what is emitted for one piece of hardware.
+    """Base of differences on one piece of hardware.
 
     Attributes:
-        target: Name of the target in the run file.
-        architecture: Which of its architectures, where the target has engines for several; else empty.
+        architecture: Where the target has engines for several; else empty.
     """
 
     target: str
@@ -77,12 +69,10 @@ def named(target: str, architecture: str) -> str:
 
 @dataclass(frozen=True)
 class EmittedRoute:
-    """Which engine takes requests of some sizes.
+    """Engine for requests of some sizes.
 
     Attributes:
-        batch: Largest number of rows that it takes; the last route takes larger requests too.
-        engine: Id of the engine.
-        plan: Its plan.
+        batch: Most rows; the last route takes larger requests too.
     """
 
     batch: int
@@ -92,21 +82,14 @@ class EmittedRoute:
 
 @dataclass(frozen=True)
 class EmittedEngine:
-    """The engine that a run emits for a target; of several, the main one.
+    """The engine selected for a target; of several, the main one.
 
     Attributes:
-        engine: Its id.
-        plan: Its plan.
-        backend: What made it.
-        backend_version: Version of that.
-        architecture: Architecture that it is for.
-        digest: SHA-256 of the engine.
         bytes: Size of its files.
         simulated: Its FP8 is simulated.
-        fp8_sites: Sites that its plan has in FP8.
+        fp8_sites: Number of sites in FP8.
         fp8_share: Their share of the FP8-able FLOPs.
-        routes: Which engine takes requests of which size, by ascending size; empty where this one takes all.
-        reason: Why it was chosen.
+        routes: Engine for each request size, ascending; empty where this one takes all.
         basis: What the choice rests on.
     """
 
@@ -126,7 +109,7 @@ class EmittedEngine:
 
     @property
     def routing(self) -> tuple[tuple[int | None, str], ...]:
-        """Largest requests, None for the rest, and what takes them; sizes of one engine are joined."""
+        """Largest requests, None for the rest, with their engine; sizes of one engine are joined."""
         routes = self.routes or (EmittedRoute(0, self.engine, self.plan),)
         ends = [
             (route.batch, route.engine)
@@ -138,14 +121,12 @@ class EmittedEngine:
 
 @dataclass(frozen=True)
 class TargetDifference(OnHardware):
-    """What is emitted for one target.
+    """Selected engines for one target.
 
     Attributes:
-        change: Whether it is another engine: another backend, architecture or plan, of any engine that takes
-            requests, or other sizes of requests that one takes. An engine that was built anew from the same
-            plan is the same, though its digest may differ.
-        old: What the old run emits; None where it has no such target.
-        new: What the new run emits.
+        change: Whether another engine was selected: another backend, architecture, plan or route. A rebuilt
+            engine of the same plan is the same, though its digest may differ.
+        old: None where the old run lacks the target.
     """
 
     change: Change
@@ -155,15 +136,13 @@ class TargetDifference(OnHardware):
 
 @dataclass(frozen=True)
 class JudgedOutput:
-    """One output of an emitted engine on one split.
+    """One output of a selected engine on one split.
 
     Attributes:
-        engine: Id of the engine.
-        rows: Rows of the split.
-        name: What is judged: ΔNE, or KL where there are no labels.
+        name: Judged quantity: ΔNE, or KL where there are no labels.
         judged: Its interval; None for the FP32 reference.
         budget: Largest accepted loss.
-        status: How it stands to the budget.
+        status: A value of `BudgetStatus`.
         normalized_entropy: Of the engine; None without labels.
         auc: Of the engine; None where there is none.
     """
@@ -180,20 +159,17 @@ class JudgedOutput:
 
 @dataclass(frozen=True)
 class AccuracyChange(OnHardware):
-    """What an emitted engine costs, in both runs.
+    """Accuracy cost of a selected engine, in both runs.
 
-    Where requests go to several engines by their size, there is one for each two that answer some size.
+    With several engines by request size, there is one for each pair that answers a common size.
 
     Attributes:
-        output: Name of the output.
-        split: On which split.
-        old: In the old run; None where it was not measured.
-        new: In the new run.
-        difference: New estimate less old one; None where one is missing, or they are not of one kind.
-        overlap: Whether the intervals have a value in common; None where `difference` is None. Intervals of
-            one and the same rows are not independent: where they overlap the costs may differ all the same.
-        is_same_basis: Whether both are costs against the same FP32 model on the same rows.
-        remark: Why the two cannot be compared, or what they have not in common; empty for nothing.
+        old: None where not measured.
+        difference: New estimate less old one; None where one is missing, or they differ in kind.
+        overlap: Whether the intervals overlap; None where `difference` is None. Intervals of the same rows
+            are not independent: overlapping costs may differ all the same.
+        is_same_basis: Whether both costs are against the same FP32 model on the same rows.
+        remark: Why the two cannot be compared, or how they differ; else empty.
     """
 
     output: str
@@ -207,23 +183,21 @@ class AccuracyChange(OnHardware):
 
     @property
     def is_worse(self) -> bool:
-        """Whether the new one costs more for certain."""
+        """Whether the new cost is certainly larger."""
         return self.is_same_basis and self.overlap is False and (self.difference or 0.0) > 0.0
 
 
 @dataclass(frozen=True)
 class MedianLatency:
-    """What an emitted engine took at one batch size.
+    """Latency of a selected engine at one batch size.
 
     Attributes:
-        engine: Id of the engine that takes such requests.
-        device: What it was measured on, as its driver names it.
+        engine: Id of the engine for such requests.
         p50_us: Median, microseconds.
         p99_us: 99th percentile, microseconds.
         repeats: Measured requests.
         counts_for_choice: Whether it was measured on the target.
-        spread: The median over loads of the engine, with the interval that their spread leaves. None where
-            there were too few loads.
+        spread: The median over loads of the engine, with its interval. None with too few loads.
     """
 
     engine: str
@@ -241,15 +215,13 @@ class LatencyChange(OnHardware):
 
     Attributes:
         batch: Rows of a request.
-        inputs: Where the inputs lay.
-        old: In the old run; None where it was not measured.
-        new: In the new run.
-        ratio: New median over old one; None where they are not comparable. The two were measured at different
-            times and not in turns, so that it has no interval.
-        is_slower: Whether the new one took longer by more than 1 % and than the medians wandered while they
-            were measured (`MedianLatency.spread`); None where there is no ratio. What differed between the
-            days of the two runs may still be the cause.
-        remark: Why there is no ratio; empty where there is one.
+        old: None where not measured.
+        ratio: New median over old one; None where they are not comparable. They were not measured in turns,
+            so it has no interval.
+        is_slower: Whether the new one took longer by more than 1 % and by more than the medians varied while
+            measured (`MedianLatency.spread`); None where there is no ratio. The cause may be a difference
+            between the days.
+        remark: Why there is no ratio; else empty.
     """
 
     batch: int
@@ -263,16 +235,16 @@ class LatencyChange(OnHardware):
 
 @dataclass(frozen=True)
 class GainChange(OnHardware):
-    """How much faster each emitted engine is than one baseline of its own run, timed in turns with it.
+    """Speedup of each selected engine over one baseline of its own run, timed in turns.
 
-    Of several emitted engines it is the main one, over all batch sizes.
+    Of several selected engines it is the main one, over all batch sizes.
 
     Attributes:
         baseline: Plan of the baseline; of several engines, the fastest.
-        old: Latency of the baseline over that of the emitted engine, in the old run; None where not measured.
-        new: The same in the new run.
-        overlap: Whether the intervals have a value in common; None where one is missing.
-        remark: What the intervals have not in common; empty for nothing.
+        old: Latency of the baseline over that of the selected engine, in the old run; None where not
+            measured.
+        overlap: Whether the intervals overlap; None where one is missing.
+        remark: How the intervals differ; else empty.
     """
 
     baseline: str
@@ -287,22 +259,15 @@ class RunComparison:
     """Everything that differs between two runs.
 
     Attributes:
-        old: What is compared with.
-        new: What is compared.
-        targets: What is emitted, of every target of either.
-        accuracy: What that costs.
-        latency: What it takes, by batch size.
-        gains: How much faster it is than the baselines of its own run.
-        sites: Sites that are treated differently.
+        targets: Selected engines, of every target of either.
+        accuracy: Their cost.
+        latency: By batch size.
+        gains: Speedup over baselines of the same run.
         presence: Sites that only one model has.
-        reshaped: Sites that both have, of another kind or size.
-        plans: Every plan of either.
-        rewrites: Places that transforms treated differently.
-        splits: Whether the rows are the same.
-        versions: Libraries of another version.
-        settings: Settings with another value; None where they were not compared, because of one run only its
-            report was given.
-        notes: What a reader must know, each a sentence without its full stop.
+        reshaped: Sites of both with another kind or size.
+        rewrites: Places with another outcome.
+        settings: Settings with another value; None without the run files.
+        notes: Cautions, each a sentence without its full stop.
     """
 
     SCHEMA: ClassVar[str] = "run-comparison/1"
@@ -326,9 +291,9 @@ class RunComparison:
 
     @property
     def has_same_rows(self) -> bool:
-        """Whether every split is of the same rows in both, for certain."""
+        """Whether every split certainly has the same rows in both."""
         return all(split.is_same for split in self.splits)
 
     def split(self, name: str) -> SplitChange | None:
-        """The split of that name, None where neither run read it."""
+        """Return the split of that name; None where neither run read it."""
         return next((split for split in self.splits if split.split == name), None)
