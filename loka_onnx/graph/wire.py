@@ -1,8 +1,8 @@
-"""A serialized model with the values that its headers refer to.
+"""Serialize a model with the values of its headers.
 
 The serialized form of a message nests its parts, each behind a tag and a length (protobuf.dev, "Encoding").
-Values are put in the place of their number, and the lengths around them grow: the bytes are those that
-protobuf writes of the whole model, without the four copies of the weights that it takes to have them written.
+Values replace their number, and the lengths around them grow: the bytes equal protobuf's of the whole model,
+without its four copies of the weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _MODEL: Mapping[int, Any] = {7: _GRAPH}
 """Numbers of the fields between a model and the `raw_data` of its initializers: `ModelProto.graph`,
 `GraphProto.node` and `initializer`, `NodeProto.attribute`, `AttributeProto.g` and `graphs`."""
 _FIXED_BYTES = {1: 8, 5: 4}
-"""Of a value by its wire type."""
+"""Length of a value by its wire type."""
 
 
 def spliced(model: bytes, held: Sequence[Array]) -> list[bytes | memoryview]:
-    """A serialized model of headers, as the parts of one with values; arrays are not copied."""
+    """Return a serialized model of headers as parts with values; arrays are not copied."""
     return _expanded(model, _MODEL, held)
 
 
@@ -51,7 +51,7 @@ def _expanded(data: bytes, inner: Mapping[int, Any], held: Sequence[Array]) -> l
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, seven bits a byte and the lowest first, and where it ends."""
+    """Return a number, seven bits a byte and the lowest first, and its end."""
     value = shift = 0
     while True:
         byte = data[at]
