@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 from onnx.external_data_helper import set_external_data, uses_external_data
 
-from loka_onnx.graph.held import Array, fill, number_of
+from loka_onnx.graph.detached import Array, fill, number_of
 from loka_onnx.graph.storage import (
     INLINE_LIMIT_BYTES,
     all_initializers,
@@ -45,12 +45,12 @@ class Exported:
 
     Attributes:
         headers: The model with headers for its large weights, without its tables.
-        held: Values of the large weights.
+        detached: Values of the large weights.
         tables: Its embedding tables; locations are absolute paths.
     """
 
     headers: onnx.ModelProto
-    held: Sequence[Array]
+    detached: Sequence[Array]
     tables: Sequence[onnx.TensorProto]
 
     def write(self, path: Path, *, link_tables: bool = True) -> str:
@@ -62,10 +62,10 @@ class Exported:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         proto = self.copy_headers(place_table(table, path.parent, link_tables) for table in self.tables)
-        move_outside(proto, path, self.held)
+        move_outside(proto, path, self.detached)
         state = hashlib.sha256()
         with replacing(path) as stream:
-            for part in spliced(proto.SerializeToString(deterministic=True), self.held):
+            for part in spliced(proto.SerializeToString(deterministic=True), self.detached):
                 stream.write(part)
                 state.update(part)
         return digest_with_weights(state.hexdigest(), path.parent, external_files(proto))
@@ -81,7 +81,7 @@ class Exported:
         """Return the model in one message, without its tables."""
         proto = self.copy_headers()
         for tensor in all_initializers(proto.graph):
-            fill(tensor, self.held)
+            fill(tensor, self.detached)
         return proto
 
     def in_memory(self) -> InMemory | None:
@@ -96,7 +96,7 @@ class Exported:
             number = number_of(tensor)
             if number is None and not uses_external_data(tensor):
                 continue
-            values = map_external(tensor, Path("/")) if number is None else self.held[number]
+            values = map_external(tensor, Path("/")) if number is None else self.detached[number]
             if values is None:
                 # Another type, or a part.
                 read_external(tensor, Path("/"))
@@ -107,8 +107,8 @@ class Exported:
             set_external_data(tensor, "memory", 0, values.nbytes)
             tensor.ClearField("raw_data")
         inside = [*all_initializers(proto.graph)]
-        if sum(inline_bytes(tensor, self.held) for tensor in inside) > INLINE_LIMIT_BYTES:
+        if sum(inline_bytes(tensor, self.detached) for tensor in inside) > INLINE_LIMIT_BYTES:
             return None
         for tensor in inside:
-            fill(tensor, self.held)
+            fill(tensor, self.detached)
         return InMemory(proto, weights)

@@ -16,9 +16,9 @@ from onnx.external_data_helper import uses_external_data
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.errors import InternalError
+from loka_onnx.graph.detached import Array
 from loka_onnx.graph.exported import Exported
 from loka_onnx.graph.garbage import collector_paused
-from loka_onnx.graph.held import Array
 from loka_onnx.graph.parts import keep_types, mark_branches, reader, write_types
 from loka_onnx.graph.shapes import STRIP_BYTES, add_inferred_shapes
 from loka_onnx.graph.soundness import parsing
@@ -30,7 +30,7 @@ from loka_onnx.graph.storage import (
     stored_bytes,
     take_tables,
 )
-from loka_onnx.graph.weights import attach, copied, held_back, take_weights
+from loka_onnx.graph.weights import attach, copied, take_weights, weights_detached
 
 OLDEST_IR = 10
 """IR version from which FP8 tensors are complete."""
@@ -92,16 +92,16 @@ class GraphModel:
 
         Types and shapes are inferred anew; the weights are shared.
         """
-        return cls._take_over(exported.copy_headers(exported.tables), Path("/"), exported.held)
+        return cls._take_over(exported.copy_headers(exported.tables), Path("/"), exported.detached)
 
     @classmethod
-    def _take_over(cls, proto: onnx.ModelProto, directory: Path, held: Sequence[Array]) -> GraphModel:
+    def _take_over(cls, proto: onnx.ModelProto, directory: Path, detached: Sequence[Array]) -> GraphModel:
         tables = take_tables(proto, directory)
         for tensor in all_initializers(proto.graph):
             if uses_external_data(tensor) and stored_bytes(tensor) <= STRIP_BYTES:
                 read_external(tensor, directory)
         # Larger ones decide no shape, and inference copies the contents of branches.
-        weights = take_weights(proto, directory, held)
+        weights = take_weights(proto, directory, detached)
         # The memory of a message is one piece: parts taken out of it are freed with it.
         light = onnx.ModelProto()
         light.CopyFrom(proto)
@@ -145,15 +145,15 @@ class GraphModel:
         proto.graph.value_info.extend(kept)
         used = {name for node in proto.graph.node for name in node.input} | names_in_subgraphs(proto.graph)
         tables = [table for name, table in self.tables.items() if name in used]
-        return Exported(proto, exported.held, tables)
+        return Exported(proto, exported.detached, tables)
 
     def _export(self) -> Exported:
         """Return the present model, without its tables."""
-        with collector_paused(), held_back(self.graph) as held:
+        with collector_paused(), weights_detached(self.graph) as detached:
             proto = gs.export_onnx(self.graph, do_type_check=False)
         write_types(self.graph, proto.graph)
         _set_oldest_ir(proto)
-        return Exported(proto, held, ())
+        return Exported(proto, detached, ())
 
     def copy(self) -> GraphModel:
         """Return a deep copy that shares the weights."""

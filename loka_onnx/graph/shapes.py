@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx
 from onnx.external_data_helper import uses_external_data
 
-from loka_onnx.graph.held import number_of
+from loka_onnx.graph.detached import number_of
 
 STRIP_BYTES = 4096
 """Larger initializers are weights, never a shape or an axis."""

@@ -24,7 +24,7 @@ from onnx.external_data_helper import set_external_data, uses_external_data
 
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.errors import InternalError, ModelError, OutputError
-from loka_onnx.graph.held import Array, bytes_of, number_of
+from loka_onnx.graph.detached import Array, bytes_of, number_of
 from loka_onnx.sessions.model_files import data_locations, external_tensors
 
 INLINE_LIMIT_BYTES = 1 << 30
@@ -337,18 +337,18 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def move_outside(proto: onnx.ModelProto, path: Path, held: Sequence[Array] = ()) -> None:
+def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] = ()) -> None:
     """Write dense weights to ``<name>.data`` beside the model, where they are too large to stay in it.
 
     That file may be a link to the source of the tables: it is replaced, never written into, and has another
     name where the tables of this model are in it.
 
     Args:
-        held: Values to which its headers refer.
+        detached: Values to which its headers refer.
     """
     # Branches hold weights as well: all those of a switchable model, each twice.
     weights = [*all_initializers(proto.graph)]
-    if sum(inline_bytes(tensor, held) for tensor in weights) <= INLINE_LIMIT_BYTES:
+    if sum(inline_bytes(tensor, detached) for tensor in weights) <= INLINE_LIMIT_BYTES:
         return
     linked = set(external_files(proto))
     location = f"{path.name}.data"
@@ -357,10 +357,10 @@ def move_outside(proto: onnx.ModelProto, path: Path, held: Sequence[Array] = ())
     offset, state = 0, hashlib.sha256()
     with replacing(path.parent / location) as stream:
         for tensor in weights:
-            if uses_external_data(tensor) or inline_bytes(tensor, held) < 1024:
+            if uses_external_data(tensor) or inline_bytes(tensor, detached) < 1024:
                 continue
             number = number_of(tensor)
-            data = tensor.raw_data if number is None else bytes_of(held[number])
+            data = tensor.raw_data if number is None else bytes_of(detached[number])
             padding = b"\0" * (-offset % 4096)
             for part in (padding, data):
                 stream.write(part)
@@ -395,7 +395,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
-def inline_bytes(tensor: onnx.TensorProto, held: Sequence[Array]) -> int:
+def inline_bytes(tensor: onnx.TensorProto, detached: Sequence[Array]) -> int:
     """Return the bytes of a tensor in its message, once filled."""
     number = number_of(tensor)
-    return len(tensor.raw_data) if number is None else held[number].nbytes
+    return len(tensor.raw_data) if number is None else detached[number].nbytes

@@ -17,13 +17,13 @@ from onnx_graphsurgeon.importers.onnx_importer import get_onnx_tensor_dtype
 from onnx_graphsurgeon.ir.tensor import LazyValues
 from onnx_graphsurgeon.logger import G_LOGGER
 
-from loka_onnx.graph.held import HELD_TYPES, Array, hold, number_of
+from loka_onnx.graph.detached import DETACHABLE_TYPES, Array, hold, number_of
 from loka_onnx.graph.parts import mark_branches
 from loka_onnx.graph.shapes import STRIP_BYTES
 from loka_onnx.graph.storage import Stored, all_initializers, stored_bytes
 
 
-class HeldValues(LazyValues):  # type: ignore[misc]
+class DetachedValues(LazyValues):  # type: ignore[misc]
     """Present values of a `gs.Constant`; copies of a graph share them, and cannot change them."""
 
     def __init__(self, header: onnx.TensorProto, array: Array) -> None:
@@ -47,18 +47,18 @@ class HeldValues(LazyValues):  # type: ignore[misc]
         return self.array
 
 
-def take_weights(proto: onnx.ModelProto, directory: Path, held: Sequence[Array] = ()) -> list[Array]:
+def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()) -> list[Array]:
     """Replace large weights of a message by headers; edits it.
 
     Args:
-        held: Detached values that some tensors refer to already.
+        detached: Detached values that some tensors refer to already.
 
     Returns:
         These values, followed by the new ones.
     """
-    found = list(held)
+    found = list(detached)
     for tensor in all_initializers(proto.graph):
-        if tensor.data_type not in HELD_TYPES or stored_bytes(tensor) <= STRIP_BYTES:
+        if tensor.data_type not in DETACHABLE_TYPES or stored_bytes(tensor) <= STRIP_BYTES:
             continue
         if uses_external_data(tensor):
             values = map_external(tensor, directory)
@@ -95,7 +95,7 @@ def _shaped(tensor: onnx.TensorProto, data: Array) -> Array:
     return values.reshape(tuple(tensor.dims))
 
 
-def attach(graph: gs.Graph, held: Sequence[Array]) -> None:
+def attach(graph: gs.Graph, detached: Sequence[Array]) -> None:
     """Give constants imported from headers their values; edits the graph."""
     for tensor in _constants(graph):
         header = getattr(tensor._values, "tensor", None)
@@ -104,26 +104,26 @@ def attach(graph: gs.Graph, held: Sequence[Array]) -> None:
         number = number_of(header)
         if number is not None:
             header.ClearField("raw_data")
-            tensor._values = HeldValues(header, held[number])
+            tensor._values = DetachedValues(header, detached[number])
 
 
 @contextmanager
-def held_back(graph: gs.Graph) -> Iterator[list[Array]]:
+def weights_detached(graph: gs.Graph) -> Iterator[list[Array]]:
     """Export a graph with headers for its large weights; yields their values."""
-    held: list[Array] = []
+    detached: list[Array] = []
     kept: list[tuple[Any, Any]] = []
     try:
         for tensor in _constants(graph):
             values, header = tensor._values, _header(tensor)
             if header is None:
                 continue
-            array = np.ascontiguousarray(values.array if isinstance(values, HeldValues) else values)
-            hold(header, len(held))
-            held.append(array)
+            array = np.ascontiguousarray(values.array if isinstance(values, DetachedValues) else values)
+            hold(header, len(detached))
+            detached.append(array)
             kept.append((tensor, values))
             with G_LOGGER.suppress(G_LOGGER.ERROR):
                 tensor._values = LazyValues(header)
-        yield held
+        yield detached
     finally:
         for tensor, values in kept:
             tensor._values = values
@@ -156,12 +156,12 @@ def _header(tensor: gs.Constant) -> onnx.TensorProto | None:
     """Return onnx-graphsurgeon's tensor without values; None when they are small or not detached."""
     values = tensor._values
     header = onnx.TensorProto()
-    if isinstance(values, HeldValues):
+    if isinstance(values, DetachedValues):
         header.CopyFrom(values.header)
         return header
     if not isinstance(values, np.ndarray) or values.nbytes <= STRIP_BYTES or not values.dtype.isnative:
         return None
-    if tensor._export_dtype is not None or dtype_to_onnx(values.dtype) not in HELD_TYPES:
+    if tensor._export_dtype is not None or dtype_to_onnx(values.dtype) not in DETACHABLE_TYPES:
         return None
     header.data_type = dtype_to_onnx(values.dtype)
     header.dims.extend(values.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loka_onnx.graph.held import TOKEN, Array, bytes_of, number_in
+from loka_onnx.graph.detached import TOKEN, Array, bytes_of, number_in
 
 _GRAPH: dict[int, Mapping[int, Any]] = {}
 _RAW_DATA: Mapping[int, Any] = {}
@@ -22,12 +22,12 @@ _FIXED_BYTES = {1: 8, 5: 4}
 """Length of a value by its wire type."""
 
 
-def spliced(model: bytes, held: Sequence[Array]) -> list[bytes | memoryview]:
+def spliced(model: bytes, detached: Sequence[Array]) -> list[bytes | memoryview]:
     """Return a serialized model of headers as parts with values; arrays are not copied."""
-    return _expanded(model, _MODEL, held)
+    return _expanded(model, _MODEL, detached)
 
 
-def _expanded(data: bytes, inner: Mapping[int, Any], held: Sequence[Array]) -> list[bytes | memoryview]:
+def _expanded(data: bytes, inner: Mapping[int, Any], detached: Sequence[Array]) -> list[bytes | memoryview]:
     parts: list[bytes | memoryview] = []
     at = done = 0
     while at < len(data):
@@ -44,7 +44,9 @@ def _expanded(data: bytes, inner: Mapping[int, Any], held: Sequence[Array]) -> l
         if field in inner and data.find(TOKEN, body.start, body.stop) >= 0:
             part = data[body]
             number = number_in(part)
-            grown = _expanded(part, inner[field], held) if number is None else [bytes_of(held[number])]
+            grown = (
+                _expanded(part, inner[field], detached) if number is None else [bytes_of(detached[number])]
+            )
             parts += [data[done:start], _as_varint(tag), _as_varint(sum(map(len, grown))), *grown]
             done = at
     return [*parts, data[done:]]

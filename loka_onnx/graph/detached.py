@@ -17,7 +17,7 @@ import onnx
 
 Array = npt.NDArray[Any]
 
-HELD_TYPES = frozenset(
+DETACHABLE_TYPES = frozenset(
     {
         onnx.TensorProto.FLOAT,
         onnx.TensorProto.DOUBLE,
@@ -52,11 +52,11 @@ def number_of(tensor: onnx.TensorProto) -> int | None:
     return number_in(tensor.raw_data)
 
 
-def fill(tensor: onnx.TensorProto, held: Sequence[Array]) -> None:
+def fill(tensor: onnx.TensorProto, detached: Sequence[Array]) -> None:
     """Give a tensor its detached values, if any; edits it."""
     number = number_of(tensor)
     if number is not None:
-        tensor.raw_data = held[number].tobytes()
+        tensor.raw_data = detached[number].tobytes()
 
 
 def bytes_of(array: Array) -> memoryview:
